@@ -1,0 +1,45 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# PyPI's torch for Linux brings several GB of CUDA libraries; without an NVIDIA driver the CPU build does the same.
+# An index that cannot be reached is passed over after a short wait.
+TORCH_INDEX ?= $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null && \
+	echo --extra-index-url https://download.pytorch.org/whl/cpu --timeout 15 --retries 2)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint format demo clean
+.DELETE_ON_ERROR:
+
+help:  ## Show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 14
+
+setup: $(READY)  ## Create .venv with everything that is needed; again only when pyproject.toml or the pins change
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit( \
+		f"Python 3.10 or newer is needed, {sys.executable} is {v[0]}.{v[1]}; try: make PYTHON=python3.12 <target>")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH_INDEX) --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+test: lint  ## Lint, check types, run all tests; PYTEST_ARGS is passed on
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY)  ## Lint, check the formatting and the types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(READY)  ## Fix what ruff can fix, and format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+demo: $(READY)  ## Train for real, print and plot the comparison; output in demo_output/
+	$(BIN)/python -m examples.demo
+
+clean:  ## Remove .venv, caches and output
+	rm -rf $(VENV) dist demo_output .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,75 @@
+"""Fixtures for all tests: the worlds of ranks, and isolation of what Lightning and torch keep per process."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from ranks import RankPool, isolated
+
+# No deadline and no random examples: a test says the same on every machine and on every run.
+hypothesis.settings.register_profile("reproducible", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("reproducible")
+
+# A launcher that starts the tests must not become the launcher that Lightning detects within them.
+LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_", "JSM_", "LSB_", "PL_", "LT_")
+LAUNCHER_NAMES = frozenset(
+    {"RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+)
+
+
+def pytest_configure() -> None:
+    for name in list(os.environ):
+        if name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES):
+            del os.environ[name]
+    vars(rank_zero_only)["rank"] = 0  # Lightning read it from the environment when it was imported
+    torch.set_num_threads(1)  # as on the ranks: the order of a sum must not depend on the process
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@contextmanager
+def isolated_test() -> Iterator[None]:
+    """Start from the same random state, and leave no process-wide setting and no process group behind."""
+    with isolated():
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002  # the generator that Lightning and users' code draw from
+        torch.manual_seed(0)
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left its process group initialized")
+
+
+@pytest.fixture(autouse=True)
+def _isolation() -> Iterator[None]:
+    with isolated_test():
+        yield
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Callable[[int], RankPool]]:
+    """Return `world(n)`: the pool of n ranks, started once per session and reused by every test."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        if world_size not in pools:
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size]
+
+    yield pool
+    for started in pools.values():
+        started.close()
