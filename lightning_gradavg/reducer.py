@@ -1,0 +1,268 @@
+"""The DDP communication hook that reduces a window by a rule, with one small exchange per optimizer step."""
+
+# DDP compares the hook's annotations with the real objects, so this module must not postpone their evaluation.
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from lightning_gradavg.place import Place, places_on_nodes
+from lightning_gradavg.reduce import constant_normalizer, depends_on_window, window_factor
+from lightning_gradavg.rules import Rule, Weight
+from lightning_gradavg.window import WHOLE_LOSS, MicroBatch, Totals, Window
+
+__all__ = ["AveragingHook", "Reducer", "gather_places"]
+
+AveragingHook = Callable[[GradBucket], Future[Tensor]]
+"""A hook that returns the mean of a bucket over the ranks, which is what DDP asks of a communication hook."""
+
+_HALF_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def gather_places(node: int, group: dist.ProcessGroup | None) -> tuple[Place, ...]:
+    """Return the places of all ranks of a process group, each rank bringing the node that it runs on."""
+    nodes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(nodes, node, group=group)
+    return places_on_nodes(nodes)
+
+
+@dataclass
+class _Closed:
+    """A window whose totals are on their way.
+
+    Attributes:
+        window: The window.
+        loss_divisor: What every loss of the window was already divided by.
+        summary: This rank's summary, being summed over the ranks in place; None if nothing is exchanged.
+        work: The sum under way, or None.
+        folded: Whether every normalizer is already in the gradient, so that buckets are only summed.
+    """
+
+    window: Window
+    loss_divisor: float
+    summary: Tensor | None = None
+    work: dist.Work | None = None
+    folded: bool = False
+    factor: Weight | None = None
+
+
+class Reducer:
+    """Reduces the gradients of a DDP module by a rule.
+
+    A window goes through `accumulate` once per micro-batch, `close` before the backward of its last micro-batch,
+    `hook` once per bucket during that backward, and `finish` after it.
+
+    Args:
+        rule: The reduction rule.
+        places: The places of all ranks of the process group, in rank order.
+        rank: This rank in the process group.
+        group: The process group that DDP reduces over; None for the default one.
+        device: Where the gradients are.
+        averaging_hook: Reduces each scaled bucket instead of a plain sum.
+        windows_may_differ: Whether ranks may accumulate different numbers of micro-batches, so that the numbers must
+            be compared even where the rule uses no weight.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        places: Sequence[Place],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        averaging_hook: AveragingHook | None = None,
+        windows_may_differ: bool = False,
+    ) -> None:
+        self.rule = rule
+        self.places = tuple(places)
+        self.group = group
+        self.device = device
+        self.window = Window(rule, self.places[rank])
+        self._averaging_hook = averaging_hook
+        self._exchanges = rule.uses_weight or windows_may_differ
+        self._depends_on_window = depends_on_window(rule, self.places)
+        # While true, DDP runs the hook but the gradient is to stay local.
+        self.accumulating = False
+        self._closed: _Closed | None = None
+        self._unchecked: _Copy | None = None
+
+    def reset(self) -> None:
+        """Forget a window that was begun and never reduced."""
+        self.window = Window(self.rule, self.window.place)
+        self._closed = None
+
+    def accumulate(self, micro_batch: MicroBatch) -> dict[str, Weight]:
+        """Add a micro-batch to the window and return what each loss term's gradient is to be multiplied by.
+
+        A coefficient of 0 means that the gradient is to be discarded, whatever it is.
+        """
+        self.window.add(micro_batch)
+        return {term: self.window.coefficient(term) for term in self.window.terms}
+
+    def close(self, loss_divisor: float) -> None:
+        """Begin the exchange of the totals; every rank must call this before its buckets are reduced."""
+        summary, work = None, None
+        if self._exchanges:
+            summary = self.window.summary(self.device)
+            if len(self.places) > 1:
+                work = dist.all_reduce(summary, group=self.group, async_op=True)
+        self._closed = _Closed(self.window, loss_divisor, summary, work)
+        self.window = Window(self.rule, self.window.place)
+
+    def term_factors(self) -> dict[str, Weight]:
+        """Return each loss term's factor of the closed window, waiting for the totals; buckets are then only summed.
+
+        Different normalizers cannot be applied to a bucket that holds the gradients of all terms.
+        """
+        closed = self._require_closed()
+        closed.folded = True
+        return {term: self._factor_of(closed, term, index) for index, term in enumerate(closed.window.terms)}
+
+    def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
+        """Scale a bucket by this rank's factor and sum it over the ranks: a DDP communication hook."""
+        del state
+        if self.accumulating:
+            return _unchanged(bucket.buffer())
+        closed = self._require_closed()
+        if closed.factor is None:
+            closed.factor = 1.0 if closed.folded else self._factor_of(closed, WHOLE_LOSS, 0)
+        factor, buffer = closed.factor, bucket.buffer()
+        if self._averaging_hook is not None:
+            _scale(buffer, factor * len(self.places))
+            return self._averaging_hook(bucket)
+        return _sum_scaled(buffer, factor, self.group)
+
+    def finish(self) -> None:
+        """End the window and raise, on all ranks, what is wrong with it.
+
+        Raises:
+            ValueError: If a rank had an unusable weight or share, or some micro-batches had a weight and some had not;
+                on an accelerator one optimizer step later, because the totals are not waited for.
+        """
+        closed, self._closed = self._require_closed(), None
+        previous, self._unchecked = self._unchecked, None
+        if previous is not None:
+            self._check(previous)
+        if closed.summary is None:
+            return
+        self._wait(closed)
+        copy = _Copy(closed.window, closed.summary)
+        if self.device.type == "cpu":
+            self._check(copy)
+        else:
+            self._unchecked = copy
+
+    def _require_closed(self) -> _Closed:
+        if self._closed is None:
+            raise RuntimeError(
+                f"a gradient reached the reduction {self.rule.name!r} by a backward that the strategy was not told of."
+                " In manual optimization call self.manual_backward(loss, weight=...) instead of loss.backward()."
+            )
+        return self._closed
+
+    def _wait(self, closed: _Closed) -> None:
+        if closed.work is not None:
+            closed.work.wait()
+            closed.work = None
+
+    def _factor_of(self, closed: _Closed, term: str, index: int) -> Weight:
+        window = closed.window
+        length = len(window.micro_batches)
+        normalizer: Weight
+        if self.rule.uses_weight:
+            assert closed.summary is not None
+            self._wait(closed)
+            total = closed.summary[Totals.NORMALIZERS + index]
+            normalizer = float(total) if self.device.type == "cpu" else total
+        else:
+            normalizer = constant_normalizer(self.rule, self.places, length)
+        reference = window.reference(term, whole=True)
+        return window_factor(
+            reference=reference,
+            normalizer=normalizer,
+            live=window.live(term),
+            loss_divisor=closed.loss_divisor,
+        )
+
+    def _check(self, copy: "_Copy") -> None:
+        totals = Totals(copy.read(), len(self.places))
+        problem = totals.problem
+        if problem is None and totals.uneven and self._depends_on_window:
+            problem = f"the ranks accumulated different numbers of micro-batches, which {self.rule.name!r} depends on"
+        if problem is None:
+            return
+        found: list[Any] = [None] * len(self.places)
+        if len(self.places) > 1:
+            dist.all_gather_object(found, copy.window.problems, group=self.group)
+        else:
+            found = [copy.window.problems]
+        culprits = "".join(f"\n  rank {rank}: {text}" for rank, problems in enumerate(found) for text in problems)
+        raise ValueError(f"reduction {self.rule.name!r}: {problem}.{culprits}")
+
+
+class _Copy:
+    """A summed summary on its way to the host, and the window that it closes."""
+
+    def __init__(self, window: Window, summary: Tensor) -> None:
+        self.window = window
+        self._event: torch.cuda.Event | None = None
+        if summary.device.type == "cuda":
+            self._values = torch.empty(summary.shape, dtype=summary.dtype, pin_memory=True)
+            self._values.copy_(summary, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._values = summary
+
+    def read(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
+
+
+def _unchanged(buffer: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(buffer)
+    return future
+
+
+def _scale(buffer: Tensor, factor: Weight) -> None:
+    """Multiply a bucket in place; a factor of 0 discards it, non-finite numbers included."""
+    if isinstance(factor, Tensor):
+        buffer.mul_(factor).masked_fill_(factor == 0, 0)
+    elif factor == 0:
+        buffer.zero_()
+    elif factor != 1:
+        buffer.mul_(factor)
+
+
+def _sum_scaled(buffer: Tensor, factor: Weight, group: dist.ProcessGroup | None) -> Future[Tensor]:
+    """Return the sum over ranks of a bucket times each rank's factor.
+
+    Half precision is summed in float32: a sum of float16 overflows and a pre-divided one underflows where the result
+    does neither, and bfloat16 loses bits at every addition.
+    """
+    if buffer.is_sparse:
+        return _sum_scaled_sparse(buffer, factor, group)
+    wide = buffer.float() if buffer.dtype in _HALF_PRECISION else buffer
+    _scale(wide, factor)
+    future = dist.all_reduce(wide, group=group, async_op=True).get_future()
+    result: Future[Tensor] = future.then(
+        lambda done: done.value()[0] if wide is buffer else buffer.copy_(done.value()[0])
+    )
+    return result
+
+
+def _sum_scaled_sparse(buffer: Tensor, factor: Weight, group: dist.ProcessGroup | None) -> Future[Tensor]:
+    values = buffer._values().clone()
+    _scale(values, factor)
+    scaled = torch.sparse_coo_tensor(buffer._indices(), values, buffer.shape, check_invariants=False).coalesce()
+    future = dist.all_reduce(scaled, group=group, async_op=True).get_future()
+    result: Future[Tensor] = future.then(lambda done: done.value()[0])
+    return result

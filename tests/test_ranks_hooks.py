@@ -1,0 +1,147 @@
+"""A user's own communication hook under every rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import make_trainer
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from toys import Toy, loader, same_everywhere, train
+
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.rules import RULES
+
+
+def approx(value, tolerance):
+    return pytest.approx(value, rel=tolerance, abs=tolerance)
+
+
+CALLS: list[int] = []
+
+
+def counting_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A user's hook: the mean over ranks."""
+    CALLS.append(bucket.index())
+    return default_hooks.allreduce_hook(state, bucket)  # type: ignore[arg-type]  # None is the default group
+
+
+HOOKS: dict[str, Any] = {
+    "counting": (counting_hook, None, 1e-6),
+    "fp16": (default_hooks.fp16_compress_hook, None, 1e-2),
+    "bf16": (default_hooks.bf16_compress_hook, None, 1e-2),
+    "fp16 wrapper": (counting_hook, default_hooks.fp16_compress_wrapper, 1e-2),
+    "wrapper alone": (None, default_hooks.fp16_compress_wrapper, 1e-2),
+}
+
+
+def train_with_hook(name: str, reduction: str, per_rank: Any, window: int = 1) -> Any:
+    hook, wrapper, _ = HOOKS[name]
+    CALLS.clear()
+    seen = train(
+        per_rank,
+        {"kind": "s", "dtype": torch.float32},
+        {"reduction": reduction, "ddp_comm_hook": hook, "ddp_comm_wrapper": wrapper},
+        accumulate_grad_batches=window,
+    )
+    seen.calls = len(CALLS)
+    return seen
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hook_composes_with_weights(world, name):
+    """Case 30: on CPU a compression hook and weights give 7.5 within 1e-2, and the hook is called."""
+    seen = world(2).run(train_with_hook, name, "weighted_mean", [[[1, 2, 3]], [[4]]])
+    assert approx(7.5, HOOKS[name][2]) == same_everywhere(seen).gradients[0].item()
+    assert all(one.calls == (1 if HOOKS[name][0] is counting_hook else 0) for one in seen)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("reduction", RULES)
+def test_hook_composes_with_every_rule(world, reduction, window):
+    """Case 30: with a hook that averages, every rule gives what it gives without one; called once per window."""
+    batches = [[[1, 2]] * 3, [[3, 5]] * 3]
+    with_hook = world(2).run(train_with_hook, "counting", reduction, batches, window)
+    without = same_everywhere(
+        world(2).run(
+            train,
+            batches,
+            {"kind": "s", "dtype": torch.float32},
+            {"reduction": reduction},
+            accumulate_grad_batches=window,
+        )
+    )
+    seen = same_everywhere(with_hook)
+    assert seen.calls == len(seen.gradients) == -(-3 // window)
+    for mine, expected in zip(seen.gradients, without.gradients, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
+
+
+class Layers(Toy):
+    """Several matrices in several buckets, for hooks of several collectives."""
+
+    def __init__(self) -> None:
+        super().__init__(dtype=torch.float32, start=[1.0])
+        torch.manual_seed(2)
+        self.layers = nn.Sequential(*(nn.Linear(24, 24) for _ in range(6)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(int(batch.sum())))
+        return {"loss": (self.layers(x) * self.w).square().mean(), "weight": 1 + dist.get_rank()}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters()]))
+
+
+def train_layers(power_sgd: bool, window: int) -> Any:
+    strategy: dict[str, Any] = {"reduction": "weighted_mean", "bucket_cap_mb": 0.004}
+    if power_sgd:
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=24, start_powerSGD_iter=2, min_compression_rate=0.5
+        )
+        strategy |= {"ddp_comm_hook": powerSGD_hook.powerSGD_hook, "ddp_comm_state": state}
+    model = Layers()
+    trainer = make_trainer(
+        GradAvgStrategy(**strategy), max_epochs=1, use_distributed_sampler=False, accumulate_grad_batches=window
+    )
+    trainer.fit(model, loader([[10.0 * step + dist.get_rank()] for step in range(8 * window)]))
+    return model.seen
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_power_sgd_on_gloo(world, window):
+    """Case 30: PowerSGD with several buckets, of full rank and so nearly exact, works on gloo under weights."""
+    exact = same_everywhere(world(2).run(train_layers, False, window))
+    compressed = same_everywhere(world(2).run(train_layers, True, window))
+    for mine, expected in zip(compressed.gradients, exact.gradients, strict=True):
+        assert torch.linalg.norm(mine - expected) <= 1e-3 * torch.linalg.norm(expected)
+
+
+REFUSED: dict[str, Any] = {
+    "post_localSGD_hook": lambda: {
+        "ddp_comm_hook": post_localSGD_hook,
+        "ddp_comm_state": PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=2),
+    },
+    "quantization_pertensor_hook": lambda: {"ddp_comm_hook": quantization_hooks.quantization_pertensor_hook},
+    "batched_powerSGD_hook": lambda: {
+        "ddp_comm_hook": powerSGD_hook.batched_powerSGD_hook,
+        "ddp_comm_state": powerSGD_hook.PowerSGDState(None),
+    },
+}
+
+
+def train_refused(name: str, reduction: str) -> None:
+    make_trainer(GradAvgStrategy(reduction=reduction, **REFUSED[name]()), max_epochs=1).fit(Toy(), loader([[1.0]]))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_hooks_that_cannot_serve_are_refused(world, name, reduction):
+    """A hook that owns the averaging, or cannot run on the backend, is refused by name on all ranks."""
+    raised = world(2).run_expecting_errors(train_refused, name, reduction)
+    assert ["ValueError"] * 2 == [one.type_name for one in raised]
+    assert all(f"ddp_comm_hook={name}" in one.message for one in raised)
