@@ -1,0 +1,53 @@
+"""The console command `gradavg`: a LightningCLI that knows this package's strategies, and tools around them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_LIGHTNING = {
+    "fit": "train a model from a config file or options, with this package's strategies registered",
+    "validate": "evaluate it on its validation data",
+    "test": "evaluate it on its test data",
+    "predict": "predict with it",
+}
+_OWN = {
+    "plan": "batch, accumulation and learning rate of a recipe on another cluster",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        argv: The arguments without the program's name; those of the process if not given.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else "--help"
+    if command in ("-h", "--help"):
+        print(_help())
+        return 0
+    if command == "plan":
+        from lightning_gradavg.cli import plan  # noqa: PLC0415 - a command imports only what it needs
+
+        return plan.main(arguments[1:])
+    if command in _LIGHTNING:
+        _run_lightning(arguments)
+        return 0
+    print(
+        f"gradavg: error: {command!r} is not a command; choose from {', '.join([*_LIGHTNING, *_OWN])}", file=sys.stderr
+    )
+    return 2
+
+
+def _run_lightning(arguments: list[str]) -> None:
+    from lightning.pytorch.cli import LightningCLI  # noqa: PLC0415 - seconds that `plan` does not need
+
+    LightningCLI(args=arguments, parser_kwargs={"prog": "gradavg"})
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:10} {text}" for name, text in {**_LIGHTNING, **_OWN}.items())
+    return f"usage: gradavg COMMAND [options]\n\ncommands:\n{commands}\n\n'gradavg COMMAND --help' lists its options."

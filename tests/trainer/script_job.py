@@ -1,0 +1,24 @@
+"""Usage: script_job.py OUT STRATEGY: train with `Trainer(strategy=NAME)` after the import, or with an instance."""
+
+import sys
+
+from cli_job import Job
+from lightning.pytorch import Trainer
+
+from lightning_gradavg import GradAvgStrategy
+
+if __name__ == "__main__":
+    out, name, nodes, devices = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    strategy = GradAvgStrategy(reduction="weighted_mean") if name == "instance" else name
+    Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        num_nodes=nodes,
+        devices=devices,
+        max_epochs=1,
+        logger=False,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Job(out, loss="sum" if name == "gradavg_sum" else "mean"))

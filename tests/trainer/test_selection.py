@@ -1,0 +1,186 @@
+"""Case 25: every way of selecting the strategy, through the real launchers, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+HERE = Path(__file__).resolve().parent
+CASE_2 = pytest.approx(7.5, rel=1e-12)
+
+
+def run(*command: Any, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; the ranks it starts end with it."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=HERE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), "PYTHONWARNINGS": "default", **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def ranks(out: Path, world_size: int = 2) -> list[dict[str, Any]]:
+    """Return what each rank wrote, after asserting that all of them did."""
+    seen = [json.loads(path.read_text()) for path in sorted(out.glob("rank*.json"))]
+    assert [(rank, world_size) for rank in range(world_size)] == [(one["rank"], one["world_size"]) for one in seen]
+    assert len({one["gradient"] for one in seen}) == 1
+    return seen
+
+
+TRAINER = {
+    "accelerator": "cpu",
+    "devices": 2,
+    "max_epochs": 1,
+    "logger": False,
+    "use_distributed_sampler": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def config(tmp_path: Path, strategy: Any, suffix: str = "yaml", **model: Any) -> Path:
+    path = tmp_path / f"config.{suffix}"
+    content = {
+        "trainer": {**TRAINER, "strategy": strategy, "default_root_dir": str(tmp_path / "root")},
+        "model": {"class_path": "cli_job.Job", "init_args": {"out": str(tmp_path), **model}},
+    }
+    path.write_text(json.dumps(content) if suffix == "json" else yaml.safe_dump(content))
+    return path
+
+
+GRADAVG = [sys.executable, "-m", "lightning_gradavg"]
+LIGHTNING_CLI = [sys.executable, "cli_script.py"]
+
+
+@pytest.mark.parametrize(("name", "gradient"), [("gradavg_weighted", 7.5), ("gradavg_sum", 30.0), ("instance", 7.5)])
+def test_script(tmp_path, name, gradient):
+    """Case 25 (a, e): a name after the import, or an instance, trains two processes that the Trainer launches."""
+    run(sys.executable, "script_job.py", tmp_path, name, 1, 2)
+    assert [pytest.approx(gradient, rel=1e-12)] * 2 == [one["gradient"] for one in ranks(tmp_path)]
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_config_with_class_path(tmp_path, suffix):
+    """Case 25 (b): class path and options of a config file reach the strategy unchanged, those of DDP included."""
+    strategy = {
+        "class_path": "lightning_gradavg.GradAvgStrategy",
+        "init_args": {"reduction": "weighted_mean", "bucket_cap_mb": 7.5, "static_graph": True, "timeout": "0:05:00"},
+    }
+    run(*LIGHTNING_CLI, "fit", "--config", config(tmp_path, strategy, suffix))
+    for one in ranks(tmp_path):
+        assert CASE_2 == one["gradient"]
+        assert ("GradAvgStrategy", 300.0) == (one["strategy"], one["timeout"])
+        assert {"bucket_cap_mb": "7.5", "static_graph": "True"} == one["ddp"]
+
+
+def test_printed_config_round_trips(tmp_path):
+    """Case 25 (b): --print_config prints a config that prints itself, and holds every option."""
+    strategy = {"class_path": "lightning_gradavg.GradAvgStrategy", "init_args": {"reduction": "sum"}}
+    first = run(*GRADAVG, "fit", "--config", config(tmp_path, strategy), "--print_config").stdout
+    printed = yaml.safe_load(first)["trainer"]["strategy"]["init_args"]
+    assert {"reduction": "sum", "find_unused_parameters": False, "start_method": "popen"}.items() <= printed.items()
+    again = tmp_path / "again.yaml"
+    again.write_text(first)
+    assert first == run(*GRADAVG, "fit", "--config", again, "--print_config").stdout
+
+
+def test_command_line_class_path(tmp_path):
+    """Case 25 (d): a class path and an option on the command line, no config file for the strategy."""
+    run(
+        *LIGHTNING_CLI,
+        "fit",
+        "--config",
+        config(tmp_path, "auto"),
+        "--trainer.strategy=lightning_gradavg.GradAvgStrategy",
+        "--trainer.strategy.reduction=weighted_mean",
+    )
+    assert CASE_2 == ranks(tmp_path)[0]["gradient"]
+
+
+def test_console_command_knows_the_names(tmp_path):
+    """Case 25 (a): `gradavg fit` needs no import in user code for a name."""
+    run(*GRADAVG, "fit", "--config", config(tmp_path, "gradavg_weighted"))
+    assert CASE_2 == ranks(tmp_path)[0]["gradient"]
+
+
+def test_misspelt_option(tmp_path):
+    """Case 25 (c): a misspelt option ends the command with an error that contains it."""
+    strategy = {"class_path": "lightning_gradavg.GradAvgStrategy", "init_args": {"reductoin": "sum"}}
+    done = run(*GRADAVG, "fit", "--config", config(tmp_path, strategy), check=False)
+    assert done.returncode != 0
+    assert "reductoin" in done.stderr
+
+
+def test_misspelt_rule(tmp_path):
+    """A misspelt rule ends the command with an error that contains it and lists the rules."""
+    done = run(
+        *GRADAVG,
+        "fit",
+        "--config",
+        config(tmp_path, "auto"),
+        "--trainer.strategy=lightning_gradavg.GradAvgStrategy",
+        "--trainer.strategy.reduction=avg",
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "avg" in done.stderr
+    assert "weighted_mean" in done.stderr
+
+
+def test_pytorch_lightning_says_which_package_is_needed():
+    """A Trainer of pytorch_lightning refuses the strategy with a message that names the right package."""
+    code = "import pytorch_lightning as pl, lightning_gradavg as g; pl.Trainer(strategy=g.GradAvgStrategy())"
+    done = run(sys.executable, "-c", code, check=False)
+    assert done.returncode != 0
+    assert "lightning.pytorch.Trainer, of the package `lightning`" in done.stderr
+
+
+def test_importing_twice_registers_once():
+    """Case 25 (a): names are there after the import, and a second registration changes nothing."""
+    code = (
+        "import importlib, lightning_gradavg as g; from lightning.pytorch.strategies import StrategyRegistry as r;"
+        "importlib.reload(g); g.GradAvgStrategy.register_strategies(r);"
+        "print(sorted(name for name in r if name.startswith('gradavg')))"
+    )
+    names = ["gradavg", "gradavg_fork", "gradavg_notebook", "gradavg_spawn", "gradavg_sum", "gradavg_weighted"]
+    assert f"{names}\n" == run(sys.executable, "-c", code).stdout
+
+
+def test_two_torchrun_agents_are_two_nodes(tmp_path):
+    """Two torchrun agents with one process each are two nodes to the strategy."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    rendezvous = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    agents = [
+        subprocess.Popen(
+            [*torchrun, f"--node-rank={node}", *rendezvous, "script_job.py", str(tmp_path), "instance", "2", "1"],
+            cwd=HERE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in (0, 1)
+    ]
+    outputs = [agent.communicate(timeout=100)[0] for agent in agents]
+    assert [0, 0] == [agent.returncode for agent in agents], outputs
+    seen = ranks(tmp_path)
+    assert [0, 1] == [one["node_rank"] for one in seen]
+    assert CASE_2 == seen[0]["gradient"]
+    assert "2 ranks on 2 nodes" in "".join(outputs)
