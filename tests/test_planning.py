@@ -1,0 +1,330 @@
+"""Plans: three runs of one recipe side by side, the advice found in threads, and the nearest valid numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_gradavg.batches import Split
+from lightning_gradavg.place import Place
+from lightning_gradavg.planning import Plan, make_plan
+from lightning_gradavg.recipe import OPTIMIZERS, Cluster, Recipe
+from lightning_gradavg.rules import RULES
+from lightning_gradavg.runs import Outcome, Run, chunks
+from lightning_gradavg.scaling import SCALINGS
+
+COUNTS = st.integers(1, 64)
+
+
+def lrs(run: Run) -> dict[str, float | None]:
+    values = {outcome.lr_scaling: outcome.hyperparameters for outcome in run.scalings}
+    return {rule: None if found is None else found["lr"] for rule, found in values.items()}
+
+
+def sizes_on(size: int, devices: int) -> tuple[int, ...]:
+    return tuple(chunk.samples for chunk in chunks(size, devices) for _ in range(chunk.devices))
+
+
+def outcome(run: Run, name: str) -> Outcome:
+    (found,) = [outcome for outcome in run.scalings if outcome.lr_scaling == name]
+    return found
+
+
+def note(plan: Plan, start: str) -> str:
+    (found,) = [note for note in plan.notes if note.startswith(start)]
+    return found
+
+
+def test_the_question_of_the_threads() -> None:
+    """Batch 16 and lr 0.01 on one GPU are 4 per GPU and lr 0.01 on 2 nodes x 2 GPUs, where stock DDP trains on 64."""
+    plan = make_plan(Recipe(16, 0.01), Cluster(2, 2))
+    assert [(chunk.samples, chunk.devices) for chunk in plan.gradavg.chunks] == [(4, 4)]
+    assert (plan.gradavg.global_batch_size, plan.gradavg.scale, plan.gradavg.accumulate) == (16, 1.0, 1)
+    assert lrs(plan.gradavg) == {"none": 0.01, "linear": 0.01, "sqrt": 0.01, "adam_sde": None}
+    assert (plan.stock_ddp.global_batch_size, plan.stock_ddp.scale) == (64, 4.0)
+    assert lrs(plan.stock_ddp) == {"none": 0.01, "linear": 0.04, "sqrt": 0.02, "adam_sde": None}
+    assert plan.stock_ddp.sum_loss_divisor == 4
+    assert plan.stock_ddp.mean_loss_gradient == "mean of 4 means"
+    assert plan.stock_ddp.sum_loss_gradient == "sum over 64, 4 times too small"
+
+
+def test_advice_of_the_threads_is_judged() -> None:
+    """Dividing lr by the ranks makes the steps of mean losses too small: 0.0025 on four ranks and 0.005 on two."""
+    four = {advice.lr: advice.gradavg for advice in make_plan(Recipe(16, 0.01), Cluster(2, 2)).advice}
+    assert four == {
+        0.01: "right: the base step",
+        0.0025: "wrong: steps 4 times too small",
+        0.04: "wrong: steps 4 times too large",
+        0.02: "wrong: steps 2 times too large",
+    }
+    two = make_plan(Recipe(16, 0.01), Cluster(2, 1))
+    assert two.advice[1].lr == 0.005
+    assert two.advice[1].gradavg == "wrong: steps 2 times too small"
+    assert [advice.stock_ddp for advice in two.advice] == [
+        "lr_scaling='none'",
+        "no scaling",
+        "lr_scaling='linear'",
+        "lr_scaling='sqrt'",
+    ]
+
+
+def test_no_advice_where_the_ranks_stay() -> None:
+    """A recipe that moves to as many ranks as it had needs no advice, and stock DDP keeps its scale."""
+    plan = make_plan(Recipe(16, 0.01, devices=4), Cluster(2, 2))
+    assert plan.advice == ()
+    assert plan.stock_ddp.scale == 1.0
+    assert plan.stock_ddp == plan.base
+
+
+def test_a_batch_that_does_not_divide_names_the_nearest() -> None:
+    """Case 23: 12 samples on 5 devices are chunks of 3, 3, 3, 3 and 0; 10 and 15 divide evenly."""
+    plan = make_plan(Recipe(12, 0.01, dataset_size=24, epochs=1), Cluster(1, 5))
+    assert [(chunk.samples, chunk.devices) for chunk in plan.gradavg.chunks] == [(3, 4), (0, 1)]
+    assert plan.nearest_even_batch_sizes == (10, 15)
+    assert plan.gradavg.steps == plan.gradavg.steps_per_epoch == 2
+    assert "10 and 15" in note(plan, "12 samples do not divide evenly by 5 devices")
+    assert (
+        note(plan, "Devices without a sample") == "Devices without a sample of any global batch: 1 of 5. 4 are as fast."
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"), [(1, (12,)), (4, (3, 3, 3, 3)), (5, (3, 3, 3, 3, 0)), (8, (2, 2, 2, 2, 2, 2, 0, 0))]
+)
+def test_chunks_of_a_batch_of_twelve_give_the_reference_steps(ranks: int, sizes: tuple[int, ...]) -> None:
+    """Case 23: on Toy-S with x = 1..24, two steps on the weighted mean of the chunks of 12 are those of one process."""
+    assert sizes_on(12, ranks) == sizes
+    weight = reference = 1.0
+    for first in (1, 13):
+        batch = [float(x) for x in range(first, first + 12)]
+        reference -= 0.01 * reference * math.fsum(x * x for x in batch) / 12
+        rows = iter(batch)
+        total, normalizer = 0.0, 0.0
+        for rank, size in enumerate(sizes):
+            chunk = list(itertools.islice(rows, size))
+            share = RULES["weighted_mean"].share(Place(rank, ranks), float(size))
+            total += float(share.multiplier) * (weight * sum(x * x for x in chunk) / size if chunk else 0.0)
+            normalizer += float(share.normalizer)
+        weight -= 0.01 * total / normalizer
+    assert weight == pytest.approx(reference, rel=1e-12)
+
+
+@given(size=st.integers(1, 500), devices=COUNTS)
+def test_chunks_are_those_of_torch(size: int, devices: int) -> None:
+    """The sizes are torch.chunk's, with zeros for the chunks that it leaves out, and add up to the batch."""
+    pieces = [len(piece) for piece in torch.arange(size).chunk(devices)]
+    sizes = sizes_on(size, devices)
+    assert list(sizes) == pieces + [0] * (devices - len(pieces))
+    assert sum(sizes) == size
+
+
+@given(size=st.integers(1, 500), devices=st.integers(1, 8), limit=st.none() | COUNTS)
+def test_micro_batches_are_those_of_split_batches(size: int, devices: int, limit: int | None) -> None:
+    """The plan's micro-batches are the ones that split_batches hands to every rank."""
+    run = make_plan(Recipe(size, 0.1), Cluster(1, devices), max_device_batch_size=limit).gradavg
+    planned = [chunk for chunk in run.chunks for _ in range(chunk.devices)]
+    for rank, chunk in enumerate(planned):
+        split = Split(rank, devices, max_samples=limit)
+        assert split.count(size) == run.accumulate
+        own = [piece.samples for piece in split.cut(size, run.accumulate)]
+        assert (sum(own), max(own)) == (chunk.samples, chunk.micro_batch_size)
+
+
+@given(batch=COUNTS, base=COUNTS, window=st.integers(1, 4), nodes=st.integers(1, 4), devices=st.integers(1, 8))
+def test_the_global_batch_is_kept_by_default(batch: int, base: int, window: int, nodes: int, devices: int) -> None:
+    """Without a new global batch the scale is 1 on every cluster, and every scaling keeps the recipe's values."""
+    recipe = Recipe(batch, 0.1, devices=base, accumulate_grad_batches=window, optimizer="adam")
+    plan = make_plan(recipe, Cluster(nodes, devices))
+    assert plan.gradavg.global_batch_size == plan.base.global_batch_size == batch * base * window
+    assert plan.gradavg.scale == plan.base.scale == 1
+    assert all(found.hyperparameters == recipe.hyperparameters for found in plan.gradavg.scalings)
+    assert sum(chunk.samples * chunk.devices for chunk in plan.gradavg.chunks) == batch * base * window
+    assert plan.stock_ddp.scale == pytest.approx(nodes * devices / base, rel=1e-15)
+
+
+@given(size=st.integers(1, 400), batch=st.integers(1, 40), ranks=st.integers(1, 8), window=st.integers(1, 4))
+def test_steps_per_epoch_of_stock_ddp_are_those_of_its_sampler(size: int, batch: int, ranks: int, window: int) -> None:
+    """An epoch of stock DDP is as many windows as torch's padded sampler and loader give."""
+    samples = TensorDataset(torch.arange(size))
+    loader: DataLoader[Any] = DataLoader(
+        samples, batch_size=batch, sampler=DistributedSampler(samples, num_replicas=ranks, rank=0)
+    )
+    recipe = Recipe(batch, 0.1, accumulate_grad_batches=window, dataset_size=size)
+    plan = make_plan(recipe, Cluster(1, ranks))
+    assert plan.stock_ddp.steps_per_epoch == math.ceil(len(loader) / window)
+    assert plan.gradavg.steps_per_epoch == math.ceil(size / (batch * window))
+
+
+def test_lengths_follow_the_scale() -> None:
+    """Four times the global batch takes a quarter of the steps and of the warm-up, but not in the unchanged script."""
+    plan = make_plan(Recipe(16, 0.01, steps=1000, warmup_steps=100), Cluster(2, 2), global_batch_size=64)
+    assert (plan.base.steps, plan.base.warmup_steps) == (1000, 100)
+    assert (plan.gradavg.steps, plan.gradavg.warmup_steps) == (250, 25)
+    assert (plan.stock_ddp.steps, plan.stock_ddp.warmup_steps) == (1000, 100)
+
+
+def test_epochs_become_steps() -> None:
+    """Ten epochs of 100 samples are 70 steps of 16, 20 of 64, and 20 of stock DDP's 4 x 16."""
+    plan = make_plan(Recipe(16, 0.01, epochs=10, dataset_size=100), Cluster(2, 2), global_batch_size=64)
+    assert (plan.base.steps, plan.gradavg.steps, plan.stock_ddp.steps) == (70, 20, 20)
+    assert note(plan, "The last global batch of an epoch holds 36 of 64 samples")
+
+
+def test_gradual_warmup_of_five_epochs() -> None:
+    """Linear scaling above 1 is ramped over five epochs (Goyal et al. 2017), or over all steps of a shorter run."""
+    recipe = Recipe(16, 0.01, epochs=10, dataset_size=128)
+    long = make_plan(recipe, Cluster(2, 2), global_batch_size=64)
+    assert {found.lr_scaling: found.lr_warmup_steps for found in long.gradavg.scalings if found.feasible} == {
+        "none": None,
+        "linear": 10,
+        "sqrt": None,
+    }
+    short = make_plan(Recipe(16, 0.01, epochs=2, dataset_size=128), Cluster(2, 2), global_batch_size=64)
+    assert outcome(short.gradavg, "linear").lr_warmup_steps == 4
+    smaller = make_plan(recipe, Cluster(2, 2), global_batch_size=8)
+    assert outcome(smaller.gradavg, "linear").lr_warmup_steps is None
+    assert "lr_scaling='linear', base_batch_size=16, lr_warmup_steps=10" in long.code[1]
+
+
+def test_a_beta_of_zero_allows_no_larger_batch() -> None:
+    """With beta1 = 0 the largest feasible batch is the base batch itself."""
+    recipe = Recipe(16, 1e-3, optimizer="adam", betas=(0.0, 0.99))
+    assert outcome(make_plan(recipe, Cluster(1, 1)).gradavg, "adam_sde").feasible
+    refused = outcome(make_plan(recipe, Cluster(1, 1), global_batch_size=17).gradavg, "adam_sde")
+    assert refused.largest_global_batch_size == 16
+
+
+@given(
+    batch=st.integers(2, 64),
+    optimizer=st.sampled_from(["adam", "adamw", "rmsprop"]),
+    smoothing=st.sampled_from([0.5, 0.8, 0.9, 0.95, 0.97]),
+)
+def test_the_largest_feasible_batch_is_feasible_and_the_next_is_not(
+    batch: int, optimizer: str, smoothing: float
+) -> None:
+    """The largest global batch that the plan names is accepted by the rule, and one sample more is refused."""
+    options: dict[str, Any] = {"alpha": smoothing} if optimizer == "rmsprop" else {"betas": (smoothing, 0.99)}
+    recipe = Recipe(batch, 1e-3, optimizer=optimizer, **options)
+    refused = outcome(make_plan(recipe, Cluster(1, 1), global_batch_size=batch * 64).gradavg, "adam_sde")
+    assert not refused.feasible
+    largest = refused.largest_global_batch_size
+    assert largest is not None
+    for size, feasible in ((largest, True), (largest + 1, False)):
+        assert (
+            outcome(make_plan(recipe, Cluster(1, 1), global_batch_size=size).gradavg, "adam_sde").feasible is feasible
+        )
+
+
+def test_an_infeasible_scaling_says_why_once_per_batch() -> None:
+    """Adam at scale 10 names the limit, the beta and the largest batch, and the code then takes the square root."""
+    plan = make_plan(Recipe(16, 1e-3, optimizer="adam"), Cluster(1, 10), global_batch_size=160)
+    refused = outcome(plan.gradavg, "adam_sde")
+    assert (refused.hyperparameters, refused.largest_global_batch_size) == (None, 159)
+    assert "not feasible at scale 10 with beta1=0.9" in note(plan, "Global batch 160: ")
+    assert "lr_scaling='sqrt', base_batch_size=16" in plan.code[1]
+
+
+def test_adam_code_takes_the_rule_of_adam() -> None:
+    """Where Adam's own rule is feasible the code proposes it, with the values of the table."""
+    plan = make_plan(Recipe(16, 1e-3, optimizer="adamw"), Cluster(1, 4), global_batch_size=64)
+    assert outcome(plan.gradavg, "adam_sde").hyperparameters == {"lr": 2e-3, "betas": (0.6, 0.996), "eps": 5e-9}
+    assert "lr_scaling='adam_sde', base_batch_size=16" in plan.code[1]
+
+
+def test_the_weight_decay_of_adamw_is_named_and_not_applied() -> None:
+    """What would keep the decay per sample stands beside the hyperparameters and is called a derivation."""
+    plan = make_plan(Recipe(16, 1e-3, optimizer="adamw", weight_decay=0.1), Cluster(1, 4), global_batch_size=64)
+    decays = {found.lr_scaling: found.weight_decay for found in plan.gradavg.scalings}
+    assert decays == {"none": 0.4, "linear": 0.1, "sqrt": 0.2, "adam_sde": 0.2}
+    assert "0.4 with 'none', 0.1 with 'linear'" in note(plan, "No scaling changes AdamW's weight_decay")
+    coupled = make_plan(Recipe(16, 1e-3, weight_decay=0.1), Cluster(1, 4), global_batch_size=64)
+    assert {found.weight_decay for found in coupled.gradavg.scalings} == {None}
+
+
+def test_sum_losses_of_an_averaged_recipe_are_noted() -> None:
+    """Case 21: a summed gradient grows with the batch, and without DDP's division by 2 x 3 it is six times larger."""
+    plan = make_plan(Recipe(16, 0.06, devices=2, accumulate_grad_batches=3), Cluster(1, 4), global_batch_size=192)
+    assert plan.base.sum_loss_divisor == 6
+    assert plan.base.sum_loss_gradient == "sum over 96, 6 times too small"
+    assert plan.gradavg.sum_loss_gradient == "sum over 192"
+    assert "divided by 6: 0.01 at scale 1" in note(plan, "A sum loss of the base run was divided by 6")
+    assert "4 times the base step" in note(plan, "With a sum loss: reduction='sum'")
+
+
+def test_memory_of_a_device() -> None:
+    """A larger batch per device than in the base run is pointed out, and a limit makes it micro-batches."""
+    free = make_plan(Recipe(16, 0.1), Cluster(1, 2), global_batch_size=80)
+    assert "A device holds 40 samples at once, and 16 in the base run" in note(free, "A device holds")
+    limited = make_plan(Recipe(16, 0.1), Cluster(1, 2), global_batch_size=80, max_device_batch_size=16)
+    assert (limited.gradavg.accumulate, limited.gradavg.chunks[0].micro_batch_size) == (3, 14)
+    assert "max_device_batch_size=16" in limited.code[1]
+    assert not [note for note in limited.notes if note.startswith("A device holds")]
+
+
+def test_a_data_set_smaller_than_the_batch_of_stock_ddp() -> None:
+    """A data set of 24 does not fill 5 x 12, and the sampler repeats one sample to share it."""
+    plan = make_plan(Recipe(12, 0.1, dataset_size=24), Cluster(1, 5))
+    assert note(plan, "The data set of 24 samples does not fill")
+    assert note(plan, "Stock DDP repeats 1 sample(s) per epoch")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("total", [4, 16, 100])
+def test_every_plan_answers_every_scaling(optimizer: str, total: int) -> None:
+    """Each run has an outcome for each scaling: values, or a reason."""
+    plan = make_plan(Recipe(16, 0.1, optimizer=optimizer), Cluster(1, 3), global_batch_size=total)
+    for run in (plan.base, plan.gradavg, plan.stock_ddp):
+        assert [found.lr_scaling for found in run.scalings] == list(SCALINGS)
+        for found in run.scalings:
+            assert found.feasible == (found.problem is None) == (found.hyperparameters is not None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
+        ({"lr": 0.0}, "lr must be finite and > 0, got 0.0"),
+        ({"lr": math.nan}, "lr must be finite and > 0, got nan"),
+        ({"devices": -1}, "devices must be an integer >= 1, got -1"),
+        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches must be an integer >= 1, got 0"),
+        ({"optimizer": "lion"}, "optimizer 'lion' is not known. Use one of sgd, adam, adamw, rmsprop"),
+        ({"betas": (0.9, 0.99)}, r"betas=\(0.9, 0.99\) has no meaning for optimizer 'sgd'.*one of adam, adamw"),
+        ({"optimizer": "adam", "alpha": 0.9}, "alpha=0.9 has no meaning for optimizer 'adam'.*one of rmsprop"),
+        ({"optimizer": "adam", "betas": (0.9, 1.0)}, r"beta2 must be in \[0, 1\), got 1.0"),
+        ({"optimizer": "rmsprop", "alpha": -0.1}, r"alpha must be in \[0, 1\), got -0.1"),
+        ({"optimizer": "adam", "eps": -1.0}, "eps must be finite and >= 0, got -1.0"),
+        ({"weight_decay": math.inf}, "weight_decay must be finite and >= 0, got inf"),
+        ({"steps": 10, "epochs": 2, "dataset_size": 8}, "steps=10 and epochs=2 both give the length"),
+        ({"epochs": 2}, "epochs=2 needs the size of the data set"),
+        ({"steps": 0}, "steps must be an integer >= 1, got 0"),
+        ({"warmup_steps": -1}, "warmup_steps must be an integer >= 0, got -1"),
+        ({"steps": 10, "warmup_steps": 11}, "warmup_steps=11 is longer than the recipe's 10 steps"),
+    ],
+)
+def test_impossible_recipes_are_quoted(options: dict[str, Any], message: str) -> None:
+    """A recipe that cannot be is an error that quotes the value and says what is accepted."""
+    with pytest.raises(ValueError, match=message):
+        Recipe(**{"batch_size": 16, "lr": 0.1, **options})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "options", "message"),
+    [
+        (0, 2, {}, "nodes must be an integer >= 1, got 0"),
+        (1, 0, {}, "devices_per_node must be an integer >= 1, got 0"),
+        (1, 2, {"global_batch_size": 0}, "global_batch_size must be an integer >= 1, got 0"),
+        (1, 2, {"max_device_batch_size": -4}, "max_device_batch_size must be an integer >= 1, got -4"),
+    ],
+)
+def test_impossible_clusters_are_quoted(nodes: int, devices: int, options: dict[str, int], message: str) -> None:
+    """A cluster or a batch that cannot be is an error that quotes the value."""
+    with pytest.raises(ValueError, match=message):
+        make_plan(Recipe(16, 0.1), Cluster(nodes, devices), **options)
