@@ -1,0 +1,295 @@
+"""`average_gradients` in one process: factors, buckets, nodes, and a world of one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from averaging import square_root_of_weight
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_gradavg import buckets
+from lightning_gradavg.agreement import Header, on_ranks
+from lightning_gradavg.average import average_gradients, rank_factors
+from lightning_gradavg.buckets import WIRE_DTYPES, sum_dense
+from lightning_gradavg.contribution import Contribution, form_dtype, form_sparse_dim, form_text
+from lightning_gradavg.place import Place, node_from_environment
+from lightning_gradavg.reduce import combine
+from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule
+
+WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-6, 1e6), st.integers(0, 2**40).map(float))
+RANKS = st.lists(st.tuples(st.integers(0, 3), WEIGHTS, st.floats(-1e3, 1e3)), min_size=1, max_size=9)
+
+
+@pytest.mark.parametrize("reduction", [*RULES, square_root_of_weight], ids=[*RULES, "custom"])
+@given(ranks=RANKS)
+def test_factors_are_those_of_the_dense_reference(reduction: Any, ranks: Sequence[tuple[int, float, float]]) -> None:
+    """The sum of factor times gradient is `combine` of the stacked gradients, for any nodes and weights."""
+    rule = resolve_rule(reduction)
+    nodes, weights, gradients = (list(column) for column in zip(*ranks, strict=True))
+    factors = rank_factors(rule, nodes, weights)
+    expected = combine(torch.tensor(gradients, dtype=torch.float64), rule=rule, nodes=nodes, weights=weights)
+    terms = [factor * gradient for factor, gradient in zip(factors, gradients, strict=True)]
+    assert expected.item() == pytest.approx(math.fsum(terms), rel=1e-12, abs=1e-12 * sum(map(abs, terms)))
+
+
+@given(ranks=RANKS)
+def test_factors_of_means_sum_to_one(ranks: Sequence[tuple[int, float, float]]) -> None:
+    """Every mean is a convex combination of the ranks' gradients, unless there is no weight at all."""
+    nodes, weights, _ = (list(column) for column in zip(*ranks, strict=True))
+    for name in ("mean", "weighted_mean", "mean_of_node_means"):
+        factors = rank_factors(RULES[name], nodes, weights)
+        nothing = name == "weighted_mean" and sum(weights) == 0
+        assert (0.0 if nothing else 1.0) == pytest.approx(sum(factors), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "factors"),
+    [
+        ("sum", [0, 0, 1], [1.0, 1.0, 1.0]),
+        ("mean", [0, 0, 1, 1], [0.25] * 4),
+        ("mean_of_node_sums", [0, 0, 1], [0.5, 0.5, 0.5]),
+        ("mean_of_node_means", [0, 0, 1], [0.25, 0.25, 0.5]),
+        ("sum_of_node_means", [0, 0, 1], [0.5, 0.5, 1.0]),
+    ],
+)
+def test_factors_without_weights_are_exact(name: str, nodes: list[int], factors: list[float]) -> None:
+    """Factors are exact, so that a sum multiplies by nothing and no pass over the gradients is spent on it."""
+    assert factors == rank_factors(RULES[name], nodes, [1.0] * len(nodes))
+
+
+def rule_of(share: Share) -> Rule:
+    return Rule("broken", lambda place, weight: share, uses_weight=True, formula="?")
+
+
+@pytest.mark.parametrize(
+    ("rule", "weights", "message"),
+    [
+        (RULES["weighted_mean"], [1.7e308, 1.7e308], r"the normalizer inf\. Scale the weights"),
+        (
+            RULES["normalized_sum"],
+            [5e-324, 0.0],
+            r"the multipliers \[1\.0, 0\.0\] and the normalizer 5e-324\. .* quotients, are finite",
+        ),
+        (rule_of(Share(-1.0, 1.0)), [1.0], r"rule 'broken' returned multiplier=-1\.0"),
+        (rule_of(Share(torch.tensor(torch.nan), 1.0)), [1.0, 1.0], r"the multipliers \[nan, nan\]"),
+        (rule_of(Share(1.0, torch.tensor(-1.0))), [1.0], r"the normalizer -1\.0"),
+    ],
+)
+def test_factors_that_are_no_numbers(rule: Rule, weights: list[float], message: str) -> None:
+    """A factor or a normalizer that is no finite number >= 0 is an error that quotes it."""
+    with pytest.raises(ValueError, match=message):
+        rank_factors(rule, [0] * len(weights), weights)
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))),
+    cap=st.integers(1, 300),
+    single=st.integers(1, 300),
+)
+def test_buckets_hold_every_gradient_once(sizes: list[tuple[int, torch.dtype]], cap: int, single: int) -> None:
+    """Every gradient with elements is in one bucket, buckets have one dtype, and only a single one exceeds the cap."""
+    gradients = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
+    saved = buckets.BUCKET_BYTES, buckets.SINGLE_BYTES
+    buckets.BUCKET_BYTES, buckets.SINGLE_BYTES = cap, single
+    try:
+        cut = list(buckets._partition(gradients))
+    finally:
+        buckets.BUCKET_BYTES, buckets.SINGLE_BYTES = saved
+    held = sorted(id(gradient) for bucket in cut for gradient in bucket)
+    assert sorted(id(gradient) for gradient in gradients if len(gradient)) == held
+    for bucket in cut:
+        widths = [gradient.numel() * WIRE_DTYPES[gradient.dtype].itemsize for gradient in bucket]
+        assert len({WIRE_DTYPES[gradient.dtype] for gradient in bucket}) == 1
+        assert len(bucket) == 1 or (sum(widths) <= cap and max(widths) < single)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", list(WIRE_DTYPES), ids=str)
+def test_every_dtype_is_scaled_in_its_wire_dtype(dtype: torch.dtype, factor: float) -> None:
+    """A gradient of any dtype is multiplied in the dtype of the wire and rounded once."""
+    values = torch.tensor([0.25, -1.5, 3.0, 0.0]).to(dtype)
+    gradients = [values.clone(), values.reshape(2, 2).clone().t(), torch.zeros((), dtype=dtype)]
+    sum_dense(gradients, factor, None)
+    wire = WIRE_DTYPES[dtype]
+    expected = (values.to(wire) * torch.tensor(factor, dtype=torch.float64).to(wire)).to(dtype).to(wire)
+    assert torch.equal(expected, gradients[0].to(wire))
+    assert torch.equal(expected.reshape(2, 2).t(), gradients[1].to(wire))
+
+
+def test_only_dtypes_that_are_wide_enough_travel() -> None:
+    """No gradient is summed in fewer than 32 bits or fewer than its own."""
+    for dtype, wire in WIRE_DTYPES.items():
+        assert wire.itemsize >= max(4, dtype.itemsize)
+        assert wire.is_complex == dtype.is_complex
+
+
+def weight_and_gradient(value: Any) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    parameter.grad = torch.tensor(value, dtype=torch.float64)
+    return parameter
+
+
+@pytest.mark.parametrize(
+    ("reduction", "weight", "expected"),
+    [
+        ("mean", None, [3.0, 6.0]),
+        ("sum", None, [3.0, 6.0]),
+        ("weighted_mean", 12, [3.0, 6.0]),
+        ("normalized_sum", 12, [0.25, 0.5]),
+        ("weighted_mean", 0, [0.0, 0.0]),
+        ("mean_of_node_sums", None, [3.0, 6.0]),
+        (square_root_of_weight, 4, [3.0, 6.0]),
+        (RULES["normalized_sum"], torch.tensor(3), [1.0, 2.0]),
+    ],
+)
+def test_world_of_one(reduction: Any, weight: Any, expected: list[float]) -> None:
+    """Without a process group the formula holds for one rank."""
+    parameter = weight_and_gradient([3.0, 6.0])
+    average_gradients([parameter], reduction=reduction, weight=weight)
+    assert parameter.grad is not None
+    assert expected == parameter.grad.tolist()
+
+
+def test_world_of_one_keeps_absent_gradients_and_sparse_ones() -> None:
+    """Without a process group None stays None, and a sparse gradient stays sparse."""
+    absent, embedding = nn.Parameter(torch.zeros(2)), nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1, 1, 3])).sum().backward()
+    average_gradients([absent, embedding.weight], reduction="normalized_sum", weight=2)
+    assert absent.grad is None
+    gradient = embedding.weight.grad
+    assert gradient is not None
+    assert gradient.is_sparse
+    assert [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.5, 0.5]] == gradient.to_dense().tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight": -1.0}, r"on rank 0: weight -1\.0 is not a finite number >= 0"),
+        ({"reduction": "avg"}, r"reduction='avg' is not a rule\. Use one of 'mean', 'sum'"),
+        ({"reduction": "weighted_mean"}, r"reduction='weighted_mean'.* needs a weight: pass weight= on every rank"),
+        ({"reduction": square_root_of_weight}, r"reduction='square_root_of_weight'.*needs a weight"),
+        ({"group": [0, 1]}, r"group=\[0, 1\], but torch\.distributed is not initialized"),
+    ],
+)
+def test_world_of_one_checks_arguments(options: dict[str, Any], message: str) -> None:
+    """Without a process group bad arguments are the same errors, and the gradient is left alone."""
+    parameter = weight_and_gradient([3.0, 6.0])
+    with pytest.raises(ValueError, match=message):
+        average_gradients([parameter], **options)
+    assert parameter.grad is not None
+    assert [3.0, 6.0] == parameter.grad.tolist()
+
+
+def test_original_error_is_kept() -> None:
+    """The error that this rank met is the cause of the one that all ranks raise."""
+    with pytest.raises(ValueError, match="got 'x' of type str") as caught:
+        average_gradients([], weight="x")  # type: ignore[arg-type]  # the mistake under test
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "message"),
+    [
+        (torch.zeros(2), r"parameter 0 is on cpu, but the process group serves cuda, xpu\. Move the module, or"),
+        (
+            torch.zeros(2).to(torch.float8_e5m2fnuz),
+            r"parameter 0 is torch\.float8_e5m2fnuz; only torch\.float16, .* can",
+        ),
+    ],
+)
+def test_gradients_that_cannot_travel(gradient: Tensor, message: str) -> None:
+    """A gradient on a device that the group does not serve, or of a dtype that is not summed, is an error at once."""
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    with pytest.raises(ValueError, match=message):
+        Contribution.of([parameter], "mean", None, ("cuda", "xpu"))
+
+
+def test_module_without_gradients_is_left_alone() -> None:
+    """Frozen parameters, also of integers, and parameters without gradient take part and change nothing."""
+    model = nn.Linear(2, 2).requires_grad_(False)
+    model.register_parameter("counts", nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False))
+    average_gradients(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("environ", "node"),
+    [
+        ({}, 0),
+        ({"GROUP_RANK": "2", "SLURM_NODEID": "1", "NODE_RANK": "0"}, 2),
+        ({"SLURM_NODEID": "1", "NODE_RANK": "0"}, 1),
+        ({"NODE_RANK": "3"}, 3),
+        ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}, 0),
+        ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}, None),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2"}, None),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2", "NODE_RANK": "1"}, 1),
+        ({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "4"}, None),
+    ],
+)
+def test_node_from_environment(environ: dict[str, str], node: int | None) -> None:
+    """The node is the launcher's; 0 where nothing speaks of nodes; unknown where there are others without a name."""
+    assert node == node_from_environment(environ)
+
+
+@pytest.mark.parametrize("value", ["", "-1", "node7", "1.0", "²"])
+def test_node_that_is_no_index(value: str) -> None:
+    """A node that is no index >= 0 is an error that names the variable and quotes the value."""
+    with pytest.raises(ValueError, match="SLURM_NODEID is the index of the node, from 0; got") as caught:
+        node_from_environment({"SLURM_NODEID": value})
+    assert repr(value) in str(caught.value)
+
+
+@given(
+    weight=st.one_of(st.none(), st.floats(0, allow_infinity=False)),
+    node=st.one_of(st.none(), st.integers(0, 2**40)),
+    digest=st.integers(-(2**63), 2**63 - 1),
+)
+def test_header_survives_the_exchange(weight: float | None, node: int | None, digest: int) -> None:
+    """A header is unpacked as it was packed, to the last bit of the weight, and fits in signed 64-bit integers."""
+    header = Header(failed=False, parameters=digest, gradients=~digest, node=node, weight=weight)
+    row = torch.tensor(header.pack(), dtype=torch.int64).tolist()
+    assert header == Header.unpack(row)
+
+
+def test_forms_and_ranks_in_words() -> None:
+    """Messages name what a gradient is, and shorten long lists of ranks."""
+    double = 1 + 64 * list(WIRE_DTYPES).index(torch.float64)
+    assert "None" == form_text(0)
+    assert "dense, torch.float64" == form_text(double)
+    assert "sparse with 2 sparse dimensions, torch.float64" == form_text(double + 2)
+    assert (torch.float64, 2) == (form_dtype(double + 2), form_sparse_dim(double + 2))
+    assert "on rank 3" == on_ranks([3])
+    assert "on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 504 more" == on_ranks(range(512))
+
+
+def test_custom_rule_sees_its_place() -> None:
+    """A user's rule is asked once per rank, with that rank's place and weight."""
+    seen: list[tuple[Place, Any]] = []
+
+    def record(place: Place, weight: Any) -> Share:
+        seen.append((place, weight))
+        return Share(weight, weight)
+
+    rank_factors(resolve_rule(record), [5, 5, 9], [1.0, 2.0, 3.0])
+    assert [(Place(0, 3, 5, 2), 1.0), (Place(1, 3, 5, 2), 2.0), (Place(2, 3, 9, 1), 3.0)] == seen
+
+
+def test_gradient_with_a_graph_is_reduced_without_one() -> None:
+    """A gradient that was made with `create_graph=True` is reduced in place, and the reduction is not recorded."""
+    w = nn.Parameter(torch.tensor(3.0))
+    with pytest.warns(UserWarning, match="create_graph=True will create a reference cycle"):
+        (w**2).backward(create_graph=True)
+    gradient = w.grad
+    average_gradients([w], reduction="normalized_sum", weight=2)
+    assert gradient is w.grad
+    assert isinstance(gradient, Tensor)
+    assert gradient.item() == 3.0
+    w.grad = None

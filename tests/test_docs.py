@@ -1,0 +1,133 @@
+"""The documentation is run: every Python block of the README and of docs/ works as printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/**/*.md"))]
+FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w+-]*)[^\n]*$")
+NO_RUN = re.compile(r"^\s*<!-- *no-run: *(?P<reason>.*?) *-->\s*$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, the line of its first line of text, and why it is not run, if so."""
+
+    language: str
+    text: str
+    line: int
+    no_run: str | None = None
+
+
+def blocks_of(page: str) -> list[Block]:
+    """Return the fenced blocks of a Markdown page.
+
+    A line `<!-- no-run: reason -->` above a block, with nothing but empty lines between, keeps it from being run.
+    """
+    blocks: list[Block] = []
+    lines = page.splitlines()
+    number, no_run = 0, None
+    while number < len(lines):
+        opening = FENCE.match(lines[number])
+        if opening is None:
+            marker = NO_RUN.match(lines[number])
+            if marker is not None:
+                no_run = marker["reason"]
+            elif lines[number].strip():
+                no_run = None
+            number += 1
+            continue
+        closing = re.compile(rf" *{opening['fence'][0]}{{{len(opening['fence'])},}} *$")
+        end = number + 1
+        while end < len(lines) and not closing.match(lines[end]):
+            end += 1
+        if end == len(lines):
+            raise ValueError(f"the block that opens on line {number + 1} is never closed")
+        text = "".join(line.removeprefix(opening["indent"]) + "\n" for line in lines[number + 1 : end])
+        blocks.append(Block(opening["language"].lower(), text, number + 2, no_run))
+        number, no_run = end + 1, None
+    return blocks
+
+
+PYTHON_BLOCKS = [
+    pytest.param(page, block, id=f"{page.relative_to(ROOT)}:{block.line}")
+    for page in PAGES
+    for block in blocks_of(page.read_text("utf-8"))
+    if block.language in {"python", "py"}
+]
+
+
+@pytest.mark.parametrize(("page", "block"), PYTHON_BLOCKS)
+def test_python_blocks_run(page: Path, block: Block, tmp_path: Path) -> None:
+    """The block runs to its end in a process and a folder of its own; one marked as not run at least compiles."""
+    if block.no_run is not None:
+        assert block.no_run, f"{page.name}:{block.line}: say why the block is not run, <!-- no-run: reason -->"
+        compile(block.text, f"{page.name}:{block.line}", "exec")
+        return
+    script = tmp_path / "block.py"
+    # Empty lines keep the line numbers of the page in a traceback.
+    script.write_text("\n" * (block.line - 1) + block.text, "utf-8")
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
+
+    finished = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+    assert finished.returncode == 0, f"{page.relative_to(ROOT)}:{block.line}\n{finished.stdout}\n{finished.stderr}"
+
+
+def test_the_readme_has_python_blocks() -> None:
+    """The README shows code, and the search for it finds it."""
+    page = (ROOT / "README.md").read_text("utf-8")
+
+    assert [block for block in blocks_of(page) if block.language == "python" and block.no_run is None]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    """A link to a file of the repository names one that exists."""
+    text = re.sub(r"^( *)(`{3,}|~{3,}).*?^ *\2 *$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\((?!\w+:|#)([^)\s#]+)", text)
+
+    assert [] == [target for target in targets if not (page.parent / target).exists()]
+
+
+def test_blocks_are_read_as_written() -> None:
+    """Language, text, line, indentation, longer fences and the reason not to run are all kept."""
+    page = "\n".join(
+        [
+            *("Text", "```python", "a = 1", "```"),
+            *("<!-- no-run: needs a GPU -->", "", "```python", "b", "```", "", "```console", "$ make demo", "```"),
+            *("<!-- no-run: not next to a block -->", "Text"),
+            *("1. Item", "   ```py", "   if c:", "       d", "   ```"),
+            *("````md", "```python", "```", "````"),
+        ]
+    )
+
+    assert [
+        Block("python", "a = 1\n", 3),
+        Block("python", "b\n", 8, "needs a GPU"),
+        Block("console", "$ make demo\n", 12),
+        Block("py", "if c:\n    d\n", 18),
+        Block("md", "```python\n```\n", 22),
+    ] == blocks_of(page)
+
+
+def test_a_block_that_is_never_closed_is_an_error() -> None:
+    """An open fence would swallow the rest of the page, and every test of it."""
+    with pytest.raises(ValueError, match="opens on line 2 is never closed"):
+        blocks_of("Text\n```python\na = 1\n")
