@@ -3,10 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# PyPI's torch for Linux brings several GB of CUDA libraries; without an NVIDIA driver the CPU build does the same.
-# An index that cannot be reached is passed over after a short wait.
-TORCH_INDEX ?= $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null && \
-	echo --extra-index-url https://download.pytorch.org/whl/cpu --timeout 15 --retries 2)
+# PyPI's torch for Linux brings several GB of CUDA libraries. Where the CPU build is enough:
+#   make setup TORCH_INDEX='--index-url https://download.pytorch.org/whl/cpu'
+TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test lint format demo clean

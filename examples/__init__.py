@@ -1,0 +1,1 @@
+"""Runnable examples, and the demo that compares stock DDP and GradAvg with one process."""
