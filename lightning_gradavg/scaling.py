@@ -53,12 +53,20 @@ class Scaling:
     formula: str
 
 
+def _unscaled(scale: float) -> float:
+    return 1.0
+
+
+def _proportional(scale: float) -> float:
+    return scale
+
+
 SCALINGS: Mapping[str, Scaling] = MappingProxyType(
     {
         scaling.name: scaling
         for scaling in (
-            Scaling("none", lambda scale: 1.0, False, "lr"),
-            Scaling("linear", lambda scale: scale, False, "k * lr"),
+            Scaling("none", _unscaled, False, "lr"),
+            Scaling("linear", _proportional, False, "k * lr"),
             Scaling("sqrt", math.sqrt, False, "sqrt(k) * lr"),
             Scaling("adam_sde", math.sqrt, True, "sqrt(k) * lr, 1 - k * (1 - beta), eps / sqrt(k)"),
         )
