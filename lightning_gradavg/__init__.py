@@ -2,8 +2,11 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_gradavg.average import average_gradients
+from lightning_gradavg.place import Place
+from lightning_gradavg.rules import Share
 from lightning_gradavg.strategy import GradAvgStrategy
 
-__all__ = ["GradAvgStrategy"]
+__all__ = ["GradAvgStrategy", "Place", "Share", "average_gradients"]
 
 GradAvgStrategy.register_strategies(StrategyRegistry)

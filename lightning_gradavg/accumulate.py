@@ -13,7 +13,7 @@ from lightning_gradavg.rules import Weight
 from lightning_gradavg.terms import Coefficients, keep_gradients, weigh_terms
 from lightning_gradavg.window import WHOLE_LOSS, MicroBatch
 
-__all__ = ["Accumulator", "WeighedLoss", "zero_loss"]
+__all__ = ["Accumulator", "WeighedLoss"]
 
 Gradients = list[Tensor | None]
 
@@ -33,11 +33,6 @@ class WeighedLoss:
     coefficients: Coefficients | None = None
 
 
-def zero_loss(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return a loss of 0 that gives every parameter a zero gradient, whatever the parameter's value."""
-    return torch.stack([parameter.reshape(-1)[:0].sum() for parameter in parameters]).sum()
-
-
 class Accumulator:
     """Accumulates the weighed gradients of a module on this rank, and has the reducer combine them.
 
@@ -54,6 +49,7 @@ class Accumulator:
         self._preserves = preserves_gradients
         self._before: Gradients | None = None
         self._trained: tuple[bool, ...] = ()
+        self._left: list[tuple[Tensor | None, int]] = []
         self._of_term: dict[str, Gradients] = {}
 
     def reset(self) -> None:
@@ -77,7 +73,7 @@ class Accumulator:
         """
         losses = [terms[term] for term in sorted(terms)]
         whole = tuple(micro_batch.weights) == (WHOLE_LOSS,)
-        if whole and (alone or not self.reducer.rule.uses_weight):
+        if whole and (alone or not (self.reducer.rule.uses_weight or micro_batch.absent)):
             return WeighedLoss(sum(losses[1:], losses[0]), micro_batch)
         if whole:
             losses = [sum(losses[1:], losses[0])]
@@ -93,15 +89,20 @@ class Accumulator:
             last: Whether the reducer's hook runs during this backward.
             loss_divisor: What the training loop divides every loss of this window by.
         """
+        if self._preserves and self.pending and self._cleared():
+            self.reset()
         if self._preserves and self._before is None:
             # A gradient may live in a bucket of DDP, which the next reduction overwrites.
             self._before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
             self._set_gradients(None)
-        coefficients = self.reducer.accumulate(self._checked(loss.micro_batch))
+        micro_batch = self._checked(loss.micro_batch)
+        coefficients = self.reducer.accumulate(micro_batch)
         self.reducer.accumulating = not last
         if last:
             self.reducer.close(loss_divisor)
-        if tuple(coefficients) == (WHOLE_LOSS,):
+        if micro_batch.problem is not None:
+            self._discard(loss, run)
+        elif tuple(coefficients) == (WHOLE_LOSS,):
             self._backward_whole(loss, coefficients[WHOLE_LOSS], run)
         elif last:
             self._backward_last_terms(loss, coefficients, run)
@@ -111,6 +112,8 @@ class Accumulator:
     def pause(self) -> None:
         """End a micro-batch that is not the last one of its window."""
         self.reducer.accumulating = False
+        if self._preserves:
+            self._left = [(p.grad, 0 if p.grad is None else p.grad._version) for p in self.parameters]
 
     def finish(self) -> None:
         """End the window after its last backward: check it, and add what was there before it."""
@@ -136,6 +139,27 @@ class Accumulator:
         )
         return replace(micro_batch, problem=micro_batch.problem or problem)
 
+    def _cleared(self) -> bool:
+        """Return whether the user zeroed the gradients of a window that was not reduced, which gives it up."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        if all(
+            now is left and (now is None or now._version == version)
+            for now, (left, version) in zip(gradients, self._left, strict=True)
+        ):
+            return False
+        # Only gradients that someone touched are looked at, which waits for an accelerator.
+        return not any(
+            bool((gradient._values() if gradient.is_sparse else gradient).any())
+            for gradient in gradients
+            if gradient is not None
+        )
+
+    def _discard(self, loss: WeighedLoss, run: Callable[..., None]) -> None:
+        if loss.coefficients is not None:
+            loss.coefficients.values = [1.0 for _ in loss.coefficients.values]
+        with keep_gradients(self.parameters, False):
+            run()
+
     def _backward_whole(self, loss: WeighedLoss, coefficient: Weight, run: Callable[..., None]) -> None:
         if loss.coefficients is None:
             run()
@@ -158,7 +182,8 @@ class Accumulator:
             with keep_gradients(self.parameters, coefficient > 0):
                 run(retain_graph=index < len(terms) - 1)
             self._of_term[term] = [parameter.grad for parameter in self.parameters]
-        self._set_gradients(None)
+        # Something to be zeroed, where the user gives the window up.
+        self._set_gradients(self._of_term[terms[0]])
 
     def _backward_last_terms(
         self, loss: WeighedLoss, coefficients: Mapping[str, Weight], run: Callable[..., None]
@@ -171,16 +196,24 @@ class Accumulator:
                 total[index] = _plus_scaled(total[index], gradient, factors[term])
         self._of_term = {}
         self._set_gradients(total)
-        products = [coefficient * factors[term] for term, coefficient in coefficients.items()]
         # A term without gradient is left out of the backward: 0 times the NaN of an empty mean would be NaN.
-        loss.coefficients.values = [
-            product if isinstance(product, Tensor) or product != 0 else None for product in products
+        values = [
+            None if _is_zero(coefficient) or _is_zero(factors[term]) else coefficient * factors[term]
+            for term, coefficient in coefficients.items()
         ]
+        if all(value is None for value in values):
+            self._discard(loss, run)
+            return
+        loss.coefficients.values = values
         run()
 
     def _set_gradients(self, gradients: Gradients | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters), strict=True):
             parameter.grad = gradient
+
+
+def _is_zero(number: Weight) -> bool:
+    return not isinstance(number, Tensor) and number == 0
 
 
 def _plus_scaled(total: Tensor | None, gradient: Tensor | None, factor: Weight) -> Tensor | None:

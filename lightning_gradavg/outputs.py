@@ -17,7 +17,14 @@ from lightning_gradavg.window import WHOLE_LOSS, MicroBatch
 __all__ = ["read_weights"]
 
 
-def read_weights(rule: Rule, terms: Mapping[str, Tensor], weight: Any, batch: Any, device: torch.device) -> MicroBatch:
+def read_weights(
+    rule: Rule,
+    terms: Mapping[str, Tensor],
+    weight: Any,
+    batch: Any,
+    device: torch.device,
+    samples: int | None = None,
+) -> MicroBatch:
     """Return the weights of a micro-batch; what is wrong with them is noted in it, for all ranks to raise together.
 
     Args:
@@ -26,13 +33,16 @@ def read_weights(rule: Rule, terms: Mapping[str, Tensor], weight: Any, batch: An
         weight: What the user gave: nothing, one number for all terms, or one per term by name.
         batch: The batch, whose samples are counted where no weight was given.
         device: Where the gradients are.
+        samples: The number of samples, where it is known; 0 if those of the batch do not count.
     """
+    if samples == 0:
+        return MicroBatch({WHOLE_LOSS: 0.0}, weight is not None, absent=True)
     if not rule.uses_weight:
         return MicroBatch({WHOLE_LOSS: 1.0})
     explicit = weight is not None
     try:
         if not explicit:
-            return MicroBatch({WHOLE_LOSS: float(extract_batch_size(batch))})
+            return MicroBatch({WHOLE_LOSS: float(extract_batch_size(batch) if samples is None else samples)})
         if not isinstance(weight, Mapping):
             return MicroBatch({WHOLE_LOSS: as_weight(weight, device)}, explicit)
         if set(weight) == set(terms):
@@ -45,4 +55,4 @@ def read_weights(rule: Rule, terms: Mapping[str, Tensor], weight: Any, batch: An
             f"the number of samples cannot be read from a batch of type {type(batch).__name__}:"
             ' return {"loss": loss, "weight": n} from training_step'
         )
-    return MicroBatch({WHOLE_LOSS: 0.0}, explicit, problem)
+    return MicroBatch(dict.fromkeys(sorted(terms), 0.0), explicit, problem)

@@ -50,22 +50,34 @@ def combine(gradients: Tensor, *, rule: Rule, nodes: Sequence[int], weights: Seq
 
 def share_of(rule: Rule, place: Place, weight: Weight) -> Share:
     """Return the share of one pair. Weight 0 is an absent pair, for which a rule that uses weights is not asked."""
-    if rule.uses_weight and isinstance(weight, float) and weight == 0:
+    if rule.uses_weight and not isinstance(weight, Tensor) and weight == 0:
         return Share(0.0, 0.0)
     try:
-        share = rule.share(place, weight)
-        multiplier, normalizer = share
+        multiplier, normalizer = rule.share(place, weight)
+        wrong = {
+            name: value
+            for name, value in (("multiplier", multiplier), ("normalizer", normalizer))
+            if not isinstance(value, Tensor) and not 0 <= value < float("inf")
+        }
     except Exception as error:
         raise ValueError(
             f"the reduction rule {rule.name!r} failed on ({place}, {weight}): {error!r}."
             " A rule is a function (place, weight) -> Share(multiplier, normalizer)."
         ) from error
-    for name, value in (("multiplier", multiplier), ("normalizer", normalizer)):
-        if not isinstance(value, Tensor) and not 0 <= value < float("inf"):
-            raise ValueError(
-                f"the reduction rule {rule.name!r} returned {name}={value!r} for ({place}, weight {weight})."
-                " Both numbers of a share must be finite and >= 0."
+    for name, value in wrong.items():
+        raise ValueError(
+            f"the reduction rule {rule.name!r} returned {name}={value!r} for ({place}, weight {weight})."
+            " Both numbers of a share must be finite and >= 0."
+        )
+    if rule.uses_weight and isinstance(weight, Tensor):
+        absent = weight == 0
+        multiplier, normalizer = (
+            value.masked_fill(absent, 0)
+            for value in (
+                part if isinstance(part, Tensor) else torch.full_like(weight, float(part))
+                for part in (multiplier, normalizer)
             )
+        )
     return Share(multiplier, normalizer)
 
 

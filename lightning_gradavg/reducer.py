@@ -103,7 +103,7 @@ class Reducer:
         A coefficient of 0 means that the gradient is to be discarded, whatever it is.
         """
         self.window.add(micro_batch)
-        return {term: self.window.coefficient(term) for term in self.window.terms}
+        return {term: self.window.coefficient(term) for term in sorted(micro_batch.weights)}
 
     def close(self, loss_divisor: float) -> None:
         """Begin the exchange of the totals; every rank must call this before its buckets are reduced."""
@@ -146,9 +146,7 @@ class Reducer:
                 on an accelerator one optimizer step later, because the totals are not waited for.
         """
         closed, self._closed = self._require_closed(), None
-        previous, self._unchecked = self._unchecked, None
-        if previous is not None:
-            self._check(previous)
+        self.check()
         if closed.summary is None:
             return
         self._wait(closed)
@@ -157,6 +155,12 @@ class Reducer:
             self._check(copy)
         else:
             self._unchecked = copy
+
+    def check(self) -> None:
+        """Raise what `finish` would raise with the next window: to be called when training ends."""
+        previous, self._unchecked = self._unchecked, None
+        if previous is not None:
+            self._check(previous)
 
     def _require_closed(self) -> _Closed:
         if self._closed is None:

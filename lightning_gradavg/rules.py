@@ -21,7 +21,16 @@ from torch import Tensor
 
 from lightning_gradavg.place import Place
 
-__all__ = ["RULES", "Rule", "RuleFunction", "Scalar", "Share", "Weight", "resolve_rule"]
+__all__ = [
+    "RULES",
+    "Rule",
+    "RuleFunction",
+    "Scalar",
+    "Share",
+    "Weight",
+    "resolve_rule",
+    "rule_of_split_batches",
+]
 
 Weight: TypeAlias = float | Tensor
 """A micro-batch's count of loss terms: a number >= 0, on an accelerator a 0-dim float64 tensor."""
@@ -106,6 +115,29 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     }
 )
 """The named rules. W: pairs of rank and micro-batch; n: weight; L: pairs on the node."""
+
+
+_MEAN_OVER_SAMPLES = Rule("mean", _weighted_mean, True, "sum(n * g) / sum(n) over the samples n of each chunk")
+
+_PER_RANK = ("mean_of_node_means", "sum_of_node_means")
+
+
+def rule_of_split_batches(rule: Rule) -> Rule:
+    """Return the rule for ranks that share each loader batch, some of them perhaps with fewer samples or none.
+
+    The mean is that over the samples of the loader batch. The mean of a node over its ranks has no such meaning.
+
+    Raises:
+        ValueError: If the rule gives every rank of a node the same say.
+    """
+    if rule is RULES["mean"]:
+        return _MEAN_OVER_SAMPLES
+    if rule.name in _PER_RANK:
+        raise ValueError(
+            f"reduction={rule.name!r} gives every rank of a node the same say, but with split_batches=True a rank may"
+            " have fewer samples than another, or none. Use 'weighted_mean', or set split_batches=False."
+        )
+    return rule
 
 
 def resolve_rule(reduction: str | RuleFunction | Rule) -> Rule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_gradavg.rules import Weight
 
-__all__ = ["Coefficients", "keep_gradients", "weigh_terms"]
+__all__ = ["Coefficients", "keep_gradients", "weigh_terms", "zero_loss"]
 
 
 class Coefficients:
@@ -58,6 +58,37 @@ def weigh_terms(coefficients: Coefficients, terms: Iterable[Tensor]) -> Tensor:
     return weighed
 
 
+class _ZeroGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sparse: Container[int], *parameters: Tensor) -> Tensor:
+        ctx.like = [(parameter, id(parameter) in sparse) for parameter in parameters]
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        del grads
+        return None, *(_zero_gradient(parameter, sparse) for parameter, sparse in ctx.like)
+
+
+def _zero_gradient(parameter: Tensor, sparse: bool) -> Tensor:
+    if not sparse:
+        return torch.zeros_like(parameter)
+    indices = torch.empty((1, 0), dtype=torch.long, device=parameter.device)
+    values = parameter.new_empty((0, *parameter.shape[1:]))
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+
+
+def zero_loss(parameters: Sequence[nn.Parameter], sparse: Container[int]) -> Tensor:
+    """Return a loss of 0 that gives every parameter a zero gradient, whatever the parameter's value.
+
+    Args:
+        parameters: One or more leaves.
+        sparse: The `id` of those whose gradients are sparse.
+    """
+    loss: Tensor = _ZeroGradients.apply(sparse, *parameters)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return loss
+
+
 @contextmanager
 def keep_gradients(parameters: Iterable[nn.Parameter], keep: bool | Tensor) -> Iterator[None]:
     """Replace by zeros every gradient that reaches `parameters` within the context, unless `keep`.
@@ -72,7 +103,9 @@ def keep_gradients(parameters: Iterable[nn.Parameter], keep: bool | Tensor) -> I
         yield
         return
 
-    def select(gradient: Tensor) -> Tensor:
+    def select(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # of a term that `weigh_terms` stopped
+            return None
         if gradient.is_sparse:
             gradient = gradient.coalesce()
             values = torch.where(torch.as_tensor(keep), gradient.values(), 0)

@@ -30,13 +30,15 @@ def as_weight(value: Any, device: torch.device) -> Weight:
         if value.numel() != 1 or value.is_complex():
             raise TypeError(f"a weight is one number, got a tensor of shape {tuple(value.shape)} and {value.dtype}")
         weight: Tensor = value.detach()
-        if weight.device.type != "cpu":
+        if weight.device.type != "cpu" and device.type != "cpu":
             return weight.reshape(()).to(device=device, dtype=torch.float64, non_blocking=True)
         value = weight
     elif isinstance(value, (str, bytes)):
         raise TypeError(f"a weight is one number, got {value!r} of type {type(value).__name__}")
     try:
         return float(value)
+    except OverflowError:
+        raise TypeError(f"a weight is one number, got a {type(value).__name__} too large for a float") from None
     except (TypeError, ValueError):
         raise TypeError(f"a weight is one number, got {value!r} of type {type(value).__name__}") from None
 

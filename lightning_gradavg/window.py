@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 from zlib import crc32
 
@@ -15,13 +15,15 @@ from lightning_gradavg.reduce import share_of
 from lightning_gradavg.rules import Rule, Scalar, Share, Weight
 from lightning_gradavg.weights import weight_problem
 
-__all__ = ["WHOLE_LOSS", "MicroBatch", "Totals", "Window"]
+__all__ = ["MOST_TERMS", "WHOLE_LOSS", "MicroBatch", "Totals", "Window"]
 
 WHOLE_LOSS = ""
 """The name of the only loss term of a loss that is one tensor."""
 
+MOST_TERMS = 58
+"""The most loss terms of a window: the summary's length must not depend on what a rank found."""
+
 _TOLERANCE = 1e-9
-_GRANULE = 16
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ class MicroBatch:
     Attributes:
         weights: The weight of every loss term by name; the one name `WHOLE_LOSS` for an undivided loss.
         explicit: Whether the user gave the weight; otherwise the number of samples was taken.
+        absent: Whether its gradient is to be discarded under any rule: it only kept the rank busy.
         problem: Why the weights cannot be used, or None. Raised on all ranks when the window closes.
     """
 
     weights: Mapping[str, Weight]
     explicit: bool = False
     problem: str | None = None
+    absent: bool = False
 
 
 @dataclass
@@ -61,7 +65,7 @@ class Window:
             problem = next((f"{_of_term(term)}{fault}" for term, fault in faults if fault), None)
         if problem is not None:
             problem = f"micro-batch {len(self.micro_batches)} of the window: {problem}"
-            micro_batch = MicroBatch(dict.fromkeys(micro_batch.weights, 0.0), micro_batch.explicit, problem)
+            micro_batch = replace(micro_batch, weights=dict.fromkeys(micro_batch.weights, 0.0), problem=problem)
         self.micro_batches.append(micro_batch)
 
     def _fault_of(self, weight: Weight) -> str | None:
@@ -91,19 +95,24 @@ class Window:
             whole: Whether the place counts the micro-batches of the window, whose number is only known at its end.
         """
         place = self.place.over_window(len(self.micro_batches)) if whole else self.place
-        return [share_of(self.rule, place, micro_batch.weights.get(term, 0.0)) for micro_batch in self.micro_batches]
+        shares = []
+        for micro_batch in self.micro_batches:
+            share = share_of(self.rule, place, micro_batch.weights.get(term, 0.0))
+            shares.append(share._replace(multiplier=0.0) if micro_batch.absent else share)
+        return shares
 
     def reference(self, term: str, *, whole: bool) -> Weight:
         """Return the first multiplier of a term that is not 0, or 1: what its losses are relative to.
 
-        On an accelerator no number is looked at: there it is the first multiplier, or 1 where that is 0.
+        While all multipliers so far are 0 it is 1, which changes nothing: they contribute nothing.
         """
-        for share in self.shares(term, whole=whole):
+        reference: Weight = 1.0
+        for share in reversed(self.shares(term, whole=whole)):
             if isinstance(share.multiplier, Tensor):
-                return torch.where(share.multiplier > 0, share.multiplier, 1.0)
-            if share.multiplier != 0:
-                return share.multiplier
-        return 1.0
+                reference = torch.where(share.multiplier > 0, share.multiplier, reference)
+            elif share.multiplier != 0:
+                reference = share.multiplier
+        return reference
 
     def coefficient(self, term: str) -> Weight:
         """Return the newest micro-batch's multiplier of a term relative to the reference: 0 means discard it."""
@@ -129,7 +138,7 @@ class Window:
             normalizers.append(_sum(share.normalizer for share in shares))
             faults = faults + self._faults_of_shares(term, shares)
         values: list[Weight] = [faults, count, count**2, explicit, signature, signature**2, *normalizers]
-        values += [0.0] * (-len(values) % _GRANULE)
+        values += [0.0] * (Totals.NORMALIZERS + MOST_TERMS - len(values))
         if device.type == "cpu":
             return torch.tensor([float(value) for value in values], dtype=torch.float64)
         # A tensor made from a list is copied with a wait for the stream; one that is filled is not.

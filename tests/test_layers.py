@@ -20,10 +20,10 @@ ROOT = Path(SPEC.origin).parent  # the sources, or the installed wheel where tha
 FLOORS = (
     "place rules weights scaling global_batch recipe runs planning",
     (
-        "reduce agreement buckets contribution average batches collated order sources loaders"
-        " reducer terms window accumulate hooks"
+        "reduce reducer terms window accumulate hooks ddp_options average agreement buckets contribution"
+        " batches collated order sources loaders gather rows resume learning_rate parameter_groups watched run_recipe"
     ),
-    "ddp_options outputs strategy",
+    "outputs training_data reducing recipe_strategy strategy",
     "__init__ __main__ cli",
 )
 WITHOUT_LIGHTNING = (0, 1)

@@ -74,7 +74,7 @@ def test_number_of_collectives(world, reduction, window):
         assert {ONE_PARAMETER: 6} == {size: n for size, n in stock[rank].items() if size >= ONE_PARAMETER}
         assert {ONE_PARAMETER: 6} == {size: n for size, n in ours[rank].items() if size >= ONE_PARAMETER}
         extra = dict(ours[rank] - stock[rank])
-        assert ({16: 3} if RULES[reduction].uses_weight else {}) == extra
+        assert ({64: 3} if RULES[reduction].uses_weight else {}) == extra
 
 
 def train_accumulated(reduction: str) -> Any:

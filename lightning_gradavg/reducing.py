@@ -1,0 +1,328 @@
+"""A DDP strategy whose gradients are reduced by a rule: between Lightning's loop and the accumulator."""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_gradavg.accumulate import Accumulator, WeighedLoss
+from lightning_gradavg.hooks import adapt_hook
+from lightning_gradavg.outputs import read_weights
+from lightning_gradavg.reducer import Reducer, gather_places
+from lightning_gradavg.rules import RULES, Rule
+from lightning_gradavg.terms import zero_loss
+from lightning_gradavg.window import MOST_TERMS, WHOLE_LOSS, MicroBatch
+
+__all__ = ["ReducingStrategy"]
+
+
+class ReducingStrategy(DDPStrategy):
+    """Weighs each micro-batch's loss, and reduces the gradients of a window by a rule.
+
+    Args:
+        rule: The reduction rule.
+        **options: Those of `DDPStrategy`.
+    """
+
+    def __init__(self, rule: Rule, **options: Any) -> None:
+        super().__init__(**options)
+        self._rule = rule
+        # Stock DDP is the mean; a hook of any kind would change how it divides, and so its bits.
+        self._stock = rule is RULES["mean"] and self._ddp_comm_hook is None and self._ddp_comm_wrapper is None
+        self._divided_by_hand = rule is RULES["mean"]
+        self._accumulator: Accumulator | None = None
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._sparse: set[int] = set()
+        self._loss: WeighedLoss | None = None
+        self._batch: Any = None
+        self._withheld = False
+        self._static_graph_seen = False
+        self._reductions = 0
+        self._reductions_at_step: dict[int, int] = {}
+        self._warned: set[str] = set()
+
+    def _samples(self) -> int | None:
+        """Return how many samples of the batch count, where the strategy knows; 0 for a stand-in."""
+        return None
+
+    def _around_step(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        self._accumulator = None
+        self._loss = self._batch = None
+        self._static_graph_seen = False
+        self._reductions, self._reductions_at_step = 0, {}
+        super().setup(trainer)
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        """Register the reduction, on CPU as on CUDA, where Lightning would drop a hook without a word."""
+        model = self.model
+        assert isinstance(model, DistributedDataParallel)
+        assert self.lightning_module is not None
+        accumulates = self._trainer.accumulate_grad_batches > 1 or any(
+            isinstance(callback, GradientAccumulationScheduler)
+            for callback in self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        )
+        group = model.process_group
+        self._frozen = [(name, p) for name, p in model.module.named_parameters() if not p.requires_grad]
+        if self._stock and not (model.static_graph and accumulates):
+            return
+        hook = None
+        if self._ddp_comm_hook is not None or self._ddp_comm_wrapper is not None:
+            user_hook = self._ddp_comm_hook or allreduce_hook
+            hook = adapt_hook(user_hook, self._ddp_comm_state, self._ddp_comm_wrapper, group)
+        manual = not self.lightning_module.automatic_optimization
+        places = gather_places(self.node_rank, group)
+        reducer = Reducer(self._rule, places, dist.get_rank(group), group, self.root_device, hook, manual)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._sparse = {
+            id(module.weight)
+            for module in model.modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        }
+        self._accumulator = Accumulator(reducer, parameters, preserves_gradients=manual)
+        model.register_comm_hook(None, reducer.hook)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Keep the gradients of a micro-batch local.
+
+        With a static graph DDP must see its first backward, or an assertion of torch's reducer fails; there the hook
+        runs, and leaves the buckets as they are.
+        """
+        model = self.model
+        static = isinstance(model, DistributedDataParallel) and model.static_graph and self._accumulator is not None
+        if not static or self._static_graph_seen:
+            with super().block_backward_sync():
+                yield
+            return
+        self._withheld = True
+        try:
+            yield
+        finally:
+            self._withheld = False
+
+    def on_train_end(self) -> None:
+        """Check the weights of the last step, which no further step does."""
+        super().on_train_end()
+        if self._accumulator is not None:
+            self._accumulator.reducer.check()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._batch = args[0] if args else next(iter(kwargs.values()), None)
+        assert self.lightning_module is not None
+        try:
+            with self._around_step():
+                output = super().training_step(*args, **kwargs)
+            if not self.lightning_module.automatic_optimization:
+                return output
+            return self._take_loss(output)
+        finally:
+            self._batch = None
+
+    def _take_loss(self, output: STEP_OUTPUT) -> STEP_OUTPUT:
+        """Return the output with one loss to run the backward from, and remember its weights."""
+        weight = output.get("weight") if isinstance(output, Mapping) else None
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None:
+            if self._trainer.accumulate_grad_batches > 1:
+                raise RuntimeError(
+                    "training_step returned no loss within an accumulation window, which would then not be reduced."
+                    ' Return {"loss": loss, "weight": 0} for a micro-batch that is not to count.'
+                )
+            return output
+        self._loss = self._weigh(loss, weight, alone=self._trainer.accumulate_grad_batches == 1)
+        if isinstance(output, Mapping):
+            return output if self._loss.value is loss else {**output, "loss": self._loss.value}
+        return self._loss.value
+
+    def _weigh(self, loss: Any, weight: Any, *, alone: bool) -> WeighedLoss:
+        terms: Mapping[str, Tensor] = loss if isinstance(loss, Mapping) else {WHOLE_LOSS: loss}
+        for term in terms.values():
+            if not isinstance(term, Tensor):
+                raise TypeError(f"a loss is a tensor with a graph, got {term!r} of type {type(term).__name__}")
+        if not 0 < len(terms) <= MOST_TERMS:
+            raise ValueError(f"a loss has 1 to {MOST_TERMS} named terms, got {len(terms)}: add some of them up")
+        model = self.model
+        assert isinstance(model, DistributedDataParallel)
+        if weight is not None and not self._rule.uses_weight:
+            self._warn(f'a "weight" was given, but reduction={self._rule.name!r} does not use weights: it is ignored.')
+        if self._accumulator is None:
+            losses = [terms[term] for term in sorted(terms)]
+            return WeighedLoss(sum(losses[1:], losses[0]), MicroBatch({WHOLE_LOSS: 1.0}))
+        micro_batch = read_weights(self._rule, terms, weight, self._batch, self.root_device, self._samples())
+        if (
+            micro_batch.explicit
+            and not micro_batch.absent
+            and 0.0 in [w for w in micro_batch.weights.values() if not isinstance(w, Tensor)]
+        ):
+            self._warn(
+                f"rank {self.global_rank} has a micro-batch of weight 0, which contributes nothing to the gradient."
+                " Further ones are not reported.",
+                everywhere=True,
+            )
+        named = tuple(micro_batch.weights) != (WHOLE_LOSS,)
+        if named and model.static_graph and not alone:
+            raise ValueError(
+                "static_graph=True needs the same backward in every micro-batch, but named loss terms take one per term"
+                " in all but the last of a window. Leave static_graph out, or do not accumulate."
+            )
+        if not any(term.requires_grad for term in terms.values()) and not any(micro_batch.weights.values()):
+            terms = dict.fromkeys(terms, zero_loss(self._accumulator.parameters, self._sparse))
+            prepare_for_backward(model, terms)
+        return self._accumulator.weigh(terms, micro_batch, alone=alone)
+
+    @override
+    def backward(
+        self, closure_loss: Any, optimizer: Optimizer | None, *args: Any, weight: Any = None, **kwargs: Any
+    ) -> Tensor:
+        module = self.lightning_module
+        assert module is not None
+        if module.automatic_optimization:
+            loss, self._loss = self._loss, None
+        else:
+            loss = self._weigh(closure_loss, weight, alone=False)
+            closure_loss = loss.value
+
+        self.pre_backward(closure_loss)
+        scaled = self.precision_plugin.pre_backward(closure_loss, module)
+
+        def run(**extra: Any) -> None:
+            self.precision_plugin.backward(scaled, module, optimizer, *args, **kwargs, **extra)
+
+        finish = self._run(loss, run)
+        self._static_graph_seen = True
+        # The first backward of a static graph in manual optimization is reduced in post_backward.
+        deferred = not module.automatic_optimization and self._defers_reduction
+        if not deferred:
+            finish()
+        closed = self.precision_plugin.post_backward(scaled, module)
+        self.post_backward(closed)
+        if deferred:
+            finish()
+        return closed
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        module = self.lightning_module
+        if module is not None and not module.automatic_optimization:
+            self._require_reduced(optimizer)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _require_reduced(self, optimizer: Optimizer) -> None:
+        """Raise where a manual loop steps on gradients that no manual_backward reduced: the ranks would drift apart."""
+        before, self._reductions_at_step[id(optimizer)] = (
+            self._reductions_at_step.get(id(optimizer), 0),
+            self._reductions,
+        )
+        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        if before < self._reductions or self.world_size == 1 or all(gradient is None for gradient in gradients):
+            return
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() was called on gradients that were not reduced since its last step."
+            " In manual optimization call self.manual_backward(loss) instead of loss.backward(), and end every window"
+            " with a backward outside of toggle_model(sync_grad=False)."
+        )
+
+    def _run(self, loss: WeighedLoss | None, run: Callable[..., None]) -> Callable[[], None]:
+        """Run one backward, and return what ends its window."""
+        model, trainer, module = self.model, self._trainer, self.lightning_module
+        if module is None or not isinstance(model, DistributedDataParallel):
+            run()
+            return _nothing
+        automatic = module.automatic_optimization
+        divisor = trainer.accumulate_grad_batches if automatic else 1
+        length = trainer.fit_loop.epoch_loop.batch_idx % divisor + 1
+        last = model.require_backward_grad_sync and not self._withheld
+        self._reductions += last
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name!r} was frozen when training began and now requires a gradient, which DDP does not"
+                    " reduce: the ranks would drift apart. Freeze it by a learning rate of 0 until then, or start"
+                    " another fit() with it unfrozen."
+                )
+        if self._accumulator is None:
+            run()
+            return partial(_multiply_gradients, model, divisor / length) if last and length < divisor else _nothing
+        assert loss is not None
+        if automatic and length == 1:
+            self._accumulator.reset()
+        if not automatic and self._divided_by_hand:
+            # As in stock DDP, the user divides the losses of a window in manual optimization.
+            divisor = self._accumulator.pending + 1
+        self._accumulator.backward(loss, run, last=last, loss_divisor=divisor)
+        return self._accumulator.finish if last else self._accumulator.pause
+
+    @property
+    def _num_nodes_seen(self) -> int:
+        return len({place.node for place in self._accumulator.reducer.places}) if self._accumulator else self.num_nodes
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _defers_reduction(self) -> bool:
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model.static_graph and not getattr(self, "_pl_static_graph_delay_done", True)
+
+    def _warn(self, message: str, *, everywhere: bool = False) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            (warnings.warn if everywhere else rank_zero_warn)(message, stacklevel=2)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Name the parameters that DDP only counts when it misses their gradients."""
+        model, message = self.model, str(exception)
+        indices = re.search(r"Parameter indices which did not receive grad for rank (\d+): ([\d ]+)", message)
+        if indices is None or not isinstance(model, DistributedDataParallel):
+            super().on_exception(exception)
+            return
+        parameters, _ = model._build_params_for_reducer()
+        names = {parameter: name for name, parameter in model.module.named_parameters()}
+        unused = ", ".join(names[parameters[int(index)]] for index in indices[2].split())
+        advice = (
+            f"parameters without gradient on rank {indices[1]}: {unused}. They are not used in the loss that"
+            " training_step returns. If that is meant, use GradAvgStrategy(find_unused_parameters=True), or freeze"
+            " them with requires_grad_(False)."
+        )
+        exception.args = (advice,)
+
+
+def _nothing() -> None:
+    """End a backward that ends no window."""
+
+
+def _multiply_gradients(module: nn.Module, factor: float) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None and parameter.requires_grad:
+            parameter.grad.mul_(factor)

@@ -1,0 +1,217 @@
+"""Where a loader is split: at the indices it asks for, at the samples it collates, or at the batches it yields."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_gradavg.batches import Chunk, Split
+from lightning_gradavg.collated import batch_samples, fingerprint, slice_batch
+from lightning_gradavg.order import Order
+
+__all__ = ["FromBatches", "FromIndices", "FromSamples", "Item", "Source", "source_of"]
+
+Item: TypeAlias = tuple[Any, Chunk, bytes]
+"""A micro-batch, what stands behind it, and the fingerprint of the loader batch."""
+
+_Asked: TypeAlias = "deque[tuple[Chunk, bytes]]"
+
+_END = object()
+
+# They draw from a global generator for their first index only, and are spared the 0.1 ms per batch of sharing it.
+_DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class Source(Protocol):
+    """One rank's micro-batches of a user's loader.
+
+    Attributes:
+        loader: What is iterated: the user's loader, or a copy of it.
+    """
+
+    loader: Any
+
+    def __init__(self, loader: Any, split: Split, count: Callable[[], int]) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, order: Order) -> Iterator[Item]:
+        """Start one pass over the loader at once, and return its micro-batches, `count()` per loader batch."""
+        ...
+
+
+def _clone(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """Return a copy with other attributes, of any subclass, without running a constructor that may not know them."""
+    clone = object.__new__(type(loader))
+    clone.__dict__.update(loader.__dict__, _iterator=None, **attributes)
+    return clone
+
+
+def _read(loader: Iterable[Any], order: Order) -> Iterator[Any]:
+    with order.shared():
+        batches = iter(loader)
+        order.reach("made")
+    return _rest(batches, order)
+
+
+def _rest(batches: Iterator[Any], order: Order, *, draws_once: bool = False) -> Iterator[Any]:
+    order.reach("first")
+    while True:
+        with order.shared():
+            batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch
+        if draws_once:
+            yield from batches
+            return
+
+
+class FromIndices:
+    """Splits the index batches of a map-style loader. It is the batch sampler of a copy of the loader."""
+
+    def __init__(self, loader: DataLoader[Any], split: Split, count: Callable[[], int]) -> None:
+        self._user_loader = loader
+        self._split = split
+        self._count = count
+        self._order = Order()
+        self._asked: _Asked = deque()
+        self.loader = _clone(loader, batch_sampler=self)
+
+    def read(self, order: Order) -> Iterator[Item]:
+        """Start one pass; the user's batch sampler is asked as the loader goes."""
+        self._order, self._asked = order, deque()
+        with order.shared():
+            batches = iter(self.loader)
+        return self._matched(batches, self._asked)
+
+    def _matched(self, batches: Iterator[Any], asked: _Asked) -> Iterator[Item]:
+        for batch in batches:
+            if not asked:
+                raise self._mismatch("more")
+            yield batch, *asked.popleft()
+        if asked:
+            raise self._mismatch("fewer")
+
+    def __len__(self) -> int:
+        return len(cast("Any", self._user_loader.batch_sampler)) * self._count()
+
+    def __iter__(self) -> Iterator[Any]:
+        batch_sampler = cast("Any", self._user_loader.batch_sampler)
+        draws_once = type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in _DRAW_ONCE
+        with self._order.shared():
+            self._order.reach("made")
+            batches = iter(batch_sampler)
+        return self._chunks(_rest(batches, self._order, draws_once=draws_once), self._asked, self._order)
+
+    def _chunks(self, batches: Iterator[Any], asked: _Asked, order: Order) -> Iterator[Any]:
+        hashed = order.shares
+        for batch in batches:
+            indices = batch if hasattr(batch, "__len__") else list(batch)
+            key = fingerprint(indices.tolist() if isinstance(indices, Tensor) else list(indices)) if hashed else b""
+            if order.skips(key):
+                continue
+            for chunk in self._split.cut(len(indices), self._count()):
+                asked.append((chunk, key))
+                yield indices[chunk.start : chunk.stop]
+
+    def _mismatch(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{type(self._user_loader).__name__} yielded {what} batches than its batch_sampler was asked for, so"
+            " split_batches=True cannot tell which samples a batch holds. Use a loader whose __iter__ yields one batch"
+            " per batch of indices, or wrap it in an iterable of your own, whose batches are split once they are"
+            " collated."
+        )
+
+
+class _Collated(NamedTuple):
+    """What the copy of an iterable-style loader yields, through worker processes and pinned memory."""
+
+    samples: int
+    key: bytes
+    batches: list[Any]
+
+
+@dataclass(frozen=True)
+class _ChunkCollate:
+    """Collates this rank's micro-batches of a list of samples. Sent to worker processes."""
+
+    collate: Callable[[list[Any]], Any]
+    split: Split
+    count: int
+    hashed: bool
+
+    def __call__(self, samples: list[Any]) -> _Collated:
+        key = fingerprint((len(samples), samples[0], samples[-1])) if self.hashed else b""
+        chunks = self.split.cut(len(samples), self.count)
+        return _Collated(len(samples), key, [self.collate(samples[chunk.start : chunk.stop]) for chunk in chunks])
+
+
+class FromSamples:
+    """Splits the samples that an iterable-style loader is about to collate."""
+
+    def __init__(self, loader: DataLoader[Any], split: Split, count: Callable[[], int]) -> None:
+        self._collate = loader.collate_fn
+        self._split = split
+        self._count = count
+        self.loader = _clone(loader)
+
+    def read(self, order: Order) -> Iterator[Item]:
+        """Start one pass; the samples are split before they are collated, in the worker where there are workers."""
+        count = self._count()
+        self.loader.collate_fn = _ChunkCollate(self._collate, self._split, count, order.shares)
+        return self._chunks(_read(self.loader, order), count, order)
+
+    def _chunks(self, collated: Iterator[_Collated], count: int, order: Order) -> Iterator[Item]:
+        for samples, key, batches in collated:
+            if order.skips(key):
+                continue
+            yield from zip(batches, self._split.cut(samples, count), [key] * count, strict=True)
+
+    def __len__(self) -> int:
+        return len(self.loader) * self._count()
+
+
+class FromBatches:
+    """Splits the batches of any iterable."""
+
+    def __init__(self, loader: Any, split: Split, count: Callable[[], int]) -> None:
+        self._split = split
+        self._count = count
+        self.loader = loader
+
+    def read(self, order: Order) -> Iterator[Item]:
+        """Start one pass; the batches are split as they come."""
+        return self._chunks(_read(self.loader, order), order)
+
+    def _chunks(self, batches: Iterator[Any], order: Order) -> Iterator[Item]:
+        hashed = order.shares
+        for batch in batches:
+            key = fingerprint(batch) if hashed else b""
+            if order.skips(key):
+                continue
+            for chunk in self._split.cut(batch_samples(batch), self._count()):
+                yield slice_batch(batch, chunk.start, chunk.stop), chunk, key
+
+    def __len__(self) -> int:
+        return len(self.loader) * self._count()
+
+
+def source_of(loader: Any) -> type[Source]:
+    """Return where `loader` is to be split."""
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        return FromBatches
+    return FromSamples if isinstance(loader.dataset, IterableDataset) else FromIndices

@@ -1,0 +1,153 @@
+"""Training loaders whose batches are split over the ranks, and the Trainer's options that count batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_gradavg.batches import Chunk, Split
+from lightning_gradavg.loaders import BatchSplitter, SplitLoader
+
+__all__ = ["SplitTraining", "as_one_stand_in"]
+
+
+class SplitTraining:
+    """Splits the training loaders of one run.
+
+    Lightning counts what a loader yields, which are this rank's micro-batches. The options that a user gave in loader
+    batches are multiplied by the micro-batches of each, and put back at the end of the run.
+
+    Args:
+        trainer: The Trainer.
+        module: The module that it trains.
+        max_device_batch_size: Most samples in a micro-batch, or None.
+        group: The process group that the batches are split over.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        max_device_batch_size: int | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            raise ValueError(
+                "split_batches=True cannot serve a training_step(dataloader_iter): it takes batches past the strategy."
+                " Let training_step take (batch, batch_idx), or set split_batches=False."
+            )
+        self._trainer, self._module = trainer, module
+        self._group: Any = group if group is not None else dist.group.WORLD
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        alone = world_size == 1
+        self.splitter = BatchSplitter(
+            Split(rank, world_size, None, max_device_batch_size),
+            None if alone else self._broadcast,
+            None if alone else self._agree,
+        )
+        connector = trainer._accelerator_connector
+        self._injects_samplers = connector.use_distributed_sampler
+        self._accumulation = trainer.accumulate_grad_batches
+        self._limit, self._val_interval = trainer.limit_train_batches, trainer.val_check_interval
+        self._set_accumulation = self._accumulation
+        self.chunk: Chunk | None = None
+
+    @property
+    def accumulation(self) -> int:
+        """Loader batches per optimizer step, which is what the user's `accumulate_grad_batches` counts."""
+        return self._accumulation
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per loader batch."""
+        return self.splitter.micro_batches
+
+    def before_loaders(self, *, training: bool) -> None:
+        """Have Lightning leave the samplers of the loaders that it is about to prepare alone, or not."""
+        self._trainer._accelerator_connector.use_distributed_sampler = self._injects_samplers and not training
+
+    def wrap(self, loader: Any) -> SplitLoader:
+        """Return a training loader of this rank's micro-batches. A collective operation."""
+        split = self.splitter.wrap(loader)
+        count = self.micro_batches
+        if count > 1 and not self._module.automatic_optimization:
+            raise ValueError(
+                f"max_device_batch_size={self.splitter.split.max_samples} cuts every batch into {count} micro-batches,"
+                " between which a training_step in manual optimization would step. Use automatic optimization, or cut"
+                " the batches in training_step."
+            )
+        self._count_micro_batches(split, count)
+        return split
+
+    def take(self) -> Chunk | None:
+        """Note and return what stands behind the batch to train on now."""
+        if self._trainer.accumulate_grad_batches != self._set_accumulation:
+            # A GradientAccumulationScheduler wrote it, in loader batches.
+            self._accumulation = self._trainer.accumulate_grad_batches
+            self._accumulate()
+        loader = self._trainer.fit_loop._combined_loader
+        self.chunk = self.splitter.take(loader)
+        return self.chunk
+
+    def restore(self) -> None:
+        """Put the Trainer's options back to what the user gave."""
+        trainer = self._trainer
+        trainer._accelerator_connector.use_distributed_sampler = self._injects_samplers
+        trainer.accumulate_grad_batches = self._accumulation
+        trainer.limit_train_batches, trainer.val_check_interval = self._limit, self._val_interval
+
+    def round_validation(self) -> None:
+        """Validate after whole loader batches where the user gave a part of the epoch."""
+        batches = self._trainer.val_check_batch
+        if isinstance(self._val_interval, float) and batches not in (None, float("inf")):
+            self._trainer.val_check_batch = -(-int(batches) // self.micro_batches) * self.micro_batches
+
+    def _accumulate(self) -> None:
+        self._set_accumulation = self._accumulation * self.micro_batches
+        self._trainer.accumulate_grad_batches = self._set_accumulation
+        self.splitter.window_batches = self._accumulation
+
+    def _count_micro_batches(self, loader: Any, count: int) -> None:
+        trainer = self._trainer
+        self._accumulate()
+        if isinstance(self._limit, int):
+            trainer.limit_train_batches = self._limit * count
+        elif self._limit != 1.0 and count > 1:
+            # A part of the micro-batches could end within a loader batch.
+            trainer.limit_train_batches = int(len(loader) // count * self._limit) * count
+        if isinstance(self._val_interval, int):
+            trainer.val_check_interval = self._val_interval * count
+
+    def _broadcast(self, value: Any) -> Any:
+        values = [value]
+        source = dist.get_global_rank(self._group, 0)
+        dist.broadcast_object_list(values, source, group=self._group)
+        return values[0]
+
+    def _agree(self, value: bytes) -> bool:
+        values: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(values, value, group=self._group)
+        return len(set(values)) == 1
+
+
+@contextmanager
+def as_one_stand_in(module: LightningModule) -> Iterator[None]:
+    """Run a training step whose samples do not count: buffers are put back, and what it logs has batch size 0."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    log: Callable[..., None] = module.log
+
+    def log_nothing(*args: Any, **kwargs: Any) -> None:
+        log(*args, **{**kwargs, "batch_size": 0})
+
+    module.log = log_nothing  # type: ignore[method-assign]  # for this step only
+    try:
+        yield
+    finally:
+        del module.log
+        for buffer, before in buffers:
+            buffer.copy_(before)

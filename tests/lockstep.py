@@ -1,0 +1,119 @@
+"""Ranks simulated one after another in one process: what they would exchange is recorded, then replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_gradavg.batches import Chunk, Split
+from lightning_gradavg.loaders import BatchSplitter, SplitLoader
+
+Body = Callable[[BatchSplitter], Any]
+
+
+class Taken(NamedTuple):
+    """One micro-batch in training."""
+
+    batch: Any
+    chunk: Chunk
+
+
+class _Exchange:
+    """Runs a body on every rank: once to record all comparisons, and again where one of them fails."""
+
+    def __init__(self, world_size: int, options: dict[str, Any], seeds: Sequence[int]) -> None:
+        self.world_size, self.options, self.seeds = world_size, options, seeds
+        self.sent: list[Any] = []
+        self.compared: list[list[bytes]] = [[] for _ in range(world_size)]
+
+    def splitter(self, rank: int, verdicts: Sequence[bool] | None) -> BatchSplitter:
+        received = iter(self.sent)
+        count = iter(range(10**9))
+
+        def broadcast(value: Any) -> Any:
+            if rank == 0:
+                if verdicts is None:
+                    self.sent.append(value)
+                return value
+            return next(received)
+
+        def agree(value: bytes) -> bool:
+            if verdicts is not None:
+                return verdicts[next(count)]
+            self.compared[rank].append(value)
+            return True
+
+        return BatchSplitter(Split(rank, self.world_size, **self.options), broadcast, agree)
+
+    def run(self, body: Body, verdicts: Sequence[bool] | None = None) -> list[Any]:
+        results = []
+        for rank in range(self.world_size):
+            torch.manual_seed(self.seeds[rank])
+            try:
+                results.append(body(self.splitter(rank, verdicts)))
+            except (RuntimeError, ValueError) as error:
+                results.append(error)
+        return results
+
+
+def on_ranks(world_size: int, body: Body, seeds: Sequence[int] | None = None, **options: Any) -> list[Any]:
+    """Return what `body(splitter)` returns or raises on every rank, each with its own random state.
+
+    The test fails where the ranks would not come to every comparison together: real ones would wait for ever.
+    """
+    exchange = _Exchange(world_size, options, seeds or [7 + rank for rank in range(world_size)])
+    results = exchange.run(body)
+    verdicts = []
+    for met in range(max(map(len, exchange.compared))):
+        values = {compared[met] if met < len(compared) else None for compared in exchange.compared}
+        assert None not in values, f"only some ranks come to comparison {met}"
+        verdicts.append(len(values) == 1)
+        if not verdicts[-1]:
+            return exchange.run(body, verdicts)
+    return results
+
+
+def take_all(loader: SplitLoader) -> list[Taken]:
+    """Return one epoch of micro-batches."""
+    iterator = iter(loader)
+    taken = [Taken(batch, iterator.pending.popleft().take()) for batch in iterator]
+    assert not iterator.pending
+    return taken
+
+
+def epochs(make: Callable[[], Any], count: int = 1) -> Body:
+    """Return a body that reads a new loader for some epochs."""
+
+    def body(splitter: BatchSplitter) -> list[list[Taken]]:
+        loader = splitter.wrap(make())
+        return [take_all(loader) for _ in range(count)]
+
+    return body
+
+
+def global_batches(ranks: Sequence[Sequence[Taken]]) -> list[list[Any]]:
+    """Return the samples of every global batch, put together from the ranks' samples in order."""
+    batches: list[list[Any]] = []
+    per_rank = [iter(taken) for taken in ranks]
+    while True:
+        first = [next(taken, None) for taken in per_rank]
+        if first[0] is None:
+            assert not any(first)
+            return batches
+        whole: list[Any] = []
+        for start, rest in zip(first, per_rank, strict=True):
+            assert start is not None
+            for taken in [start, *(next(rest) for _ in range(start.chunk.count - 1))]:
+                samples = list(taken.batch.tolist() if isinstance(taken.batch, torch.Tensor) else taken.batch)
+                assert len(samples) == taken.chunk.stop - taken.chunk.start
+                whole += samples if not taken.chunk.stand_in else []
+        batches.append(whole)
+
+
+def plain(loader: DataLoader[Any], seed: int = 7) -> list[list[Any]]:
+    """Return the batches of one epoch of one process."""
+    torch.manual_seed(seed)
+    return [batch.tolist() for batch in loader]

@@ -1,0 +1,819 @@
+"""`split_batches`: the loader's batches are the global batches, and every rank trains on its chunk of each."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from lockstep import Taken, epochs, global_batches, on_ranks, plain, take_all
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    get_worker_info,
+)
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from lightning_gradavg.batches import Split, chunk_bounds
+from lightning_gradavg.collated import batch_samples, fingerprint, slice_batch
+from lightning_gradavg.loaders import BatchSplitter, SplitLoader
+
+
+class Logged(Dataset[int]):
+    """Remembers what was loaded from it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+class Fixed:
+    """A batch sampler of its own kind: no base class, constructor arguments of its own, and a memory."""
+
+    def __init__(self, batches: list[list[int]]) -> None:
+        self.batches = batches
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.asked += 1
+        return iter(self.batches)
+
+
+class Stream(IterableDataset[int]):
+    """As many integers as asked for, in an order of the global random state or of a generator of its own."""
+
+    def __init__(self, size: int, generator: torch.Generator | None = None) -> None:
+        self.size, self.generator = size, generator
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        order = torch.randperm(self.size, generator=self.generator).tolist()
+        return iter(order if info is None else order[info.id :: info.num_workers])
+
+
+def real(taken: list[Taken]) -> list[list[int]]:
+    return [each.batch.tolist() for each in taken if not each.chunk.stand_in]
+
+
+def in_one_world(loader: Any, **options: Any) -> SplitLoader:
+    return BatchSplitter(Split(**options)).wrap(loader)
+
+
+class TestArithmetic:
+    @pytest.mark.parametrize(
+        ("size", "parts", "expected"),
+        [(5, 4, [2, 2, 1, 0]), (10, 4, [3, 3, 3, 1]), (9, 8, [2, 2, 2, 2, 1, 0, 0, 0]), (1, 2, [1, 0]), (0, 2, [0, 0])],
+    )
+    def test_chunk_sizes(self, size: int, parts: int, expected: list[int]) -> None:
+        """Chunks are as large as those of DataParallel, and the missing ones are empty."""
+        assert expected == [stop - start for start, stop in chunk_bounds(size, parts)]
+
+    @pytest.mark.parametrize(("size", "parts"), [(-1, 2), (3, 0)])
+    def test_chunks_of_nothing_are_refused(self, size: int, parts: int) -> None:
+        """A negative size and no parts are named in the error."""
+        with pytest.raises(ValueError, match=f"size={size} and parts={parts}"):
+            chunk_bounds(size, parts)
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"rank": 2, "world_size": 2}, "got 2"),
+            ({"replicas": 0}, "num_replicas must be 1 or more.*got 0"),
+            ({"max_samples": 0}, "max_device_batch_size must be 1 or more.*got 0"),
+        ],
+    )
+    def test_impossible_splits_are_refused(self, options: dict[str, int], match: str) -> None:
+        """A split that cannot be names the value and what is accepted."""
+        with pytest.raises(ValueError, match=match):
+            Split(**options)
+
+    def test_replicas_are_shared_out_in_order(self) -> None:
+        """With 4 replicas, rank r of W computes chunks r*4/W and up, one after another, for every W."""
+        for world_size in (1, 2, 3, 4, 6):
+            splits = [Split(rank, world_size, replicas=4) for rank in range(world_size)]
+            cuts = [split.cut(10, split.count(None)) for split in splits]
+
+            assert {-(-4 // world_size)} == {len(cut) for cut in cuts}
+            replicas = [(chunk.replica, chunk.samples) for cut in cuts for chunk in cut if not chunk.stand_in]
+            assert [(0, 3), (1, 3), (2, 3), (3, 1)] == replicas
+
+    def test_micro_batches_of_a_rank_are_as_even_as_can_be(self) -> None:
+        """A chunk of 10 in micro-batches of at most 4 is 3, 3, 4: none is left with a single sample for batch norm."""
+        split = Split(max_samples=4)
+
+        assert [3, 3, 4] == [chunk.samples for chunk in split.cut(10, split.count(10))]
+
+    def test_stand_ins_come_first(self) -> None:
+        """Of a short batch, the micro-batches that nobody needs come before those with samples."""
+        split = Split(world_size=2, max_samples=2)
+
+        assert [(0, 0), (0, 0), (2, 2)] == [(chunk.samples, chunk.ranks) for chunk in split.cut(4, split.count(12))]
+
+
+class TestCases:
+    @pytest.mark.parametrize(("world_size", "sizes"), [(4, [3, 3, 3, 3]), (5, [3, 3, 3, 3, 0])])
+    def test_case_23_the_batch_size_is_global(self, world_size: int, sizes: list[int]) -> None:
+        """Case 23: 24 samples in batches of 12 are 2 steps for any world, and the weighted result is the reference."""
+        data = torch.arange(1, 25, dtype=torch.float64)
+
+        ranks = on_ranks(world_size, epochs(lambda: DataLoader(data, batch_size=12)))
+
+        for step, expected in enumerate([data[:12], data[12:]]):
+            taken = [rank[0][step] for rank in ranks]
+            assert sizes == [each.chunk.samples for each in taken]
+            gradient = sum((each.batch**2).mean().item() * each.chunk.samples for each in taken) / 12
+            assert gradient == pytest.approx((expected**2).mean().item(), rel=1e-12)
+        assert {2} == {len(rank[0]) for rank in ranks}
+
+    def test_case_27_a_batch_of_one(self) -> None:
+        """Case 27: of the batch {1}, rank 0 has the sample and rank 1 computes it with weight 0: gradient 1.0."""
+        ranks = on_ranks(2, epochs(lambda: DataLoader(torch.tensor([1.0]), batch_size=4)))
+
+        pairs = [((each.batch**2).mean().item(), each.chunk.samples) for rank in ranks for each in rank[0]]
+        assert [(1.0, 1), (1.0, 0)] == pairs
+
+    def test_case_37_the_global_batches_do_not_depend_on_the_world(self) -> None:
+        """Case 37: 16 samples in batches of 4, seed 7: the same batches in both epochs for W 1, 2, 4; epochs differ."""
+
+        def make() -> DataLoader[Any]:
+            return DataLoader(torch.arange(16), batch_size=4, shuffle=True)  # type: ignore[arg-type]  # a tensor will do
+
+        loader = make()
+        torch.manual_seed(7)
+        expected = [[batch.tolist() for batch in loader] for _ in range(2)]
+
+        for world_size in (1, 2, 4):
+            ranks = on_ranks(world_size, epochs(make, 2))
+            assert expected == [global_batches([taken[epoch] for taken in ranks]) for epoch in range(2)]
+        assert expected[0] != expected[1]
+
+    def test_case_38_a_custom_batch_sampler_is_split(self) -> None:
+        """Case 38: batches [0,1,2], [3], [4..7] give the gradients 14/3, 16, 43.5, and no sample is seen twice."""
+        data = torch.arange(1, 9, dtype=torch.float64)
+        samplers: list[Fixed] = []
+
+        def make() -> DataLoader[Any]:
+            samplers.append(Fixed([[0, 1, 2], [3], [4, 5, 6, 7]]))
+            return DataLoader(data, batch_sampler=samplers[-1])  # type: ignore[arg-type]  # a tensor will do
+
+        ranks = [taken for (taken,) in on_ranks(2, epochs(make))]
+
+        gradients = [
+            sum((each.batch**2).mean().item() * each.chunk.samples for each in step)
+            / sum(each.chunk.samples for each in step)
+            for step in zip(*ranks, strict=True)
+        ]
+        assert [14 / 3, 16, 43.5] == pytest.approx(gradients, rel=1e-12)
+        assert [[1, 2, 3], [4], [5, 6, 7, 8]] == global_batches(ranks)
+        assert [1, 1] == [sampler.asked for sampler in samplers]
+
+    def test_case_39_a_custom_sampler_is_kept(self) -> None:
+        """Case 39: a sampler that always returns index 3 gives gradient 16 on every step, and the log names it."""
+
+        class Always(Sampler[int]):
+            def __iter__(self) -> Iterator[int]:
+                return iter([3] * 8)
+
+            def __len__(self) -> int:
+                return 8
+
+        data = torch.arange(1, 9, dtype=torch.float64)
+
+        def make() -> DataLoader[Any]:
+            return DataLoader(data, batch_size=4, sampler=Always())  # type: ignore[arg-type]  # a tensor will do
+
+        for (taken,) in on_ranks(2, epochs(make)):
+            assert [16.0, 16.0] == [(each.batch**2).mean().item() for each in taken]
+        assert "its BatchSampler and Always: used as it is" in in_one_world(make()).describe()
+
+
+class TestOrder:
+    def test_every_rank_has_the_order_of_rank_0(self) -> None:
+        """Ranks with five different random states read the order of one process that has rank 0's."""
+
+        def make() -> DataLoader[Any]:
+            return DataLoader(torch.arange(20), batch_size=6, shuffle=True)  # type: ignore[arg-type]  # a tensor will do
+
+        ranks = on_ranks(5, epochs(make), seeds=[7, 1, 2, 3, 4])
+
+        assert plain(make()) == global_batches([taken for (taken,) in ranks])
+
+    def test_random_states_move_on_as_in_one_process(self) -> None:
+        """A rank whose state is rank 0's moves on as one process; one with its own keeps it, undisturbed."""
+
+        def make() -> DataLoader[Any]:
+            return DataLoader(torch.arange(8), batch_size=4, shuffle=True)  # type: ignore[arg-type]  # a tensor will do
+
+        plain(make())
+        after_one_process = torch.rand(3).tolist()
+        torch.manual_seed(99)
+        own = torch.rand(3).tolist()
+
+        def body(splitter: BatchSplitter) -> list[float]:
+            take_all(splitter.wrap(make()))
+            drawn: list[float] = torch.rand(3).tolist()
+            return drawn
+
+        assert [after_one_process, after_one_process, own] == on_ranks(3, body, seeds=[7, 7, 99])
+
+    def test_what_ranks_draw_before_the_first_batch_changes_nothing(self) -> None:
+        """Hooks may draw between the start of an epoch and its first batch; the order is that of rank 0's process."""
+
+        def make() -> DataLoader[Any]:
+            return DataLoader(torch.arange(20), batch_size=6, shuffle=True)  # type: ignore[arg-type]  # a tensor will do
+
+        def body(splitter: BatchSplitter) -> list[Taken]:
+            iterator = iter(splitter.wrap(make()))
+            torch.rand(3 + splitter.split.rank)
+            return [Taken(batch, iterator.pending.popleft().take()) for batch in iterator]
+
+        torch.manual_seed(7)
+        batches = iter(make())
+        torch.rand(3)
+
+        assert [batch.tolist() for batch in batches] == global_batches(on_ranks(3, body, seeds=[7, 7, 7]))
+
+    @pytest.mark.parametrize("source", ["torch", "random", "numpy"])
+    def test_samplers_may_draw_from_any_global_generator_at_any_time(self, source: str) -> None:
+        """A sampler that draws anew for every batch gets the same numbers on all ranks, whatever these draw between."""
+
+        class Lazy:
+            def __iter__(self) -> Iterator[list[int]]:
+                for _ in range(5):
+                    if source == "torch":
+                        yield torch.randint(100, (4,)).tolist()
+                    elif source == "random":
+                        yield random.sample(range(100), 4)
+                    else:
+                        yield np.random.randint(100, size=4).tolist()  # noqa: NPY002  # the global generator is the point
+
+        def body(splitter: BatchSplitter) -> list[Taken]:
+            rank = splitter.split.rank
+            random.seed(rank)
+            np.random.seed(rank)  # noqa: NPY002  # likewise
+            taken = []
+            iterator = iter(splitter.wrap(DataLoader(range(100), batch_sampler=Lazy())))  # type: ignore[arg-type]
+            for batch in iterator:
+                taken.append(Taken(batch, iterator.pending.popleft().take()))
+                torch.rand(rank + 1), random.random(), np.random.random(rank + 1)  # noqa: NPY002  # as dropout does
+            return taken
+
+        batches = global_batches(on_ranks(2, body))
+
+        assert [4] * 5 == [len(batch) for batch in batches]
+        assert 5 == len({tuple(batch) for batch in batches})
+
+    def test_generators_of_the_user_are_kept(self) -> None:
+        """A loader's own generator decides, as in one process, and the global state does not matter."""
+        made: list[torch.Generator] = []
+
+        def make() -> DataLoader[Any]:
+            made.append(torch.Generator().manual_seed(5))
+            return DataLoader(range(9), batch_size=4, shuffle=True, generator=made[-1])  # type: ignore[arg-type]
+
+        expected = plain(make())
+        ranks = on_ranks(2, epochs(make), seeds=[1, 2])
+
+        assert expected == global_batches([taken for (taken,) in ranks])
+        assert torch.equal(made[0].get_state(), made[1].get_state())
+
+    def test_another_order_on_one_rank_is_an_error_on_all(self) -> None:
+        """Generators with different seeds are found at the first batch, by every rank, with advice."""
+        seeds = iter([1, 2, 2] * 2)
+
+        def make() -> DataLoader[Any]:
+            generator = torch.Generator().manual_seed(next(seeds))
+            return DataLoader(range(40), batch_size=4, shuffle=True, generator=generator)  # type: ignore[arg-type]
+
+        errors = on_ranks(3, epochs(make))
+
+        for error in errors:
+            assert isinstance(error, RuntimeError)
+            assert "not yield the same batches on all ranks: found at batch 1 of" in str(error)
+            assert "sharded_by_rank = True" in str(error)
+
+    def test_a_late_difference_is_found(self) -> None:
+        """A sampler that differs from batch 5 on is found at batch 8, one of those that are compared."""
+
+        def body(splitter: BatchSplitter) -> Any:
+            batches = [[step, step] for step in range(4)] + [[4, splitter.split.rank] for _ in range(6)]
+            return epochs(lambda: DataLoader(range(9), batch_sampler=Fixed(batches)))(splitter)  # type: ignore[arg-type]
+
+        assert all("found at batch 8 of" in str(error) for error in on_ranks(2, body))
+
+    def test_streams_of_different_length_end_in_an_error_on_all_ranks(self) -> None:
+        """Where no length is known, a rank that ends early and one that goes on meet, instead of waiting for ever."""
+
+        class Counting(IterableDataset[int]):
+            def __init__(self, stop: int) -> None:
+                self.stop = stop
+
+            def __iter__(self) -> Iterator[int]:
+                return iter(range(self.stop))
+
+        def body(splitter: BatchSplitter) -> Any:
+            return epochs(lambda: DataLoader(Counting(20 + 4 * splitter.split.rank), batch_size=4))(splitter)
+
+        rank_0, rank_1 = on_ranks(2, body)
+        assert "found at the end after batch 5" in str(rank_0)
+        assert "found at batch 6 of" in str(rank_1)
+
+    @pytest.mark.parametrize("options", [[{"batch_size": 4}, {"batch_size": 3}], [{"num_workers": 1}, {}]])
+    def test_different_loaders_are_an_error_on_all_ranks(self, options: list[dict[str, int]]) -> None:
+        """Ranks whose loaders differ in length or workers say so before the first batch."""
+
+        def body(splitter: BatchSplitter) -> Any:
+            return epochs(lambda: DataLoader(range(12), **options[splitter.split.rank]))(splitter)  # type: ignore[arg-type]
+
+        for error in on_ranks(2, body):
+            assert isinstance(error, ValueError)
+            assert "the ranks' train loaders differ" in str(error)
+
+
+class TestMapStyle:
+    def test_only_the_own_samples_are_loaded(self) -> None:
+        """A rank loads its own chunk, and for a missing one the two samples of its stand-in."""
+        datasets: list[Logged] = []
+
+        def make() -> DataLoader[Any]:
+            datasets.append(Logged(13))
+            return DataLoader(datasets[-1], batch_size=8)
+
+        on_ranks(4, epochs(make))
+
+        loaded = [dataset.loaded for dataset in datasets]
+        assert [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12], [6, 7, 8, 9]] == loaded
+
+    def test_the_samples_are_collated_as_the_ranks_own_batch(self) -> None:
+        """The user's `collate_fn` gets the rank's samples only, so that padding fits them."""
+        got: list[list[int]] = []
+
+        def collate(samples: list[int]) -> Tensor:
+            got.append(samples)
+            return torch.tensor(samples)
+
+        on_ranks(2, epochs(lambda: DataLoader(range(5), batch_size=4, collate_fn=collate)))  # type: ignore[arg-type]
+
+        assert [[0, 1], [4], [2, 3], [4]] == got
+
+    def test_batched_loading_gets_lists(self) -> None:
+        """`__getitems__` of the dataset is called with the rank's list of indices."""
+
+        class Batched(Logged):
+            def __getitems__(self, indices: list[int]) -> list[int]:
+                assert isinstance(indices, list)
+                self.loaded.append(len(indices))
+                return indices
+
+        dataset = Batched(7)
+        assert [[0, 1, 2, 3], [4, 5, 6]] == real(take_all(in_one_world(DataLoader(dataset, batch_size=4))))
+        assert [4, 3] == dataset.loaded
+
+    @pytest.mark.parametrize("kind", [tuple, torch.tensor, np.array, iter])
+    def test_index_batches_of_any_kind_are_split(self, kind: Callable[[list[int]], Any]) -> None:
+        """A batch sampler may yield tuples, tensors, arrays or iterators of indices."""
+
+        class Kind(Fixed):
+            def __iter__(self) -> Iterator[Any]:
+                return (kind(batch) for batch in self.batches)
+
+        def make() -> DataLoader[Any]:
+            batches = [[4, 2, 0, 1, 3], [1, 1]]
+            return DataLoader(torch.arange(5), batch_sampler=Kind(batches))  # type: ignore[arg-type]  # duck-typed
+
+        ranks = on_ranks(2, epochs(make))
+
+        assert [[4, 2, 0, 1, 3], [1, 1]] == global_batches([taken for (taken,) in ranks])
+
+    def test_an_empty_index_batch_is_refused(self) -> None:
+        """A batch sampler that yields an empty batch gets an error that says so."""
+        loader = in_one_world(DataLoader(range(3), batch_sampler=Fixed([[0], []])))  # type: ignore[arg-type]
+
+        with pytest.raises(ValueError, match="a loader batch has no samples"):
+            take_all(loader)
+
+    @pytest.mark.slow
+    def test_worker_processes_persist_and_keep_the_order(self) -> None:
+        """With persistent workers that prefetch, two epochs are those of one process, from the same processes."""
+
+        def make() -> DataLoader[Any]:
+            return DataLoader(
+                range(23),  # type: ignore[arg-type]  # a range will do
+                batch_size=5,
+                shuffle=True,
+                num_workers=2,
+                persistent_workers=True,
+                prefetch_factor=3,
+            )
+
+        def body(splitter: BatchSplitter) -> Any:
+            loader = splitter.wrap(make())
+            first = take_all(loader)
+            workers = loader._iterator._workers
+            second = take_all(loader)
+            assert workers is loader._iterator._workers
+            loader._iterator._shutdown_workers()
+            return first, second
+
+        loader = make()
+        torch.manual_seed(7)
+        expected = [[batch.tolist() for batch in loader] for _ in range(2)]
+        ranks = on_ranks(2, body, max_samples=2)
+
+        assert expected == [global_batches([taken[epoch] for taken in ranks]) for epoch in range(2)]
+
+    def test_all_arguments_of_the_loader_are_kept(self) -> None:
+        """The copy that is read has every attribute of the user's loader, but a batch sampler that asks the user's."""
+        loader: DataLoader[Any] = DataLoader(
+            range(8),  # type: ignore[arg-type]  # a range will do
+            batch_size=4,
+            num_workers=1,
+            collate_fn=list,
+            pin_memory=True,
+            timeout=9,
+            worker_init_fn=print,
+            multiprocessing_context="spawn",
+            generator=torch.Generator(),
+            prefetch_factor=5,
+            persistent_workers=True,
+        )
+        vars(loader)["_iterator"] = object()  # persistent workers that have already been used
+        before = dict(vars(loader))
+
+        split = in_one_world(loader)
+
+        read = vars(split._source.loader)
+        assert before == vars(loader)
+        assert {"batch_sampler", "_iterator"} == {name for name in read if read[name] is not before[name]}
+        assert read["_iterator"] is None, "its workers are its own"
+        assert split.batch_sampler is loader.batch_sampler
+        assert (split.batch_size, split.num_workers, split.dataset) == (4, 1, loader.dataset)
+
+    def test_a_subclass_is_copied_without_its_constructor(self) -> None:
+        """A loader class with arguments and methods of its own stays what it is."""
+
+        class Doubling(DataLoader[Any]):
+            def __init__(self, factor: int) -> None:
+                super().__init__(range(6), batch_size=4)  # type: ignore[arg-type]  # a range will do
+                self.factor = factor
+
+            def __iter__(self) -> Any:
+                return (batch * self.factor for batch in super().__iter__())
+
+        ranks = on_ranks(2, epochs(lambda: Doubling(10)))
+
+        assert [[0, 10, 20, 30], [40, 50]] == global_batches([taken for (taken,) in ranks])
+
+    def test_a_subclass_that_does_not_read_its_batch_sampler_is_refused(self) -> None:
+        """A loader that keeps an iterator from its construction would give every rank everything: it says so."""
+
+        class Endless(DataLoader[Any]):
+            def __init__(self) -> None:
+                super().__init__(range(6), batch_size=2)  # type: ignore[arg-type]  # a range will do
+                self.kept = super().__iter__()
+
+            def __iter__(self) -> Any:
+                return self.kept
+
+        with pytest.raises(RuntimeError, match="Endless yielded more batches than its batch_sampler was asked for"):
+            take_all(in_one_world(Endless()))
+
+    def test_a_subclass_that_merges_batches_is_refused(self) -> None:
+        """A loader that yields one batch for two of its batch sampler cannot be told apart: it says so."""
+
+        class Pairs(DataLoader[Any]):
+            def __iter__(self) -> Any:
+                batches = list(super().__iter__())
+                return (torch.cat(batches[at : at + 2]) for at in range(0, len(batches), 2))
+
+        with pytest.raises(RuntimeError, match="Pairs yielded fewer batches"):
+            take_all(in_one_world(Pairs(range(8), batch_size=2)))  # type: ignore[arg-type]  # a range will do
+
+    def test_a_distributed_sampler_is_refused(self) -> None:
+        """A sampler that shards already would shard twice."""
+        data = torch.arange(8)
+        sampler = DistributedSampler(data, num_replicas=2, rank=0)  # type: ignore[arg-type, var-annotated]
+
+        with pytest.raises(ValueError, match=r"DistributedSampler for 2 replicas.*split_batches=False"):
+            in_one_world(DataLoader(data, sampler=sampler))  # type: ignore[arg-type]  # a tensor will do
+
+    def test_a_loader_that_one_rank_cannot_split_is_an_error_on_all(self) -> None:
+        """Where only some ranks have a sampler that shards, the others do not wait for them."""
+
+        def body(splitter: BatchSplitter) -> Any:
+            sampler: Any = DistributedSampler(range(8), 2, 0) if splitter.split.rank else None  # type: ignore[arg-type]
+            return splitter.wrap(DataLoader(range(8), sampler=sampler))  # type: ignore[arg-type]  # a range will do
+
+        rank_0, rank_1 = on_ranks(2, body)
+        assert "the ranks' train loaders differ" in str(rank_0)
+        assert "DistributedSampler for 2 replicas" in str(rank_1)
+
+    def test_batches_out_of_order_are_refused(self) -> None:
+        """Workers that hand over batches as they finish would mix global batches."""
+        loader = DataLoader(range(4), num_workers=1)  # type: ignore[arg-type, var-annotated]  # a range will do
+        vars(loader)["in_order"] = False  # an argument since torch 2.6
+
+        with pytest.raises(ValueError, match=r"in_order=False.*Use in_order=True"):
+            in_one_world(loader)
+
+
+class TestIterables:
+    @pytest.mark.parametrize("drop_last", [False, True])
+    def test_samples_of_a_stream_are_split_before_they_are_collated(self, drop_last: bool) -> None:
+        """Every rank reads the stream, and collates its own samples; the short last batch is split like any other."""
+        got: list[int] = []
+
+        def collate(samples: list[int]) -> Tensor:
+            got.append(len(samples))
+            return torch.tensor(samples)
+
+        def make() -> DataLoader[Any]:
+            return DataLoader(Stream(13), batch_size=5, drop_last=drop_last, collate_fn=collate)
+
+        expected = plain(DataLoader(Stream(13), batch_size=5, drop_last=drop_last))
+        ranks = on_ranks(2, epochs(make))
+
+        assert expected == global_batches([taken for (taken,) in ranks])
+        assert got == ([3, 3, 2, 2] if drop_last else [3, 3, 2, 2, 2, 1])
+
+    @pytest.mark.slow
+    def test_streams_through_worker_processes(self) -> None:
+        """Workers split what they collate, and the size of the last batch comes with it."""
+
+        def make() -> DataLoader[Any]:
+            return DataLoader(Stream(21), batch_size=4, num_workers=2)
+
+        expected = plain(make())
+        ranks = on_ranks(2, epochs(make), max_samples=1)
+
+        assert expected == global_batches([taken for (taken,) in ranks])
+
+    def test_what_workers_send_can_be_pinned(self) -> None:
+        """`torch` pins memory inside what the copy of the loader yields, and leaves the rest as it is."""
+
+        class Pinnable:
+            pinned = False
+
+            def pin_memory(self) -> Pinnable:
+                self.pinned = True
+                return self
+
+        loader = in_one_world(DataLoader(Stream(3), batch_size=4, collate_fn=lambda _: Pinnable()))
+        inside = loader._source
+        next(iter(loader))
+
+        sent = pin_memory(inside.loader.collate_fn([1, 2, 3]))
+
+        assert (3, fingerprint((3, 1, 3))) == (sent.samples, sent.key)
+        assert [True] == [batch.pinned for batch in sent.batches]
+
+    def test_loaders_without_batching_are_iterables_of_batches(self) -> None:
+        """With `batch_size=None` the dataset's own batches are split, map-style and iterable-style."""
+
+        class Batches(IterableDataset[Tensor]):
+            def __iter__(self) -> Iterator[Tensor]:
+                return iter(torch.arange(7).split(4))
+
+        for dataset in (Batches(), list(torch.arange(7).split(4))):
+            ranks = on_ranks(2, epochs(lambda dataset=dataset: DataLoader(dataset, batch_size=None)))  # type: ignore[misc]
+            assert [[0, 1, 2, 3], [4, 5, 6]] == global_batches([taken for (taken,) in ranks])
+
+    def test_endless_iterables_without_length(self) -> None:
+        """An iterable without length has none when it is split, and may never end."""
+
+        class Endless:
+            def __iter__(self) -> Iterator[Tensor]:
+                return (torch.full((4,), step) for step in iter(int, 1))
+
+        loader = in_one_world(Endless(), rank=1, world_size=2)
+
+        with pytest.raises(TypeError):
+            len(loader)
+        assert [0, 0] == next(iter(loader)).tolist()
+
+    def test_sharded_data_is_not_shared_out(self) -> None:
+        """Case 33: data that the user shards is kept whole, even if the ranks' shards have different lengths."""
+
+        def body(splitter: BatchSplitter) -> list[list[int]]:
+            dataset = Stream([20, 12][splitter.split.rank], torch.Generator())
+            vars(dataset)["sharded_by_rank"] = True
+            loader = splitter.wrap(DataLoader(dataset, batch_size=4))
+            assert "every rank trains on its own batches" in loader.describe()
+            return real(take_all(loader))
+
+        assert [(5, 20), (3, 12)] == [
+            (len(rank), len({sample for batch in rank for sample in batch})) for rank in on_ranks(2, body)
+        ]
+
+    def test_sharded_data_is_cut_into_micro_batches(self) -> None:
+        """With a limit of samples, each rank's own batch is cut, into equally many micro-batches on all ranks."""
+
+        def body(splitter: BatchSplitter) -> list[list[int]]:
+            loader = DataLoader(range(6), batch_size=4)  # type: ignore[arg-type, var-annotated]  # a range will do
+            vars(loader)["sharded_by_rank"] = True
+            return real(take_all(splitter.wrap(loader)))
+
+        assert [[[0, 1], [2, 3], [4, 5]]] * 2 == on_ranks(2, body, max_samples=2)
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    x: Any
+    name: str = "all"
+    made: int = field(default=0, init=False)
+
+
+class TestCollated:
+    def test_every_structure_is_kept(self) -> None:
+        """Tensors, arrays and columns are sliced in any nesting; types stay, and everything else is shared."""
+        shared = object()
+        batch = {
+            "tensor": torch.arange(12).view(4, 3),
+            "array": np.arange(4),
+            "pair": Pair(torch.arange(4), [torch.arange(4), (torch.arange(4), "both")]),
+            "record": Record(torch.arange(4)),
+            "ordered": OrderedDict(x=torch.arange(4)),
+            "user": UserDict(x=torch.arange(4)),
+            "names": ["a", "b", "c", "d"],
+            "scalar": torch.tensor(5),
+            "text": "abcd",
+            "number": 4,
+            "shared": shared,
+            "short": ["a"],
+        }
+
+        part = slice_batch(batch, 1, 3)
+
+        assert 4 == batch_samples(batch)
+        assert list(batch) == list(part)
+        assert [type(value) for value in batch.values()] == [type(value) for value in part.values()]
+        assert [[3, 4, 5], [6, 7, 8]] == part["tensor"].tolist()
+        assert [1, 2] == part["array"].tolist() == part["ordered"]["x"].tolist() == part["user"]["x"].tolist()
+        assert [1, 2] == part["pair"].x.tolist() == part["pair"].y[0].tolist() == part["pair"].y[1][0].tolist()
+        assert part["pair"].y[1][1] == "both"
+        assert ([1, 2], "all", 0) == (part["record"].x.tolist(), part["record"].name, part["record"].made)
+        assert ["b", "c"] == part["names"]
+        assert (5, "abcd", 4, ["a"]) == (part["scalar"].item(), part["text"], part["number"], part["short"])
+        assert part["shared"] is shared
+        assert [0, 1, 2, 3] == batch["pair"].x.tolist(), "the user's batch is untouched"  # type: ignore[attr-defined]
+
+    def test_a_whole_batch_is_the_batch_itself(self) -> None:
+        """Nothing is copied where a rank takes everything."""
+        batch = [torch.arange(3)]
+
+        assert slice_batch(batch, 0, 3) is batch
+
+    @pytest.mark.parametrize(
+        ("batch", "expected"),
+        [(["a", "b"], 2), ((["a", "b", "c"], ["d", "e", "f"]), 3), ({"x": torch.zeros(5, 2), "y": ["z"]}, 5)],
+    )
+    def test_samples_are_counted(self, batch: Any, expected: int) -> None:
+        """Dimension 0 of the tensors is the number of samples; without tensors, the length of the columns."""
+        assert expected == batch_samples(batch)
+
+    @pytest.mark.parametrize(
+        ("batch", "found"),
+        [
+            ((torch.zeros(4, 2), torch.zeros(2, 9)), "dimension 0 is 2 and 4"),
+            (object(), "nothing in it has one"),
+            (torch.tensor(1.0), "nothing in it has one"),
+            (Pair(torch.zeros(3), torch.zeros(2)), "Pair cannot be split.*dimension 0 is 2 and 3"),
+        ],
+    )
+    def test_unclear_batches_are_refused(self, batch: Any, found: str) -> None:
+        """A batch whose tensors disagree is not cut at a guess."""
+        with pytest.raises(ValueError, match=f"{found}.*sharded_by_rank"):
+            slice_batch(batch, 0, 1)
+
+    def test_fingerprints_tell_data_apart(self) -> None:
+        """Case 40: equal data have equal fingerprints, and other values, order, types, shapes or structures do not."""
+        values = [
+            [1, 2, 3],
+            [3, 2, 1],
+            [1.0, 2.0, 3.0],
+            ["1", "2", "3"],
+            [(0, 1), 2],
+            torch.arange(6),
+            torch.arange(6).flip(0),
+            torch.arange(6).int(),
+            torch.arange(6).view(2, 3),
+            {"x": torch.arange(6)},
+            {"x": torch.arange(6), "y": "text"},
+            Pair(1, None),
+            Record(torch.ones(2, dtype=torch.bfloat16)),
+            np.arange(6.0),
+            torch.empty(0, 3),
+        ]
+
+        assert len(values) == len({fingerprint(value) for value in values})
+        assert fingerprint([object(), torch.ones(2)]) == fingerprint([object(), torch.ones(2)])
+        assert {16} == {len(fingerprint(value)) for value in values}
+
+
+class TestMicroBatches:
+    def test_no_rank_ever_holds_more(self) -> None:
+        """With a limit of 3, batches of 20 over 2 ranks come in 4 micro-batches of at most 3, and so does the rest."""
+
+        def body(splitter: BatchSplitter) -> Any:
+            loader = splitter.wrap(DataLoader(range(50), batch_size=20))  # type: ignore[arg-type]  # a range will do
+            taken = take_all(loader)
+            assert len(taken) == len(loader) == 12
+            return splitter.micro_batches, max(len(each.batch) for each in taken), taken
+
+        ranks = on_ranks(2, body, max_samples=3)
+
+        assert [(4, 3), (4, 3)] == [rank[:2] for rank in ranks]
+        expected = [list(range(20)), list(range(20, 40)), list(range(40, 50))]
+        assert expected == global_batches([rank[2] for rank in ranks])
+
+    def test_all_loaders_of_a_run_have_the_same_number(self) -> None:
+        """The loader that needs most decides, because one step takes a batch of each."""
+        splitter = BatchSplitter(Split(max_samples=2))
+        large, small = (splitter.wrap(DataLoader(range(8), batch_size=size)) for size in (8, 2))  # type: ignore[arg-type]
+
+        assert 4 == splitter.micro_batches
+        assert (4, 16) == (len(large), len(small))
+        assert [0, 0, 0, 2] == [each.chunk.samples for each in take_all(small)[:4]]
+
+    def test_unknown_batch_sizes_are_refused(self) -> None:
+        """A batch sampler that does not tell its largest batch gets an error that says what to do."""
+        loader = DataLoader(range(4), batch_sampler=Fixed([[0]]))  # type: ignore[arg-type, var-annotated]  # duck-typed
+
+        with pytest.raises(ValueError, match=r"max_device_batch_size=2.*largest batch of DataLoader.*`batch_size`"):
+            in_one_world(loader, max_samples=2)
+
+    def test_a_batch_sampler_may_tell_its_largest_batch(self) -> None:
+        """An attribute `batch_size` is enough, and a larger batch is an error, not a larger micro-batch."""
+        sampler = Fixed([[0], [1, 2, 3, 4], [5, 6, 7, 8, 9]])
+        vars(sampler)["batch_size"] = 4
+        loader = in_one_world(DataLoader(range(10), batch_sampler=sampler), max_samples=2)  # type: ignore[arg-type]
+        batches = iter(loader)
+
+        assert [[0], [0], [1, 2], [3, 4]] == [next(batches).tolist() for _ in range(4)]
+        with pytest.raises(ValueError, match=r"of 5 samples makes 3 micro-batches.*promised at most 2"):
+            next(batches)
+
+
+class TestStandIns:
+    def test_batch_norm_does_not_crash_and_rank_0_never_sees_one(self) -> None:
+        """A missing chunk trains batch norm on two samples, and the buffers of rank 0 are those of its own samples."""
+        data = torch.randn(26, 3, dtype=torch.float64)
+
+        def body(splitter: BatchSplitter) -> tuple[list[int], Tensor]:
+            norm = torch.nn.BatchNorm1d(3, dtype=torch.float64)
+            trained = []
+            for batch, chunk in take_all(splitter.wrap(DataLoader(data, batch_size=20))):  # type: ignore[arg-type]
+                if chunk.ranks:
+                    norm(batch)
+                    trained.append(chunk.samples)
+            assert norm.running_mean is not None
+            return trained, norm.running_mean
+
+        ranks = on_ranks(4, body, max_samples=3)
+
+        assert [[2, 3, 2]] * 3 + [[2, 3, 0]] == [trained for trained, _ in ranks]
+        reference = torch.nn.BatchNorm1d(3, dtype=torch.float64)
+        for own in (data[:2], data[2:5], data[20:22]):
+            reference(own)
+        assert reference.running_mean is not None
+        assert torch.equal(reference.running_mean, ranks[0][1])
+
+    def test_loaders_that_reach_different_ranks_are_an_error_on_all(self) -> None:
+        """A step of one loader's samples and another's stand-in has no right weight; every rank says so."""
+
+        def body(splitter: BatchSplitter) -> list[int]:
+            loaders = [splitter.wrap(DataLoader(range(size), batch_size=4)) for size in (8, 5)]  # type: ignore[arg-type]
+            combined = CombinedLoader(loaders)
+            chunks = [splitter.take(combined) for _ in combined]
+            return [chunk.samples for chunk in chunks if chunk is not None]
+
+        errors = on_ranks(2, body)
+
+        for error in errors:
+            assert isinstance(error, RuntimeError)
+            assert "now 4 and 1 samples, do not reach the same ranks" in str(error)

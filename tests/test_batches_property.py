@@ -1,0 +1,172 @@
+"""Laws of the split, for all sizes: nothing is lost, nothing is repeated, and the order is that of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lockstep import epochs, global_batches, on_ranks
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from lightning_gradavg.batches import Split, chunk_bounds
+
+sizes = st.integers(min_value=1, max_value=40)
+worlds = st.integers(min_value=1, max_value=6)
+limits = st.none() | st.integers(min_value=1, max_value=7)
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(self.size).tolist())
+
+
+class Eager:
+    """A batch sampler that draws when its iterator is made, not when it is first asked."""
+
+    def __init__(self, size: int, batch_size: int) -> None:
+        self.size, self.batch_size = size, batch_size
+
+    def __iter__(self) -> Any:
+        return iter([part.tolist() for part in torch.randperm(self.size).split(self.batch_size)])
+
+
+@given(size=st.integers(0, 200), parts=st.integers(1, 20))
+def test_chunks_are_those_of_torch(size: int, parts: int) -> None:
+    """`chunk_bounds` cuts as `torch.chunk` does, and only adds the empty chunks at the end."""
+    expected = [chunk.tolist() for chunk in torch.arange(size).chunk(parts)] if size else []
+
+    chunks = [list(range(start, stop)) for start, stop in chunk_bounds(size, parts)]
+
+    assert parts == len(chunks)
+    assert expected == [chunk for chunk in chunks if chunk]
+    assert list(range(size)) == [item for chunk in chunks for item in chunk]
+
+
+@given(size=sizes, larger=sizes, world_size=worlds, replicas=st.none() | st.integers(1, 8), limit=limits)
+def test_micro_batches_cover_the_batch_once(
+    size: int, larger: int, world_size: int, replicas: int | None, limit: int | None
+) -> None:
+    """Of any batch up to the largest, the ranks' micro-batches hold every sample once, in order, and never too many."""
+    splits = [Split(rank, world_size, replicas, limit) for rank in range(world_size)]
+    count = splits[0].count(max(size, larger))
+
+    cuts = [split.cut(size, count) for split in splits]
+
+    real = [chunk for cut in cuts for chunk in cut if not chunk.stand_in]
+    assert list(range(size)) == [sample for chunk in real for sample in range(chunk.start, chunk.stop)]
+    bounds = chunk_bounds(size, replicas or world_size)
+    for chunk in (chunk for cut in cuts for chunk in cut):
+        assert 0 <= chunk.start < chunk.stop <= size
+        assert limit is None or chunk.stop - chunk.start <= limit
+        assert chunk.samples == (0 if chunk.stand_in else chunk.stop - chunk.start)
+        if chunk.replica is not None:
+            assert bounds[chunk.replica][0] <= chunk.start < chunk.stop <= bounds[chunk.replica][1]
+        if chunk.stand_in and min(size, limit or size) > 1:
+            assert chunk.stop - chunk.start >= 2
+    for index, position in enumerate(zip(*cuts, strict=True)):
+        having = [not chunk.stand_in for chunk in position]
+        assert {(index, count, size, sum(having))} == {
+            (chunk.index, chunk.count, chunk.batch_samples, chunk.ranks) for chunk in position
+        }
+        assert having[0] or not any(having), "rank 0 has samples wherever any rank has"
+    assert not cuts[0][-1].stand_in
+
+
+@given(
+    size=sizes,
+    batch_size=st.integers(1, 12),
+    world_size=worlds,
+    limit=limits,
+    drop_last=st.booleans(),
+    order=st.sampled_from(["sequential", "shuffle", "generator", "weighted", "replacement", "batches", "eager"]),
+)
+def test_global_batches_are_those_of_one_process(
+    size: int, batch_size: int, world_size: int, limit: int | None, drop_last: bool, order: str
+) -> None:
+    """Over two epochs, every global batch holds the samples of the plain loader in its order, with any sampler."""
+
+    def make() -> DataLoader[Any]:
+        data: Any = torch.arange(size)
+        options: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
+        if order == "shuffle":
+            options["shuffle"] = True
+        elif order == "generator":
+            options |= {"shuffle": True, "generator": torch.Generator().manual_seed(3)}
+        elif order == "weighted":
+            options["sampler"] = WeightedRandomSampler([1.0 + item for item in range(size)], size)
+        elif order == "replacement":
+            options["sampler"] = RandomSampler(data, replacement=True, num_samples=2 * size)
+        elif order == "batches":
+            options = {"batch_sampler": BatchSampler(RandomSampler(data), batch_size, drop_last)}
+        elif order == "eager":
+            options = {"batch_sampler": Eager(size, batch_size)}
+        return DataLoader(data, **options)
+
+    loader = make()
+    torch.manual_seed(7)
+    expected = [[batch.tolist() for batch in loader] for _ in range(2)]
+    state = torch.get_rng_state()
+
+    ranks = on_ranks(world_size, epochs(make, 2), max_samples=limit)
+
+    for epoch in range(2):
+        assert expected[epoch] == global_batches([taken[epoch] for taken in ranks])
+    on_ranks(1, epochs(make, 2), seeds=[7], max_samples=limit)
+    assert torch.equal(state, torch.get_rng_state()), "rank 0 draws what one process draws"
+
+
+@given(size=sizes, batch_size=st.integers(1, 12), world_size=worlds, limit=limits, drop_last=st.booleans())
+def test_streams_are_those_of_one_process(
+    size: int, batch_size: int, world_size: int, limit: int | None, drop_last: bool
+) -> None:
+    """An iterable-style dataset that shuffles by the global random state reaches the ranks as one process reads it."""
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(Stream(size), batch_size=batch_size, drop_last=drop_last)
+
+    loader = make()
+    torch.manual_seed(7)
+    expected = [[batch.tolist() for batch in loader] for _ in range(2)]
+
+    ranks = on_ranks(world_size, epochs(make, 2), max_samples=limit)
+
+    assert expected == [global_batches([taken[epoch] for taken in ranks]) for epoch in range(2)]
+
+
+@given(size=sizes, batch_size=st.integers(1, 12), world_size=worlds, limit=limits)
+def test_iterables_of_batches_are_those_of_one_process(
+    size: int, batch_size: int, world_size: int, limit: int | None
+) -> None:
+    """The batches of a loader without batching of its own are split as they come."""
+
+    class Batches(list[Any]):
+        pass
+
+    def make() -> Batches:
+        batches = Batches(torch.arange(size).split(batch_size))
+        vars(batches)["batch_size"] = batch_size
+        return batches
+
+    ranks = on_ranks(world_size, epochs(make), max_samples=limit)
+
+    assert [batch.tolist() for batch in make()] == global_batches([taken[0] for taken in ranks])
+
+
+@given(size=st.integers(1, 24), world_size=worlds, limit=limits)
+def test_the_weighted_gradient_is_that_of_one_process(size: int, world_size: int, limit: int | None) -> None:
+    """Weighting every micro-batch's mean by its samples gives the mean over the batch, stand-ins and all."""
+    samples = torch.arange(1, size + 1, dtype=torch.float64) ** 2
+
+    (ranks,) = zip(
+        *on_ranks(world_size, epochs(lambda: DataLoader(samples, batch_size=size)), max_samples=limit), strict=True
+    )
+
+    pairs = [(taken.batch.mean().item(), taken.chunk.samples) for rank in ranks for taken in rank]
+    assert sum(count for _, count in pairs) == size
+    total = sum(mean * count for mean, count in pairs)
+    assert abs(total / size - samples.mean().item()) <= 1e-12 * samples.mean().item()

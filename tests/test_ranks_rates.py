@@ -1,0 +1,247 @@
+"""Learning rates inside real Trainers: the scale follows the global batch, whatever scheduler there is."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.tuner import Tuner
+from ranks import make_trainer
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
+from toys import Toy, same_everywhere, train
+
+from lightning_gradavg import GradAvgStrategy
+
+TRAINER = {"max_epochs": 1, "use_distributed_sampler": False}
+
+
+def approx(value, tolerance=1e-12):
+    return pytest.approx(value, rel=tolerance, abs=tolerance)
+
+
+SCHEDULERS: dict[str, Any] = {
+    "none": None,
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.1),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=12),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.2, step_size_up=3),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.8)], [3]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+}
+
+
+class Scheduled(Toy):
+    """Toy-Lin with two parameter groups and a scheduler; notes the learning rates of every step."""
+
+    def __init__(
+        self, scheduler: str = "none", batch: int = 2, size: int = 24, outside: bool = False, **options: Any
+    ) -> None:
+        super().__init__(lr=0.1, **options)
+        self.v = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.scheduler, self.batch, self.size, self.outside = scheduler, batch, size, outside
+        self.rates: list[tuple[float, ...]] = []
+
+    def losses(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().losses(batch) + self.v * 0
+
+    def train_dataloader(self) -> Any:
+        data: Any = torch.ones(self.size, dtype=torch.float64)
+        return DataLoader(data, batch_size=self.batch)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.rates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.outside and self.trainer.global_step > self.stepped:
+            self.stepped = self.trainer.global_step
+            self.kept.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD([{"params": [self.w]}, {"params": [self.v], "lr": 0.01}], lr=0.1, momentum=0.5)
+        if self.scheduler == "none":
+            return optimizer
+        scheduler = SCHEDULERS[self.scheduler](optimizer)
+        if self.outside:
+            self.kept, self.stepped = scheduler, 0
+            return optimizer
+        monitor = {"monitor": "metric", "strict": False} if self.scheduler == "ReduceLROnPlateau" else {}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", **monitor}}
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        self.log("metric", float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+
+def run(model: dict[str, Any], strategy: dict[str, Any], **options: Any) -> Any:
+    module = Scheduled(**model)
+    trainer = make_trainer(GradAvgStrategy(**strategy), **{**TRAINER, **options})
+    trainer.fit(module)
+    return module.rates, trainer.strategy.global_batch_size, trainer.strategy.lr_scale
+
+
+@pytest.mark.parametrize(
+    ("scaling", "window", "factor"), [("linear", 1, 4), ("sqrt", 1, 2), ("none", 1, 1), ("linear", 2, 8)]
+)
+def test_local_batch_of_512_on_two_ranks(world, scaling, window, factor):
+    """Case 20: rates 0.1 and 0.01, base batch 256, local batch 512 on 2 ranks."""
+    strategy = {"lr_scaling": scaling, "base_batch_size": 256}
+    for rates, size, scale in world(2).run(run, {"batch": 512, "size": 1024}, strategy, accumulate_grad_batches=window):
+        assert [(approx(0.1 * factor), approx(0.01 * factor))] * (2 // window) == rates
+        assert (1024 * window, approx(factor)) == (size, scale)
+
+
+def warnings_of(*arguments: Any) -> list[str]:
+    """Body: train, and return the warnings about the recipe."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(*arguments)
+    return [str(warning.message) for warning in caught if "lr_scaling" in str(warning.message)]
+
+
+@pytest.mark.filterwarnings("ignore:reduction='sum' and lr_scaling='linear' count the change")
+def test_sum_and_linear_scaling_count_twice(world):
+    """Case 21: sum with linear scaling by the world size ends at 0.40; sum alone at 0.70."""
+    batches = [[[1, 2]], [[3, 4]]]
+    toy = {"kind": "s", "loss": "sum"}
+    twice = same_everywhere(world(2).run(train, batches, toy, {"reduction": "sum", "lr_scaling": "linear"}))
+    assert approx(0.40) == twice.weights[0].item()
+    assert approx(0.70) == same_everywhere(world(2).run(train, batches, toy, {"reduction": "sum"})).weights[0].item()
+
+
+def test_sum_and_linear_scaling_warn(world):
+    """Case 21: the warning states the effective multiplier, 4."""
+    toy = {"kind": "s", "loss": "sum"}
+    said = world(2).run(warnings_of, [[[1, 2]], [[3, 4]]], toy, {"reduction": "sum", "lr_scaling": "linear"})
+    assert [1, 0] == [len(messages) for messages in said]
+    assert "is 4 times the base step" in said[0][0]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("warmup", [0, 5])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_effective_rate_is_factor_times_schedule(world, name, warmup, outside):
+    """Case 22: with every scheduler, Lightning's or the user's own to step, lr at step t is factor(t) x schedule(t)."""
+    if outside and name in ("none", "ReduceLROnPlateau"):
+        pytest.skip("nothing that the user steps")
+    model = {"scheduler": name, "outside": outside}
+    stock = world(2).run(run, model, {})
+    scaled = world(2).run(run, model, {"lr_scaling": "linear", "base_batch_size": 1, "lr_warmup_steps": warmup})
+    for (rates, *_), (plain, *_) in zip(scaled, stock, strict=True):
+        assert len(rates) == 12
+        for step, (mine, theirs) in enumerate(zip(rates, plain, strict=True)):
+            factor = 1 + 3 * min(1, step / warmup) if warmup else 4
+            assert [approx(factor * rate) for rate in theirs] == list(mine)
+
+
+def test_step_lr(world):
+    """Case 22: StepLR(2, 0.1) from 0.1 under a scale of 4."""
+    ranks = world(4).run(run, {"scheduler": "StepLR", "size": 10}, {"lr_scaling": "linear"})
+    assert all([0.4, 0.4, 0.04, 0.04, 0.004] == [approx(rate[0]) for rate in rates] for rates, *_ in ranks)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_one_cycle_over_estimated_steps(world, world_size):
+    """Case 22: 64 samples in global batches of 8, twice: 16 steps and the same OneCycle rates on any world."""
+    ranks = world(world_size).run(run_one_cycle, world_size)
+    expected = world(1).run(run_one_cycle, 1)[0]
+    assert [expected] * world_size == ranks
+    assert len(expected) == 16
+
+
+class OneCycle(Scheduled):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
+        total = self.trainer.estimated_stepping_batches
+        scheduler = lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def run_one_cycle(world_size: int) -> Any:
+    module = OneCycle(batch=8, size=64)
+    make_trainer(GradAvgStrategy(split_batches=True, max_device_batch_size=2), max_epochs=2).fit(module)
+    return module.rates
+
+
+def run_scheduled_window() -> Any:
+    module = Scheduled(batch=2, size=8)
+    strategy = GradAvgStrategy(lr_scaling="linear", base_batch_size=4)
+    callbacks = [GradientAccumulationScheduler({0: 1, 1: 2})]
+    make_trainer(strategy, **{**TRAINER, "max_epochs": 2}, callbacks=callbacks).fit(module)
+    return [rate[0] for rate in module.rates], strategy.global_batch_size
+
+
+@pytest.mark.filterwarnings("ignore:lr_scaling='linear' changes nothing")
+def test_scale_follows_a_scheduled_window(world):
+    """The global batch counts accumulation: windows of 1 and then 2 have scales 1 and 2."""
+    assert [([approx(0.1)] * 4 + [approx(0.2)] * 2, 8)] * 2 == world(2).run(run_scheduled_window)
+
+
+class Found(Toy):
+    def __init__(self) -> None:
+        super().__init__(kind="s", lr=0.003)
+        self.rates: list[float] = []
+
+    def train_dataloader(self) -> Any:
+        data: Any = torch.arange(1, 65, dtype=torch.float64) / 64
+        return DataLoader(data, batch_size=4)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def find_then_fit(folder: str) -> Any:
+    model = Found()
+    strategy = GradAvgStrategy(lr_scaling="linear")
+    trainer = make_trainer(strategy, **TRAINER, default_root_dir=folder)
+    finder = Tuner(trainer).lr_find(model, num_training=12, min_lr=1e-4, max_lr=0.5, early_stop_threshold=None)
+    searched, model.rates = model.rates, []
+    suggestion = finder.suggestion(skip_begin=1, skip_end=1)
+    model.lr = suggestion
+    trainer.fit(model)
+    return dist.get_rank(), suggestion, set(model.rates), finder.results["lr"], searched
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+@pytest.mark.filterwarnings("ignore:lr_scaling='linear' changes nothing")
+def test_learning_rate_finder(world, tmp_path):
+    """Case 24: while Lightning searches, nothing is scaled; the rate found is used as it is, on all ranks."""
+    ranks = world(2).run(find_then_fit, str(tmp_path))
+    assert [0, 1] == [rank[0] for rank in ranks]
+    assert ranks[0][1] is not None
+    for _, suggestion, used, results, _ in ranks:
+        assert ranks[0][1] == suggestion
+        assert {suggestion} == used
+        assert ranks[0][3] == results
+        assert approx(1e-4) == results[0]
+
+
+def test_named_errors() -> None:
+    """Options that cannot serve are refused when they are given."""
+    with pytest.raises(ValueError, match="base_world_size=2 says nothing about a run with split_batches=True"):
+        GradAvgStrategy(split_batches=True, base_world_size=2)
+    with pytest.raises(ValueError, match="lr_warmup_steps=5 leads to the learning rate"):
+        GradAvgStrategy(lr_warmup_steps=5)
+    with pytest.raises(ValueError, match="lr_scaling='cubic'"):
+        GradAvgStrategy(lr_scaling="cubic")
+    with pytest.raises(ValueError, match="max_device_batch_size=4 cuts the chunks of split_batches=True"):
+        GradAvgStrategy(max_device_batch_size=4)
+    with pytest.raises(ValueError, match="max_device_batch_size must be 1 or more"):
+        GradAvgStrategy(split_batches=True, max_device_batch_size=0)
+    with pytest.raises(ValueError, match="reduction='mean_of_node_means' gives every rank"):
+        GradAvgStrategy(split_batches=True, reduction="mean_of_node_means")
