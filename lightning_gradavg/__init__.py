@@ -3,10 +3,11 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gradavg.average import average_gradients
+from lightning_gradavg.gather import gather
 from lightning_gradavg.place import Place
 from lightning_gradavg.rules import Share
 from lightning_gradavg.strategy import GradAvgStrategy
 
-__all__ = ["GradAvgStrategy", "Place", "Share", "average_gradients"]
+__all__ = ["GradAvgStrategy", "Place", "Share", "average_gradients", "gather"]
 
 GradAvgStrategy.register_strategies(StrategyRegistry)

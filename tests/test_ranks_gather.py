@@ -1,0 +1,410 @@
+"""`gather` in real Trainers on real ranks: every cell of docs/contrastive.md, and the numbers of one process."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from ranks import make_trainer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from lightning_gradavg import GradAvgStrategy, average_gradients
+from lightning_gradavg.gather import gather
+from lightning_gradavg.rules import RULES
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "contrastive.md").read_text("utf-8")
+
+A = torch.tensor([(0.5, -0.2), (1.0, 0.6), (-0.75, 0.3), (0.25, -0.9)], dtype=torch.float64)
+B = torch.tensor([(0.4, 0.1), (0.9, 0.5), (-1.0, -0.4), (-0.3, -0.7)], dtype=torch.float64)
+N = len(A)
+
+pytestmark = pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning")
+
+
+def approx(value: Any, rel: float = 1e-12) -> Any:
+    return pytest.approx(value, rel=rel, abs=rel)
+
+
+class TwoTowers(nn.Module):
+    """Case 43: one matrix under both towers, and the scale of the logits above them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = nn.Parameter(torch.tensor([[1.0, 0.2], [-0.3, 0.8]], dtype=torch.float64))
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def loss(self, rows: Tensor, columns: Tensor, start: int = 0, how: str = "mean") -> Tensor:
+        """Return the loss of a block of rows, the first of which matches the column `start`."""
+        return cross_entropy(self.scale * rows @ columns.T, torch.arange(start, start + len(rows)), reduction=how)
+
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad.clone() for parameter in (self.m, self.scale)]
+
+
+def single_process() -> tuple[Tensor, list[Tensor]]:
+    towers = TwoTowers()
+    loss = towers.loss(A @ towers.m.T, B @ towers.m.T)
+    loss.backward()
+    return loss.detach(), towers.gradients()
+
+
+def ratio_of(gradient: Tensor, right: Tensor) -> float | None:
+    """Return by how much a gradient is a multiple of the right one; None if it is no multiple of it."""
+    ratio = float((gradient * right).sum() / (right * right).sum())
+    return ratio if torch.allclose(gradient, ratio * right, rtol=1e-9, atol=1e-12) else None
+
+
+def starts_of(rows: Sequence[int]) -> list[int]:
+    return [sum(rows[:rank]) for rank in range(len(rows))]
+
+
+class Contrastive(LightningModule):
+    """Trains the towers once on dictated rows.
+
+    `variant` says what each rank computes: `own` or all rows, `detached` or not, the `loss` as a formula of `mean` and
+    `sum`, its `weight`, and `told`, whether `gather` gets the rule and the weight.
+    """
+
+    def __init__(self, reduction: str, rows: Sequence[int], nodes: Sequence[int], **variant: Any) -> None:
+        super().__init__()
+        self.towers = TwoTowers()
+        self.reduction, self.nodes, self.variant = reduction, nodes, variant
+        self.rows = rows[dist.get_rank()]
+        self.start = starts_of(rows)[dist.get_rank()]
+        self.seen: list[Tensor] = []
+
+    def gathered(self, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if not self.variant.get("detached"):
+            told = {"reduction": self.reduction, "weight": self.weight} if self.variant.get("told") else {}
+            return gather(own, **told)
+        with torch.no_grad():
+            a, b = gather(own)
+        stop = self.start + self.rows
+        return torch.cat([a[: self.start], own[0], a[stop:]]), torch.cat([b[: self.start], own[1], b[stop:]])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        a, b = (features @ self.towers.m.T for features in batch)
+        everybody = self.gathered((a, b))
+        rows, start = (a, self.start) if self.variant["own"] else (everybody[0], 0)
+        names = {how: self.towers.loss(rows, everybody[1], start, how) for how in ("mean", "sum")}
+        sizes = {"W": len(self.nodes), "N": N, "nodes": len(set(self.nodes)), "L": self.nodes.count(self.node)}
+        loss = evaluate(self.variant["loss"], {**names, **sizes})
+        return {"loss": loss, "weight": self.weight} if RULES[self.reduction].uses_weight else loss
+
+    @property
+    def weight(self) -> int:
+        return {"N": N, "n": self.rows}[self.variant.get("weight") or "n"]
+
+    @property
+    def node(self) -> int:
+        return self.nodes[dist.get_rank()]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen = self.towers.gradients()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def train_contrastive(reduction: str, rows: Sequence[int], nodes: Sequence[int], **variant: Any) -> list[Tensor]:
+    """Body: one step, and its gradients."""
+    rank = dist.get_rank()
+    os.environ["NODE_RANK"] = str(nodes[rank])
+    model = Contrastive(reduction, rows, nodes, **variant)
+    part = slice(model.start, model.start + rows[rank])
+    make_trainer(GradAvgStrategy(reduction=reduction), nodes=nodes, max_epochs=1, use_distributed_sampler=False).fit(
+        model, DataLoader([(A[part], B[part])], batch_size=None)
+    )
+    return model.seen
+
+
+def gradients_of(world: Any, *args: Any, nodes: Sequence[int], **variant: Any) -> list[Tensor]:
+    seen = world(len(nodes)).run(train_contrastive, *args, nodes, **variant)
+    assert len(nodes) == len(seen)
+    for of_rank in seen:
+        assert all(
+            torch.equal(mine, first) or first.isnan().any() for mine, first in zip(of_rank, seen[0], strict=True)
+        )
+    return seen[0]
+
+
+def evaluate(formula: str, names: dict[str, Any]) -> Any:
+    """Return the value of a chain of `*` and `/`, as the tables of the page have it."""
+    first, *rest = re.split(r" ([*/]) ", formula)
+    value = names[first] if first in names else float(first)
+    for operator, name in zip(rest[::2], rest[1::2], strict=True):
+        value = value * names[name] if operator == "*" else value / names[name]
+    return value
+
+
+def table_of(title: str) -> list[list[str]]:
+    """Return the rows of the first table below a title of the page, without its head."""
+    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip(' `"') for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+RIGHT = [
+    pytest.param(reduction, loss, weight, told, cell, id=f"{reduction}-{loss}-{weight}-{'told' if told else 'plain'}")
+    for reduction, loss, weight, *cells in table_of("What is right")
+    for told, cell in zip((False, True), cells, strict=True)
+]
+
+
+def test_tables_cover_all_rules():
+    """Both tables of the page name every rule."""
+    assert set(RULES) == {row[0] for row in table_of("What is right")}
+    assert list(RULES) == [row[0] for row in table_of("What goes wrong")]
+    assert len(RIGHT) == 32
+
+
+@pytest.mark.parametrize(("reduction", "loss", "weight", "told", "cell"), RIGHT)
+def test_cell_of_what_is_right(world, reduction, loss, weight, told, cell):
+    """A cell is the ratio to the gradient of one process, on uneven rows and nodes, an empty rank among them."""
+    whose, formula = loss.split(": ")
+    for rows, nodes in (((2, 1, 1), [0, 0, 1]), ((2, 0, 1, 1), [0, 0, 0, 1])):
+        variant = {"own": whose == "own rows", "loss": formula, "weight": weight, "told": told}
+        seen = gradients_of(world, reduction, rows, nodes=nodes, **variant)
+        ratios = [ratio_of(*pair) for pair in zip(seen, single_process()[1], strict=True)]
+        if cell == "no":
+            assert ratios[0] is None
+        else:
+            assert [approx(float(cell), 1e-9)] * 2 == ratios
+
+
+WRONG = [
+    pytest.param(reduction, column, cell, id=f"{reduction}-{column}")
+    for reduction, *cells in table_of("What goes wrong")
+    for column, cell in zip(
+        ("gather-own", "gather-all", "detached-own", "detached-all", "detached-all-scale"), cells, strict=True
+    )
+]
+
+
+@pytest.mark.parametrize(("reduction", "column", "cell"), WRONG)
+def test_cell_of_what_goes_wrong(world, reduction, column, cell):
+    """Case 43: a cell is the ratio to the gradient of one process, for W = 2 and W = 4."""
+    for nodes in ([0, 0], [0, 0, 1, 1]):
+        variant = {"own": "own" in column, "detached": "detached" in column, "loss": "mean"}
+        seen = gradients_of(world, reduction, (N // len(nodes),) * len(nodes), nodes=nodes, **variant)
+        ratios = [ratio_of(*pair) for pair in zip(seen, single_process()[1], strict=True)]
+        sizes = {"W": len(nodes), "N": N, "nodes": len(set(nodes))}
+        if cell == "no":
+            assert ratios[0] is None
+        else:
+            assert approx(evaluate(cell, sizes), 1e-9) == ratios["scale" in column]
+            if column.startswith("gather"):
+                assert approx(ratios[0], 1e-9) == ratios[1]
+
+
+def test_single_process_numbers():
+    """Case 43: the loss of the full batch is 0.6918260226, and the gradient of M is as computed by hand."""
+    loss, (m, _) = single_process()
+    assert pytest.approx(0.6918260226, abs=1e-10) == loss.item()
+    expected = torch.tensor([[-0.34945875, -0.21453436], [0.00286419, -0.34827028]], dtype=torch.float64)
+    torch.testing.assert_close(m, expected, rtol=0, atol=1e-6)
+
+
+def value_of_losses(rows: Sequence[int]) -> tuple[float, float, float]:
+    """Body: the loss of all rows, of this rank's rows against all, and of this rank's rows alone."""
+    towers, rank = TwoTowers(), dist.get_rank()
+    start = starts_of(rows)[rank]
+    a, b = (x[start : start + rows[rank]] @ towers.m.T for x in (A, B))
+    all_a, all_b = gather((a, b))
+    return towers.loss(all_a, all_b).item(), towers.loss(a, all_b, start).item(), towers.loss(a, b).item()
+
+
+def test_negatives_of_all_ranks_count(world):
+    """Case 43: the loss is 0.6918260226, of all rows and of own ones on average; against own alone 0.4421342180."""
+    everybody, own, alone = zip(*world(2).run(value_of_losses, (2, 2)), strict=True)
+    assert [pytest.approx(0.6918260226, abs=1e-10)] * 2 == list(everybody)
+    assert pytest.approx(0.6918260226, abs=1e-10) == sum(own) / 2
+    assert pytest.approx(0.4421342180, abs=1e-10) == sum(alone) / 2
+
+
+class Cached(Contrastive):
+    """Case 44: features first without graph, then recomputed chunk by chunk, each loss that of the full batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        everything, start = batch
+        with torch.no_grad():
+            cached = gather(tuple(x[self.start : self.start + self.rows] @ self.towers.m.T for x in everything))
+        start = self.start + int(start)
+        stop = start + self.variant["chunk"]
+        a, b = (
+            torch.cat([old[:start], x[start:stop] @ self.towers.m.T, old[stop:]])
+            for old, x in zip(cached, everything, strict=True)
+        )
+        return self.towers.loss(a, b)
+
+
+def train_cached(reduction: str, chunks: int) -> list[Tensor]:
+    """Body: one step over all chunks of this rank's rows."""
+    W = dist.get_world_size()
+    model = Cached(reduction, [N // W] * W, [0] * W, chunk=N // W // chunks)
+    batches = [((A, B), torch.tensor(index * model.variant["chunk"])) for index in range(chunks)]
+    make_trainer(
+        GradAvgStrategy(reduction=reduction),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=chunks,
+    ).fit(model, DataLoader(batches, batch_size=None))
+    return model.seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_chunks_are_summed(world, world_size):
+    """Case 44: the gradients of 2 chunks per rank add up to that of the full batch; averaging halves on one rank."""
+    _, (m, scale) = single_process()
+    for reduction, ratio in (("sum", 1.0), ("mean", 1 / (2 * world_size))):
+        for seen in world(world_size).run(train_cached, reduction, 2):
+            assert approx(ratio, 1e-9) == ratio_of(seen[0], m)
+            assert approx(ratio * 2 * world_size, 1e-9) == ratio_of(seen[1], scale)
+
+
+class Variance(LightningModule):
+    """Case 26: the population variance of the predictions of the global batch."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+        self.told = told
+        self.gradients: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        told = {**self.told, "weight": len(batch)} if self.told else {}
+        return gather(self.w * batch, **told).var(correction=0)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append(self.w.grad.item())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def train_variance(per_rank: Any, reduction: str, told: dict[str, Any], **options: Any) -> list[float]:
+    """Body: the gradients of a run on each rank's own micro-batches."""
+    model = Variance(told)
+    data: Any = [torch.tensor(batch, dtype=torch.float64) for batch in per_rank[dist.get_rank()]]
+    make_trainer(GradAvgStrategy(reduction=reduction), max_epochs=1, use_distributed_sampler=False, **options).fit(
+        model, DataLoader(data, batch_size=None)
+    )
+    return model.gradients
+
+
+@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
+@pytest.mark.parametrize(
+    ("per_rank", "gradient"),
+    [
+        ([[[1, 2]], [[3, 4]]], 2.5),
+        ([[[1]], [[2]], [[3]], [[4]]], 2.5),
+        ([[[1, 2, 3]], [[4, 5]]], 4.0),
+        ([[[1, 2]], [[3, 4]], [[5]], [[]]], 4.0),
+    ],
+)
+def test_loss_over_all_outputs(world, per_rank, gradient, reduction):
+    """Case 26: the variance over the gathered predictions has gradient 2.5, and 4.0 for x = 1..5 in unequal parts."""
+    told = {"reduction": reduction} if reduction == "weighted_mean" else {}
+    seen = world(len(per_rank)).run(train_variance, per_rank, reduction, told)
+    assert [[approx(gradient)]] * len(per_rank) == seen
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_variance_of_each_rank_is_not_that_of_the_batch(world, strided):
+    """Case 26: averaged variances of the ranks give 0.5 on contiguous parts and 2.0 on strided ones."""
+    per_rank = [[1.0, 3.0], [2.0, 4.0]] if strided else [[1.0, 2.0], [3.0, 4.0]]
+    assert [approx(2.0 if strided else 0.5)] * 2 == world(2).run(averaged_variances, per_rank)
+
+
+def averaged_variances(per_rank: Any) -> float:
+    w = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+    (w * torch.tensor(per_rank[dist.get_rank()], dtype=torch.float64)).var(correction=0).backward()
+    average_gradients([w])
+    return w.grad.item()
+
+
+def test_accumulation(world):
+    """Under `mean`, a window of two micro-batches and a short one have the mean of their own losses' gradients."""
+    per_rank = [[[1, 2], [0, 0], [1]], [[3, 4], [1, 3], [5]]]
+    # Gradients are twice the variances: 2.5 for 1..4, 3.0 for 0, 0, 1, 3, and 8.0 for 1, 5.
+    seen = world(2).run(train_variance, per_rank, "mean", {}, accumulate_grad_batches=2)
+    assert [[approx((2.5 + 3.0) / 2), approx(8.0)]] * 2 == seen
+
+
+class SummedRows(Contrastive):
+    """Micro-batches of different sizes, each a contrastive batch of its own, and the mean over all their rows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        a, b, start = batch
+        a, b = a @ self.towers.m.T, b @ self.towers.m.T
+        return {"loss": self.towers.loss(a, gather(b), int(start), "sum"), "weight": len(a)}
+
+
+def train_summed_rows() -> list[Tensor]:
+    """Body: a window of two micro-batches with (3, 1) rows of the full batch and (2, 2) of it."""
+    rank = dist.get_rank()
+    model = SummedRows("normalized_sum", (2, 2), [0, 0])
+    cuts = [[(0, 3), (0, 2)], [(3, 4), (2, 4)]][rank]
+    batches = [(A[start:stop], B[start:stop], torch.tensor(start)) for start, stop in cuts]
+    make_trainer(
+        GradAvgStrategy(reduction="normalized_sum"),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=2,
+    ).fit(model, DataLoader(batches, batch_size=None))
+    return model.seen
+
+
+def test_accumulation_of_unequal_rows(world):
+    """Summed losses under `normalized_sum` are exact in a window whose weights differ between micro-batches."""
+    for seen in world(2).run(train_summed_rows):
+        assert [approx(1.0, 1e-9)] * 2 == [ratio_of(*pair) for pair in zip(seen, single_process()[1], strict=True)]
+
+
+def several_gathers(rows: Sequence[int]) -> list[Tensor]:
+    """Body: the towers gathered apart, in a plain loop."""
+    rank, towers = dist.get_rank(), TwoTowers()
+    part = slice(starts_of(rows)[rank], starts_of(rows)[rank] + rows[rank])
+    a = gather(A[part] @ towers.m.T)
+    b = gather(B[part] @ towers.m.T)
+    towers.loss(a, b).backward()
+    average_gradients(towers)
+    return towers.gradients()
+
+
+@pytest.mark.parametrize("rows", [(4,), (3, 1), (0, 4), (1, 0, 3), (2, 0, 0, 2)], ids=str)
+def test_several_gathers_in_a_plain_loop(world, rows):
+    """Each gather has its own backward, and `average_gradients` reduces like the strategy."""
+    for seen in world(len(rows)).run(several_gathers, rows):
+        assert [approx(1.0, 1e-9)] * 2 == [ratio_of(*pair) for pair in zip(seen, single_process()[1], strict=True)]
+
+
+def weighted_means(rows: Sequence[int]) -> list[Tensor]:
+    """Body: the mean over own rows under `weighted_mean`, where that of no rows is NaN."""
+    rank, towers = dist.get_rank(), TwoTowers()
+    start = starts_of(rows)[rank]
+    a, b = (x[start : start + rows[rank]] @ towers.m.T for x in (A, B))
+    told = {"reduction": "weighted_mean", "weight": torch.tensor(rows[rank])}
+    loss = towers.loss(a, gather(b, **told), start)
+    assert bool(loss.isnan()) == (rows[rank] == 0)
+    loss.backward()
+    average_gradients(towers, **told)
+    return towers.gradients()
+
+
+@pytest.mark.parametrize("rows", [(3, 1), (0, 4), (1, 0, 3)], ids=str)
+def test_loss_of_no_rows_does_not_spoil_others(world, rows):
+    """A rank of weight 0 whose loss is NaN leaves the gradient that the others have."""
+    for seen in world(len(rows)).run(weighted_means, rows):
+        assert [approx(1.0, 1e-9)] * 2 == [ratio_of(*pair) for pair in zip(seen, single_process()[1], strict=True)]
+        assert math.isfinite(seen[1])

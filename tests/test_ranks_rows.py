@@ -1,0 +1,390 @@
+"""Rows between real ranks: any dtype and number of rows, every gradient once, and the same error on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Raised
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gradavg.gather import gather
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+]
+ROWS = [(2,), (3, 1), (0, 2), (2, 0, 1), (0, 0, 0), (1, 3, 0, 2)]
+
+
+def rows_of(dtype: torch.dtype, rows: int, start: int, tail: Sequence[int]) -> Tensor:
+    numbers = torch.arange(start, start + rows).reshape(rows, *[1] * len(tail)).expand(rows, *tail)
+    return (numbers % 2 if dtype is torch.bool else numbers).to(dtype)
+
+
+def gather_dtypes(rows: Sequence[int], tail: Sequence[int]) -> list[Tensor]:
+    """Body: gather one tensor of every dtype in one call, and each alone; return them as numbers."""
+    rank = dist.get_rank()
+    tensors = [rows_of(dtype, rows[rank], sum(rows[:rank]), tail) for dtype in DTYPES]
+    together = gather(tensors)
+    for tensor, of_all in zip(tensors, together, strict=True):
+        alone = gather(tensor)
+        assert tensor.dtype == of_all.dtype == alone.dtype
+        assert not of_all.requires_grad
+        assert torch.equal(of_all.to(torch.complex128), alone.to(torch.complex128))
+    return [of_all.to(torch.complex128) for of_all in together]
+
+
+@pytest.mark.parametrize("tail", [(), (3,), (2, 5), (0,)], ids=str)
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_rows_of_any_dtype(world, rows, tail):
+    """The rows of all ranks come in rank order, whatever their number, dtype and further shape."""
+    for of_rank in world(len(rows)).run(gather_dtypes, rows, tail):
+        for dtype, numbers in zip(DTYPES, of_rank, strict=True):
+            assert torch.equal(rows_of(dtype, sum(rows), 0, tail).to(torch.complex128), numbers)
+
+
+def gather_views() -> list[Tensor]:
+    """Body: tensors that are not laid out row by row, or not stored as they read."""
+    rank = dist.get_rank()
+    base = torch.arange(6.0).reshape(2, 3) + 10 * rank
+    views = [
+        base.T,
+        base[:, ::2],
+        base[:1].expand(2, 3),
+        torch.complex(base, base).conj(),
+        torch.complex(base, base).conj().imag,
+    ]
+    assert views[3].is_conj()
+    assert views[4].is_neg()
+    return [gather(view).resolve_conj().resolve_neg() for view in views]
+
+
+def test_views(world):
+    """Transposed, strided, expanded and lazily conjugated or negated tensors arrive as they read."""
+    base = [torch.arange(6.0).reshape(2, 3) + 10 * rank for rank in range(2)]
+    expected = [
+        torch.cat([x.T for x in base]),
+        torch.cat([x[:, ::2] for x in base]),
+        torch.cat([x[:1].expand(2, 3) for x in base]),
+        torch.cat([torch.complex(x, -x) for x in base]),
+        torch.cat([-x for x in base]),
+    ]
+    for of_rank in world(2).run(gather_views):
+        assert all(torch.equal(*pair) for pair in zip(expected, of_rank, strict=True))
+
+
+def dictated_gradient(rows: Sequence[int], dtype: torch.dtype, of_ranks: Any) -> Tensor:
+    """Body: the gradient that comes home where rank q's loss has the gradient `of_ranks[q]` in every row."""
+    rank = dist.get_rank()
+    x = torch.ones(rows[rank], 2, dtype=dtype, requires_grad=True)
+    result = gather(x)
+    scales = torch.arange(1, len(result) + 1).to(dtype)[:, None]
+    result.backward(of_ranks[rank] * scales.expand_as(result))
+    assert dtype == x.grad.dtype
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128], ids=str)
+def test_gradient_is_the_sum_over_ranks(world, rows, dtype):
+    """The gradient of a row is the sum over ranks of that row's gradients, and 0 rows get 0 rows."""
+    W = len(rows)
+    of_ranks = [2.0**rank for rank in range(W)]
+    scales = torch.arange(1, sum(rows) + 1).to(dtype)[:, None].expand(-1, 2) * (2.0**W - 1)
+    for gradient, expected in zip(
+        world(W).run(dictated_gradient, rows, dtype, of_ranks), scales.split(list(rows)), strict=True
+    ):
+        assert torch.equal(expected, gradient)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_ranks", "total"),
+    [
+        (torch.float16, [60000.0, 60000.0, -60000.0], 60000.0),  # 120000 is infinite in float16
+        (torch.bfloat16, [256.0, 1.0, 1.0], 258.0),  # 257 is 256 in bfloat16
+    ],
+    ids=str,
+)
+def test_half_precision_is_summed_in_float32(world, dtype, of_ranks, total):
+    """A sum that float16 overflows and bfloat16 rounds away on its way is exact at its end."""
+    for gradient in world(3).run(dictated_gradient, (1, 1, 1), dtype, of_ranks)[:1]:
+        assert torch.equal(torch.full((1, 2), total, dtype=dtype), gradient)
+
+
+def narrow_weighted(weights: Sequence[float]) -> Tensor:
+    """Body: a float16 gradient of 20 per rank under a rule of unequal weights."""
+    rank = dist.get_rank()
+    x = torch.ones(1, dtype=torch.float16, requires_grad=True)
+    gather(x, reduction="weighted_mean", weight=weights[rank]).sum().mul(20).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_weights_do_not_overflow_half_precision(world):
+    """Weights of thousands multiply a float16 gradient by their ratios, in float32: 20 * (8000 + 4000) / 4000 = 60."""
+    first, second = world(2).run(narrow_weighted, (8000.0, 4000.0))
+    assert [20.0 * 12000 / 8000, 20.0 * 12000 / 4000] == [first.item(), second.item()]
+
+
+def structure_with_labels() -> tuple[list[Tensor], list[bool], Tensor]:
+    """Body: features and labels in one call; the loss uses one of two features."""
+    rank = dist.get_rank()
+    x = torch.full((rank + 1, 1), 2.0, requires_grad=True)
+    y = torch.full((1, 3), 5.0, requires_grad=True)
+    labels, targets = torch.full((rank + 1,), rank), torch.full((1,), float(rank))
+    tensors: dict[str, Any] = {"x": x, "labels": labels, "y": [y, targets]}
+    result = gather(tensors)
+    result["x"].square().sum().backward()
+    flat = [result["x"], result["labels"], *result["y"]]
+    assert x.grad is not None
+    assert y.grad is not None
+    assert torch.equal(torch.zeros(1, 3), y.grad)
+    return [tensor.detach() for tensor in flat], [tensor.requires_grad for tensor in flat], x.grad
+
+
+def test_structure_has_one_backward(world):
+    """Labels stay without gradient, and features that a loss leaves out get zeros."""
+    for rank, (tensors, require_grad, gradient) in enumerate(world(2).run(structure_with_labels)):
+        assert [True, False, True, False] == require_grad
+        assert [0, 1, 1] == tensors[1].tolist()
+        assert [0.0, 1.0] == tensors[3].tolist()
+        assert torch.equal(torch.full((rank + 1, 1), 8.0), gradient)
+
+
+def gradient_on_one_rank() -> tuple[bool, Tensor | None]:
+    """Body: only the tensor of rank 1 requires grad; every rank runs the same backward."""
+    x = torch.tensor([3.0], requires_grad=dist.get_rank() == 1)
+    result = gather(x)
+    result.prod().backward()
+    return result.requires_grad, x.grad
+
+
+def test_all_ranks_join_the_backward_of_one(world):
+    """The result requires grad on every rank if any rank's tensor does, so that no rank waits: 3 * 9 = 27."""
+    assert [(True, None), (True, torch.tensor([27.0])), (True, None)] == world(3).run(gradient_on_one_rank)
+
+
+def without_grad() -> bool:
+    x = torch.ones(1, requires_grad=True)
+    with torch.no_grad():
+        plain = gather(x)
+    assert not plain.requires_grad
+    with torch.inference_mode():
+        assert [2.0, 2.0] == gather(x + 1).tolist()
+    return gather(x.detach()).requires_grad
+
+
+def test_plain_gather(world):
+    """Under `torch.no_grad`, in inference mode, and where no rank needs a gradient the result has none."""
+    assert [False, False] == world(2).run(without_grad)
+
+
+def penalty(numbers: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
+    """Body: the first and second derivative of a function of all rows, computed on each rank and summed."""
+    x = torch.tensor(numbers[dist.get_rank()], dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(coupled(gather(x)), x, create_graph=True)
+    gather(first).pow(2).sum().backward()
+    assert x.grad is not None
+    return first.detach(), x.grad
+
+
+def coupled(x: Tensor) -> Tensor:
+    return (x.sum() ** 3) + (x**4).sum()
+
+
+@pytest.mark.parametrize("numbers", [[[0.5, -1.0], [0.25]], [[0.5], [], [-1.0, 0.25]]], ids=str)
+def test_double_backward(world, numbers):
+    """A gradient penalty over all ranks has W times, or W**3 times, the derivatives of one process."""
+    W = len(numbers)
+    x = torch.tensor([number for of_rank in numbers for number in of_rank], dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(coupled(x), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.pow(2).sum(), x)
+    answers = world(W).run(penalty, numbers)
+    # W equal losses are summed, so `first` is W times that of one process; W squares of it are, again with W each.
+    torch.testing.assert_close(W * first.detach(), torch.cat([answer[0] for answer in answers]), rtol=1e-12, atol=0)
+    torch.testing.assert_close(W**3 * second, torch.cat([answer[1] for answer in answers]), rtol=1e-12, atol=0)
+
+
+def weighted_twice(weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Body: the second derivative of a quadratic form under unequal weights, as a column of the weighted Hessian."""
+    rank = dist.get_rank()
+    x = torch.tensor([1.0 + rank], dtype=torch.float64, requires_grad=True)
+    result = gather(x, reduction="weighted_mean", weight=weights[rank])
+    (first,) = torch.autograd.grad((rank + 1) * result.prod(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    return first.detach(), second
+
+
+def test_double_backward_of_weighted_rows(world):
+    """The derivative of the weighted gradients is their own: 3 * 2 * l' on rank 0, and its adjoint back."""
+    # l_q = (q + 1) x_0 x_1 at (1, 2), weights (3, 1): f_0 = l_0' + l_1'/3 = 2 + 4/3, f_1 = 3 l_0' + l_1' = 3 + 2.
+    # d(f_0 + f_1): rank q passes its l_q on to all f, so what comes back is again weighed by the rule.
+    (f_0, s_0), (f_1, s_1) = world(2).run(weighted_twice, (3.0, 1.0))
+    assert [pytest.approx(10 / 3), pytest.approx(5.0)] == [f_0.item(), f_1.item()]
+    # dL/dg_q[r] = w_q / w_r for S = sum of f; as a function of x, g_q[0] = (q+1) x_1 and g_q[1] = (q+1) x_0.
+    # Rank q: d/dx_0 = (q+1) w_q / w_1, d/dx_1 = (q+1) w_q / w_0; home to rank r as sum of w_q / w_r times that.
+    assert pytest.approx(1 * 3 * 1 + 2 * 1 * (1 / 3)) == s_0.item()
+    assert pytest.approx(1 * 1 * 3 + 2 * (1 / 3) * 1) == s_1.item()
+
+
+class Encoder(nn.Module):
+    """Gathers within its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gather(self.w * x)
+
+
+def variance_in_ddp(per_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Body: two accumulated micro-batches and one alone in plain DDP."""
+    model = DistributedDataParallel(Encoder())
+    x = torch.tensor(per_rank[dist.get_rank()], dtype=torch.float64)
+    gradients = []
+    for micro_batches in (2, 1):
+        model.zero_grad()
+        for _ in range(micro_batches - 1):
+            with model.no_sync():
+                model(x).var(correction=0).backward()
+        model(x).var(correction=0).backward()
+        gradients.append(model.module.w.grad.item())
+    return gradients
+
+
+def test_forward_of_ddp(world):
+    """Case 26: inside a DDP forward, with and without `no_sync`, the variance of 1..5 has gradient 4.0 each time."""
+    assert [[8.0, 4.0]] * 2 == [
+        [pytest.approx(g) for g in of_rank] for of_rank in world(2).run(variance_in_ddp, [[1, 2, 3], [4, 5]])
+    ]
+
+
+def gather_in_group() -> Any:
+    """Body: ranks 0 and 2 gather among themselves."""
+    group = dist.new_group([0, 2])
+    x = torch.tensor([float(dist.get_rank())], requires_grad=True)
+    if dist.get_rank() == 1:
+        gather(x, group=group)
+    result = gather(x, group=group)
+    result.prod().backward()
+    return result.tolist(), x.grad.item()
+
+
+def test_group(world):
+    """A group's members gather among themselves, and another process is told that it is none."""
+    first, second, third = world(3).run_expecting_errors(gather_in_group)
+    assert ([0.0, 2.0], 4.0) == first
+    assert ([0.0, 2.0], 0.0) == third
+    assert second.type_name == "ValueError"
+    assert "global rank 1 is not a member of the group" in second.message
+
+
+def gather_badly(case: str) -> None:
+    """Body: something that does not fit together."""
+    rank = dist.get_rank()
+    x = torch.ones(1, 2, requires_grad=True)
+    if case == "bad on one rank":
+        gather(x if rank else 3)
+    elif case == "shapes":
+        gather(torch.ones(1, 2 + rank))
+    elif case == "dtypes":
+        gather(x.double() if rank else x)
+    elif case == "structure":
+        gather((x, x) if rank else x)
+    elif case == "rule":
+        gather(x, reduction="sum" if rank else "mean")
+    elif case == "no_grad":
+        with torch.set_grad_enabled(rank == 0):
+            gather(x)
+    elif case == "weight 0":
+        gather(x, reduction="weighted_mean", weight=rank)
+    elif case == "meta":
+        gather(x.to("meta"))
+    elif case == "two faults":
+        gather(torch.tensor(0.0) if rank else x, reduction="mean" if rank else "best")
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("bad on one rank", "gather cannot proceed, on rank 0: tensors must be a tensor, or a tuple, list or dict"),
+        (
+            "shapes",
+            "of shape (rows, 2) and torch.float32, reduction='mean'; on rank 1: tensors of shape (rows, 3)",
+        ),
+        ("dtypes", "the ranks call gather differently: on rank 0: tensors of shape (rows, 2) and torch.float32"),
+        ("structure", "on rank 1: tensors[0] of shape (rows, 2) and torch.float32; tensors[1] of shape"),
+        (
+            "rule",
+            "reduction='mean'; on rank 1: tensors of shape (rows, 2) and torch.float32, reduction='sum'. Pass the same",
+        ),
+        ("no_grad", "gather runs under torch.no_grad on rank 1, but other ranks need a gradient"),
+        ("weight 0", "discards the gradient of a rank of weight 0, but there are rows on rank 0 that count"),
+        ("meta", "tensors is on meta, but the process group serves cpu"),
+        ("two faults", "on rank 0: reduction='best' is not a rule. Use one of 'mean'"),
+    ],
+)
+def test_errors_are_the_same_on_all_ranks(world, case, message):
+    """What one rank gets wrong raises one text on all ranks, and no rank waits."""
+    raised = world(2).run_expecting_errors(gather_badly, case)
+    assert all(isinstance(one, Raised) for one in raised)
+    assert len({tuple(one) for one in raised}) == 1
+    assert raised[0].type_name == "ValueError"
+    assert message in raised[0].message
+
+
+def node_rules(known: bool) -> Tensor:
+    """Body: one vote per node, where the launcher says that there are nodes but perhaps not which."""
+    import os  # noqa: PLC0415  # only this body sets the environment
+
+    os.environ.update({"MPI_LOCALNRANKS": "1", "PMI_SIZE": "3"})
+    if known:
+        os.environ["NODE_RANK"] = str([0, 0, 1][dist.get_rank()])
+    gather(torch.ones(1))  # a rule without nodes does not ask
+    x = torch.ones(1, requires_grad=True)
+    gather(x, reduction="mean_of_node_means").sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_nodes(world):
+    """Multipliers 1/2, 1/2, 1 bring home 2 / (1/2) = 4, 4 and 2; unknown nodes are an error that says what to set."""
+    assert [4.0, 4.0, 2.0] == [gradient.item() for gradient in world(3).run(node_rules, True)]
+    raised = world(3).run_expecting_errors(node_rules, False)
+    assert len({tuple(one) for one in raised}) == 1
+    assert "depends on nodes" in raised[0].message
+    assert "on ranks 0, 1, 2. Set NODE_RANK there" in raised[0].message
+
+
+def poisoned() -> tuple[Tensor, Tensor]:
+    """Body: rank 1 has no rows, weight 0, and a loss whose gradient is NaN; first and second derivative."""
+    rank = dist.get_rank()
+    x = torch.full((1 - rank,), 3.0, requires_grad=True)
+    result = gather(x, reduction="weighted_mean", weight=1 - rank)
+    loss = result.square().sum() * (torch.nan if rank else 1.0)
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    return first.detach(), second
+
+
+def test_nan_of_a_rank_of_weight_0_stays_there(world):
+    """A NaN gradient for others' rows is not multiplied by the weight 0 of its rank, which would be NaN."""
+    (first, second), nothing = world(2).run(poisoned)
+    assert [6.0, 2.0] == [first.item(), second.item()]
+    assert [(0,), (0,)] == [tensor.shape for tensor in nothing]
