@@ -26,11 +26,13 @@ class WeighedLoss:
         value: The sum of the terms, with graph. Its value is not weighed.
         micro_batch: The weights.
         coefficients: What the backward multiplies each term by; None if it multiplies by nothing.
+        root: What the backward runs from, scaled as the precision asks; set before `Accumulator.backward`.
     """
 
     value: Tensor
     micro_batch: MicroBatch
     coefficients: Coefficients | None = None
+    root: Tensor | None = None
 
 
 class Accumulator:
@@ -56,6 +58,7 @@ class Accumulator:
         """Forget a window that was begun and never reduced."""
         self.reducer.reset()
         self._before = None
+        self._left = []
         self._of_term = {}
 
     @property
@@ -117,6 +120,7 @@ class Accumulator:
 
     def finish(self) -> None:
         """End the window after its last backward: check it, and add what was there before it."""
+        self._left = []
         self.reducer.finish()
         before, self._before = self._before, None
         if before is None:
@@ -204,12 +208,40 @@ class Accumulator:
         if all(value is None for value in values):
             self._discard(loss, run)
             return
+        unread = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
+        # One backward goes through DDP. It may carry one term of unread weight, if no other; the rest comes before it.
+        carried = unread.pop() if unread and all(value is None or isinstance(value, Tensor) for value in values) else None
+        for index in unread:
+            loss.coefficients.values = [value if index == other else None for other, value in enumerate(values)]
+            _add_kept(total, self._differentiate(loss), values[index])
+            values[index] = None
+        self._set_gradients(total)
         loss.coefficients.values = values
-        run()
+        with keep_gradients(self.parameters, True if carried is None else _positive(values[carried])):
+            run()
+
+    def _differentiate(self, loss: WeighedLoss) -> Gradients:
+        """Return the gradients without accumulating them, so that DDP takes no notice."""
+        assert loss.root is not None
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        found = iter(torch.autograd.grad(loss.root, trained, retain_graph=True, allow_unused=True))
+        return [next(found) if parameter.requires_grad else None for parameter in self.parameters]
 
     def _set_gradients(self, gradients: Gradients | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters), strict=True):
             parameter.grad = gradient
+
+
+def _positive(number: Weight | None) -> bool | Tensor:
+    return number is not None and number > 0
+
+
+def _add_kept(total: Gradients, gradients: Gradients, factor: Weight | None) -> None:
+    """Add gradients where their factor is above 0."""
+    for index, gradient in enumerate(gradients):
+        if gradient is not None:
+            kept, before = torch.where(torch.as_tensor(_positive(factor)), gradient, 0), total[index]
+            total[index] = kept if before is None else before + kept
 
 
 def _is_zero(number: Weight) -> bool:

@@ -155,10 +155,11 @@ def _agreed_factors(rule: Rule, headers: Sequence[Header]) -> list[float]:
     weights = [1.0 if header.weight is None else header.weight for header in headers]
     nodes = [header.node for header in headers]
     if None in nodes:
-        one_node, own_nodes = (
-            rank_factors(rule, nodes, weights) for nodes in ([0] * len(weights), range(len(weights)))
-        )
-        if one_node != own_nodes:
+        count = len(weights)
+        # One node, a node for each rank, and uneven nodes, which some rules tell apart only from the other two.
+        layouts = ([0] * count, range(count), [0] * (count - 1) + [1])
+        one_node, *others = (rank_factors(rule, layout, weights) for layout in layouts)
+        if any(other != one_node for other in others):
             unknown = [rank for rank, node in enumerate(nodes) if node is None]
             raise ValueError(
                 f"reduction={rule.name!r} depends on nodes, and no environment variable of the launcher tells the node"

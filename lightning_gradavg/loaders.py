@@ -32,8 +32,9 @@ from typing import Any
 from torch.utils.data import DistributedSampler
 
 from lightning_gradavg.batches import Chunk, Split
+from lightning_gradavg.loader_state import LoaderState
 from lightning_gradavg.order import Agree, Broadcast, Order, RandomState, random_state, restore_random_state
-from lightning_gradavg.resume import LoaderState, Pending
+from lightning_gradavg.resume import Pass, Pending
 from lightning_gradavg.sources import source_of
 from lightning_gradavg.split_loader import ResumableSplitLoader, SplitIterator, SplitLoader, StatefulSplitLoader
 
@@ -60,6 +61,8 @@ class BatchSplitter:
             complete window of the epoch: the gradients of another are not in a checkpoint, so it is repeated.
         epoch_ended: Returns whether no further batch of the epoch will be trained on, although loaders may have some;
             None for never. Asked when a state is saved: resumed from it, the next epoch begins a new pass.
+        waiting: The iterators that begin when one of them is read: those of a resumed run.
+        over: Whether a loader of a resumed run ended before training took anything.
         batches_taken: How many loader batches of the epoch were trained on, up to the last complete window.
     """
 
@@ -70,6 +73,8 @@ class BatchSplitter:
     window_batches: int = field(default=1, init=False)
     epoch_ended: Callable[[], bool] | None = field(default=None, init=False)
     batches_taken: int = field(default=0, init=False)
+    over: bool = field(default=False, init=False)
+    waiting: deque[weakref.ref[SplitIterator]] = field(default_factory=deque, init=False)
     # Not the iterators themselves: the workers of an epoch that is left must be able to end.
     _epoch: weakref.ref[Any] | None = field(default=None, init=False)
     _queues: list[deque[Pending]] = field(default_factory=list, init=False)
@@ -92,8 +97,14 @@ class BatchSplitter:
         """Count the batches and restore the random state of a loader's state. Called by the loaders."""
         self.batches_taken = 0 if state["complete"] else state["epoch_batches"]
         self._batches, self._epoch, self._queues = self.batches_taken, None, []
-        self._random = state["random"]
+        self._random, self.over = state["random"], False
         restore_random_state(self._random)
+
+    def passes_read(self) -> list[Pass]:
+        """Return the passes that the iterators of the current epoch read now. Called by the loaders."""
+        epoch = self._epoch() if self._epoch is not None else None
+        iterators = [] if epoch is None else [each for each in epoch.iterators if isinstance(each, SplitIterator)]
+        return [iterator.newest for iterator in iterators if iterator.newest is not None]
 
     @contextmanager
     def set_up(self) -> Iterator[None]:
@@ -188,8 +199,12 @@ class BatchSplitter:
         if self._epoch is not None and self._epoch() is epoch:
             for before, now in zip(self._queues, queues, strict=True):
                 if before is not now:
-                    now.extendleft(reversed(before))
+                    _move(before, now)
         else:
+            for iterator in iterators:
+                # Lightning fetches ahead, and may start a loader of one batch again before that is taken.
+                if iterator.before and not any(iterator.before is queue for queue in self._queues):
+                    _move(iterator.before, iterator.pending)
             self._begin_epoch(iterators)
         self._epoch, self._queues = weakref.ref(epoch), queues
         if not self._in_window and self.window_batches * self.micro_batches > 1:
@@ -214,10 +229,16 @@ class BatchSplitter:
             )
         if self._epoch is not None:
             self._batches = 0
-        self._states = self._random = None
+        self._states, self._random, self.over = None, None, False
         self.batches_taken, self._in_window = self._batches, False
         for iterator in iterators:
-            iterator.loader._passes.mark(iterator.oldest)
+            iterator.loader._passes.enter(iterator.oldest)
+
+
+def _move(before: deque[Pending], now: deque[Pending]) -> None:
+    """Have what waits in `before` be taken first from `now`."""
+    while before:
+        now.appendleft(before.pop())
 
 
 def _problem(loader: Any, split: Split, largest: int | None, *, sharded: bool) -> str | None:

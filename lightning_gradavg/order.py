@@ -120,10 +120,9 @@ class Order:
         self._own: RandomState | None = None  # to put back after a draw
         self._digest = blake2b(digest_size=16)
         self._batches = 0
-        self.snapshots: dict[str, Snapshot] = {}
+        self.snapshots: dict[str, Snapshot] = {} if replay is None else dict(replay.snapshots)
         self._replay = replay
         self._to_skip = 0 if replay is None else replay.batches
-        self._follows = replay is not None and _equal(random_state(), replay.common)
         self.reach("begin")
 
     @property
@@ -135,6 +134,11 @@ class Order:
     def common(self) -> RandomState:
         """The common random state that the next draw starts from."""
         return random_state() if self._within or self._state is None else self._state
+
+    @property
+    def batches(self) -> int:
+        """Number of loader batches so far."""
+        return self._batches
 
     @property
     def digest(self) -> bytes:
@@ -196,13 +200,16 @@ class Order:
                 restore_random_state(self._own)
 
     def _catch_up(self) -> None:
-        """End the replay. A rank whose own random state was the common one when the pass was left is there again."""
-        if self._replay is None:
+        """End the replay. A rank moves on with it whose own random state is the common one that the pass was left with."""
+        replay, self._replay = self._replay, None
+        if replay is None or self._state is None:
             return
-        self._replay = None
-        if self._follows and self._within:
+        own = self._own if self._within and self._own is not None else random_state()
+        if not _equal(own, replay.common):
+            return
+        if self._within:
             self._own = None
-        elif self._follows and self._state is not None:
+        else:
             restore_random_state(self._state)
 
     def skips(self, key: bytes) -> bool:

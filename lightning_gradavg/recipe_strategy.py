@@ -75,6 +75,8 @@ class RecipeStrategy(ReducingStrategy):
             assert self.lightning_module is not None
             group = self.model.process_group
             self._data = SplitTraining(self._trainer, self.lightning_module, self._max_device_batch_size, group)
+            if self._loaded is not None and self._loaded["loaders"] is not None:
+                self._data.resume(self._loaded["loaders"], self._loaded["micro_batches"])
 
     @override
     def _samples(self) -> int | None:
@@ -182,7 +184,7 @@ class RecipeStrategy(ReducingStrategy):
         """Begin with the training loaders, which are known now."""
         super().on_train_start()
         if self._data is not None:
-            self._data.round_validation()
+            self._data.start()
         self._follow()
         for scheduler in self._schedulers():
             self._watch(scheduler)
@@ -247,20 +249,24 @@ class RecipeStrategy(ReducingStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
         rates, saved = self._recipe.rates, checkpoint.get(_CHECKPOINT_KEY)
-        if rates is None:
-            return
-        if saved is not None and saved["rates"] is not None:
+        if rates is not None and saved is not None and saved["rates"] is not None:
             rates.load_state_dict(saved["rates"])
-        for optimizer in self.optimizers:
-            rates.reload(optimizer)
+        super().load_optimizer_state_dict(checkpoint)
+        if rates is not None:
+            for optimizer in self.optimizers:
+                rates.reload(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         checkpoint[_CHECKPOINT_KEY] = {
             "recipe": self._recipe.fingerprint(),
             "rates": self._recipe.rates.state_dict() if self._recipe.rates is not None else None,
+            "micro_batches": self._data.micro_batches if self._data is not None else 1,
+            # Lightning would load them only within an epoch, and not if the loaders were already there.
+            "loaders": checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+            if self._data is not None
+            else None,
         }
         super().save_checkpoint(checkpoint, *args, **kwargs)
 

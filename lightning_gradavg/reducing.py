@@ -206,6 +206,8 @@ class ReducingStrategy(DDPStrategy):
 
         self.pre_backward(closure_loss)
         scaled = self.precision_plugin.pre_backward(closure_loss, module)
+        if loss is not None:
+            loss.root = scaled
 
         def run(**extra: Any) -> None:
             self.precision_plugin.backward(scaled, module, optimizer, *args, **kwargs, **extra)

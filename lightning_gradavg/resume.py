@@ -11,91 +11,24 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict, cast
-
-import torch
+from typing import Any, NamedTuple
 
 from lightning_gradavg.batches import Chunk
-from lightning_gradavg.order import Order, RandomState, Replay, Snapshot, random_state
+from lightning_gradavg.loader_state import (
+    FORMAT,
+    LoaderState,
+    PassState,
+    generators_of,
+    load_objects,
+    objects_of,
+    set_generators,
+)
+from lightning_gradavg.order import Order, RandomState, Replay, random_state
 
-__all__ = ["LoaderState", "Pass", "Passes", "Pending", "checked_state"]
-
-_FORMAT = 1
-_DEPTH = 4  # a sampler of a batch sampler, a dataset of a subset: more levels are not followed
-
-
-class LoaderState(TypedDict):
-    """Where training stands in a loader. The same on all ranks, and for every world size.
-
-    Attributes:
-        format: Version of this format.
-        complete: Whether the epoch is over, so that the next pass starts at its first batch.
-        batches: Loader batches of the pass that were trained on.
-        samples: Samples in them.
-        epoch_batches: Loader batches of the epoch that were trained on. Of a loader that was started again within the
-            epoch, being shorter than another, it is more than `batches`.
-        digest: Of the fingerprints of these batches, in hexadecimal digits.
-        snapshots: What the pass was drawn from.
-        common: The ranks' common random state at that time.
-        generators: States of the loader's own generators after a complete epoch.
-        objects: States of the samplers and datasets that have some: before the pass, or after a complete epoch.
-        seeded: Whether worker processes outlive the epoch, so that the next pass draws no seed for them.
-        random: Rank 0's global random state after these batches.
-    """
-
-    format: int
-    complete: bool
-    batches: int
-    samples: int
-    epoch_batches: int
-    digest: str
-    snapshots: dict[str, Snapshot]
-    common: RandomState
-    generators: list[torch.Tensor]
-    objects: list[Any]
-    seeded: bool
-    random: RandomState
-
-
-def checked_state(state: Any) -> LoaderState:
-    """Return `state` if it is one of a split loader.
-
-    Raises:
-        ValueError: If it is something else.
-    """
-    if isinstance(state, dict) and state.get("format") == _FORMAT and LoaderState.__required_keys__ <= state.keys():
-        return cast("LoaderState", state)
-    found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
-    raise ValueError(
-        f"the checkpoint's state of a train loader is not one of format {_FORMAT} of a loader split with"
-        f" split_batches=True; it holds {found}. Resume with the strategy and the train loaders that saved it."
-    )
-
-
-def _parts(loader: Any) -> list[Any]:
-    """Return the loader's samplers and datasets, each once, in an order that is the same in every run."""
-    found, level = [loader], [loader]
-    for _ in range(_DEPTH):
-        inner = [getattr(part, name, None) for part in level for name in ("batch_sampler", "sampler", "dataset")]
-        level = []
-        for part in inner:
-            if part is not None and not any(part is known for known in found):
-                found.append(part)
-                level.append(part)
-    return found
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    owned = [getattr(part, "generator", None) for part in _parts(loader)]
-    unique = {id(generator): generator for generator in owned if isinstance(generator, torch.Generator)}
-    return list(unique.values())
-
-
-def _objects(loader: Any) -> list[Any]:
-    parts = _parts(loader)[1:]  # a loader with a state of its own resumes itself
-    return [part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")]
+__all__ = ["Pass", "Passes", "Pending"]
 
 
 class Pass:
@@ -108,22 +41,24 @@ class Pass:
         batches: Loader batches that training took.
         samples: Samples in them.
         digest: The digest of their fingerprints.
+        touched: Whether training took any of it.
         exhausted: Whether it was read to its end.
     """
 
-    def __init__(self, passes: Passes, number: int, reader: Any, order: Order, objects: list[Any]) -> None:
-        self._passes, self._reader = passes, weakref.ref(reader)
+    def __init__(self, passes: Passes, number: int, pending: deque[Pending], order: Order, objects: list[Any]) -> None:
+        self._passes, self._pending = passes, weakref.ref(pending)
         self.number, self.order, self.objects = number, order, objects
         self.batches, self.samples, self.digest = 0, 0, b""
-        self.exhausted = False
+        self.touched = self.exhausted = False
 
     @property
     def alive(self) -> bool:
-        """Whether anybody can still read on."""
-        return self._reader() is not None
+        """Whether batches of it may still be taken: what it yielded waits for that, or somebody can read on."""
+        return self._pending() is not None
 
     def take(self, chunk: Chunk, digest: bytes) -> None:
         """Note that training took a micro-batch."""
+        self.touched = True
         if chunk.index == chunk.count - 1:
             self.batches, self.samples, self.digest = self.batches + 1, self.samples + chunk.batch_samples, digest
         self._passes.taken(self)
@@ -167,6 +102,13 @@ class Pending:
         return self.chunk
 
 
+class _Left(NamedTuple):
+    """The random states with which training went on from a marked place: of this rank, and in the passes begun."""
+
+    own: RandomState
+    passes: list[tuple[Pass, RandomState]]
+
+
 class Passes:
     """The passes over one loader, and the place among them that training has reached.
 
@@ -184,9 +126,10 @@ class Passes:
         self._open: list[Pass] = []
         self._current: Pass | None = None
         self._mark: Reached | None = None
-        self._left: tuple[RandomState, RandomState] | None = None  # the own and the common state at the mark
+        self._left: _Left | None = None  # None where training is at the mark
         self._loaded: LoaderState | None = None
         self._first: Reached | None = None  # of the passes that went on from the loaded state
+        self._following: deque[PassState] = deque()
 
     @property
     def continues(self) -> bool:
@@ -198,45 +141,58 @@ class Passes:
         """Whether a reader made now goes on from the loaded state whatever others read before."""
         return self._loaded is not None and self._first is None
 
-    def begin(self, reader: Any, make: Callable[..., Order], *, at_state: bool) -> Pass:
+    def begin(self, pending: deque[Pending], make: Callable[..., Order], *, at_state: bool, over: bool) -> Pass:
         """Begin a pass.
 
         Args:
-            reader: The iterator that reads it.
+            pending: Where what it yields will wait.
             make: Returns the order, given `generators`, `replay` and `seeded`.
             at_state: What `starts_at_state` was when the reader was made.
+            over: Whether the epoch of the loaded state turned out to have no more batches.
         """
         replay, seeded = None, False
-        generators, objects = _generators(self._loader), _objects(self._loader)
+        generators, objects = generators_of(self._loader), objects_of(self._loader)
         loaded, first = self._loaded, self._first
-        if loaded is not None and first is not None and (at_state or _is_left(first.within)):
+        if loaded is not None and first is None:
+            self._following = deque(loaded["passes"])
+        if loaded is not None and first is not None and (at_state or (_is_left(first.within) and not over)):
             replay = first.replay()
-            _load(objects, first.within.objects)
+            load_objects(objects, first.within.objects)
         elif loaded is not None and first is None and loaded["complete"]:
             seeded = loaded["seeded"]
-            _set(generators, loaded["generators"])
-        elif loaded is not None and first is None:
-            digest = bytes.fromhex(loaded["digest"])
-            replay = Replay(loaded["snapshots"], loaded["common"], loaded["batches"], loaded["samples"], digest)
-            _load(objects, loaded["objects"])
+            set_generators(generators, loaded["generators"])
+        elif self._following:
+            begun = self._following.popleft()
+            done = (loaded["batches"], loaded["samples"], loaded["digest"]) if loaded and not first else (0, 0, "")
+            replay = Replay(begun["snapshots"], begun["common"], done[0], done[1], bytes.fromhex(done[2]))
+            load_objects(objects, begun["objects"])
         states = [copy.deepcopy(part.state_dict()) for part in objects]
-        begun = Pass(self, self._count, reader, make(generators, replay, seeded=seeded), states)
+        new = Pass(self, self._count, pending, make(generators, replay, seeded=seeded), states)
         if replay is not None:
-            begun.batches, begun.samples, begun.digest = replay.batches, replay.samples, replay.digest
+            new.batches, new.samples, new.digest = replay.batches, replay.samples, replay.digest
         if loaded is not None and first is None:
-            self._first = begun.reached()
+            self._first = new.reached()
         self._count += 1
-        self._open = [*filter(lambda each: each.alive, self._open), begun]
-        return begun
+        self._open = [*self._ahead_of(self._mark), new]
+        return new
+
+    def _ahead_of(self, mark: Reached | None) -> list[Pass]:
+        """Return the passes after the marked one that training reads or has read: not those that users looked into."""
+        number = -1 if mark is None else mark.within.number
+        return [each for each in self._open if each.number > number and (each.alive or each.touched)]
 
     def taken(self, within: Pass) -> None:
         """Note that training took a micro-batch of a pass."""
         self._current, self._loaded, self._first = within, None, None
 
-    def mark(self, within: Pass | None = None) -> None:
-        """Have the state be the place that training has reached now, in `within` or in the pass that it took from."""
-        within = within or self._current
-        self._mark = within.reached() if within is not None else None
+    def enter(self, within: Pass | None) -> None:
+        """Note that training begins an epoch, or the rest of one, in a pass; None where it takes nothing of the loader."""
+        self._current, self._loaded, self._first = within, None, None
+        self.mark()
+
+    def mark(self) -> None:
+        """Have the state be the place that training has reached now."""
+        self._mark = self._current.reached() if self._current is not None else None
         self._left = None
 
     def leave_mark(self, own: RandomState) -> None:
@@ -246,44 +202,45 @@ class Passes:
             own: The global random state of this rank.
         """
         if self._mark is not None:
-            self._left = own, self._mark.within.order.common
+            ahead = [self._mark.within, *self._ahead_of(self._mark)]
+            self._left = _Left(own, [(each, each.order.common) for each in ahead])
 
-    def state(self, *, ended: bool, epoch_batches: int, seeded: bool) -> LoaderState:
+    def state(self, *, ended: bool, spent: Collection[Pass], epoch_batches: int, seeded: bool) -> LoaderState:
         """Return where training stands.
 
         Args:
             ended: Whether the epoch of the marked place is over.
+            spent: The passes that its iterators read last, of which nothing will be taken any more if it is.
             epoch_batches: Loader batches of the epoch that were trained on.
             seeded: Whether worker processes run that the next pass will use.
         """
-        mark = self._mark
+        mark, left = self._mark, self._left
         if mark is None or ended:
             last = -1 if self._current is None else self._current.number
-            ahead = [each for each in self._open if each.alive and each.number > last]
+            ahead = [each for each in self._open if each.alive and each.number > last and each not in spent]
             if not ahead and self._loaded is not None:
                 return self._loaded
             if ahead:
                 epoch_batches = epoch_batches if mark is None else 0
-                mark, ended = ahead[-1].reached(), False
-        complete = mark is None or ended
-        objects = [part.state_dict() for part in _objects(self._loader)]
-        own = random_state()
-        common = own if mark is None else mark.within.order.common
-        if self._left is not None and mark is self._mark and not complete:
-            own, common = self._left
+                mark, left, ended = ahead[0].reached(), None, False
+        passes: list[tuple[Pass, RandomState]] = []
+        if mark is not None and not ended:
+            passes = left.passes if left else [(p, p.order.common) for p in (mark.within, *self._ahead_of(mark))]
         return LoaderState(
-            format=_FORMAT,
-            complete=complete,
+            format=FORMAT,
+            complete=not passes,
             batches=0 if mark is None else mark.batches,
             samples=0 if mark is None else mark.samples,
             epoch_batches=epoch_batches,
             digest="" if mark is None else mark.digest.hex(),
-            snapshots={} if mark is None or complete else dict(mark.within.order.snapshots),
-            common=common,
-            generators=[generator.get_state() for generator in _generators(self._loader)],
-            objects=copy.deepcopy(objects if mark is None or complete else mark.within.objects),
+            passes=[
+                PassState(snapshots=dict(each.order.snapshots), objects=copy.deepcopy(each.objects), common=common)
+                for each, common in passes
+            ],
+            generators=[generator.get_state() for generator in generators_of(self._loader)],
+            objects=[copy.deepcopy(part.state_dict()) for part in objects_of(self._loader)],
             seeded=seeded,
-            random=own,
+            random=left.own if left and passes else random_state(),
         )
 
     def load(self, state: LoaderState) -> None:
@@ -292,7 +249,7 @@ class Passes:
         Raises:
             ValueError: If the loader has other generators or stateful parts than the one whose state it is.
         """
-        generators, objects = _generators(self._loader), _objects(self._loader)
+        generators, objects = generators_of(self._loader), objects_of(self._loader)
         for what, mine, theirs in (
             ("generators of its own", generators, state["generators"]),
             ("samplers and datasets with a state_dict", objects, state["objects"]),
@@ -303,20 +260,10 @@ class Passes:
                     " with the sampler and dataset of the run that saved it."
                 )
         if state["complete"]:
-            _set(generators, state["generators"])
-        _load(objects, state["objects"])
+            set_generators(generators, state["generators"])
+        load_objects(objects, state["objects"] if state["complete"] else state["passes"][0]["objects"])
         self._loaded, self._first, self._mark, self._left, self._current = state, None, None, None, None
 
 
 def _is_left(within: Pass) -> bool:
     return not within.alive and not within.exhausted
-
-
-def _set(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
-
-
-def _load(objects: list[Any], states: list[Any]) -> None:
-    for part, state in zip(objects, states, strict=True):
-        part.load_state_dict(copy.deepcopy(state))

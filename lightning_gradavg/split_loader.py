@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -11,8 +12,9 @@ from typing import Any, Protocol, TypeAlias
 from torch import Generator
 
 from lightning_gradavg.batches import Chunk, Split
+from lightning_gradavg.loader_state import LoaderState, checked_state
 from lightning_gradavg.order import Agree, Broadcast, Order, RandomState, Replay
-from lightning_gradavg.resume import LoaderState, Pass, Passes, Pending, checked_state
+from lightning_gradavg.resume import Pass, Passes, Pending
 from lightning_gradavg.sources import FromIndices, Item, Source, source_of
 
 __all__ = ["ResumableSplitLoader", "SplitIterator", "SplitLoader", "StatefulSplitLoader", "length_of"]
@@ -30,6 +32,12 @@ class Splitter(Protocol):
     micro_batches: int
     epoch_ended: Callable[[], bool] | None
     batches_taken: int
+    waiting: deque[weakref.ref[SplitIterator]]
+    over: bool
+
+    def passes_read(self) -> list[Pass]:
+        """Return the passes that the iterators of the current epoch read now."""
+        ...
 
     def set_up(self) -> AbstractContextManager[None]:
         """Read a loader."""
@@ -46,33 +54,53 @@ class SplitIterator(Iterator[Any]):
     Attributes:
         loader: The loader.
         pending: What stands behind the batches that were yielded and not taken yet, oldest first.
+        before: Those of the iterator that it replaces, which was read to its end; None where there is none.
     """
 
     def __init__(self, loader: SplitLoader) -> None:
         self.loader = loader
         self.pending: deque[Pending] = deque()
+        self.before: deque[Pending] | None = loader._ended() if loader._ended is not None else None
         self._at_state = loader._passes.starts_at_state
         self._pass: Pass | None = None
         self._items: Iterator[_Yielded] = iter(())
         # Where a checkpoint is gone on from, Lightning draws random numbers and sets the epoch of samplers after this.
-        if not loader._passes.continues:
+        if loader._passes.continues:
+            loader._splitter.waiting.append(weakref.ref(self))
+        else:
             self._begin()
 
     def _begin(self) -> Pass:
-        self._pass = self.loader._passes.begin(self, self.loader._new_order, at_state=self._at_state)
-        self._items = self.loader._read(self._pass.order)
+        if self._pass is None:
+            make, over = self.loader._new_order, self.loader._splitter.over
+            self._pass = self.loader._passes.begin(self.pending, make, at_state=self._at_state, over=over)
+            self._items = self.loader._read(self._pass.order)
         return self._pass
 
     def __next__(self) -> Any:
         with self.loader._splitter.set_up():
-            within = self._pass or self._begin()
+            # In the order in which they were made, as if they had not waited: they may draw from one random state.
+            waiting = self.loader._splitter.waiting
+            while waiting:
+                iterator = waiting.popleft()()
+                if iterator is not None:
+                    iterator._begin()
+            within = self._begin()
             item = next(self._items, None)
         if item is None:
             within.exhausted = True
+            if self.loader._passes.continues and within.batches == within.order.batches:
+                self.loader._splitter.over = True
+            self.loader._ended = weakref.ref(self.pending)
             raise StopIteration
         batch, chunk, digest = item
         self.pending.append(Pending(chunk, digest, within))
         return batch
+
+    @property
+    def newest(self) -> Pass | None:
+        """The pass that it reads; None where that has not begun."""
+        return self._pass
 
     @property
     def oldest(self) -> Pass | None:
@@ -104,6 +132,7 @@ class SplitLoader:
         self.loader = loader
         self._splitter = splitter
         self._passes = Passes(loader)
+        self._ended: weakref.ref[deque[Pending]] | None = None
         self._sharded = sharded
         self._source: Source = source_of(loader)(loader, split, lambda: splitter.micro_batches)
 
@@ -190,6 +219,7 @@ class ResumableSplitLoader(SplitLoader):
         splitter = self._splitter
         return self._passes.state(
             ended=splitter.epoch_ended is not None and splitter.epoch_ended(),
+            spent=splitter.passes_read(),
             epoch_batches=splitter.batches_taken,
             seeded=bool(workers),
         )

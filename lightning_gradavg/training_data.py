@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,8 @@ class SplitTraining:
             None if alone else self._broadcast,
             None if alone else self._agree,
         )
+        self.splitter.epoch_ended = trainer.fit_loop.epoch_loop._num_ready_batches_reached
+        self._saved_micro_batches: int | None = None
         connector = trainer._accelerator_connector
         self._injects_samplers = connector.use_distributed_sampler
         self._accumulation = trainer.accumulate_grad_batches
@@ -94,6 +96,40 @@ class SplitTraining:
         self.chunk = self.splitter.take(loader)
         return self.chunk
 
+    def resume(self, states: Sequence[Any], micro_batches: int) -> None:
+        """Go on where a checkpoint was written.
+
+        Args:
+            states: Those of the training loaders.
+            micro_batches: How many micro-batches a loader batch had in the run that saved it.
+        """
+        self.splitter.resume(states)
+        self._saved_micro_batches = micro_batches
+
+    def start(self) -> None:
+        """Begin training, with the loaders set up and the progress of a checkpoint restored."""
+        self._round_validation()
+        self.splitter.end_set_up()
+        saved, self._saved_micro_batches = self._saved_micro_batches, None
+        if saved is None:
+            return
+        # Lightning's progress counts micro-batches of the run that saved the checkpoint.
+        loop = self._trainer.fit_loop
+        epochs = loop.epoch_progress
+        if epochs.total.ready == epochs.total.processed:
+            # Resumed at the last batch of an epoch, Lightning 2.6 ends it in `reset`, but takes itself to be within it:
+            # the next epoch would not be counted as begun, and not be gone on with after another checkpoint.
+            loop.reset_restart_stage()
+        progress = loop.epoch_loop.batch_progress
+        current: Any = progress.current
+        processed = current.processed
+        taken = self.splitter.batches_taken or processed // saved
+        now = taken * self.micro_batches
+        for name in ("ready", "started", "processed", "completed"):
+            ahead = getattr(current, name) - processed
+            setattr(progress.total, name, getattr(progress.total, name) + now - processed)
+            setattr(current, name, now + ahead)
+
     def restore(self) -> None:
         """Put the Trainer's options back to what the user gave."""
         trainer = self._trainer
@@ -101,7 +137,7 @@ class SplitTraining:
         trainer.accumulate_grad_batches = self._accumulation
         trainer.limit_train_batches, trainer.val_check_interval = self._limit, self._val_interval
 
-    def round_validation(self) -> None:
+    def _round_validation(self) -> None:
         """Validate after whole loader batches where the user gave a part of the epoch."""
         batches = self._trainer.val_check_batch
         if isinstance(self._val_interval, float) and batches not in (None, float("inf")):

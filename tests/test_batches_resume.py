@@ -160,7 +160,11 @@ class Fit:
         self.begun = False
         count = 0
         while not self.fetcher.done and count != stop:
-            batch, _, _ = next(self.fetcher)
+            try:
+                batch, _, _ = next(self.fetcher)
+            except StopIteration:  # of two loaders, one with a length and one without, the length may be too large
+                self.last = True
+                return
             self.last = self.fetcher.done
             chunks = self.splitter.take_each(self.combined)
             if self.draws:
@@ -290,3 +294,26 @@ def test_what_remains_is_what_an_uninterrupted_run_trains_on(
     check(make, worlds, epochs=epochs, stop=stop, limits=limits, window=window, draws=draws)
 
 
+@given(
+    sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    orders=st.tuples(*[st.sampled_from(["shuffle", "generator", "lazy", "stream", "own stream", "unsized"])] * 2),
+    mode=st.sampled_from(["max_size_cycle", "max_size", "min_size"]),
+    worlds=st.lists(st.integers(1, 3), min_size=2, max_size=2),
+    epochs=st.integers(0, 1),
+    stop=st.integers(0, 8),
+    window=st.integers(1, 2),
+)
+def test_every_loader_goes_on_from_its_own_place(
+    sizes: tuple[int, int],
+    orders: tuple[str, str],
+    mode: str,
+    worlds: list[int],
+    epochs: int,
+    stop: int,
+    window: int,
+) -> None:
+    """Of two loaders, cycled, exhausted or cut off, each has the samples that the uninterrupted run goes on with."""
+    def make() -> list[Any]:
+        return [ORDERS[order](4 * size, 4) for order, size in zip(orders, sizes, strict=True)]
+
+    check(make, worlds, epochs=epochs, stop=stop, mode=mode, window=window, loaders=2)
