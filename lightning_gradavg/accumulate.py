@@ -210,7 +210,8 @@ class Accumulator:
             return
         unread = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         # One backward goes through DDP. It may carry one term of unread weight, if no other; the rest comes before it.
-        carried = unread.pop() if unread and all(value is None or isinstance(value, Tensor) for value in values) else None
+        alone = all(value is None or isinstance(value, Tensor) for value in values)
+        carried = unread.pop() if unread and alone else None
         for index in unread:
             loss.coefficients.values = [value if index == other else None for other, value in enumerate(values)]
             _add_kept(total, self._differentiate(loss), values[index])

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import lightning
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -81,6 +82,13 @@ class ReducingStrategy(DDPStrategy):
             isinstance(callback, GradientAccumulationScheduler)
             for callback in self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         )
+        manual = not self.lightning_module.automatic_optimization
+        if manual and model.static_graph and not hasattr(self, "_pl_static_graph_delay_done"):
+            raise ValueError(
+                "static_graph=True with manual optimization needs a lightning that starts the reduction of the first"
+                f" backward, as 2.6 does; in lightning {lightning.__version__} it would not be reduced."
+                " Leave static_graph out, or use a newer lightning."
+            )
         group = model.process_group
         self._frozen = [(name, p) for name, p in model.module.named_parameters() if not p.requires_grad]
         if self._stock and not (model.static_graph and accumulates):
@@ -89,7 +97,6 @@ class ReducingStrategy(DDPStrategy):
         if self._ddp_comm_hook is not None or self._ddp_comm_wrapper is not None:
             user_hook = self._ddp_comm_hook or allreduce_hook
             hook = adapt_hook(user_hook, self._ddp_comm_state, self._ddp_comm_wrapper, group)
-        manual = not self.lightning_module.automatic_optimization
         places = gather_places(self.node_rank, group)
         reducer = Reducer(self._rule, places, dist.get_rank(group), group, self.root_device, hook, manual)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -115,7 +115,7 @@ class SplitTraining:
             return
         # Lightning's progress counts micro-batches of the run that saved the checkpoint.
         loop = self._trainer.fit_loop
-        epochs = loop.epoch_progress
+        epochs: Any = loop.epoch_progress
         if epochs.total.ready == epochs.total.processed:
             # Resumed at the last batch of an epoch, Lightning 2.6 ends it in `reset`, but takes itself to be within it:
             # the next epoch would not be counted as begun, and not be gone on with after another checkpoint.

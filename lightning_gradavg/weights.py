@@ -38,7 +38,7 @@ def as_weight(value: Any, device: torch.device) -> Weight:
     try:
         return float(value)
     except OverflowError:
-        raise TypeError(f"a weight is one number, got one of type {type(value).__name__} too large for a float") from None
+        raise TypeError(f"a weight is one number, got {type(value).__name__} too large for a float") from None
     except (TypeError, ValueError):
         raise TypeError(f"a weight is one number, got {value!r} of type {type(value).__name__}") from None
 

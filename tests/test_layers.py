@@ -21,7 +21,8 @@ FLOORS = (
     "place rules weights scaling global_batch recipe runs planning",
     (
         "reduce reducer terms window accumulate hooks ddp_options average agreement buckets contribution"
-        " batches collated order sources loaders gather rows resume loader_state split_loader learning_rate parameter_groups watched run_recipe"
+        " batches collated order sources loaders split_loader resume loader_state gather rows"
+        " learning_rate parameter_groups watched run_recipe"
     ),
     "outputs training_data reducing recipe_strategy strategy",
     "__init__ __main__ cli",

@@ -59,6 +59,9 @@ def count_stock(micro_batches: int, window: int) -> Any:
     return count_reductions(DDPStrategy(bucket_cap_mb=0.001), micro_batches, window)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.6", reason="the profiler of an older torch records no shapes of gloo's events"
+)
 @pytest.mark.parametrize("reduction", RULES)
 @pytest.mark.parametrize("window", [1, 4])
 def test_number_of_collectives(world, reduction, window):
@@ -152,7 +155,8 @@ def sum_only(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -
 
 
 def train_without_avg(per_rank: Any, toy: Any, strategy: Any, **options: Any) -> Any:
-    original, dist.all_reduce = dist.all_reduce, sum_only
+    original: Any = dist.all_reduce
+    dist.all_reduce = sum_only  # type: ignore[assignment]  # for this body only
     try:
         return train(per_rank, toy, strategy, **options)
     finally:

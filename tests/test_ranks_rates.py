@@ -53,6 +53,7 @@ class Scheduled(Toy):
         self.v = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.scheduler, self.batch, self.size, self.outside = scheduler, batch, size, outside
         self.rates: list[tuple[float, ...]] = []
+        self.stepped = 0
 
     def losses(self, batch: torch.Tensor) -> torch.Tensor:
         return super().losses(batch) + self.v * 0
@@ -75,7 +76,7 @@ class Scheduled(Toy):
             return optimizer
         scheduler = SCHEDULERS[self.scheduler](optimizer)
         if self.outside:
-            self.kept, self.stepped = scheduler, 0
+            self.kept = scheduler
             return optimizer
         monitor = {"monitor": "metric", "strict": False} if self.scheduler == "ReduceLROnPlateau" else {}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", **monitor}}
@@ -87,9 +88,9 @@ class Scheduled(Toy):
 
 def run(model: dict[str, Any], strategy: dict[str, Any], **options: Any) -> Any:
     module = Scheduled(**model)
-    trainer = make_trainer(GradAvgStrategy(**strategy), **{**TRAINER, **options})
-    trainer.fit(module)
-    return module.rates, trainer.strategy.global_batch_size, trainer.strategy.lr_scale
+    chosen = GradAvgStrategy(**strategy)
+    make_trainer(chosen, **{**TRAINER, **options}).fit(module)
+    return module.rates, chosen.global_batch_size, chosen.lr_scale
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,9 @@ def find_then_fit(folder: str) -> Any:
     trainer = make_trainer(strategy, **TRAINER, default_root_dir=folder)
     finder = Tuner(trainer).lr_find(model, num_training=12, min_lr=1e-4, max_lr=0.5, early_stop_threshold=None)
     searched, model.rates = model.rates, []
+    assert finder is not None
     suggestion = finder.suggestion(skip_begin=1, skip_end=1)
+    assert suggestion is not None
     model.lr = suggestion
     trainer.fit(model)
     return dist.get_rank(), suggestion, set(model.rates), finder.results["lr"], searched

@@ -31,7 +31,8 @@ class Samples(Toy):
         return DataLoader(data, batch_size=self.batch, shuffle=self.shuffle)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        chunk = self.trainer.strategy._data.chunk
+        strategy: Any = self.trainer.strategy
+        chunk = strategy._data.chunk
         self.samples.append([] if chunk.stand_in else batch.tolist())
         self.log("loss", self.losses(batch).mean(), on_epoch=True, on_step=False, sync_dist=True)
         return super().training_step(batch, batch_idx)

@@ -1,4 +1,4 @@
-"""The demo's two tasks with split_batches: plain shuffled loaders, on any world, accumulated or not, end as one process."""
+"""The demo's two tasks with split_batches and plain shuffled loaders, on any world, end as one process does."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Job(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         assert self.w.grad is not None
-        strategy = self.trainer.strategy
+        strategy: Any = self.trainer.strategy
         seen = {
             "gradient": self.w.grad.item(),
             "rank": dist.get_rank(),
