@@ -115,15 +115,24 @@ class BatchSplitter:
         if self._random is not None:
             self._random = random_state()
 
-    def end_set_up(self) -> None:
+    def end_set_up(self, combined_loader: Any = None) -> None:
         """Set the global random state to that of the checkpoint, before hooks of the resumed run may draw from it.
 
         To be called when the loaders have been set up. Lightning makes and drops iterators of training and validation
         loaders before that, which draw.
+
+        Args:
+            combined_loader: The `CombinedLoader` that the training loop reads. It is told which loaders were already
+                started again in the epoch: without lengths, it ends an epoch once all of them have been.
         """
         if self._random is not None:
             restore_random_state(self._random)
             self._random = None
+        epoch = getattr(combined_loader, "_iterator", None)
+        if hasattr(epoch, "_consumed"):
+            for index, iterator in enumerate(epoch.iterators):
+                if isinstance(iterator, SplitIterator) and iterator.loader._passes.started_again:
+                    epoch._consumed[index] = True
 
     def wrap(self, loader: Any) -> SplitLoader:
         """Return `loader` split. A collective operation.

@@ -10,13 +10,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_gradavg.reducing import ReducingStrategy
+from lightning_gradavg.evaluating import EvaluatingStrategy
 from lightning_gradavg.rules import Rule
 from lightning_gradavg.run_recipe import RunRecipe, loader_batch_size
 from lightning_gradavg.training_data import SplitTraining, as_one_stand_in
@@ -26,7 +26,7 @@ __all__ = ["RecipeStrategy"]
 _CHECKPOINT_KEY = "lightning_gradavg"
 
 
-class RecipeStrategy(ReducingStrategy):
+class RecipeStrategy(EvaluatingStrategy):
     """Splits the training data, scales the learning rate, and saves both free of the world size.
 
     Args:
@@ -129,27 +129,12 @@ class RecipeStrategy(ReducingStrategy):
         )
 
     @override
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        # Lightning names the loaders here, after it asked the user for them and before it replaces their samplers:
-        # the only moment at which training and evaluation loaders can be told apart and their samplers kept.
-        if name is not None and name.endswith("_dataloader()"):
-            self._prepares_training_data = name == "train_dataloader()"
-            self._loader_sizes = [] if self._prepares_training_data else self._loader_sizes
-            if self._data is not None:
-                self._data.before_loaders(training=self._prepares_training_data)
-        super().barrier(name, *args, **kwargs)
-
-    @override
-    def reduce(
-        self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
-    ) -> Tensor:
-        """Reduce a tensor over the ranks. The mean of integers is not floored, as Lightning's is on gloo."""
-        # Lightning passes on what is not a tensor, too, whatever the annotation says.
-        value: Any = tensor
-        integral = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-        if integral and isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"):
-            tensor = tensor.double()
-        return super().reduce(tensor, group, reduce_op)
+    def _prepare_loaders(self, name: str) -> None:
+        self._prepares_training_data = name == "train_dataloader()"
+        self._loader_sizes = [] if self._prepares_training_data else self._loader_sizes
+        if self._data is not None:
+            # The only moment at which training and evaluation loaders can be told apart and their samplers kept.
+            self._data.before_loaders(training=self._prepares_training_data)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -141,6 +141,12 @@ class Passes:
         """Whether a reader made now goes on from the loaded state whatever others read before."""
         return self._loaded is not None and self._first is None
 
+    @property
+    def started_again(self) -> bool:
+        """Whether the loaded state is within an epoch in which the loader had been read to its end before."""
+        loaded = self._loaded
+        return loaded is not None and not loaded["complete"] and loaded["epoch_batches"] > loaded["batches"]
+
     def begin(self, pending: deque[Pending], make: Callable[..., Order], *, at_state: bool, over: bool) -> Pass:
         """Begin a pass.
 

@@ -63,6 +63,8 @@ class GradAvgStrategy(RecipeStrategy):
         lr_warmup_steps: Optimizer steps from the base learning rate to the scaled one.
         allow_recipe_change: True to resume a checkpoint of another recipe, with another global batch, rule or base.
             Otherwise the differences are an error.
+        exact_evaluation: True to have validation, test and prediction see each sample exactly once, and log the values
+            of one process. See docs/evaluation.md.
         accelerator: As in `DDPStrategy`.
         parallel_devices: As in `DDPStrategy`.
         cluster_environment: As in `DDPStrategy`.
@@ -111,6 +113,7 @@ class GradAvgStrategy(RecipeStrategy):
         base_world_size: int = 1,
         lr_warmup_steps: int = 0,
         allow_recipe_change: bool = False,
+        exact_evaluation: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -172,6 +175,7 @@ class GradAvgStrategy(RecipeStrategy):
             split_batches=split_batches,
             max_device_batch_size=max_device_batch_size,
             allow_recipe_change=allow_recipe_change,
+            exact_evaluation=exact_evaluation,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,11 +13,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities import CombinedLoader
 from lockstep import Taken, global_batches, on_ranks
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
+from lightning_gradavg.batches import Split
 from lightning_gradavg.loaders import BatchSplitter
 
 Make = Callable[[], list[Any]]
@@ -33,7 +36,7 @@ class Lazy:
         self.size, self.batch_size, self.source = size, batch_size, source
 
     def __len__(self) -> int:
-        return -(-self.size // self.batch_size)
+        return (self.size + self.batch_size - 1) // self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(len(self)):
@@ -70,6 +73,14 @@ class Unsized:
         return iter(torch.randperm(self.size).split(self.batch_size))
 
 
+class Batches(list[Any]):
+    """Batches in memory."""
+
+    def __init__(self, size: int, batch_size: int) -> None:
+        super().__init__(torch.arange(size).split(batch_size))
+        self.batch_size = batch_size
+
+
 ORDERS: dict[str, Callable[[int, int], Any]] = {
     "sequential": lambda size, batch: loader(size, batch_size=batch),
     "shuffle": lambda size, batch: loader(size, batch_size=batch, shuffle=True),
@@ -92,18 +103,9 @@ ORDERS: dict[str, Callable[[int, int], Any]] = {
     "eager": lambda size, batch: loader(size, batch_sampler=Eager(size, batch)),
     "stream": lambda size, batch: loader(Stream(size), batch_size=batch),
     "own stream": lambda size, batch: loader(Stream(size, torch.Generator()), batch_size=batch),
-    "list": lambda size, batch: _batches(size, batch),
+    "list": Batches,
     "unsized": Unsized,
 }
-
-
-def _batches(size: int, batch_size: int) -> Any:
-    class Batches(list[Any]):
-        pass
-
-    batches = Batches(torch.arange(size).split(batch_size))
-    vars(batches)["batch_size"] = batch_size
-    return batches
 
 
 class Row(NamedTuple):
@@ -119,7 +121,10 @@ class Fit:
         splitter: The rank's.
         make: Returns the user's loaders.
         states: What `save` returned in another run.
-        draws: Whether the model draws random numbers, others on every rank.
+        mode: Of the `CombinedLoader`.
+        limit: Most loader batches in an epoch, as `limit_train_batches`.
+        window: Loader batches per optimizer step.
+        draws: Whether the model draws random numbers for every loader batch, others on every rank.
     """
 
     def __init__(
@@ -150,7 +155,7 @@ class Fit:
         iter(self.fetcher)
         self.fetcher.fetched += splitter.batches_taken * splitter.micro_batches
         torch.rand(3)  # as the validation loaders do while they are set up
-        splitter.end_set_up()
+        splitter.end_set_up(self.combined)
         self.begun = True
 
     def rows(self, stop: int | None = None) -> Iterator[Row]:
@@ -167,7 +172,7 @@ class Fit:
                 return
             self.last = self.fetcher.done
             chunks = self.splitter.take_each(self.combined)
-            if self.draws:
+            if self.draws and any(chunk is not None and chunk.index == 0 for chunk in chunks):
                 torch.rand(1 + self.splitter.split.rank), random.random(), np.random.random()  # noqa: NPY002  # likewise
             yield Row(
                 [None if chunk is None else Taken(part, chunk) for part, chunk in zip(batch, chunks, strict=True)]
@@ -273,7 +278,7 @@ def check(
     window=st.integers(1, 3),
     draws=st.booleans(),
 )
-def test_what_remains_is_what_an_uninterrupted_run_trains_on(
+def test_what_remains_is_what_an_uninterrupted_run_trains_on(  # noqa: PLR0917  # hypothesis passes them by name
     order: str,
     size: int,
     batch_size: int,
@@ -313,7 +318,318 @@ def test_every_loader_goes_on_from_its_own_place(
     window: int,
 ) -> None:
     """Of two loaders, cycled, exhausted or cut off, each has the samples that the uninterrupted run goes on with."""
+
     def make() -> list[Any]:
         return [ORDERS[order](4 * size, 4) for order, size in zip(orders, sizes, strict=True)]
 
     check(make, worlds, epochs=epochs, stop=stop, mode=mode, window=window, loaders=2)
+
+
+class Memory:
+    """A sampler whose order comes from a memory of its own: the number of passes begun."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.passes = size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(random.Random(self.passes).sample(range(self.size), self.size))
+
+
+class Remembering(Memory):
+    """The same, with a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes = state["passes"]
+
+
+class Loud(Dataset[int]):
+    """Remembers what was loaded from it."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+def one(make: Callable[[], Any]) -> Make:
+    return lambda: [make()]
+
+
+def save_after(stop: int, make: Make, world_size: int = 1, epochs: int = 0, **options: Any) -> list[Any]:
+    """Return the states of a run that stopped after so many micro-batches of an epoch."""
+    limit = options.pop("max_samples", None)
+    runs = on_ranks(
+        world_size, lambda splitter: saved(splitter, make, epochs=epochs, stop=stop, **options), max_samples=limit
+    )
+    states: list[Any] = runs[0].states
+    return states
+
+
+class TestState:
+    def test_it_is_free_of_the_world_size(self) -> None:
+        """At the same place the states are the same bytes for 1, 2 and 3 ranks, on all of them, and any micro-batch."""
+
+        def body(splitter: BatchSplitter) -> bytes:
+            fit = Fit(splitter, one(lambda: ORDERS["lazy"](20, 5)))
+            fit.epoch()
+            fit.epoch(2 * splitter.micro_batches)
+            (state,) = fit.save()
+            assert (2, 10, 2, False) == (state["batches"], state["samples"], state["epoch_batches"], state["complete"])
+            assert splitter.batches_taken == 2
+            return pickle.dumps(state)
+
+        states = [
+            on_ranks(world_size, body, seeds=[7] * world_size, max_samples=limit)
+            for world_size, limit in [(1, None), (2, None), (3, 1)]
+        ]
+
+        assert [1, 2, 3] == [len(ranks) for ranks in states]
+        assert 1 == len({state for ranks in states for state in ranks})
+
+    def test_saved_at_3_resumed_at_2_and_then_at_4(self) -> None:
+        """Stopped twice within an epoch, each time at another world size, the samples are those of one process."""
+
+        def make() -> list[Any]:
+            return [ORDERS["batches"](26, 4)]
+
+        first, second = make()[0], make()[0]
+        torch.manual_seed(7)
+        iter(first)  # as Lightning does
+        expected = [batch.tolist() for batch in first]
+        states = save_after(2, make, world_size=3)
+        runs = on_ranks(2, lambda splitter: _rest(Fit(splitter, make, states), 6), max_samples=1)
+        assert expected[2:5] == samples([rows for rows, _ in runs])
+
+        ranks = resumed(4, make, runs[0][1], 1)
+
+        assert expected[5:] == samples([rank[0] for rank in ranks])
+        assert second.batch_sampler is not first.batch_sampler
+
+    def test_an_incomplete_window_is_repeated(self) -> None:
+        """Of 5 batches taken in windows of 2 the state counts 4, since the gradient of the fifth is lost."""
+
+        def body(splitter: BatchSplitter) -> tuple[int, int]:
+            fit = Fit(splitter, one(lambda: ORDERS["shuffle"](24, 4)), window=2)
+            fit.epoch(5)
+            return fit.save()[0]["batches"], splitter.batches_taken
+
+        assert [(4, 4)] * 2 == on_ranks(2, body)
+
+    def test_a_batch_of_which_only_some_micro_batches_were_taken_is_repeated(self) -> None:
+        """Stopped between two micro-batches of a loader batch, that batch is not counted."""
+        (state,) = save_after(5, one(lambda: ORDERS["shuffle"](24, 6)), world_size=2, max_samples=1)
+
+        assert (1, 6) == (state["batches"], state["samples"])
+
+    @pytest.mark.parametrize("epochs", [0, 1])
+    def test_an_epoch_that_is_left_early_is_complete(self, epochs: int) -> None:
+        """With `limit_train_batches` the next epoch begins a new pass, for a shuffled loader of any length."""
+        for order in ("shuffle", "generator", "unsized"):
+            make = one(lambda order=order: ORDERS[order](24, 4))  # type: ignore[misc]  # a default is a keyword too
+            (state,) = save_after(3, make, epochs=epochs, limit=3)
+            assert state["complete"], order
+            check(make, [2, 3], epochs=epochs, stop=3, limit=3)
+
+    def test_only_a_loader_whose_data_all_ranks_share_is_resumable(self) -> None:
+        """Rank 0 cannot save the place of other ranks in their own data: Lightning then warns by itself."""
+        shared, sharded = ORDERS["shuffle"](8, 4), ORDERS["shuffle"](8, 4)
+        vars(sharded)["sharded_by_rank"] = True
+
+        loaders = [BatchSplitter(Split()).wrap(each) for each in (shared, sharded)]
+
+        assert [True, False] == [isinstance(each, _Stateful) for each in loaders]
+
+    def test_a_state_loaded_and_saved_again_is_the_same(self) -> None:
+        """A run that is resumed and stopped before its first batch saves what it was given."""
+        make = one(lambda: ORDERS["shuffle"](24, 4))
+        states = save_after(3, make)
+        fit = Fit(BatchSplitter(Split()), make, states)
+
+        assert pickle.dumps(states) == pickle.dumps(fit.save())
+        assert 3 == fit.splitter.batches_taken
+
+
+def _rest(fit: Fit, stop: int) -> tuple[list[Row], list[Any]]:
+    return fit.epoch(stop), fit.save()
+
+
+class TestOrderOfARest:
+    def test_what_was_taken_is_not_loaded_again(self) -> None:
+        """Of a map-style dataset only indices are passed over; each rank loads its chunks of what remains."""
+        datasets: list[Loud] = []
+
+        def make() -> list[Any]:
+            datasets.append(Loud())
+            return [DataLoader(datasets[-1], batch_size=4)]
+
+        states = save_after(4, make, world_size=2)
+        datasets.clear()
+        resumed(2, make, states, 1)
+
+        assert [[16, 17, 20, 21], [18, 19, 22, 23]] == [dataset.loaded for dataset in datasets]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("persistent", [False, True])
+    @pytest.mark.parametrize("generator", [False, True])
+    @pytest.mark.parametrize(("epochs", "stop"), [(0, 3), (0, 6), (1, 2), (1, 6)])
+    def test_workers_that_fetch_ahead_change_nothing(
+        self, persistent: bool, generator: bool, epochs: int, stop: int
+    ) -> None:
+        """With worker processes, kept between epochs or not, the rest and the next epoch are those of the first run."""
+
+        def make() -> list[Any]:
+            return [
+                loader(
+                    24,
+                    batch_sampler=BatchSampler(
+                        RandomSampler(range(24), generator=torch.Generator() if generator else None), 4, False
+                    ),
+                    num_workers=1,
+                    persistent_workers=persistent,
+                )
+            ]
+
+        check(make, [2, 1], epochs=epochs, stop=stop)
+
+    @pytest.mark.slow
+    def test_a_sampler_that_draws_as_workers_ask_goes_on_in_order(self) -> None:
+        """Workers ask a batch sampler ahead of training; what they asked in vain is drawn once more, as before."""
+        check(one(lambda: loader(24, batch_sampler=Lazy(24, 4), num_workers=2)), [1, 2], epochs=1, stop=2)
+
+    @pytest.mark.parametrize("stop", [2, 6])
+    @pytest.mark.parametrize("order", ["shuffle", "generator", "lazy", "unsized"])
+    def test_who_looks_at_the_data_of_a_resumed_run_changes_nothing(self, order: str, stop: int) -> None:
+        """A look at the first batch, or at all, before training goes on leaves the order as it is."""
+        make = one(lambda: ORDERS[order](24, 4))
+        runs = on_ranks(2, lambda splitter: saved(splitter, make, epochs=1, stop=stop))
+
+        def body(splitter: BatchSplitter) -> list[list[Row]]:
+            fit = Fit(splitter, make, runs[0].states)
+            if order != "unsized":
+                next(iter(fit.loaders[0]))
+                list(fit.loaders[0])
+            return [fit.epoch() for _ in expected]
+
+        expected = remaining(runs, 1)
+        ranks = on_ranks(3, body, seeds=[1, 2, 3])
+
+        assert expected == [samples([rank[epoch] for rank in ranks]) for epoch in range(len(expected))]
+
+    @pytest.mark.parametrize("stop", [2, 6])
+    @pytest.mark.parametrize("order", ["shuffle", "generator", "lazy", "unsized"])
+    def test_an_iterator_that_is_dropped_unread_changes_nothing(self, order: str, stop: int) -> None:
+        """Lightning makes a second iterator before the first batch where validation ended the epoch."""
+        make = one(lambda: ORDERS[order](24, 4))
+        runs = on_ranks(2, lambda splitter: saved(splitter, make, epochs=1, stop=stop))
+
+        def body(splitter: BatchSplitter) -> list[list[Row]]:
+            fit = Fit(splitter, make, runs[0].states)
+            iter(fit.fetcher)
+            fit.fetcher.fetched += splitter.batches_taken
+            return [fit.epoch() for _ in expected]
+
+        expected = remaining(runs, 1)
+        ranks = on_ranks(3, body, seeds=[1, 2, 3])
+
+        assert expected == [samples([rank[epoch] for rank in ranks]) for epoch in range(len(expected))]
+
+    def test_the_random_state_of_a_rank_is_that_of_the_checkpoint(self) -> None:
+        """Passing over batches draws from the common state; afterwards a model draws what it would have drawn."""
+
+        def drawn(fit: Fit, steps: int) -> list[list[float]]:
+            return [torch.rand(2).tolist() for _ in fit.rows(steps)]
+
+        def make() -> list[Any]:
+            return [ORDERS["lazy"](24, 4)]
+
+        def first(splitter: BatchSplitter) -> Any:
+            fit = Fit(splitter, make)
+            drawn(fit, 3)
+            states = fit.save()
+            fit.begun = True
+            return states, drawn(fit, 3)
+
+        states, expected = on_ranks(2, first)[0]
+        ranks = on_ranks(3, lambda splitter: drawn(Fit(splitter, make, states), 3), seeds=[1, 2, 3])
+
+        assert [expected] * 3 == ranks
+
+    @pytest.mark.parametrize(("epochs", "stop"), [(0, 2), (1, 2), (1, 6)])
+    def test_a_sampler_with_a_state_goes_on(self, epochs: int, stop: int) -> None:
+        """A sampler that has `state_dict` and `load_state_dict` is put back to where its pass began."""
+        check(one(lambda: loader(24, batch_size=4, sampler=Remembering(24))), [3, 2], epochs=epochs, stop=stop)
+
+    def test_another_order_is_an_error_on_all_ranks(self) -> None:
+        """A sampler with a memory and no state is found out before a batch is trained on, with advice."""
+        make = one(lambda: loader(24, batch_size=4, sampler=Memory(24)))
+        states = save_after(2, make, epochs=1)
+
+        errors = on_ranks(3, lambda splitter: Fit(splitter, make, states).epoch())
+
+        for error in errors:
+            assert isinstance(error, RuntimeError)
+            assert "saved after 2 batches (8 samples)" in str(error)
+            assert "are not those of the checkpoint" in str(error)
+            assert "`generator=`" in str(error)
+
+    @pytest.mark.parametrize("order", ["sequential", "list", "stream"])
+    def test_a_loader_that_is_too_short_is_an_error_on_all_ranks(self, order: str) -> None:
+        """A dataset that ends before the batches that the checkpoint counts is not taken for a finished epoch."""
+        sizes = iter([24] + [8] * 2)
+        make = one(lambda: ORDERS[order](next(sizes), 4) if order != "stream" else _counting(next(sizes)))
+        states = save_after(4, make)
+
+        for error in on_ranks(2, lambda splitter: list(Fit(splitter, make, states).loaders[0])):
+            assert isinstance(error, RuntimeError)
+            assert "first 4 batches of the train loader are missing, it ends after 2" in str(error)
+
+
+def _counting(size: int) -> Any:
+    class Counting(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(size))
+
+    return DataLoader(Counting(), batch_size=4)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("state", [{"at": 3}, [1, 2], None, {"format": 2}, {"format": 1, "batches": 3}])
+    def test_another_kind_of_state_is_refused(self, state: Any) -> None:
+        """What was saved by another loader or strategy is quoted, with what to do."""
+        found = "at" if state == {"at": 3} else "format" if isinstance(state, dict) else type(state).__name__
+
+        with pytest.raises(ValueError, match=rf"not one of format 1.*it holds.*{found}.*Resume with the strategy"):
+            BatchSplitter(Split()).wrap(ORDERS["shuffle"](8, 4)).load_state_dict(state)
+
+    def test_other_generators_are_refused(self) -> None:
+        """A loader with a generator cannot go on from the state of one without, nor the other way round."""
+        states = {
+            order: save_after(1, one(lambda order=order: ORDERS[order](8, 4))) for order in ("shuffle", "generator")
+        }  # type: ignore[misc]
+
+        for saved_by, order, found in (
+            ("shuffle", "generator", "has 1 .* had 0"),
+            ("generator", "shuffle", "has 0 .* had 1"),
+        ):
+            with pytest.raises(ValueError, match=found):
+                BatchSplitter(Split()).wrap(ORDERS[order](8, 4)).load_state_dict(states[saved_by][0])
+
+    @pytest.mark.parametrize(("count", "found"), [(1, "2 more train loaders than"), (4, "fewer train loaders than")])
+    def test_another_number_of_loaders_is_refused(self, count: int, found: str) -> None:
+        """Three states are for three loaders."""
+        states = save_after(1, lambda: [ORDERS["shuffle"](8, 4) for _ in range(3)])
+
+        with pytest.raises(ValueError, match=found):
+            Fit(BatchSplitter(Split()), lambda: [ORDERS["shuffle"](8, 4) for _ in range(count)], states).epoch()

@@ -24,7 +24,7 @@ FLOORS = (
         " batches collated order sources loaders split_loader resume loader_state gather rows"
         " learning_rate parameter_groups watched run_recipe"
     ),
-    "outputs training_data reducing recipe_strategy strategy",
+    "outputs training_data dealt logged evaluation reducing evaluating recipe_strategy strategy",
     "__init__ __main__ cli",
 )
 WITHOUT_LIGHTNING = (0, 1)

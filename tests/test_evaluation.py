@@ -1,0 +1,164 @@
+"""The laws of dealt loaders, rank by rank in one process, and what ranks take over from each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torchmetrics import CatMetric
+
+from lightning_gradavg.dealt import EvaluationLoader, compare_streams, in_order, ranks_having
+from lightning_gradavg.logged import complete_states, describe_results, describe_states
+
+Place = Callable[[int, int], None]
+
+
+@pytest.fixture
+def stand_on(monkeypatch: pytest.MonkeyPatch) -> Place:
+    def stand(rank: int, world_size: int) -> None:
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
+
+    return stand
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
+def wrapped(loader: Any, **options: Any) -> EvaluationLoader:
+    defaults: dict[str, Any] = {"kept": False, "limit": None, "lengths": None, "on_batch": lambda _: None}
+    return EvaluationLoader(loader, **(defaults | options))
+
+
+@given(
+    size=st.integers(0, 30), batch=st.integers(1, 7), world_size=st.integers(1, 6), limit=st.none() | st.integers(0, 9)
+)
+@pytest.mark.parametrize("make", [range, Stream], ids=["indexed", "streamed"])
+def test_every_batch_of_one_process_is_dealt_once(make, size, batch, world_size, limit):
+    """The ranks' batches, put into order, are those of one process; rounds are as many as with DistributedSampler."""
+    loader = DataLoader(make(size), batch_size=batch)
+    alone = [one.tolist() for one in loader][:limit]
+    of_ranks = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_world_size", lambda: world_size)
+        for rank in range(world_size):
+            patch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            of_ranks.append([one.tolist() for one in wrapped(loader, limit=limit)])
+    assert alone == in_order(of_ranks)
+    if limit is None:
+        per_rank = -(-size // world_size)
+        assert -(-per_rank // batch) == max(map(len, of_ranks))
+    lengths = [len(one) for one in of_ranks]
+    for index in range(max(lengths)):
+        assert tuple(range(min(world_size, len(alone) - index * world_size))) == ranks_having(lengths, index)
+
+
+def test_the_loader_is_the_users(stand_on):
+    """Type, attributes and sampler of the user's loader can be read; what Lightning sets reaches the copy only."""
+    stand_on(1, 2)
+    loader = DataLoader(range(5), batch_size=2, num_workers=0)
+    ours = wrapped(loader, lengths=[2, 1])
+    assert (loader.dataset, 2, loader.batch_sampler.sampler) == (
+        ours.dataset,
+        ours.batch_size,
+        ours.batch_sampler.sampler,
+    )
+    assert 2 == len(ours)
+    ours.worker_init_fn = print
+    assert loader.worker_init_fn is None
+    assert ours._source.worker_init_fn is print
+    with pytest.raises(AttributeError, match="no_such"):
+        ours.no_such  # noqa: B018  # reading it is the test
+
+
+def test_a_length_that_no_rank_knows(stand_on):
+    """Without the ranks' lengths there is none, as Lightning expects of a stream."""
+    stand_on(0, 2)
+    with pytest.raises(TypeError, match="no length"):
+        len(wrapped(Stream(3)))
+
+
+def test_indices_are_noted_for_prediction_writers(stand_on):
+    """Lightning's note of the indices holds this rank's, batch by batch."""
+    stand_on(1, 2)
+    noting = _IndexBatchSamplerWrapper(BatchSampler(SequentialSampler(range(8)), 2, drop_last=False))
+    ours = wrapped(DataLoader(range(8), batch_sampler=noting))
+    assert [[2, 3], [6, 7]] == [one.tolist() for one in ours]
+    assert [[2, 3], [6, 7]] == ours.batch_sampler.seen_batch_indices
+
+
+def test_workers_of_a_stream_are_seeded_alike(stand_on):
+    """Lightning seeds workers by the rank: not so where all ranks read the same stream."""
+    stand_on(1, 2)
+    for loader, rank in ((DataLoader(Stream(4)), 0), (DataLoader(range(4)), 1)):
+        ours = wrapped(loader)
+        ours.worker_init_fn = partial(print, rank=1)
+        assert {"rank": rank} == ours.worker_init_fn.keywords
+
+
+@pytest.mark.parametrize(
+    ("reads", "together", "differ"),
+    [
+        ([(2, b"a"), (2, b"a")], False, False),
+        ([(2, b"a"), (2, b"b")], False, True),
+        ([(2, b"a"), (2, b"b")], True, True),
+        ([(2, b"a"), (1, b"b")], False, True),
+        ([(2, b"a"), (1, b"b")], True, False),
+    ],
+)
+def test_streams_are_compared(reads, together, differ):
+    """Equal parts must have been read; loaders read in step may be left at different rounds."""
+    of_ranks = [[(0, b""), read] for read in reads]
+    if not differ:
+        assert compare_streams(of_ranks, together=together) is None
+        return
+    with pytest.raises(RuntimeError, match="loader 1 does not yield the same"):
+        compare_streams(of_ranks, together=together)
+
+
+def test_only_what_is_computed_by_all_ranks_is_agreed_on():
+    """Values of rank 0 alone, of a group of the user's, of steps, and of earlier epochs are left to themselves."""
+    results = {}
+    for name, fields, sync in (
+        ("shared", {}, {"_should": True}),
+        ("local", {}, {}),
+        ("of rank 0", {}, {"_should": True, "rank_zero_only": True}),
+        ("of a group", {}, {"_should": True, "_group": object()}),
+        ("of steps", {"on_step": True, "on_epoch": False}, {"_should": True}),
+        ("earlier", {}, {"_should": True}),
+    ):
+        meta = _Metadata("validation_step", name, **fields)  # type: ignore[arg-type]
+        meta.sync = _Sync(**sync)  # type: ignore[arg-type]
+        results[name] = _ResultMetric(meta, is_tensor=True)
+    results["earlier"].has_reset = True
+    described = describe_results(results)
+    assert {"shared": True, "local": False} == {name: logged.synced for name, logged in described.items()}
+    assert ("mean", False) == described["shared"].reduce_fx
+    assert {"value": torch.float32, "cumulated_batch_size": torch.int64} == described["shared"].dtypes
+
+
+def test_list_states_get_one_form_on_every_rank():
+    """One scalar, several, and none: each rank has one tensor with rows of the same type, which can be gathered."""
+    metrics = [CatMetric().set_dtype(torch.float64) for _ in range(3)]
+    metrics[0].update(torch.tensor(1.0, dtype=torch.float64))
+    for value in (2.0, 3.0):
+        metrics[1].update(torch.tensor(value, dtype=torch.float64))
+    of_ranks = [describe_states({"cat": metric}) for metric in metrics[:2]] + [{}]
+    changed = [complete_states({"cat": metric}, of_ranks) for metric in metrics]
+    assert [[1.0], [2.0, 3.0], []] == [metric.value[0].tolist() for metric in metrics]
+    assert {torch.float64} == {metric.value[0].dtype for metric in metrics}
+    assert [[], [], [(metrics[2], {"_update_count": 0})]] == changed

@@ -1,0 +1,637 @@
+"""Exact evaluation in real Trainers: what one process sees and computes, on every rank of worlds of 1 to 4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from ranks import make_trainer
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
+from torchmetrics.utilities import dim_zero_cat
+
+from lightning_gradavg import GradAvgStrategy
+
+WORLDS = [1, 2, 3, 4]
+UNEVEN = [(10, 1), (10, 4), (10, 3), (3, 1), (1, 1), (12, 1)]  # samples, batch size; some with fewer batches than ranks
+
+# Lightning's advice; several loggers and loops say it, and it is not what is tested.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You called `self.log.*logger=True.*no logger configured"),
+    pytest.mark.filterwarnings("ignore:.*sampler has shuffling enabled"),
+    pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated:FutureWarning"),
+]
+
+
+def approx(value, tolerance=1e-12):
+    return pytest.approx(value, rel=tolerance, abs=tolerance)
+
+
+def data(size: int, start: int = 0) -> Any:
+    return torch.arange(start, start + size, dtype=torch.float64)
+
+
+class Exact(GradAvgStrategy):
+    """The strategy with exact evaluation."""
+
+    def __init__(self, **options):
+        super().__init__(exact_evaluation=True, **options)
+
+
+class Rows(Metric):
+    """A metric with an integer list state of two columns, of which rank 0's type must reach a rank without rows."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", default=[], dist_reduce_fx="cat")
+
+    def update(self, values):
+        self.rows.append(torch.stack([values, values**2], 1).long())
+
+    def compute(self):
+        return dim_zero_cat(self.rows)[:, 1].sum().double()
+
+
+class Objects(Metric):
+    """A metric that keeps one element per sample, unconcatenated, as detection metrics do."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("objects", default=[], dist_reduce_fx=None)
+
+    def update(self, values):
+        self.objects.extend(value.repeat(int(value) + 1) for value in values)
+
+    def compute(self):
+        return torch.stack([one.sum() for one in self.objects]).sum()
+
+
+class Net(LightningModule):
+    """A normalised weight; logs everything that can be logged about the samples that it sees."""
+
+    def __init__(self, size: int = 10, batch: int = 1, logs: str = "all", make: Any = None) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1, dtype=torch.float64)
+        self.size, self.batch, self.logs, self.make = size, batch, logs, make
+        self.mean, self.total, self.cat, self.rows, self.objects = (
+            MeanMetric().set_dtype(torch.float64),
+            SumMetric(dist_sync_on_step=logs == "all").set_dtype(torch.float64),
+            CatMetric().set_dtype(torch.float64),
+            Rows(),
+            Objects(),
+        )
+        self.seen: list[float] = []
+        self.steps: list[float] = []
+        self.statistics: list[float] = []
+
+    def _loader(self) -> Any:
+        if self.make is not None:
+            return self.make(self.size, self.batch)
+        return DataLoader(data(self.size), batch_size=self.batch)
+
+    val_dataloader = test_dataloader = predict_dataloader = _loader
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data(24), batch_size=8)
+
+    def training_step(self, batch, batch_idx):
+        return self.norm(batch.reshape(-1, 1)).sum() + (batch**2).mean() * self.norm.weight.sum()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        batches = [part for part in batch if part is not None] if isinstance(batch, (list, tuple)) else [batch]
+        batch = torch.cat(batches)
+        self.seen += batch.tolist()
+        self.statistics.append(self.norm.running_mean.item())
+        batch = batch + 0 * self.norm(batch.reshape(-1, 1)).sum()
+        self.log("value", batch.mean(), sync_dist=True, batch_size=len(batch))
+        if self.logs == "value":
+            return
+        self.log("count", float(len(batch)), sync_dist=True, reduce_fx="sum")
+        self.log("largest", batch.mean(), sync_dist=True, reduce_fx="max")
+        self.log("smallest", batch.mean(), sync_dist=True, reduce_fx=min)
+        self.log("stepped", batch.mean(), on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch))
+        if batch_idx == 0:
+            self.log("seldom", batch.mean(), sync_dist=True, batch_size=len(batch))
+        for name in ("mean", "total", "cat", "rows", "objects"):
+            getattr(self, name)(batch)
+        self.log("metric", self.mean)
+        self.log("sum", self.total, on_step=True, on_epoch=True)
+        self.log_dict({"rows": self.rows, "objects": self.objects})
+
+    def on_validation_batch_end(self, *args):
+        if self.logs == "all":
+            self.steps.append(self.trainer.logged_metrics["stepped_step"].item())
+            assert self.participants() == self.all_gather(torch.ones(())).numel()
+
+    def participants(self):
+        return dist.get_world_size(self.trainer.strategy._evaluation.group())
+
+    def on_validation_epoch_end(self):
+        if self.logs != "value":
+            self.log("of_all", self.cat.compute().sum().double(), sync_dist=True)
+            self.cat.reset()
+
+    test_step, on_test_batch_end, on_test_epoch_end = validation_step, on_validation_batch_end, on_validation_epoch_end
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        self.seen += batch.tolist()
+        return batch * 10
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def run(what: str, net: dict[str, Any], strategy: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    seed_everything(7, verbose=False)
+    model = Net(**net)
+    trainer = make_trainer(Exact(**(strategy or {})), **{"max_epochs": 1, "num_sanity_val_steps": 0, **options})
+    returned = getattr(trainer, what)(model)
+    return {
+        "seen": model.seen,
+        "steps": model.steps,
+        "statistics": model.statistics,
+        "returned": returned,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "limits": (trainer.limit_val_batches, trainer._accelerator_connector.use_distributed_sampler),
+    }
+
+
+def seen_once(ranks: list[dict[str, Any]], values: Any) -> None:
+    assert sorted(values) == sorted(value for rank in ranks for value in rank["seen"])
+
+
+@pytest.mark.parametrize(("size", "batch"), UNEVEN)
+@pytest.mark.parametrize("what", ["validate", "test", "fit"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_sample_once_and_every_value_that_of_one_process(world, world_size, what, size, batch):
+    """Case 34: 10 samples on 4 ranks have mean 4.5 and count 10; so for any size, alone and in fit, for all logs."""
+    options = {"limit_train_batches": 1} if what == "fit" else {}
+    ranks = world(world_size).run(run, what, {"size": size, "batch": batch}, **options)
+    (alone,) = world(1).run(run, what, {"size": size, "batch": batch, "logs": "most"}, **options)
+    seen_once(ranks, range(size))
+    metrics = ranks[0]["metrics"]
+    for rank in ranks:
+        assert metrics == rank["metrics"]
+        assert (1.0, True) == rank["limits"]
+    assert set(alone["metrics"]) <= set(metrics)
+    compared = [name for name in alone["metrics"] if name not in ("seldom", "stepped_step", "sum_step")]
+    # Lightning keeps some values in float32.
+    assert [approx(alone["metrics"][name], 1e-6) for name in compared] == [metrics[name] for name in compared]
+    assert approx((size - 1) / 2, 1e-6) == metrics["value"] == metrics["metric"] == metrics["stepped"]
+    assert size == metrics["count"]
+    assert approx(sum(range(size)), 1e-6) == metrics["of_all"] == metrics["sum"]
+    assert approx(sum(value * value for value in range(size))) == metrics["rows"]
+    assert approx(sum(value * (value + 1) for value in range(size))) == metrics["objects"]
+    assert 1 == len({statistic for rank in ranks for statistic in rank["statistics"]})
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_step_values_are_those_of_the_ranks_with_a_batch(world, world_size):
+    """A value logged with on_step=True and sync_dist=True is the mean of its round, also of an incomplete one."""
+    ranks = world(world_size).run(run, "validate", {"size": 10, "batch": 1})
+    rounds = [range(start, min(start + world_size, 10)) for start in range(0, 10, world_size)]
+    for rank, result in enumerate(ranks):
+        assert [approx(sum(one) / len(one), 1e-6) for one in rounds if len(one) > rank] == result["steps"]
+
+
+def many(size: int, batch: int) -> Any:
+    return [
+        DataLoader(data(size), batch_size=batch),
+        DataLoader(data(1, 100), batch_size=batch),
+        DataLoader(data(size, 200), batch_size=1),
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+@pytest.mark.parametrize("what", ["validate", "fit"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_several_loaders_of_which_a_rank_may_lack_some(world, world_size, what, size):
+    """Every loader has its own values on every rank, equal to those of one process, where some ranks have no batch."""
+    net = {"size": size, "batch": 3, "make": many}
+    ranks = world(world_size).run(run, what, net | {"logs": "value"}, num_sanity_val_steps=2)
+    (alone,) = world(1).run(run, what, net | {"logs": "value"})
+    for rank in ranks:
+        assert approx(alone["metrics"], 1e-6) == rank["metrics"]
+        assert len(rank["metrics"]) == 3
+        if what == "validate":
+            assert [approx(one, 1e-6) for one in alone["returned"]] == rank["returned"]
+    if what == "validate":
+        seen_once(ranks, [*range(size), 100, *range(200, 200 + size)])
+
+
+def pairs(mode: str) -> CombinedLoader:
+    return CombinedLoader([DataLoader(data(7), batch_size=2), DataLoader(data(5, 100), batch_size=1)], mode)
+
+
+def make_min(size: int, batch: int) -> Any:
+    return pairs("min_size")
+
+
+def make_max(size: int, batch: int) -> Any:
+    return pairs("max_size")
+
+
+def make_cycle(size: int, batch: int) -> Any:
+    return pairs("max_size_cycle")
+
+
+@pytest.mark.parametrize("make", [make_min, make_max])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_loaders_read_together(world, world_size, make):
+    """Batches that one process has together stay together, and no rank waits for one that has ended."""
+    ranks = world(world_size).run(run, "validate", {"make": make})
+    (alone,) = world(1).run(run, "validate", {"make": make, "logs": "most"})
+    seen_once(ranks, alone["seen"])
+    for rank in ranks:
+        for name in ("value", "count", "largest", "smallest", "rows", "objects"):
+            assert approx(alone["metrics"][name], 1e-6) == rank["metrics"][name]
+
+
+def test_cycled_loaders_are_refused(world):
+    """A mode that repeats batches cannot see each sample once, and all ranks say so."""
+    errors = world(2).run_expecting_errors(run, "validate", {"make": make_cycle})
+    assert ["ValueError"] * 2 == [error.type_name for error in errors]
+    assert all("max_size_cycle" in error.message and "'min_size'" in error.message for error in errors)
+
+
+class Indices(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.of_batches: list[Any] = []
+        self.of_epoch: Any = None
+
+    def write_on_batch_end(self, trainer, module, prediction, indices, *args):
+        assert [10.0 * index for index in indices] == prediction.tolist()
+        self.of_batches.append(indices)
+
+    def write_on_epoch_end(self, trainer, module, predictions, indices):
+        self.of_epoch = indices
+
+
+def predict(net: dict[str, Any], **options: Any) -> Any:
+    model, writer = Net(**net), Indices()
+    trainer = make_trainer(Exact(), callbacks=[] if net.get("make") else [writer])
+    predictions = trainer.predict(model, **options)
+    return predictions, writer.of_batches, writer.of_epoch, model.seen
+
+
+@pytest.mark.parametrize(("size", "batch"), UNEVEN)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_predictions_are_in_dataset_order(world, world_size, size, batch):
+    """Case 34: predict returns exactly one prediction per sample, in dataset order, on every rank."""
+    ranks = world(world_size).run(predict, {"size": size, "batch": batch})
+    for predictions, of_batches, of_epoch, _ in ranks:
+        assert [10.0 * value for value in range(size)] == torch.cat(predictions).tolist()
+        assert [batch] * (size // batch) == [len(part) for part in predictions[: size // batch]]
+        assert [of_batches] == of_epoch
+    written = [index for _, of_batches, _, _ in ranks for indices in of_batches for index in indices]
+    assert list(range(size)) == sorted(written)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_predictions_of_several_loaders(world, world_size):
+    """Each loader has its own list, in its order."""
+    for predictions, *_ in world(world_size).run(predict, {"size": 5, "batch": 2, "make": many}):
+        found = [torch.cat(of_loader).tolist() for of_loader in predictions]
+        assert [[0, 10, 20, 30, 40], [1000], [2000, 2010, 2020, 2030, 2040]] == found
+
+
+def test_predictions_may_be_left_where_they_are(world):
+    """With return_predictions=False nothing is gathered, and every rank has written its own part."""
+    ranks = world(3).run(predict, {"size": 10, "batch": 1}, return_predictions=False)
+    assert [None] * 3 == [rank[0] for rank in ranks]
+    assert list(range(10)) == sorted(value for rank in ranks for value in rank[3])
+
+
+class Tokens(LightningModule):
+    """Logs what each rank is told to, batch by batch, as a mean over a number of tokens."""
+
+    def __init__(self, of_ranks: Any, on_step: bool) -> None:
+        super().__init__()
+        self.batches, self.on_step = of_ranks[dist.get_rank()], on_step
+
+    def val_dataloader(self):
+        return DataLoader(self.batches, batch_size=None)
+
+    def validation_step(self, batch, batch_idx):
+        value, count = batch
+        self.log("loss", value, on_step=self.on_step, on_epoch=True, sync_dist=True, batch_size=int(count))
+
+
+def tokens(of_ranks: Any, on_step: bool) -> Any:
+    trainer = make_trainer(Exact(), use_distributed_sampler=False)
+    (returned,) = trainer.validate(Tokens(of_ranks, on_step))
+    return returned["loss_epoch" if on_step else "loss"]
+
+
+@pytest.mark.parametrize("on_step", [False, True])
+@pytest.mark.parametrize(
+    ("of_ranks", "expected"),
+    [
+        pytest.param([[(3.0, 1)], [(5.0, 8)]], 43 / 9, id="case 35"),
+        pytest.param([[(1.0, 3)], [(6.0, 2)]], 3.0, id="case 36"),
+        pytest.param([[(1.0, 3)], []], 1.0, id="second without data"),
+        pytest.param([[], [(6.0, 2), (2.0, 2)]], 4.0, id="first without data"),
+        pytest.param([[(1.0, 1)] * 4, [(6.0, 2)], [(2.0, 2), (3.0, 4)]], 32 / 12, id="three"),
+    ],
+)
+def test_values_are_weighted_by_what_they_count(world, of_ranks, expected, on_step):
+    """Cases 35 and 36: ranks with data of their own, uneven or missing; sums are divided by sums of counts, once."""
+    assert [approx(expected, 1e-6)] * len(of_ranks) == world(len(of_ranks)).run(tokens, of_ranks, on_step)
+
+
+def reduced() -> Any:
+    strategy = make_trainer(Exact()).strategy
+    return strategy.reduce(torch.tensor(3 - dist.get_rank()), reduce_op="mean").item()
+
+
+def test_integers_are_not_floored(world):
+    """Case 36: the mean of the integers 3 and 2 is 2.5."""
+    assert [2.5, 2.5] == world(2).run(reduced)
+
+
+def monitored(folder: str, size: int) -> Any:
+    checkpoint = ModelCheckpoint(folder, monitor="value", save_top_k=1)
+    stopping = EarlyStopping("value", patience=1, check_on_train_epoch_end=False)
+    trainer = make_trainer(Exact(), callbacks=[checkpoint, stopping], enable_checkpointing=True, max_epochs=4)
+    trainer.fit(Net(size, logs="value"))
+    scores = float(checkpoint.best_model_score), float(stopping.best_score)
+    return checkpoint.best_model_path, *scores, trainer.current_epoch
+
+
+@pytest.mark.parametrize("size", [1, 3, 10])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_monitors_agree(world, world_size, size, tmp_path):
+    """Checkpoints and early stopping see the value of one process on all ranks, epoch after epoch."""
+    ranks = world(world_size).run(monitored, str(tmp_path), size)
+    assert 1 == len(set(ranks))
+    _, score, best, epochs = ranks[0]
+    assert ((size - 1) / 2, (size - 1) / 2, 2) == (score, best, epochs)
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(1, 1), (3, 3), (99, 5), (0.5, 2), (1.0, 5)])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_limits_count_the_batches_of_one_process(world, world_size, limit, batches):
+    """limit_val_batches=k evaluates the first k batches of the loader, and not k on each rank."""
+    ranks = world(world_size).run(run, "validate", {"size": 10, "batch": 2, "logs": "value"}, limit_val_batches=limit)
+    seen_once(ranks, range(2 * batches))
+    assert {(limit, True)} == {rank["limits"] for rank in ranks}
+
+
+def test_a_limit_below_one_batch_is_an_error_on_all_ranks(world):
+    """Lightning's message about a limit that leaves nothing arrives on every rank."""
+    errors = world(2).run_expecting_errors(run, "validate", {"size": 4, "batch": 2}, limit_val_batches=0.1)
+    assert all(error.type_name == "ValueError" and "limit_val_batches" in error.message for error in errors)
+
+
+def make_shuffled(size: int, batch: int) -> Any:
+    torch.manual_seed(dist.get_rank())  # as after a training step that draws random numbers
+    return DataLoader(data(size), batch_size=batch, shuffle=True)
+
+
+class LongestFirst(Sampler[list[int]]):
+    """A batch sampler of the user's own, which Lightning could not build anew."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for length in range(self.size, 0, -1):
+            yield list(range(length * (length - 1) // 2, length * (length + 1) // 2))
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def make_custom(size: int, batch: int) -> Any:
+    return DataLoader(data(10), batch_sampler=LongestFirst(4))
+
+
+def make_unbatched(size: int, batch: int) -> Any:
+    return DataLoader(data(size).split(batch), batch_size=None)
+
+
+def make_workers(size: int, batch: int) -> Any:
+    return DataLoader(data(size), batch_size=batch, num_workers=1, persistent_workers=True)
+
+
+class Batches:
+    """An iterable that is no DataLoader; a list would be several loaders."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def make_plain(size: int, batch: int) -> Any:
+    return Batches(data(size).split(batch))
+
+
+class Stream(IterableDataset[Any]):
+    """`values` one by one; rank r has `offset * r` more in each."""
+
+    def __init__(self, values: Any, offset: int = 0) -> None:
+        self.values = values + offset * dist.get_rank()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values)
+
+
+def make_stream(size: int, batch: int) -> Any:
+    return DataLoader(Stream(data(size)), batch_size=batch)
+
+
+def make_differing_stream(size: int, batch: int) -> Any:
+    return DataLoader(Stream(data(size), offset=100), batch_size=batch)
+
+
+def make_sharded_stream(size: int, batch: int) -> Any:
+    stream = Stream(data(size)[dist.get_rank() :: dist.get_world_size()])
+    stream.sharded_by_rank = True  # type: ignore[attr-defined]  # the user's word
+    return DataLoader(stream, batch_size=batch)
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "batch"),
+    [
+        (make_custom, 10, 1),
+        *(
+            (make, size, batch)
+            for make in (make_shuffled, make_unbatched, make_plain, make_stream, make_sharded_stream)
+            for size, batch in ((10, 1), (10, 4), (1, 1))
+        ),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_kind_of_loader(world, world_size, make, size, batch):
+    """Each sample is seen once, whatever yields it: samplers of any kind, iterables, and streams."""
+    ranks = world(world_size).run(run, "validate", {"size": size, "batch": batch, "make": make, "logs": "value"})
+    seen_once(ranks, range(size))
+    assert {(size - 1) / 2} == {rank["metrics"]["value"] for rank in ranks}
+
+
+@pytest.mark.parametrize("make", [make_workers, make_shuffled])
+def test_epoch_after_epoch(world, make):
+    """Persistent workers and a shuffled order are dealt anew in every epoch."""
+    ranks = world(3).run(
+        run, "fit", {"size": 7, "batch": 2, "make": make, "logs": "value"}, max_epochs=2, limit_train_batches=1
+    )
+    seen_once(ranks, [*range(7)] * 2)
+    assert {3.0} == {rank["metrics"]["value"] for rank in ranks}
+
+
+def test_a_stream_that_differs_between_the_ranks_is_an_error(world):
+    """A stream that shards itself without saying so would lose samples: all ranks raise."""
+    net = {"size": 4, "batch": 1, "make": make_differing_stream, "logs": "value"}
+    errors = world(2).run_expecting_errors(run, "validate", net)
+    assert ["RuntimeError"] * 2 == [error.type_name for error in errors]
+    assert all("sharded_by_rank = True" in error.message for error in errors)
+
+
+def test_step_values_of_a_stream_without_length_are_an_error(world):
+    """Where no rank can know who has a batch, a reduction within a step is refused instead of waited for."""
+    errors = world(2).run_expecting_errors(run, "validate", {"size": 4, "batch": 1, "make": make_stream})
+    assert ["RuntimeError"] * 2 == [error.type_name for error in errors]
+    assert all("on_step=False" in error.message for error in errors)
+
+
+def make_distributed(size: int, batch: int) -> Any:
+    sampler: Any = DistributedSampler(data(size), num_replicas=batch, rank=dist.get_rank() % batch, shuffle=False)
+    return DataLoader(data(size), sampler=sampler)
+
+
+def make_dropping(size: int, batch: int) -> Any:
+    sampler: Any = DistributedSampler(data(size), shuffle=False, drop_last=True)
+    return DataLoader(data(size), batch_sampler=BatchSampler(sampler, batch, drop_last=False))
+
+
+def test_a_distributed_sampler_that_yields_each_sample_once_is_kept(world):
+    """8 samples on 2 ranks by the user's own DistributedSampler: strided, as it does it."""
+    ranks = world(2).run(run, "validate", {"size": 8, "batch": 2, "make": make_distributed, "logs": "value"})
+    assert [[0, 2, 4, 6], [1, 3, 5, 7]] == [rank["seen"] for rank in ranks]
+    assert [3.5, 3.5] == [rank["metrics"]["value"] for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "batch", "message"),
+    [
+        (make_distributed, 9, 2, "repeats 1 of 9 samples on 2 ranks"),
+        (make_dropping, 9, 2, "drops 1 of 9 samples on 2 ranks"),
+        (make_distributed, 9, 3, "DistributedSampler for 3 replicas on 2 ranks"),
+    ],
+)
+def test_a_distributed_sampler_that_does_not_is_refused(world, make, size, batch, message):
+    """Case 34: a padded sampler is named with its number of duplicates, on all ranks."""
+    errors = world(2).run_expecting_errors(run, "validate", {"size": size, "batch": batch, "make": make})
+    assert ["ValueError"] * 2 == [error.type_name for error in errors]
+    assert all(message in error.message for error in errors)
+
+
+def make_of_rank(size: int, batch: int) -> Any:
+    return DataLoader(data(size + dist.get_rank()), batch_size=batch)
+
+
+def test_loaders_that_differ_are_an_error(world):
+    """Data of a rank's own that is not declared as such would be dealt away: all ranks raise."""
+    errors = world(2).run_expecting_errors(run, "validate", {"size": 4, "batch": 1, "make": make_of_rank})
+    assert ["ValueError"] * 2 == [error.type_name for error in errors]
+    assert all("4, 5 batches" in error.message for error in errors)
+
+
+class Seldom(Net):
+    """Logs one key on some ranks only, in different orders."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 1, "value")
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        value = batch.item()
+        names = ("first", "second") if int(value) % 2 else ("second", "first")
+        for name in names:
+            self.log(name, value, sync_dist=True)
+        if value == 7:
+            self.log("seven", value, sync_dist=True, reduce_fx="sum")
+            self.log("own", value)
+
+
+def seldom() -> Any:
+    trainer = make_trainer(Exact())
+    with pytest.warns(UserWarning, match="'own' was logged by some ranks") if dist.get_rank() == 0 else nullcontext():
+        trainer.validate(Seldom())
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
+def test_keys_that_not_every_rank_logs(world):
+    """A key that only some ranks log, or in another order, is reduced over all; one that is not reduced is reported."""
+    expected = {"first": 4.5, "second": 4.5, "seven": 7.0}
+    ranks = world(2).run(seldom)
+    assert [expected, expected | {"own": 7.0}] == ranks
+
+
+def trained(validates: bool, strategy: dict[str, Any]) -> Any:
+    seed_everything(7, verbose=False)
+    model = Net(5, 1, "value")
+    options = {} if validates else {"limit_val_batches": 0}
+    trainer = make_trainer(Exact(**strategy), max_epochs=2, num_sanity_val_steps=0, val_check_interval=2, **options)
+    trainer.fit(model)
+    return [value.tolist() for value in model.state_dict().values()], model.statistics
+
+
+@pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning")  # the older torch has no other
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_training_goes_on_as_if_not_evaluated(world, broadcast):
+    """Evaluation leaves parameters and buffers as they are; with broadcast_buffers=False, each rank its own."""
+    strategy = {} if broadcast else {"broadcast_buffers": False}
+    with_validation = world(2).run(trained, True, strategy)
+    without = world(2).run(trained, False, strategy)
+    compared = slice(1) if broadcast else slice(2)  # DDP puts rank 0's buffers everywhere: now or in the next forward
+    assert [state for state, _ in without][compared] == [state for state, _ in with_validation][compared]
+    assert without[0][0] != without[1][0]  # running statistics of a rank's own
+    of_ranks = [statistics for _, statistics in with_validation]
+    # Batches 0, 2, 4 and 1, 3: in the rounds that both ranks have, both evaluate rank 0's statistics.
+    assert len(of_ranks[0]) // 3 == len(of_ranks[1]) // 2 > 1
+    assert {*of_ranks[1]} <= {*of_ranks[0]}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_with_batches_that_are_split(world, world_size):
+    """split_batches shares out the training batches, and evaluation its own loaders, in the same run."""
+    options = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2}
+    net = {"size": 5, "batch": 2, "logs": "value"}
+    ranks = world(world_size).run(run, "fit", net, {"split_batches": True}, **options, limit_train_batches=2)
+    seen_once(ranks, range(5))
+    assert [2.0] * world_size == [rank["metrics"]["value"] for rank in ranks]
+
+
+def twice() -> Any:
+    model = Net(3, 1)
+    trainer = make_trainer(Exact(), num_sanity_val_steps=2, max_epochs=2, limit_train_batches=2)
+    trainer.fit(model)
+    first = dict(trainer.callback_metrics)
+    returned = [trainer.validate(model, verbose=False), trainer.test(model, verbose=False)]
+    left = [name for loop in (trainer.validate_loop, trainer.test_loop) for name in vars(loop) if name == "on_run_end"]
+    return float(first["value"]), [float(one[0]["value"]) for one in returned], left
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_one_trainer_for_everything(world, world_size):
+    """Sanity check, epochs, and further runs of the same Trainer each start afresh and leave nothing behind."""
+    assert [(1.0, [1.0, 1.0], [])] * world_size == world(world_size).run(twice)
