@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_gradavg.batches import Chunk, Split
@@ -56,7 +57,11 @@ class SplitTraining:
         self._injects_samplers = connector.use_distributed_sampler
         self._accumulation = trainer.accumulate_grad_batches
         self._limit, self._val_interval = trainer.limit_train_batches, trainer.val_check_interval
-        self._set_accumulation = self._accumulation
+        self._scheduled = any(
+            isinstance(callback, GradientAccumulationScheduler)
+            for callback in trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        )
+        self._epoch: int | None = None
         self.chunk: Chunk | None = None
 
     @property
@@ -88,8 +93,9 @@ class SplitTraining:
 
     def take(self) -> Chunk | None:
         """Note and return what stands behind the batch to train on now."""
-        if self._trainer.accumulate_grad_batches != self._set_accumulation:
-            # A GradientAccumulationScheduler wrote it, in loader batches.
+        if self._scheduled and self._epoch != self._trainer.current_epoch:
+            # The callback writes it at the start of every epoch, in loader batches.
+            self._epoch = self._trainer.current_epoch
             self._accumulation = self._trainer.accumulate_grad_batches
             self._accumulate()
         loader = self._trainer.fit_loop._combined_loader
@@ -139,18 +145,18 @@ class SplitTraining:
 
     def _round_validation(self) -> None:
         """Validate after whole loader batches where the user gave a part of the epoch."""
-        batches = self._trainer.val_check_batch
-        if isinstance(self._val_interval, float) and batches not in (None, float("inf")):
-            self._trainer.val_check_batch = -(-int(batches) // self.micro_batches) * self.micro_batches
+        total, count = self._trainer.fit_loop.max_batches, self.micro_batches
+        if isinstance(self._val_interval, float) and total != float("inf"):
+            self._trainer.val_check_batch = max(1, int(total // count * self._val_interval)) * count
 
     def _accumulate(self) -> None:
-        self._set_accumulation = self._accumulation * self.micro_batches
-        self._trainer.accumulate_grad_batches = self._set_accumulation
+        self._trainer.accumulate_grad_batches = self._accumulation * self.micro_batches
         self.splitter.window_batches = self._accumulation
 
     def _count_micro_batches(self, loader: Any, count: int) -> None:
         trainer = self._trainer
-        self._accumulate()
+        if not self._scheduled:  # the callback insists on 1 until training begins
+            self._accumulate()
         if isinstance(self._limit, int):
             trainer.limit_train_batches = self._limit * count
         elif self._limit != 1.0 and count > 1:

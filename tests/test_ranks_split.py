@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.tuner import Tuner
 from ranks import make_trainer
 from torch.utils.data import DataLoader
 from toys import Toy, same_everywhere
@@ -76,3 +78,90 @@ def test_uneven_and_missing_chunks(world, world_size, size, batch, limit):
     assert list(range(1, size + 1)) == read
     if batch == size:
         assert [approx(0.5 * sum(x * x for x in range(1, size + 1)) / size, 1e-6)] * world_size == [r[3] for r in ranks]
+
+
+class Counted(Samples):
+    """Notes in how many micro-batches and loader batches validation and each epoch came."""
+
+    def __init__(self, loaders: int = 1, workers: int = 0, **options: Any) -> None:
+        super().__init__(**options)
+        self.loaders, self.workers = loaders, workers
+        self.validated_at: list[int] = []
+        self.loaded = 0
+
+    def train_dataloader(self) -> Any:
+        self.loaded += 1
+        data: Any = torch.arange(1, self.size + 1, dtype=torch.float64)
+        persistent = {"persistent_workers": True} if self.workers else {}
+        made = [
+            DataLoader(data, self.batch, shuffle=self.shuffle, num_workers=self.workers, **persistent)
+            for _ in range(self.loaders)
+        ]
+        return made[0] if self.loaders == 1 else dict(zip("ab", made, strict=False))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(torch.ones(4), batch_size=2)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and not self.trainer.sanity_checking:
+            self.validated_at.append(self.trainer.global_step)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["a"] + 0 * batch["b"] if isinstance(batch, dict) else batch, batch_idx)
+
+
+def count(options: dict[str, Any], limit: int | None, **trainer_options: Any) -> Any:
+    """Body: train on batches of 4 and return what happened when."""
+    seed_everything(7, verbose=False)
+    model = Counted(**{"size": 20, "batch": 4, "lr": 0.0, **options})
+    strategy = GradAvgStrategy(split_batches=True, max_device_batch_size=limit)
+    trainer = make_trainer(strategy, **{"max_epochs": 1, **trainer_options})
+    trainer.fit(model)
+    after = (trainer.accumulate_grad_batches, trainer.limit_train_batches, trainer.val_check_interval)
+    gradients = [round(gradient.item(), 9) for gradient in model.seen.gradients]
+    return gradients, model.validated_at, model.loaded, strategy.global_batch_size, after
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "limit": ({}, {"limit_train_batches": 3}, 3),
+    "fraction": ({}, {"limit_train_batches": 0.7}, 3),
+    "overfit": ({}, {"overfit_batches": 2, "max_epochs": 2}, 4),
+    "validation every 2 batches": ({}, {"val_check_interval": 2}, 5),
+    "validation in mid-epoch": ({}, {"val_check_interval": 0.5}, 5),
+    "window of 2": ({}, {"accumulate_grad_batches": 2}, 3),
+    "scheduled window": ({}, {"max_epochs": 2, "callbacks": "schedule"}, 8),
+    "steps": ({}, {"max_epochs": 5, "max_steps": 7}, 7),
+    "reloaded": ({"shuffle": True}, {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}, 10),
+    "two loaders": ({"loaders": 2}, {}, 5),
+    "workers": ({"workers": 2, "shuffle": True}, {"max_epochs": 2}, 10),
+}
+
+
+def count_option(name: str, limit: int | None) -> Any:
+    options, trainer_options, _ = OPTIONS[name]
+    if trainer_options.get("callbacks") == "schedule":
+        trainer_options = {**trainer_options, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}
+    return count(options, limit, **trainer_options)
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+def test_trainer_options_count_loader_batches(world, name, limit):
+    """Options that count batches mean loader batches, on 3 ranks and in micro-batches of one sample, too."""
+    (expected,) = world(1).run(count_option, name, None)
+    assert OPTIONS[name][2] == len(expected[0])
+    for ours in world(3).run(count_option, name, limit):
+        assert expected == ours
+
+
+def find_batch_size() -> None:
+    Tuner(make_trainer(GradAvgStrategy(split_batches=True), max_epochs=1)).scale_batch_size(Counted(size=8, batch=2))
+
+
+def test_batch_size_finder_is_refused_by_lightning(world):
+    """Case 24: Lightning does not search for a batch size on several ranks, so nothing can be scaled twice by it."""
+    raised = world(2).run_expecting_errors(find_batch_size)
+    assert ["ValueError"] * 2 == [one.type_name for one in raised]
+    assert all("not supported with distributed strategies" in one.message for one in raised)
