@@ -128,7 +128,7 @@ class BatchSplitter:
         if self._random is not None:
             restore_random_state(self._random)
             self._random = None
-        epoch = getattr(combined_loader, "_iterator", None)
+        epoch: Any = getattr(combined_loader, "_iterator", None)
         if hasattr(epoch, "_consumed"):
             for index, iterator in enumerate(epoch.iterators):
                 if isinstance(iterator, SplitIterator) and iterator.loader._passes.started_again:

@@ -200,7 +200,7 @@ class Order:
                 restore_random_state(self._own)
 
     def _catch_up(self) -> None:
-        """End the replay. A rank moves on with it whose own random state is the common one that the pass was left with."""
+        """End the replay. A rank moves on with it if its random state is the common one that the pass was left with."""
         replay, self._replay = self._replay, None
         if replay is None or self._state is None:
             return

@@ -167,6 +167,10 @@ class Passes:
         elif loaded is not None and first is None and loaded["complete"]:
             seeded = loaded["seeded"]
             set_generators(generators, loaded["generators"])
+        elif loaded is not None and first is not None and over and not first.within.exhausted:
+            # Another loader had no more, so the batches to pass over were never asked for.
+            set_generators(generators, loaded["generators"])
+            load_objects(objects, loaded["objects"])
         elif self._following:
             begun = self._following.popleft()
             done = (loaded["batches"], loaded["samples"], loaded["digest"]) if loaded and not first else (0, 0, "")
@@ -192,7 +196,7 @@ class Passes:
         self._current, self._loaded, self._first = within, None, None
 
     def enter(self, within: Pass | None) -> None:
-        """Note that training begins an epoch, or the rest of one, in a pass; None where it takes nothing of the loader."""
+        """Note that training begins an epoch, or the rest of one, in a pass; None if it takes nothing of the loader."""
         self._current, self._loaded, self._first = within, None, None
         self.mark()
 

@@ -115,7 +115,7 @@ class SplitTraining:
     def start(self) -> None:
         """Begin training, with the loaders set up and the progress of a checkpoint restored."""
         self._round_validation()
-        self.splitter.end_set_up()
+        self.splitter.end_set_up(self._trainer.fit_loop._combined_loader)
         saved, self._saved_micro_batches = self._saved_micro_batches, None
         if saved is None:
             return

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-import pickle
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lockstep import Taken, global_batches, on_ranks
+from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from lightning_gradavg.batches import Split
@@ -182,6 +185,10 @@ class Fit:
     def epoch(self, stop: int | None = None) -> list[Row]:
         return list(self.rows(stop))
 
+    def close(self) -> None:
+        """End the worker processes."""
+        self.fetcher.teardown()
+
     def save(self) -> list[Any]:
         """Return the states as a checkpoint brings them back."""
         file = io.BytesIO()
@@ -194,7 +201,7 @@ class Fit:
 class Saved(NamedTuple):
     states: list[Any]
     batches: int
-    """Loader batches of the epoch that the states count."""
+    """Loader batches of the epoch that the states count; -1 for a whole epoch."""
     epochs: list[list[Row]]
     """What the run trained on that was saved and not interrupted."""
 
@@ -206,10 +213,12 @@ def saved(splitter: BatchSplitter, make: Make, *, epochs: int, stop: int, **opti
     begun = fit.epoch(stop) if stop else []
     states, batches = fit.save(), splitter.batches_taken
     if begun and fit.fetcher.done:
-        return Saved(states, -1, [*whole, begun, fit.epoch()])
-    if begun:
-        fit.begun = True
-    return Saved(states, batches if begun else 0, [*whole, begun + fit.epoch(), fit.epoch()])
+        batches, rest = -1, [begun, fit.epoch()]
+    else:
+        fit.begun = fit.begun or bool(begun)
+        batches, rest = batches if begun else 0, [begun + fit.epoch(), fit.epoch()]
+    fit.close()
+    return Saved(states, batches, [*whole, *rest])
 
 
 def samples(ranks: list[list[Row]], index: int = 0) -> list[list[Any]]:
@@ -230,7 +239,9 @@ def resumed(world_size: int, make: Make, states: list[Any], count: int, **option
 
     def body(splitter: BatchSplitter) -> list[list[Row]]:
         fit = Fit(splitter, make, states, **options)
-        return [fit.epoch() for _ in range(count)]
+        epochs = [fit.epoch() for _ in range(count)]
+        fit.close()
+        return epochs
 
     ranks = on_ranks(world_size, body, seeds=[1000 + rank for rank in range(world_size)], **limits)
     for rank in ranks:
@@ -377,18 +388,23 @@ def save_after(stop: int, make: Make, world_size: int = 1, epochs: int = 0, **op
     return states
 
 
+def comparable(state: Any) -> str:
+    """Return all values of a state."""
+    return repr(tree_map(lambda value: value.tolist() if isinstance(value, torch.Tensor) else value, state))
+
+
 class TestState:
     def test_it_is_free_of_the_world_size(self) -> None:
-        """At the same place the states are the same bytes for 1, 2 and 3 ranks, on all of them, and any micro-batch."""
+        """At the same place the states are the same for 1, 2 and 3 ranks, on all of them, and any micro-batch."""
 
-        def body(splitter: BatchSplitter) -> bytes:
+        def body(splitter: BatchSplitter) -> str:
             fit = Fit(splitter, one(lambda: ORDERS["lazy"](20, 5)))
             fit.epoch()
             fit.epoch(2 * splitter.micro_batches)
             (state,) = fit.save()
             assert (2, 10, 2, False) == (state["batches"], state["samples"], state["epoch_batches"], state["complete"])
             assert splitter.batches_taken == 2
-            return pickle.dumps(state)
+            return comparable(state)
 
         states = [
             on_ranks(world_size, body, seeds=[7] * world_size, max_samples=limit)
@@ -401,21 +417,16 @@ class TestState:
     def test_saved_at_3_resumed_at_2_and_then_at_4(self) -> None:
         """Stopped twice within an epoch, each time at another world size, the samples are those of one process."""
 
-        def make() -> list[Any]:
-            return [ORDERS["batches"](26, 4)]
+        make = one(lambda: ORDERS["batches"](26, 4))
+        first = on_ranks(3, lambda splitter: saved(splitter, make, epochs=0, stop=2))
+        expected = remaining(first, 0)
 
-        first, second = make()[0], make()[0]
-        torch.manual_seed(7)
-        iter(first)  # as Lightning does
-        expected = [batch.tolist() for batch in first]
-        states = save_after(2, make, world_size=3)
-        runs = on_ranks(2, lambda splitter: _rest(Fit(splitter, make, states), 6), max_samples=1)
-        assert expected[2:5] == samples([rows for rows, _ in runs])
+        second = on_ranks(2, lambda splitter: _rest(Fit(splitter, make, first[0].states), 6), max_samples=1)
+        third = resumed(4, make, second[0][1], 2, max_samples=3)
 
-        ranks = resumed(4, make, runs[0][1], 1)
-
-        assert expected[5:] == samples([rank[0] for rank in ranks])
-        assert second.batch_sampler is not first.batch_sampler
+        assert (5, 2) == (len(expected[0]), second[0][0][0].taken[0].chunk.count)
+        assert expected[0][:3] == samples([rows for rows, _ in second])
+        assert [expected[0][3:], expected[1]] == [samples([rank[epoch] for rank in third]) for epoch in range(2)]
 
     def test_an_incomplete_window_is_repeated(self) -> None:
         """Of 5 batches taken in windows of 2 the state counts 4, since the gradient of the fifth is lost."""
@@ -457,7 +468,7 @@ class TestState:
         states = save_after(3, make)
         fit = Fit(BatchSplitter(Split()), make, states)
 
-        assert pickle.dumps(states) == pickle.dumps(fit.save())
+        assert comparable(states) == comparable(fit.save())
         assert 3 == fit.splitter.batches_taken
 
 
@@ -508,24 +519,19 @@ class TestOrderOfARest:
         """Workers ask a batch sampler ahead of training; what they asked in vain is drawn once more, as before."""
         check(one(lambda: loader(24, batch_sampler=Lazy(24, 4), num_workers=2)), [1, 2], epochs=1, stop=2)
 
-    @pytest.mark.parametrize("stop", [2, 6])
-    @pytest.mark.parametrize("order", ["shuffle", "generator", "lazy", "unsized"])
-    def test_who_looks_at_the_data_of_a_resumed_run_changes_nothing(self, order: str, stop: int) -> None:
-        """A look at the first batch, or at all, before training goes on leaves the order as it is."""
+    @pytest.mark.parametrize("order", ["shuffle", "generator", "lazy", "stream", "unsized"])
+    def test_who_looks_at_the_data_of_a_resumed_run_leaves_the_rest_as_it_is(self, order: str) -> None:
+        """Looks at the first batch, and at all, before training goes on change nothing in the rest of the epoch."""
         make = one(lambda: ORDERS[order](24, 4))
-        runs = on_ranks(2, lambda splitter: saved(splitter, make, epochs=1, stop=stop))
+        runs = on_ranks(2, lambda splitter: saved(splitter, make, epochs=1, stop=2))
 
-        def body(splitter: BatchSplitter) -> list[list[Row]]:
+        def body(splitter: BatchSplitter) -> list[Row]:
             fit = Fit(splitter, make, runs[0].states)
-            if order != "unsized":
-                next(iter(fit.loaders[0]))
-                list(fit.loaders[0])
-            return [fit.epoch() for _ in expected]
+            next(iter(fit.loaders[0]))
+            list(fit.loaders[0])
+            return fit.epoch()
 
-        expected = remaining(runs, 1)
-        ranks = on_ranks(3, body, seeds=[1, 2, 3])
-
-        assert expected == [samples([rank[epoch] for rank in ranks]) for epoch in range(len(expected))]
+        assert remaining(runs, 1)[0] == samples(on_ranks(3, body, seeds=[1, 2, 3]))
 
     @pytest.mark.parametrize("stop", [2, 6])
     @pytest.mark.parametrize("order", ["shuffle", "generator", "lazy", "unsized"])
@@ -615,9 +621,7 @@ class TestRefusals:
 
     def test_other_generators_are_refused(self) -> None:
         """A loader with a generator cannot go on from the state of one without, nor the other way round."""
-        states = {
-            order: save_after(1, one(lambda order=order: ORDERS[order](8, 4))) for order in ("shuffle", "generator")
-        }  # type: ignore[misc]
+        states = {order: save_after(1, one(partial(ORDERS[order], 8, 4))) for order in ("shuffle", "generator")}
 
         for saved_by, order, found in (
             ("shuffle", "generator", "has 1 .* had 0"),
@@ -633,3 +637,128 @@ class TestRefusals:
 
         with pytest.raises(ValueError, match=found):
             Fit(BatchSplitter(Split()), lambda: [ORDERS["shuffle"](8, 4) for _ in range(count)], states).epoch()
+
+
+class _Strategy(SingleDeviceStrategy):
+    """What a strategy does to save and resume, in one process."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.splitter = BatchSplitter(Split())
+
+    @property
+    def trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def process_dataloader(self, dataloader: object) -> object:
+        return self.splitter.wrap(dataloader) if self.trainer.training else dataloader
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.trainer.training:
+            self.splitter.take(self.trainer.fit_loop._combined_loader)
+        return super().batch_to_device(batch, *args, **kwargs)
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        self.splitter.epoch_ended = trainer.fit_loop.epoch_loop._num_ready_batches_reached
+        self.splitter.window_batches = trainer.accumulate_grad_batches
+
+    def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        checkpoint["split"] = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader")
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        self.splitter.resume(checkpoint["split"])
+        return checkpoint
+
+    def on_train_start(self) -> None:
+        self.splitter.end_set_up(self.trainer.fit_loop._combined_loader)
+
+
+class _Noting(LightningModule):
+    """Notes the epoch and samples of every step, and draws random numbers."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order = order
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.noted: list[tuple[int, list[int]]] = []
+
+    def train_dataloader(self) -> Any:
+        return ORDERS[self.order](24, 4)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader([1.0], shuffle=True)  # type: ignore[arg-type]  # a list will do
+
+    def training_step(self, batch: torch.Tensor) -> Any:
+        self.noted.append((self.current_epoch, batch.tolist()))
+        return self.weight * torch.rand(())
+
+    def validation_step(self, batch: torch.Tensor) -> None:
+        torch.rand(2)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class _SaveAt(Callback):
+    """Saves a checkpoint once, at a named place."""
+
+    def __init__(self, place: str, path: str) -> None:
+        self.place, self.path = place, path
+        self.steps = -1
+
+    def _reach(self, trainer: Trainer, module: LightningModule, place: str) -> None:
+        if place == self.place and self.steps < 0:
+            trainer.save_checkpoint(self.path)
+            assert isinstance(module, _Noting)
+            self.steps = len(module.noted)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reach(trainer, pl_module, "start")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self._reach(trainer, pl_module, f"epoch {trainer.current_epoch} step {args[2]}")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reach(trainer, pl_module, f"validation {trainer.current_epoch}")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reach(trainer, pl_module, f"end {trainer.current_epoch}")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reach(trainer, pl_module, "end")
+
+
+def _trainer(*callbacks: Callback, **options: Any) -> Trainer:
+    return Trainer(
+        strategy=_Strategy(),
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("order", ["shuffle", "generator", "lazy", "unsized"])
+@pytest.mark.parametrize(
+    "place",
+    ["start", "epoch 0 step 1", "epoch 1 step 3", "epoch 0 step 5", "validation 0", "validation 1", "end 0", "end 1"],
+)
+def test_wherever_lightning_saves(order: str, place: str, tmp_path: Path) -> None:
+    """A Trainer that resumes a checkpoint of any hook trains on what the run that saved it goes on with."""
+    save = _SaveAt(place, str(tmp_path / "saved.ckpt"))
+    whole, rest = _Noting(order), _Noting(order)
+    torch.manual_seed(7)
+    _trainer(save, max_epochs=3).fit(whole)
+    torch.manual_seed(99)
+
+    _trainer(max_epochs=3).fit(rest, ckpt_path=save.path, weights_only=True)
+
+    assert 0 <= save.steps < len(whole.noted) == 18
+    assert whole.noted[save.steps :] == rest.noted
