@@ -264,6 +264,8 @@ class RecipeStrategy(EvaluatingStrategy):
     def _compare_recipes(self) -> None:
         """Refuse to continue a run under another recipe than it was begun with."""
         loaded, self._loaded = self._loaded, None
+        if loaded is not None and self._ddp_comm_state is not None:
+            rank_zero_info("GradAvgStrategy: ddp_comm_state is not part of a checkpoint and begins anew")
         stock = self._stock and self._recipe.rates is None
         if loaded is None or stock:
             return

@@ -144,8 +144,23 @@ class ReducingStrategy(DDPStrategy):
             if not self.lightning_module.automatic_optimization:
                 return output
             return self._take_loss(output)
+        except ValueError as error:
+            # Of a chunk of one sample. Raised here, the other ranks would wait for this one.
+            if not (self._rule.uses_weight and "more than 1 value per channel" in str(error)):
+                raise
+            return self._fail_together(str(error))
         finally:
             self._batch = None
+
+    def _fail_together(self, problem: str) -> Tensor:
+        """Return a loss whose window ends with an error on all ranks."""
+        assert self._accumulator is not None
+        assert isinstance(self.model, DistributedDataParallel)
+        zero = zero_loss(self._accumulator.parameters, self._sparse)
+        prepare_for_backward(self.model, zero)
+        advice = "Batch norm needs two values per channel: choose a batch size that leaves no rank a single sample"
+        self._loss = WeighedLoss(zero, MicroBatch({WHOLE_LOSS: 0.0}, problem=f"{problem} {advice}"))
+        return zero
 
     def _take_loss(self, output: STEP_OUTPUT) -> STEP_OUTPUT:
         """Return the output with one loss to run the backward from, and remember its weights."""

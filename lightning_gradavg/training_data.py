@@ -192,4 +192,5 @@ def as_one_stand_in(module: LightningModule) -> Iterator[None]:
     finally:
         del module.log
         for buffer, before in buffers:
-            buffer.copy_(before)
+            # Past autograd, whose backward is still to come: what it computes from the buffers is discarded.
+            buffer.data.copy_(before)

@@ -165,3 +165,36 @@ def test_batch_size_finder_is_refused_by_lightning(world):
     raised = world(2).run_expecting_errors(find_batch_size)
     assert ["ValueError"] * 2 == [one.type_name for one in raised]
     assert all("not supported with distributed strategies" in one.message for one in raised)
+
+
+class Normed(Samples):
+    """Normalizes over the samples of its chunk."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.norm = torch.nn.BatchNorm1d(1).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.losses(batch).mean() + self.norm(batch[:, None]).sum()
+
+
+def fit_normed(batch: int) -> Any:
+    model = Normed(size=batch, batch=batch, lr=0.0)
+    trainer = make_trainer(GradAvgStrategy(split_batches=True), max_epochs=1)
+    trainer.fit(model)
+    return model.norm.running_mean.item(), model.norm.num_batches_tracked.item()
+
+
+@pytest.mark.parametrize(("world_size", "batch"), [(2, 4), (4, 6), (3, 4)])
+def test_batch_norm_with_missing_chunks(world, world_size, batch):
+    """Batch norm trains where ranks have no samples (6 over 4, 4 over 3), and rank 0's buffers see its own alone."""
+    mean, tracked = world(world_size).run(fit_normed, batch)[0]
+    assert (approx(0.1 * 1.5), 1) == (mean, tracked)
+
+
+def test_batch_norm_of_a_single_sample(world):
+    """Case 27: a chunk of one sample, which batch norm refuses, is the same error on all ranks, and no hang."""
+    raised = world(2).run_expecting_errors(fit_normed, 3)
+    assert raised[0] == raised[1]
+    assert "ValueError" == raised[0].type_name
+    assert "rank 1: micro-batch 0 of the window: Expected more than 1 value per channel" in raised[0].message
