@@ -66,7 +66,16 @@ GRADAVG = [sys.executable, "-m", "lightning_gradavg"]
 LIGHTNING_CLI = [sys.executable, "cli_script.py"]
 
 
-@pytest.mark.parametrize(("name", "gradient"), [("gradavg_weighted", 7.5), ("gradavg_sum", 30.0), ("instance", 7.5)])
+NAMES = {
+    "gradavg_weighted": 7.5,
+    "gradavg_sum": 30.0,
+    "gradavg_spawn": 31 / 3,
+    "gradavg_fork": 31 / 3,
+    "instance": 7.5,
+}
+
+
+@pytest.mark.parametrize(("name", "gradient"), NAMES.items())
 def test_script(tmp_path, name, gradient):
     """Case 25 (a, e): a name after the import, or an instance, trains two processes that the Trainer launches."""
     run(sys.executable, "script_job.py", tmp_path, name, 1, 2)
