@@ -285,7 +285,7 @@ class ReducingStrategy(DDPStrategy):
         length = trainer.fit_loop.epoch_loop.batch_idx % divisor + 1
         last = model.require_backward_grad_sync and not self._withheld
         self._reductions += last
-        for name, parameter in self._frozen:
+        for name, parameter in self._frozen if self._accumulator is not None or self.world_size > 1 else ():
             if parameter.requires_grad:
                 raise RuntimeError(
                     f"parameter {name!r} was frozen when training began and now requires a gradient, which DDP does not"
