@@ -35,16 +35,10 @@ from lightning_gradavg.batches import Chunk, Split
 from lightning_gradavg.loader_state import LoaderState
 from lightning_gradavg.order import Agree, Broadcast, Order, RandomState, random_state, restore_random_state
 from lightning_gradavg.resume import Pass, Pending
-from lightning_gradavg.sources import source_of
+from lightning_gradavg.sources import loader_batch_size, source_of
 from lightning_gradavg.split_loader import ResumableSplitLoader, SplitIterator, SplitLoader, StatefulSplitLoader
 
 __all__ = ["BatchSplitter", "ResumableSplitLoader", "SplitIterator", "SplitLoader"]
-
-
-def _largest_batch(loader: Any) -> int | None:
-    holders = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None))
-    sizes = (getattr(holder, "batch_size", None) for holder in holders)
-    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 @dataclass
@@ -150,7 +144,7 @@ class BatchSplitter:
         owners = (loader, getattr(loader, "dataset", None))
         sharded = any(getattr(owner, "sharded_by_rank", False) for owner in owners)
         split = Split(max_samples=self.split.max_samples) if sharded else self.split
-        largest = _largest_batch(loader)
+        largest = loader_batch_size(loader)
         problem = _problem(loader, split, largest, sharded=sharded)
         count = 0 if problem else split.count(largest)
         workers = getattr(loader, "num_workers", 0) > 0

@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from lightning_gradavg.evaluating import EvaluatingStrategy
 from lightning_gradavg.rules import Rule
-from lightning_gradavg.run_recipe import RunRecipe, loader_batch_size
+from lightning_gradavg.run_recipe import RunRecipe
+from lightning_gradavg.sources import loader_batch_size
 from lightning_gradavg.training_data import SplitTraining, as_one_stand_in
 
 __all__ = ["RecipeStrategy"]
@@ -244,14 +245,16 @@ class RecipeStrategy(EvaluatingStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        loaders = None
+        if self._data is not None:
+            # Lightning would load them only within an epoch, and not if the loaders were already there.
+            progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+            loaders = progress.pop("combined_loader", None)
         checkpoint[_CHECKPOINT_KEY] = {
             "recipe": self._recipe.fingerprint(),
             "rates": self._recipe.rates.state_dict() if self._recipe.rates is not None else None,
             "micro_batches": self._data.micro_batches if self._data is not None else 1,
-            # Lightning would load them only within an epoch, and not if the loaders were already there.
-            "loaders": checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-            if self._data is not None
-            else None,
+            "loaders": loaders,
         }
         super().save_checkpoint(checkpoint, *args, **kwargs)
 

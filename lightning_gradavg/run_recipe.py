@@ -10,14 +10,7 @@ from lightning_gradavg.learning_rate import LearningRates
 from lightning_gradavg.rules import Rule
 from lightning_gradavg.scaling import ScaleFunction, resolve_scaling, scale_factor
 
-__all__ = ["RunRecipe", "loader_batch_size"]
-
-
-def loader_batch_size(loader: Any) -> int | None:
-    """Return the samples in a batch of `loader`, or None where it does not say."""
-    holders = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None))
-    sizes = (getattr(holder, "batch_size", None) for holder in holders)
-    return next((size for size in sizes if isinstance(size, int)), None)
+__all__ = ["RunRecipe"]
 
 
 class RunRecipe:
@@ -127,9 +120,16 @@ class RunRecipe:
             "split_batches": self._split,
             "global_batch_size": self.global_batch_size,
             "lr_scaling": self._scaling.name,
-            "base_batch_size": self.batch.base_batch_size if self.batch is not None and self._known else None,
+            "base_batch_size": self._fingerprinted_base,
             "lr_warmup_steps": self._warmup_steps,
         }
+
+    @property
+    def _fingerprinted_base(self) -> float | None:
+        # Without a scaling the base says nothing, and a search for a learning rate would seem to change the recipe.
+        if self.rates is None or self.batch is None or not self._known:
+            return None
+        return self.batch.base_batch_size
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
         """Return where a saved fingerprint differs from this one."""

@@ -22,7 +22,7 @@ from lightning_gradavg.batches import Chunk, Split
 from lightning_gradavg.collated import batch_samples, fingerprint, slice_batch
 from lightning_gradavg.order import Order
 
-__all__ = ["FromBatches", "FromIndices", "FromSamples", "Item", "Source", "source_of"]
+__all__ = ["FromBatches", "FromIndices", "FromSamples", "Item", "Source", "loader_batch_size", "source_of"]
 
 Item: TypeAlias = tuple[Any, Chunk, bytes]
 """A micro-batch, what stands behind it, and the fingerprint of the loader batch."""
@@ -215,3 +215,10 @@ def source_of(loader: Any) -> type[Source]:
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return FromBatches
     return FromSamples if isinstance(loader.dataset, IterableDataset) else FromIndices
+
+
+def loader_batch_size(loader: Any) -> int | None:
+    """Return the samples in a batch of `loader`, or None where it does not say."""
+    holders = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None))
+    sizes = (getattr(holder, "batch_size", None) for holder in holders)
+    return next((size for size in sizes if isinstance(size, int)), None)

@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader
 from toys import Toy, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.rules import RULES
+from lightning_gradavg.run_recipe import RunRecipe
 
 TRAINER = {"max_epochs": 1, "use_distributed_sampler": False}
 
@@ -232,6 +234,24 @@ def test_learning_rate_finder(world, tmp_path):
         assert {suggestion} == used
         assert ranks[0][3] == results
         assert approx(1e-4) == results[0]
+
+
+def test_base_batch_matters_only_where_something_is_scaled() -> None:
+    """Without a scaling the recipe of a checkpoint has no base batch, so a search for a rate does not change it."""
+    bases = []
+    for scaling in ("none", "linear"):
+        recipe = RunRecipe(
+            RULES["mean"],
+            split_batches=False,
+            lr_scaling=scaling,
+            base_batch_size=None,
+            base_world_size=1,
+            lr_warmup_steps=0,
+        )
+        recipe.set_batch([4], world_size=2, accumulation=1)
+        recipe.found_here()
+        bases.append(recipe.fingerprint()["base_batch_size"])
+    assert [None, 8] == bases
 
 
 def test_named_errors() -> None:
