@@ -93,11 +93,13 @@ class SplitTraining:
 
     def take(self) -> Chunk | None:
         """Note and return what stands behind the batch to train on now."""
-        if self._scheduled and self._epoch != self._trainer.current_epoch:
-            # The callback writes it at the start of every epoch, in loader batches.
+        if self._epoch != self._trainer.current_epoch:
             self._epoch = self._trainer.current_epoch
-            self._accumulation = self._trainer.accumulate_grad_batches
-            self._accumulate()
+            self._round_validation()  # Lightning computes it anew where it reloads the loaders
+            if self._scheduled:
+                # The callback writes it at the start of every epoch, in loader batches.
+                self._accumulation = self._trainer.accumulate_grad_batches
+                self._accumulate()
         loader = self._trainer.fit_loop._combined_loader
         self.chunk = self.splitter.take(loader)
         return self.chunk
@@ -114,7 +116,6 @@ class SplitTraining:
 
     def start(self) -> None:
         """Begin training, with the loaders set up and the progress of a checkpoint restored."""
-        self._round_validation()
         self.splitter.end_set_up(self._trainer.fit_loop._combined_loader)
         saved, self._saved_micro_batches = self._saved_micro_batches, None
         if saved is None:

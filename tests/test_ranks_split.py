@@ -132,6 +132,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "scheduled window": ({}, {"max_epochs": 2, "callbacks": "schedule"}, 8),
     "steps": ({}, {"max_epochs": 5, "max_steps": 7}, 7),
     "reloaded": ({"shuffle": True}, {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}, 10),
+    "reloaded, validation in mid-epoch": (
+        {},
+        {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2, "val_check_interval": 0.5},
+        10,
+    ),
     "two loaders": ({"loaders": 2}, {}, 5),
     "workers": ({"workers": 2, "shuffle": True}, {"max_epochs": 2}, 10),
 }
