@@ -2,6 +2,8 @@
 
     loader batch --chunk_bounds--> R replicas --chunk_bounds--> W ranks --at most m samples each--> micro-batches
 
+Where R is given, a micro-batch holds all replicas of its rank, one after another, and none is cut further; else R is W.
+
 All ranks take the same number of micro-batches per loader batch, because their collectives must match. A rank with
 fewer pieces of the batch fills up with *stand-ins*: the first samples of the same batch, computed like any other, of
 weight 0. A stand-in holds two samples where it can, so that batch norm can normalize it. Stand-ins come *before* the
@@ -14,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-__all__ = ["Chunk", "Split", "chunk_bounds"]
+__all__ = ["EMPTY_BATCH", "Chunk", "Piece", "Split", "chunk_bounds"]
+
+EMPTY_BATCH = "a loader batch has no samples: leave out empty batches"
 
 Bounds: TypeAlias = tuple[int, int]
 """`(start, stop)`, half open."""
@@ -47,6 +51,20 @@ def _even_bounds(start: int, stop: int, parts: int) -> Iterator[Bounds]:
         yield start + part * size // parts, start + (part + 1) * size // parts
 
 
+class Piece(NamedTuple):
+    """The samples of one replica in a micro-batch.
+
+    Attributes:
+        replica: The replica, from 0, over all ranks.
+        start: Its first sample here, as a position in the loader batch.
+        stop: The sample after its last one here.
+    """
+
+    replica: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class Chunk:
     """What stands behind one micro-batch that a rank gets.
@@ -54,11 +72,13 @@ class Chunk:
     Attributes:
         start: First sample, as a position in the loader batch.
         stop: Sample after the last.
-        replica: Replica that the samples belong to; None for a stand-in, whose weight is 0.
+        replica: Replica that the first sample belongs to; None for a stand-in, whose weight is 0.
         index: Position among the micro-batches that the rank takes of this loader batch, from 0.
         count: Number of micro-batches that every rank takes of this loader batch.
         batch_samples: Number of samples of the loader batch.
         ranks: Number of ranks that have samples in this position; 0 where nobody has.
+        pieces: The replicas that it holds samples of, in order; none for a stand-in.
+        batch_replicas: Number of replicas of the loader batch that have samples, over all ranks. They are the first.
     """
 
     start: int
@@ -68,6 +88,8 @@ class Chunk:
     count: int
     batch_samples: int
     ranks: int
+    pieces: tuple[Piece, ...]
+    batch_replicas: int
 
     @property
     def stand_in(self) -> bool:
@@ -87,8 +109,9 @@ class Split:
     Attributes:
         rank: This rank.
         world_size: Number of ranks W.
-        replicas: Number of replicas R that every loader batch has; None for W. Rank r computes the r-th chunk of them.
-        max_samples: Most samples m in a micro-batch; None for no limit. No micro-batch spans two replicas.
+        replicas: Number of replicas R that every loader batch has. Rank r computes the r-th chunk of them, in one
+            micro-batch: of 4 replicas, 3 ranks have 2, 2 and 0. None for W, each a rank's.
+        max_samples: Most samples m in a micro-batch; None for no limit.
     """
 
     rank: int = 0
@@ -103,6 +126,12 @@ class Split:
             raise ValueError(f"num_replicas must be 1 or more, or None for the world size, got {self.replicas}")
         if self.max_samples is not None and self.max_samples < 1:
             raise ValueError(f"max_device_batch_size must be 1 or more, or None for no limit, got {self.max_samples}")
+        if self.replicas is not None and self.max_samples is not None:
+            raise ValueError(
+                f"num_replicas={self.replicas} and max_device_batch_size={self.max_samples} both say how a batch is"
+                " cut. Leave out max_device_batch_size and choose num_replicas so large that a replica is small enough;"
+                " or leave out num_replicas."
+            )
 
     def count(self, batch_size: int | None) -> int:
         """Return how many micro-batches every rank takes of each loader batch of at most `batch_size` samples.
@@ -110,14 +139,12 @@ class Split:
         Args:
             batch_size: The largest loader batch. Only needed where `max_samples` is set.
         """
-        replicas = self.replicas or self.world_size
-        replicas_per_rank = -(-replicas // self.world_size)
         if self.max_samples is None:
-            return replicas_per_rank
+            return 1
         if batch_size is None:
             raise ValueError("batch_size must be known where max_samples is set")
-        replica_samples = -(-batch_size // replicas)
-        return replicas_per_rank * max(1, -(-replica_samples // self.max_samples))
+        rank_samples = -(-batch_size // self.world_size)
+        return max(1, -(-rank_samples // self.max_samples))
 
     def cut(self, size: int, count: int) -> tuple[Chunk, ...]:
         """Return this rank's `count` micro-batches of a loader batch of `size` samples.
@@ -127,18 +154,24 @@ class Split:
         """
         return _cut(self, size, count)
 
-    def _pieces(self, size: int) -> tuple[tuple[tuple[int, Bounds], ...], ...]:
-        """Return, for every rank, its non-empty pieces `(replica, bounds)`."""
+    def _shared_out(self, size: int) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
+        """Return, for every rank, the pieces in each of its micro-batches that have samples."""
         replicas = self.replicas or self.world_size
         bounds = chunk_bounds(size, replicas)
         return tuple(
-            tuple(
-                (replica, piece)
+            self._grouped(
+                Piece(replica, *piece)
                 for replica in range(*mine)
                 for piece in _even_bounds(*bounds[replica], self._parts(*bounds[replica]))
             )
             for mine in chunk_bounds(replicas, self.world_size)
         )
+
+    def _grouped(self, pieces: Iterator[Piece]) -> tuple[tuple[Piece, ...], ...]:
+        if self.replicas is None:
+            return tuple((piece,) for piece in pieces)
+        together = tuple(pieces)
+        return (together,) if together else ()
 
     def _parts(self, start: int, stop: int) -> int:
         return -(-(stop - start) // (self.max_samples or max(1, stop - start)))
@@ -147,26 +180,28 @@ class Split:
 @lru_cache(maxsize=256)
 def _cut(split: Split, size: int, count: int) -> tuple[Chunk, ...]:
     if size < 1:
-        raise ValueError("a loader batch has no samples: leave out empty batches")
-    pieces = split._pieces(size)
-    if len(pieces[0]) > count:
+        raise ValueError(EMPTY_BATCH)
+    shared_out = split._shared_out(size)
+    if len(shared_out[0]) > count:
         raise ValueError(
-            f"a loader batch of {size} samples makes {len(pieces[0])} micro-batches of at most"
+            f"a loader batch of {size} samples makes {len(shared_out[0])} micro-batches of at most"
             f" max_device_batch_size={split.max_samples} samples on a rank, but the loader's batch_size promised at"
             f" most {count}. Let `batch_size` of the loader or of its batch sampler be the largest batch."
         )
-    mine = pieces[split.rank]
-    stand_ins = count - len(mine)
-    _, (_, first_stop) = pieces[0][0]
+    stand_ins: tuple[tuple[Piece, ...], ...] = ((),) * (count - len(shared_out[split.rank]))
+    first_stop = shared_out[0][0][0].stop
     rows = min(max(first_stop, _STAND_IN_SAMPLES), size, split.max_samples or size)
     return tuple(
         Chunk(
-            *(mine[index - stand_ins][1] if index >= stand_ins else (0, rows)),
-            replica=mine[index - stand_ins][0] if index >= stand_ins else None,
+            start=pieces[0].start if pieces else 0,
+            stop=pieces[-1].stop if pieces else rows,
+            replica=pieces[0].replica if pieces else None,
             index=index,
             count=count,
             batch_samples=size,
-            ranks=sum(len(theirs) >= count - index for theirs in pieces),
+            ranks=sum(len(theirs) >= count - index for theirs in shared_out),
+            pieces=pieces,
+            batch_replicas=-(-size // -(-size // (split.replicas or split.world_size))),
         )
-        for index in range(count)
+        for index, pieces in enumerate(stand_ins + shared_out[split.rank])
     )

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = ["batch_samples", "fingerprint", "slice_batch"]
 
@@ -40,6 +41,12 @@ def _is_column(value: Any) -> bool:
 
 
 def _lengths(value: Any, arrays: set[int], columns: set[int]) -> None:
+    if isinstance(value, PackedSequence):
+        # A named tuple of tensors, but of time steps: cut along dimension 0 it would be another one.
+        raise ValueError(  # noqa: TRY004  # like any other batch that cannot be cut
+            "a PackedSequence cannot be split: it holds the samples step by step. Let collate_fn return the padded"
+            " sequences and their lengths, and call pack_padded_sequence in training_step."
+        )
     if _is_array(value):
         if len(value.shape) > 0:
             arrays.add(int(value.shape[0]))
@@ -56,7 +63,7 @@ def batch_samples(batch: Any) -> int:
     Without any, it is the length of its lists of plain objects.
 
     Raises:
-        ValueError: If there is none, or they differ.
+        ValueError: If there is none, or they differ, or the batch holds a `PackedSequence`.
     """
     arrays: set[int] = set()
     columns: set[int] = set()
@@ -67,7 +74,8 @@ def batch_samples(batch: Any) -> int:
     found = f"dimension 0 is {' and '.join(map(str, sorted(lengths)))}" if lengths else "nothing in it has one"
     raise ValueError(
         f"a batch of type {type(batch).__name__} cannot be split: all its tensors must have the samples along dimension"
-        f" 0, but {found}. Use a DataLoader over single samples, whose indices are split before they are loaded, or"
+        f" 0, but {found}. Have collate_fn, or whatever makes the batch, put them there. Without equivalent_to= and"
+        " num_replicas=, a DataLoader over single samples will do, whose indices are split before they are loaded; or"
         " read another part of the data on every rank and set `sharded_by_rank = True` on the loader or its dataset."
     )
 
@@ -76,11 +84,11 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     """Return samples `start` to `stop` of a collated batch, with its structure and types kept.
 
     Tensors and arrays are sliced along dimension 0, as views, in any nesting of mappings, lists, tuples, named tuples
-    and dataclasses; so are lists of one plain object per sample. Everything else is shared, as in
-    `torch.nn.parallel.scatter`.
+    and dataclasses, as `torch.nn.parallel.scatter` does. Everything else is shared, such as sets, numbers, strings and
+    0-dimensional tensors. Unlike there, lists and tuples of one plain object per sample, such as names, are sliced.
 
     Raises:
-        ValueError: If the number of samples in the batch is unclear.
+        ValueError: If the number of samples in the batch is unclear, or the batch holds a `PackedSequence`.
     """
     size = batch_samples(batch)
     return batch if (start, stop) == (0, size) else _slice(batch, size, slice(start, stop))

@@ -7,6 +7,8 @@ asked as they are, on every rank, and what they yield is split:
 * an iterable-style dataset: the samples, before they are collated;
 * an iterable of batches, or `batch_size=None`: the collated batch (`slice_batch`).
 
+With `whole_batches` the collated batch is split in the first two cases, too, see `lightning_gradavg.whole_batches`.
+
 **The order** is that of one process with the random state of rank 0. When an epoch's iterator is made, and when its
 first batch is asked for, rank 0 sends the state of torch's, Python's and NumPy's global generators; samplers draw from
 it on every rank. A rank whose own state was equal moves on as one process would; another keeps its own. Fingerprints
@@ -35,8 +37,9 @@ from lightning_gradavg.batches import Chunk, Split
 from lightning_gradavg.loader_state import LoaderState
 from lightning_gradavg.order import Agree, Broadcast, Order, RandomState, random_state, restore_random_state
 from lightning_gradavg.resume import Pass, Pending
-from lightning_gradavg.sources import loader_batch_size, source_of
+from lightning_gradavg.sources import Source, loader_batch_size, source_of
 from lightning_gradavg.split_loader import ResumableSplitLoader, SplitIterator, SplitLoader, StatefulSplitLoader
+from lightning_gradavg.whole_batches import no_common_batch, whole_source_of
 
 __all__ = ["BatchSplitter", "ResumableSplitLoader", "SplitIterator", "SplitLoader"]
 
@@ -49,6 +52,10 @@ class BatchSplitter:
         split: How loader batches are split, and which part is this rank's.
         broadcast: Returns rank 0's object on every rank; None in a world of one.
         agree: Returns, on every rank, whether all ranks gave the same bytes; None in a world of one.
+        whole_batches: Whether every rank reads whole batches, so that random numbers, padding and mixing are those of
+            one process, unless a loader is known to be the same without.
+        taken: What stands behind the batches in training now, for every split loader in order; None for one that is
+            exhausted.
         micro_batches: How many micro-batches every rank takes of each loader batch: the number of batches to accumulate
             for one loader batch. The most that any loader wrapped so far needs.
         window_batches: How many loader batches an optimizer step takes. States of loaders are those of the last
@@ -63,6 +70,8 @@ class BatchSplitter:
     split: Split
     broadcast: Broadcast | None = None
     agree: Agree | None = None
+    whole_batches: bool = False
+    taken: list[Chunk | None] = field(default_factory=list, init=False)
     micro_batches: int = field(default=1, init=False)
     window_batches: int = field(default=1, init=False)
     epoch_ended: Callable[[], bool] | None = field(default=None, init=False)
@@ -74,6 +83,7 @@ class BatchSplitter:
     _queues: list[deque[Pending]] = field(default_factory=list, init=False)
     _batches: int = field(default=0, init=False)
     _in_window: bool = field(default=False, init=False)
+    _left: list[Pass | None] | None = field(default=None, init=False)
     _states: deque[Any] | None = field(default=None, init=False)
     _random: RandomState | None = field(default=None, init=False)
 
@@ -87,6 +97,10 @@ class BatchSplitter:
         """
         self._states = deque(states) if states else None
 
+    def source_of(self, loader: Any) -> type[Source]:
+        """Return where `loader` is to be split."""
+        return whole_source_of(loader) if self.whole_batches else source_of(loader)
+
     def go_on(self, state: LoaderState) -> None:
         """Count the batches and restore the random state of a loader's state. Called by the loaders."""
         self.batches_taken = 0 if state["complete"] else state["epoch_batches"]
@@ -96,9 +110,7 @@ class BatchSplitter:
 
     def passes_read(self) -> list[Pass]:
         """Return the passes that the iterators of the current epoch read now. Called by the loaders."""
-        epoch = self._epoch() if self._epoch is not None else None
-        iterators = [] if epoch is None else [each for each in epoch.iterators if isinstance(each, SplitIterator)]
-        return [iterator.newest for iterator in iterators if iterator.newest is not None]
+        return [iterator.newest for iterator in self._iterators() if iterator.newest is not None]
 
     @contextmanager
     def set_up(self) -> Iterator[None]:
@@ -146,11 +158,13 @@ class BatchSplitter:
         split = Split(max_samples=self.split.max_samples) if sharded else self.split
         largest = loader_batch_size(loader)
         problem = _problem(loader, split, largest, sharded=sharded)
+        if sharded and (self.whole_batches or self.split.replicas is not None):
+            problem = no_common_batch(loader)
         count = 0 if problem else split.count(largest)
         workers = getattr(loader, "num_workers", 0) > 0
         # A problem that only some ranks have is raised by them all: nobody waits for a rank that has given up.
         Order(agree=self.agree).require(
-            (source_of(loader).__name__, sharded, count, workers),
+            (self.source_of(loader).__name__, sharded, count, workers),
             problem
             or f"the ranks' train loaders differ: on this rank it is a {type(loader).__name__} of batch size {largest},"
             f" {'with' if workers else 'without'} workers{', sharded_by_rank' if sharded else ''}.",
@@ -181,10 +195,18 @@ class BatchSplitter:
             The chunk of the first split loader that is not exhausted; None where there is none.
 
         Raises:
-            RuntimeError: If a rank would have samples of one loader and a stand-in of another: no weight of the step
-                can count the one and not the other. Raised on all ranks alike.
+            RuntimeError: If a rank or a replica would have samples of one loader and none of another: no weight of the
+                step can count the one and not the other. Raised on all ranks alike.
         """
-        chunks = [chunk for chunk in self.take_each(combined_loader) if chunk is not None]
+        self.taken = self.take_each(combined_loader)
+        chunks = [chunk for chunk in self.taken if chunk is not None]
+        if self.split.replicas is not None and len({chunk.batch_replicas for chunk in chunks}) > 1:
+            sizes = " and ".join(f"{chunk.batch_samples} samples in {chunk.batch_replicas}" for chunk in chunks)
+            raise RuntimeError(
+                f"the batches of the train loaders, now {sizes} of num_replicas={self.split.replicas}, do not reach the"
+                " same replicas, so some replica has samples of one loader and none of another. Set drop_last=True, or"
+                " use batch sizes that give every replica samples of every loader."
+            )
         if len({(chunk.ranks, chunk.stand_in) for chunk in chunks}) > 1:
             sizes = " and ".join(str(chunk.batch_samples) for chunk in chunks)
             raise RuntimeError(
@@ -210,11 +232,9 @@ class BatchSplitter:
                     _move(iterator.before, iterator.pending)
             self._begin_epoch(iterators)
         self._epoch, self._queues = weakref.ref(epoch), queues
-        if not self._in_window and self.window_batches * self.micro_batches > 1:
-            own = random_state()
-            for iterator in iterators:
-                iterator.loader._passes.leave_mark(own)
-        self._in_window = True
+        if not self._in_window and self._left != [iterator.newest for iterator in iterators]:
+            self._leave_mark(iterators)
+        self._in_window, self._left = True, None
         chunks = [queue.popleft().take() if queue else None for queue in queues]
         if any(chunk is not None and chunk.index == chunk.count - 1 for chunk in chunks):
             self._batches += 1
@@ -223,6 +243,25 @@ class BatchSplitter:
                 for iterator in iterators:
                     iterator.loader._passes.mark()
         return chunks
+
+    def before_read(self, iterator: SplitIterator) -> None:
+        """Note the random states before the first batch of a window is read, which may draw. Called by iterators."""
+        iterators = self._iterators()
+        # Fetched ahead, it would be read within the window before.
+        if not self._in_window and self._left is None and iterator in iterators and not iterator.pending:
+            self._leave_mark(iterators)
+            self._left = [each.newest for each in iterators]
+
+    def _leave_mark(self, iterators: Sequence[SplitIterator]) -> None:
+        if self.window_batches * self.micro_batches > 1:
+            own = random_state()
+            for iterator in iterators:
+                iterator.loader._passes.leave_mark(own)
+
+    def _iterators(self) -> list[SplitIterator]:
+        """Return those of the current epoch."""
+        epoch = self._epoch() if self._epoch is not None else None
+        return [] if epoch is None else [each for each in epoch.iterators if isinstance(each, SplitIterator)]
 
     def _begin_epoch(self, iterators: Sequence[SplitIterator]) -> None:
         if self._states:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast
 
 from torch import Tensor
 from torch.utils.data import (
@@ -22,7 +22,20 @@ from lightning_gradavg.batches import Chunk, Split
 from lightning_gradavg.collated import batch_samples, fingerprint, slice_batch
 from lightning_gradavg.order import Order
 
-__all__ = ["FromBatches", "FromIndices", "FromSamples", "Item", "Source", "loader_batch_size", "source_of"]
+__all__ = [
+    "FromBatches",
+    "FromIndices",
+    "FromSamples",
+    "Item",
+    "Source",
+    "clone",
+    "draws_once",
+    "indices_of",
+    "loader_batch_size",
+    "mismatch",
+    "rest",
+    "source_of",
+]
 
 Item: TypeAlias = tuple[Any, Chunk, bytes]
 """A micro-batch, what stands behind it, and the fingerprint of the loader batch."""
@@ -40,9 +53,11 @@ class Source(Protocol):
 
     Attributes:
         loader: What is iterated: the user's loader, or a copy of it.
+        alike: Whether every rank reads every sample.
     """
 
     loader: Any
+    alike: ClassVar[bool]
 
     def __init__(self, loader: Any, split: Split, count: Callable[[], int]) -> None: ...
 
@@ -53,35 +68,67 @@ class Source(Protocol):
         ...
 
 
-def _clone(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+def clone(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """Return a copy with other attributes, of any subclass, without running a constructor that may not know them."""
-    clone = object.__new__(type(loader))
-    clone.__dict__.update(loader.__dict__, _iterator=None, **attributes)
-    return clone
+    copy = object.__new__(type(loader))
+    copy.__dict__.update({**loader.__dict__, "_iterator": None, **attributes})
+    return copy
 
 
 def _read(loader: Iterable[Any], order: Order) -> Iterator[Any]:
     with order.shared():
         batches = iter(loader)
         order.reach("made")
-    return _rest(batches, order)
+    return rest(batches, order)
 
 
-def _rest(batches: Iterator[Any], order: Order, *, draws_once: bool = False) -> Iterator[Any]:
-    order.reach("first")
+def rest(batches: Iterator[Any], order: Order, *, once: bool = False, reached: bool = False) -> Iterator[Any]:
+    """Yield the batches, each drawn from the ranks' common random state.
+
+    Args:
+        batches: What yields them.
+        order: The order of the pass.
+        once: Whether only the first one is drawn.
+        reached: Whether the order has been told that the first batch is asked for.
+    """
+    if not reached:
+        order.reach("first")
     while True:
         with order.shared():
             batch = next(batches, _END)
         if batch is _END:
             return
         yield batch
-        if draws_once:
+        if once:
             yield from batches
             return
 
 
+def draws_once(batch_sampler: Any) -> bool:
+    """Whether a batch sampler is known to draw random numbers for its first indices only."""
+    return type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in _DRAW_ONCE
+
+
+def indices_of(batch: Any, *, hashed: bool) -> tuple[Any, bytes]:
+    """Return a batch of indices, of any kind, as something that has a length, and its fingerprint."""
+    indices = batch if hasattr(batch, "__len__") else list(batch)
+    key = fingerprint(indices.tolist() if isinstance(indices, Tensor) else list(indices)) if hashed else b""
+    return indices, key
+
+
+def mismatch(loader: Any, what: str) -> RuntimeError:
+    """Return the error for a loader that does not yield one batch for each batch of indices."""
+    return RuntimeError(
+        f"{type(loader).__name__} yielded {what} batches than its batch_sampler was asked for, so split_batches=True"
+        " cannot tell which samples a batch holds. Use a loader whose __iter__ yields one batch per batch of indices,"
+        " or wrap it in an iterable of your own, whose batches are split once they are collated."
+    )
+
+
 class FromIndices:
     """Splits the index batches of a map-style loader. It is the batch sampler of a copy of the loader."""
+
+    alike: ClassVar[bool] = False
 
     def __init__(self, loader: DataLoader[Any], split: Split, count: Callable[[], int]) -> None:
         self._user_loader = loader
@@ -89,7 +136,7 @@ class FromIndices:
         self._count = count
         self._order = Order()
         self._asked: _Asked = deque()
-        self.loader = _clone(loader, batch_sampler=self)
+        self.loader = clone(loader, batch_sampler=self)
 
     def read(self, order: Order) -> Iterator[Item]:
         """Start one pass; the user's batch sampler is asked as the loader goes."""
@@ -101,40 +148,30 @@ class FromIndices:
     def _matched(self, batches: Iterator[Any], asked: _Asked) -> Iterator[Item]:
         for batch in batches:
             if not asked:
-                raise self._mismatch("more")
+                raise mismatch(self._user_loader, "more")
             yield batch, *asked.popleft()
         if asked:
-            raise self._mismatch("fewer")
+            raise mismatch(self._user_loader, "fewer")
 
     def __len__(self) -> int:
         return len(cast("Any", self._user_loader.batch_sampler)) * self._count()
 
     def __iter__(self) -> Iterator[Any]:
         batch_sampler = cast("Any", self._user_loader.batch_sampler)
-        draws_once = type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in _DRAW_ONCE
         with self._order.shared():
             self._order.reach("made")
             batches = iter(batch_sampler)
-        return self._chunks(_rest(batches, self._order, draws_once=draws_once), self._asked, self._order)
+        return self._chunks(rest(batches, self._order, once=draws_once(batch_sampler)), self._asked, self._order)
 
     def _chunks(self, batches: Iterator[Any], asked: _Asked, order: Order) -> Iterator[Any]:
         hashed = order.shares
         for batch in batches:
-            indices = batch if hasattr(batch, "__len__") else list(batch)
-            key = fingerprint(indices.tolist() if isinstance(indices, Tensor) else list(indices)) if hashed else b""
+            indices, key = indices_of(batch, hashed=hashed)
             if order.skips(key):
                 continue
             for chunk in self._split.cut(len(indices), self._count()):
                 asked.append((chunk, key))
                 yield indices[chunk.start : chunk.stop]
-
-    def _mismatch(self, what: str) -> RuntimeError:
-        return RuntimeError(
-            f"{type(self._user_loader).__name__} yielded {what} batches than its batch_sampler was asked for, so"
-            " split_batches=True cannot tell which samples a batch holds. Use a loader whose __iter__ yields one batch"
-            " per batch of indices, or wrap it in an iterable of your own, whose batches are split once they are"
-            " collated."
-        )
 
 
 class _Collated(NamedTuple):
@@ -163,11 +200,13 @@ class _ChunkCollate:
 class FromSamples:
     """Splits the samples that an iterable-style loader is about to collate."""
 
+    alike: ClassVar[bool] = True
+
     def __init__(self, loader: DataLoader[Any], split: Split, count: Callable[[], int]) -> None:
         self._collate = loader.collate_fn
         self._split = split
         self._count = count
-        self.loader = _clone(loader)
+        self.loader = clone(loader)
 
     def read(self, order: Order) -> Iterator[Item]:
         """Start one pass; the samples are split before they are collated, in the worker where there are workers."""
@@ -187,6 +226,8 @@ class FromSamples:
 
 class FromBatches:
     """Splits the batches of any iterable."""
+
+    alike: ClassVar[bool] = True
 
     def __init__(self, loader: Any, split: Split, count: Callable[[], int]) -> None:
         self._split = split

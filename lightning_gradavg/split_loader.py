@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,8 @@ from lightning_gradavg.batches import Chunk, Split
 from lightning_gradavg.loader_state import LoaderState, checked_state
 from lightning_gradavg.order import Agree, Broadcast, Order, RandomState, Replay
 from lightning_gradavg.resume import Pass, Passes, Pending
-from lightning_gradavg.sources import FromIndices, Item, Source, source_of
+from lightning_gradavg.sources import FromIndices, Item, Source
+from lightning_gradavg.whole_batches import FromWholeBatches, as_on_rank_0
 
 __all__ = ["ResumableSplitLoader", "SplitIterator", "SplitLoader", "StatefulSplitLoader", "length_of"]
 
@@ -35,12 +35,20 @@ class Splitter(Protocol):
     waiting: deque[weakref.ref[SplitIterator]]
     over: bool
 
+    def source_of(self, loader: Any) -> type[Source]:
+        """Return where a loader is to be split."""
+        ...
+
     def passes_read(self) -> list[Pass]:
         """Return the passes that the iterators of the current epoch read now."""
         ...
 
     def set_up(self) -> AbstractContextManager[None]:
         """Read a loader."""
+        ...
+
+    def before_read(self, iterator: SplitIterator) -> None:
+        """Note what reading the iterator may change."""
         ...
 
     def go_on(self, state: LoaderState) -> None:
@@ -78,6 +86,7 @@ class SplitIterator(Iterator[Any]):
         return self._pass
 
     def __next__(self) -> Any:
+        self.loader._splitter.before_read(self)
         with self.loader._splitter.set_up():
             # In the order in which they were made, as if they had not waited: they may draw from one random state.
             waiting = self.loader._splitter.waiting
@@ -134,7 +143,7 @@ class SplitLoader:
         self._passes = Passes(loader)
         self._ended: weakref.ref[deque[Pending]] | None = None
         self._sharded = sharded
-        self._source: Source = source_of(loader)(loader, split, lambda: splitter.micro_batches)
+        self._source: Source = splitter.source_of(loader)(loader, split, lambda: splitter.micro_batches)
 
     def __iter__(self) -> SplitIterator:
         return SplitIterator(self)
@@ -175,14 +184,9 @@ class SplitLoader:
 
     @worker_init_fn.setter
     def worker_init_fn(self, function: Any) -> None:
-        if isinstance(function, functools.partial) and "rank" in function.keywords and self._reads_alike:
-            function = functools.partial(function, rank=0)
-        self._source.loader.worker_init_fn = function
-
-    @property
-    def _reads_alike(self) -> bool:
-        """Whether every rank reads every sample; seeded by its rank, a worker might read in another order."""
-        return not self._sharded and not isinstance(self._source, FromIndices)
+        # Seeded by its rank, a worker might read in another order.
+        reads_alike = self._source.alike and not self._sharded
+        self._source.loader.worker_init_fn = as_on_rank_0(function) if reads_alike else function
 
     def describe(self) -> str:
         """Return one line that says what is done with the loader."""
@@ -192,13 +196,18 @@ class SplitLoader:
         split = self._splitter.split
         if self._sharded:
             return f"{what}: every rank trains on its own batches (sharded_by_rank is set)"
-        if isinstance(self._source, FromIndices):
+        if isinstance(self._source, (FromIndices, FromWholeBatches)):
             what += f" with its {kept}"
+        reads = "every rank reads whole batches" if self._source.alike else "each rank loads its own samples only"
         parts = f"{split.replicas or split.world_size} chunks on {split.world_size} ranks"
-        return f"{what}: used as it is, its batches are the global batches, in {parts}" + (
-            f", in {self._splitter.micro_batches} micro-batches of at most {split.max_samples} samples per rank"
-            if split.max_samples
-            else ""
+        return (
+            f"{what}: used as it is, its batches are the global batches, in {parts}"
+            + (
+                f", in {self._splitter.micro_batches} micro-batches of at most {split.max_samples} samples per rank"
+                if split.max_samples
+                else ""
+            )
+            + f"; {reads}"
         )
 
 

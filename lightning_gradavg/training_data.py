@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
@@ -12,9 +12,24 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_gradavg.batches import Chunk, Split
+from lightning_gradavg.collated import batch_samples, slice_batch
 from lightning_gradavg.loaders import BatchSplitter, SplitLoader
 
-__all__ = ["SplitTraining", "as_one_stand_in"]
+__all__ = ["ReplicaSlice", "SplitTraining", "as_one_stand_in"]
+
+
+class ReplicaSlice(NamedTuple):
+    """One replica's part of the batch in training.
+
+    Attributes:
+        replica: The replica, from 0, over all ranks; None for a stand-in.
+        samples: Number of samples that count: 0 for a stand-in.
+        batch: Its part of the batch.
+    """
+
+    replica: int | None
+    samples: int
+    batch: Any
 
 
 class SplitTraining:
@@ -28,6 +43,9 @@ class SplitTraining:
         module: The module that it trains.
         max_device_batch_size: Most samples in a micro-batch, or None.
         group: The process group that the batches are split over.
+        num_replicas: Number of replicas of every loader batch, all of a rank's in one micro-batch; None for one per
+            rank.
+        whole_batches: Whether every rank reads whole batches, see `lightning_gradavg.whole_batches`.
     """
 
     def __init__(
@@ -36,6 +54,9 @@ class SplitTraining:
         module: LightningModule,
         max_device_batch_size: int | None,
         group: dist.ProcessGroup | None,
+        *,
+        num_replicas: int | None = None,
+        whole_batches: bool = False,
     ) -> None:
         if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
             raise ValueError(
@@ -47,9 +68,10 @@ class SplitTraining:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         alone = world_size == 1
         self.splitter = BatchSplitter(
-            Split(rank, world_size, None, max_device_batch_size),
+            Split(rank, world_size, num_replicas, max_device_batch_size),
             None if alone else self._broadcast,
             None if alone else self._agree,
+            whole_batches,
         )
         self.splitter.epoch_ended = trainer.fit_loop.epoch_loop._num_ready_batches_reached
         self._saved_micro_batches: int | None = None
@@ -103,6 +125,51 @@ class SplitTraining:
         loader = self._trainer.fit_loop._combined_loader
         self.chunk = self.splitter.take(loader)
         return self.chunk
+
+    def slices(self, batch: Any) -> list[ReplicaSlice]:
+        """Cut the rank's batch in training, as `training_step` gets it, into its replicas.
+
+        Returns:
+            The replicas in order, each with its part of the batch; of several loaders' batches each with its part of
+            every one, in the same structure. For a stand-in the batch itself, of no replica and no samples.
+
+        Raises:
+            ValueError: If the batch no longer has the structure or the number of samples that the loaders yielded.
+        """
+        assert self.chunk is not None, "slices() needs a batch that take() has noted"
+        if self.splitter.split.replicas is None:
+            return [ReplicaSlice(self.chunk.replica, self.chunk.samples, batch)]
+        loaders: Any = self._trainer.fit_loop._combined_loader
+        spec, chunks = loaders._spec, self.splitter.taken
+        try:
+            parts = spec.flatten_up_to(batch)
+        except ValueError as error:
+            raise ValueError(
+                f"the batch of type {type(batch).__name__} that training_step gets does not have the structure of the"
+                " train loaders any more, so it cannot be cut into replicas. Have on_before_batch_transfer and"
+                " on_after_batch_transfer keep one batch for each loader."
+            ) from error
+        for chunk, part in zip(chunks, parts, strict=True):
+            # On ranks without samples, too: all raise, or none.
+            if chunk is not None and batch_samples(part) != chunk.stop - chunk.start:
+                raise ValueError(
+                    f"training_step gets a batch of {batch_samples(part)} samples where the train loader yielded"
+                    f" {chunk.stop - chunk.start}, so it cannot be cut into replicas. Have on_before_batch_transfer and"
+                    " on_after_batch_transfer keep the number of samples, or change it in training_step."
+                )
+        if self.chunk.stand_in:
+            return [ReplicaSlice(None, 0, batch)]
+        return [
+            ReplicaSlice(
+                piece.replica,
+                piece.stop - piece.start,
+                spec.unflatten(
+                    None if chunk is None else _cut_out(part, chunk, position)
+                    for chunk, part in zip(chunks, parts, strict=True)
+                ),
+            )
+            for position, piece in enumerate(self.chunk.pieces)
+        ]
 
     def resume(self, states: Sequence[Any], micro_batches: int) -> None:
         """Go on where a checkpoint was written.
@@ -176,6 +243,12 @@ class SplitTraining:
         values: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(values, value, group=self._group)
         return len(set(values)) == 1
+
+
+def _cut_out(batch: Any, chunk: Chunk, position: int) -> Any:
+    """Return the samples of one of the rank's replicas."""
+    _, start, stop = chunk.pieces[position]
+    return slice_batch(batch, start - chunk.start, stop - chunk.start)
 
 
 @contextmanager

@@ -7,13 +7,19 @@ from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.pytorch.utilities import CombinedLoader
 from lockstep import Taken, epochs, global_batches, on_ranks, plain, take_all
 from torch import Tensor
+from torch.nn.parallel import scatter
+from torch.nn.parallel._functions import Scatter
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -24,7 +30,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_gradavg.batches import Split, chunk_bounds
+from lightning_gradavg.batches import Piece, Split, chunk_bounds
 from lightning_gradavg.collated import batch_samples, fingerprint, slice_batch
 from lightning_gradavg.loaders import BatchSplitter, SplitLoader
 
@@ -100,6 +106,7 @@ class TestArithmetic:
             ({"rank": 2, "world_size": 2}, "got 2"),
             ({"replicas": 0}, "num_replicas must be 1 or more.*got 0"),
             ({"max_samples": 0}, "max_device_batch_size must be 1 or more.*got 0"),
+            ({"replicas": 4, "max_samples": 2}, "num_replicas=4 and max_device_batch_size=2 both"),
         ],
     )
     def test_impossible_splits_are_refused(self, options: dict[str, int], match: str) -> None:
@@ -108,14 +115,28 @@ class TestArithmetic:
             Split(**options)
 
     def test_replicas_are_shared_out_in_order(self) -> None:
-        """With 4 replicas, rank r of W computes chunks r*4/W and up, one after another, for every W."""
-        for world_size in (1, 2, 3, 4, 6):
+        """With 4 replicas, rank r of W has the r-th chunk of them in one micro-batch, for every W: 2, 2, 0 of 3."""
+        shared_out = {1: [4], 2: [2, 2], 3: [2, 2, 0], 4: [1, 1, 1, 1], 6: [1, 1, 1, 1, 0, 0]}
+        for world_size, replicas in shared_out.items():
             splits = [Split(rank, world_size, replicas=4) for rank in range(world_size)]
-            cuts = [split.cut(10, split.count(None)) for split in splits]
+            assert [1] * world_size == [split.count(None) for split in splits]
+            chunks = [chunk for split in splits for chunk in split.cut(10, 1)]
 
-            assert {-(-4 // world_size)} == {len(cut) for cut in cuts}
-            replicas = [(chunk.replica, chunk.samples) for cut in cuts for chunk in cut if not chunk.stand_in]
-            assert [(0, 3), (1, 3), (2, 3), (3, 1)] == replicas
+            assert replicas == [len(chunk.pieces) for chunk in chunks]
+            pieces = [piece for chunk in chunks for piece in chunk.pieces]
+            assert [Piece(0, 0, 3), Piece(1, 3, 6), Piece(2, 6, 9), Piece(3, 9, 10)] == pieces
+            assert [chunk.pieces[0].replica if chunk.pieces else None for chunk in chunks] == [
+                c.replica for c in chunks
+            ]
+            assert {(4, sum(map(bool, replicas)))} == {(chunk.batch_replicas, chunk.ranks) for chunk in chunks}
+
+    def test_replicas_without_samples_are_left_out(self) -> None:
+        """Case 27: of 5 samples in 4 replicas, one is empty: rank 1 of 2 has the third alone, and all ranks know."""
+        first, second = (Split(rank, 2, replicas=4).cut(5, 1)[0] for rank in range(2))
+
+        assert ((Piece(0, 0, 2), Piece(1, 2, 4)), (Piece(2, 4, 5),)) == (first.pieces, second.pieces)
+        assert (3, 3) == (first.batch_replicas, second.batch_replicas)
+        assert (4, 1) == (first.samples, second.samples)
 
     def test_micro_batches_of_a_rank_are_as_even_as_can_be(self) -> None:
         """A chunk of 10 in micro-batches of at most 4 is 3, 3, 4: none is left with a single sample for batch norm."""
@@ -204,7 +225,9 @@ class TestCases:
 
         for (taken,) in on_ranks(2, epochs(make)):
             assert [16.0, 16.0] == [(each.batch**2).mean().item() for each in taken]
-        assert "its BatchSampler and Always: used as it is" in in_one_world(make()).describe()
+        line = in_one_world(make()).describe()
+        assert "its BatchSampler and Always: used as it is" in line
+        assert line.endswith("; each rank loads its own samples only")
 
 
 class TestOrder:
@@ -648,6 +671,35 @@ class Record:
     made: int = field(default=0, init=False)
 
 
+def batches_of(size: int) -> st.SearchStrategy[Any]:
+    """Return nested batches of tensors that have `size` samples, and of objects that are no samples."""
+    leaves = st.sampled_from([torch.arange(size), torch.arange(2.0 * size).view(size, 2)]) | st.sampled_from([5, "a"])
+    nested = st.recursive(
+        leaves,
+        lambda inner: (
+            st.tuples(inner, st.just(torch.arange(size)))
+            | st.dictionaries(st.sampled_from("xyz"), inner, min_size=1)
+            | st.lists(inner, min_size=1, max_size=2).map(lambda items: [torch.zeros(size), *items])
+            | st.builds(Pair, inner, inner)
+        ),
+        max_leaves=5,
+    )
+    return nested.map(lambda batch: {"always": torch.arange(size), "batch": batch})
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two batches have the same types, structure and values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
 class TestCollated:
     def test_every_structure_is_kept(self) -> None:
         """Tensors, arrays and columns are sliced in any nesting; types stay, and everything else is shared."""
@@ -665,6 +717,7 @@ class TestCollated:
             "number": 4,
             "shared": shared,
             "short": ["a"],
+            "set": {torch.arange(4), "a"},
         }
 
         part = slice_batch(batch, 1, 3)
@@ -680,6 +733,7 @@ class TestCollated:
         assert ["b", "c"] == part["names"]
         assert (5, "abcd", 4, ["a"]) == (part["scalar"].item(), part["text"], part["number"], part["short"])
         assert part["shared"] is shared
+        assert part["set"] is batch["set"], "as torch.nn.parallel.scatter shares it"
         assert [0, 1, 2, 3] == batch["pair"].x.tolist(), "the user's batch is untouched"  # type: ignore[attr-defined]
 
     def test_a_whole_batch_is_the_batch_itself(self) -> None:
@@ -709,6 +763,26 @@ class TestCollated:
         """A batch whose tensors disagree is not cut at a guess."""
         with pytest.raises(ValueError, match=f"{found}.*sharded_by_rank"):
             slice_batch(batch, 0, 1)
+
+    @pytest.mark.parametrize("lengths", [[1, 1, 1], [3], [3, 2]])
+    def test_packed_sequences_are_refused(self, lengths: list[int]) -> None:
+        """A `PackedSequence` is never cut, also where its tensors happen to be equally long; the advice is to pad."""
+        packed = pack_sequence([torch.ones(length) for length in lengths])
+
+        for batch in (packed, {"x": torch.ones(3), "text": [packed]}):
+            with pytest.raises(ValueError, match=r"a PackedSequence cannot be split.*pack_padded_sequence in training"):
+                slice_batch(batch, 0, 1)
+
+    @given(batch=batches_of(12), parts=st.integers(1, 6))
+    def test_slices_are_what_scatter_makes(self, batch: Any, parts: int) -> None:
+        """Cut at `chunk_bounds`, nested batches give the chunks of `torch.nn.parallel.scatter`, in the same types."""
+        slices = [slice_batch(batch, start, stop) for start, stop in chunk_bounds(12, parts) if stop > start]
+
+        with mock.patch.object(Scatter, "apply", lambda targets, _, dim, tensor: tensor.chunk(len(targets), dim)):
+            expected = scatter(batch, list(range(parts)))
+
+        assert len(slices) == len(expected)
+        assert all(map(same, slices, expected))
 
     def test_fingerprints_tell_data_apart(self) -> None:
         """Case 40: equal data have equal fingerprints, and other values, order, types, shapes or structures do not."""

@@ -52,6 +52,7 @@ def test_micro_batches_cover_the_batch_once(
     size: int, larger: int, world_size: int, replicas: int | None, limit: int | None
 ) -> None:
     """Of any batch up to the largest, the ranks' micro-batches hold every sample once, in order, and never too many."""
+    limit = limit if replicas is None else None
     splits = [Split(rank, world_size, replicas, limit) for rank in range(world_size)]
     count = splits[0].count(max(size, larger))
 
@@ -64,8 +65,13 @@ def test_micro_batches_cover_the_batch_once(
         assert 0 <= chunk.start < chunk.stop <= size
         assert limit is None or chunk.stop - chunk.start <= limit
         assert chunk.samples == (0 if chunk.stand_in else chunk.stop - chunk.start)
-        if chunk.replica is not None:
-            assert bounds[chunk.replica][0] <= chunk.start < chunk.stop <= bounds[chunk.replica][1]
+        if chunk.pieces:
+            assert chunk.pieces[0].replica == chunk.replica
+            assert (chunk.start, chunk.stop) == (chunk.pieces[0].start, chunk.pieces[-1].stop)
+        assert chunk.stand_in == (not chunk.pieces)
+        for piece in chunk.pieces:
+            assert bounds[piece.replica][0] <= piece.start < piece.stop <= bounds[piece.replica][1]
+        assert sum(stop > start for start, stop in bounds) == chunk.batch_replicas
         if chunk.stand_in and min(size, limit or size) > 1:
             assert chunk.stop - chunk.start >= 2
     for index, position in enumerate(zip(*cuts, strict=True)):
@@ -75,6 +81,23 @@ def test_micro_batches_cover_the_batch_once(
         }
         assert having[0] or not any(having), "rank 0 has samples wherever any rank has"
     assert not cuts[0][-1].stand_in
+
+
+@given(size=st.integers(1, 20), replicas=st.integers(1, 6), world_size=st.integers(1, 6))
+def test_replicas_are_the_chunks_of_torch(size: int, replicas: int, world_size: int) -> None:
+    """Whatever the world, the ranks' pieces in order are the chunks of `torch.chunk`, a rank's in one micro-batch."""
+    splits = [Split(rank, world_size, replicas) for rank in range(world_size)]
+    assert {1} == {split.count(None) for split in splits}
+    chunks = [chunk for split in splits for chunk in split.cut(size, 1)]
+
+    pieces = [piece for chunk in chunks for piece in chunk.pieces]
+
+    expected = [chunk.tolist() for chunk in torch.arange(size).chunk(replicas)]
+    assert expected == [list(range(piece.start, piece.stop)) for piece in pieces]
+    assert list(range(len(expected))) == [piece.replica for piece in pieces]
+    assert {len(expected)} == {chunk.batch_replicas for chunk in chunks}
+    owned = [set(range(*bounds)) for bounds in chunk_bounds(replicas, world_size)]
+    assert all({piece.replica for piece in chunk.pieces} <= mine for chunk, mine in zip(chunks, owned, strict=True))
 
 
 @given(

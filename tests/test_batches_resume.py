@@ -129,6 +129,7 @@ class Fit:
         limit: Most loader batches in an epoch, as `limit_train_batches`.
         window: Loader batches per optimizer step.
         draws: Whether the model draws random numbers for every loader batch, others on every rank.
+        whole: Whether every rank reads whole batches.
     """
 
     def __init__(
@@ -141,9 +142,10 @@ class Fit:
         limit: int | None = None,
         window: int = 1,
         draws: bool = False,
+        whole: bool = False,
     ) -> None:
         self.splitter, self.draws, self.last = splitter, draws, False
-        splitter.window_batches = window
+        splitter.window_batches, splitter.whole_batches = window, whole
         splitter.epoch_ended = lambda: self.last
         if states is not None:
             splitter.resume(states)
@@ -337,6 +339,45 @@ def test_every_loader_goes_on_from_its_own_place(
     check(make, worlds, epochs=epochs, stop=stop, mode=mode, window=window, loaders=2)
 
 
+class Augmented(Dataset[Any]):
+    """Draws from all three global generators for every sample."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return index + torch.rand(()) / 4 + random.random() / 4 + np.random.random() / 4  # noqa: NPY002  # likewise
+
+
+@given(
+    order=st.sampled_from(
+        ["sequential", "shuffle", "generator", "replacement", "weighted", "batches", "lazy", "eager", "stream"]
+    ),
+    size=st.integers(4, 20),
+    batch_size=st.integers(1, 6),
+    worlds=st.lists(st.integers(1, 4), min_size=2, max_size=3),
+    epochs=st.integers(0, 1),
+    stop=st.integers(0, 12),
+    window=st.integers(1, 3),
+    draws=st.booleans(),
+)
+def test_what_whole_batches_draw_goes_on_too(
+    order: str, size: int, batch_size: int, worlds: list[int], epochs: int, stop: int, window: int, draws: bool
+) -> None:
+    """Samples that draw in the process that trains are bit for bit those of the run that goes on, on any world."""
+
+    def make() -> list[Any]:
+        made = ORDERS[order](size, batch_size)
+        if order != "stream":
+            vars(made)["dataset"] = Augmented(size)
+        return [made]
+
+    check(make, worlds, epochs=epochs, stop=stop, window=window, draws=draws, whole=True)
+
+
 class Memory:
     """A sampler whose order comes from a memory of its own: the number of passes begun."""
 
@@ -491,6 +532,23 @@ class TestOrderOfARest:
         resumed(2, make, states, 1)
 
         assert [[16, 17, 20, 21], [18, 19, 22, 23]] == [dataset.loaded for dataset in datasets]
+
+    @pytest.mark.parametrize("lazy", [False, True])
+    def test_whole_batches_that_were_taken_are_not_loaded_again(self, lazy: bool) -> None:
+        """Every rank loads all of what remains; and the rest before, where the sampler's draws depend on loading it."""
+        datasets: list[Loud] = []
+
+        def make() -> list[Any]:
+            datasets.append(Loud())
+            batches: dict[str, Any] = {"batch_sampler": Eager(24, 4)} if lazy else {"batch_size": 4}
+            return [DataLoader(datasets[-1], **batches)]
+
+        states = save_after(4, make, world_size=2, whole=True)
+        datasets.clear()
+        resumed(2, make, states, 1, whole=True)
+
+        assert [24 if lazy else 8] * 2 == [len(dataset.loaded) for dataset in datasets]
+        assert lazy or [list(range(16, 24))] * 2 == [dataset.loaded for dataset in datasets]
 
     @pytest.mark.slow
     @pytest.mark.parametrize("persistent", [False, True])

@@ -1,0 +1,301 @@
+"""Whole-batch reading: what a dataset draws and a collate function does is that of one process, on every rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lockstep import Taken, on_ranks, take_all
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+
+from lightning_gradavg.batches import Split
+from lightning_gradavg.loaders import BatchSplitter, SplitLoader
+
+SIZE, BATCH = 22, 8
+
+
+class Augmented(Dataset[Any]):
+    """Sequences of different length, with noise from every global generator."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        noise = torch.randn(1 + index % 5) + random.random() + np.random.random()  # noqa: NPY002  # global on purpose
+        return index, noise
+
+
+class AugmentedStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        mine = slice(None) if info is None else slice(info.id, None, info.num_workers)
+        return ((index, torch.randn(1 + index % 5) + random.random()) for index in torch.randperm(SIZE).tolist()[mine])
+
+
+def pad_and_mix(samples: list[tuple[int, Tensor]]) -> dict[str, Any]:
+    """Pad to the longest of the batch, and add to every sample a part of another one, as mixup does."""
+    padded = torch.nn.utils.rnn.pad_sequence([noise for _, noise in samples], batch_first=True)
+    other, part = torch.randperm(len(samples)), np.random.beta(0.4, 0.4)  # noqa: NPY002  # global on purpose
+    return {
+        "x": part * padded + (1 - part) * padded[other],
+        "index": torch.tensor([index for index, _ in samples]),
+        "name": [f"sample {index}" for index, _ in samples],
+    }
+
+
+def whole(splitter: BatchSplitter) -> BatchSplitter:
+    splitter.whole_batches = True
+    return splitter
+
+
+def in_one_world(loader: Any, **options: Any) -> SplitLoader:
+    return whole(BatchSplitter(Split(**options))).wrap(loader)
+
+
+def rows(batch: Any, start: int, stop: int) -> list[Any]:
+    """Return samples of a collated batch as plain numbers and names."""
+    return [batch["x"][start:stop].tolist(), batch["index"][start:stop].tolist(), batch["name"][start:stop]]
+
+
+def pieces(taken: Taken) -> list[tuple[int, list[Any]]]:
+    """Return what every replica of a micro-batch gets."""
+    first = taken.chunk.start
+    return [(each.replica, rows(taken.batch, each.start - first, each.stop - first)) for each in taken.chunk.pieces]
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "map": lambda: DataLoader(Augmented(), BATCH, shuffle=True, collate_fn=pad_and_mix),
+    "stream": lambda: DataLoader(AugmentedStream(), BATCH, collate_fn=pad_and_mix),
+    "map, workers": lambda: DataLoader(Augmented(), BATCH, shuffle=True, collate_fn=pad_and_mix, num_workers=2),
+    "map, persistent workers": lambda: DataLoader(
+        Augmented(), BATCH, shuffle=True, collate_fn=pad_and_mix, num_workers=2, persistent_workers=True
+    ),
+    "stream, workers": lambda: DataLoader(AugmentedStream(), BATCH, collate_fn=pad_and_mix, num_workers=2),
+}
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  # the global generator is the point
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(name, marks=pytest.mark.slow) if "workers" in name else name for name in LOADERS]
+)
+def test_replicas_are_cut_out_of_the_batches_of_a_plain_loader(kind: str) -> None:
+    """In two epochs the 4 replicas get, on 1 to 4 ranks, the parts of what a plain loader yields, bit for bit."""
+    loader = LOADERS[kind]()
+    seed_all(7)
+    plain = [list(loader) for _ in range(2)]
+    replicas = [[batch["index"].chunk(4) for batch in epoch] for epoch in plain]
+    expected = [
+        [
+            [(part, rows(batch, part * len(cut[0]), (part + 1) * len(cut[0]))) for part in range(len(cut))]
+            for batch, cut in zip(*epoch, strict=True)
+        ]
+        for epoch in zip(plain, replicas, strict=True)
+    ]
+
+    def body(splitter: BatchSplitter) -> list[list[Taken]]:
+        seed_all(7 + splitter.split.rank)
+        split = whole(splitter).wrap(LOADERS[kind]())
+        taken = [take_all(split) for _ in range(2)]
+        split._iterator = None  # ends persistent workers
+        return taken
+
+    sizes = [8, 8, 3, 3] if kind == "stream, workers" else [8, 8, 6]
+    assert [sizes] * 2 == [[len(batch["x"]) for batch in epoch] for epoch in plain]
+    for world_size in (1, 2, 3, 4):
+        ranks = on_ranks(world_size, body, replicas=4)
+        for epoch in range(2):
+            steps = zip(*(rank[epoch] for rank in ranks), strict=True)
+            assert expected[epoch] == [[piece for taken in step for piece in pieces(taken)] for step in steps]
+
+
+def test_a_limit_of_samples_cuts_the_same_batches() -> None:
+    """With max_device_batch_size, the micro-batches of 2 ranks are parts of the batches of a plain loader, too."""
+    loader = LOADERS["map"]()
+    seed_all(7)
+    expected = [rows(batch, 0, BATCH) for batch in loader]
+
+    def body(splitter: BatchSplitter) -> list[Taken]:
+        seed_all(7)
+        return take_all(whole(splitter).wrap(LOADERS["map"]()))
+
+    ranks = on_ranks(2, body, max_samples=3)
+
+    for batch, want in enumerate(expected):
+        parts = [each for rank in ranks for each in rank[2 * batch : 2 * batch + 2] if not each.chunk.stand_in]
+        assert all(each.chunk.samples <= 3 for each in parts)
+        got = [rows(each.batch, 0, BATCH) for each in parts]
+        assert want == [[sample for part in got for sample in part[column]] for column in range(3)]
+
+
+class Mixing(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (batch.flip(0) for batch in super().__iter__())
+
+
+def flagged(value: Any) -> Any:
+    vars(value)["draws_no_random_numbers"] = True
+    return value
+
+
+ITEMS: Any = [1, 2]
+PAIR: Any = (1, 2)
+
+IN_PARTS: dict[str, Callable[[], Any]] = {
+    "tensors": lambda: DataLoader(TensorDataset(torch.arange(4))),
+    "list": lambda: DataLoader(ITEMS),
+    "tuple": lambda: DataLoader(PAIR),
+    "tensor": lambda: DataLoader(torch.arange(4)),
+    "nested": lambda: DataLoader(Subset(ConcatDataset([ITEMS, PAIR, TensorDataset(torch.arange(4))]), [0])),
+    "flagged dataset": lambda: DataLoader(flagged(Augmented())),
+    "flagged loader": lambda: flagged(DataLoader(Augmented())),
+}
+
+WHOLE: dict[str, Callable[[], Any]] = {
+    "dataset": lambda: DataLoader(Augmented()),
+    "nested": lambda: DataLoader(Subset(ConcatDataset([ITEMS, Augmented()]), [0])),
+    "subclass of a dataset": lambda: DataLoader(type("Jittered", (TensorDataset,), {})(torch.arange(4))),
+    "collation": lambda: DataLoader(ITEMS, collate_fn=torch.tensor),
+    "flagged, with collation": lambda: DataLoader(flagged(Augmented()), collate_fn=pad_and_mix),
+    "subclass of a loader": lambda: Mixing(ITEMS),
+    "stream": lambda: DataLoader(AugmentedStream()),
+    "without batching": lambda: DataLoader([torch.arange(4)], batch_size=None),
+    "batches": lambda: [torch.arange(4)],
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_parts_are_read_where_nobody_can_tell(name: str) -> None:
+    """A rank loads its own samples alone if they cannot draw and torch's collation cannot mix; the log says so."""
+    assert in_one_world(IN_PARTS[name]()).describe().endswith("; each rank loads its own samples only")
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_all_else_is_read_whole(name: str) -> None:
+    """Whatever may draw or mix is read whole by every rank; the log says so."""
+    assert in_one_world(WHOLE[name]()).describe().endswith("; every rank reads whole batches")
+
+
+class Logged(Dataset[int]):
+    """Remembers what was loaded from it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_flagged_dataset_is_loaded_in_parts(draws: bool) -> None:
+    """With `draws_no_random_numbers`, 2 ranks load the samples of their replicas; without, all of them."""
+    datasets: list[Logged] = []
+
+    def body(splitter: BatchSplitter) -> None:
+        datasets.append(Logged(8) if draws else flagged(Logged(8)))
+        take_all(whole(splitter).wrap(DataLoader(datasets[-1], batch_size=8)))
+
+    on_ranks(2, body, replicas=4)
+
+    expected = [list(range(8))] * 2 if draws else [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert expected == [dataset.loaded for dataset in datasets]
+
+
+def test_workers_are_seeded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds of workers do not depend on the rank, whether Lightning or the user has them seeded, in the copy alone."""
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+
+    for dataset in (Augmented(), AugmentedStream()):
+        plain: DataLoader[Any] = DataLoader(dataset)
+        split = in_one_world(plain)
+        _auto_add_worker_init_fn(split, rank=3)
+        assert (None, {"rank": 0}) == (plain.worker_init_fn, split.worker_init_fn.keywords)
+        for function in (pl_worker_init_function, partial(pl_worker_init_function, rank=3)):
+            given: DataLoader[Any] = DataLoader(dataset, worker_init_fn=function)
+            split = in_one_world(given)
+            assert (function, {"rank": 0}) == (given.worker_init_fn, split.worker_init_fn.keywords)
+        others: list[Any] = [print, dict]  # without a rank, and without a signature
+        for other in others:
+            assert in_one_world(DataLoader(dataset, worker_init_fn=other)).worker_init_fn is other
+
+
+def test_samples_that_differ_between_ranks_are_an_error_on_all() -> None:
+    """A dataset with a generator of its own, seeded by the rank, is found at the first batch, with advice."""
+
+    class Own(Augmented):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            self.generator = random.Random(seed)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.generator.random()
+
+    def body(splitter: BatchSplitter) -> list[Taken]:
+        return take_all(whole(splitter).wrap(DataLoader(Own(splitter.split.rank // 2), batch_size=4)))
+
+    for error in on_ranks(3, body, replicas=3):
+        assert isinstance(error, ValueError)
+        assert "read other samples for the same indices: found at batch 1 that DataLoader read" in str(error)
+        assert "seeded alike on every rank" in str(error)
+
+
+@pytest.mark.parametrize("options", [{"replicas": 4}, {"whole": True}])
+def test_sharded_data_has_no_replicas(options: dict[str, Any]) -> None:
+    """Case 33: data of which every rank reads its own part are refused by all ranks, by name, if only one says so."""
+
+    def body(splitter: BatchSplitter) -> SplitLoader:
+        splitter.whole_batches = "whole" in options
+        dataset = Augmented()
+        vars(dataset)["sharded_by_rank"] = splitter.split.rank == 1
+        return splitter.wrap(DataLoader(dataset, batch_size=4))
+
+    split = {"replicas": options["replicas"]} if "replicas" in options else {}
+    errors = on_ranks(3, body, **split)
+
+    assert [ValueError] * 3 == [type(error) for error in errors]
+    assert "DataLoader or its dataset Augmented has sharded_by_rank = True" in str(errors[1])
+    assert "set split_batches=False" in str(errors[1])
+
+
+def test_batches_without_samples_are_refused() -> None:
+    """An empty batch of indices is an error before it is collated, and so is a collated batch that cannot be cut."""
+    empty = DataLoader(Augmented(), batch_sampler=[[0], []], collate_fn=pad_and_mix)
+    ragged = DataLoader(Augmented(), batch_size=4, collate_fn=lambda samples: [noise for _, noise in samples])
+
+    with pytest.raises(ValueError, match="a loader batch has no samples: leave out empty batches"):
+        take_all(in_one_world(empty))
+    with pytest.raises(ValueError, match=r"dimension 0 is 1 and 2 and 3 and 4.*Have collate_fn"):
+        take_all(in_one_world(ragged))
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_a_subclass_that_does_not_read_its_batch_sampler_is_refused(more: bool) -> None:
+    """A loader that yields more or fewer batches than it asks for cannot be told apart: it says so."""
+
+    class Odd(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            batches = list(super().__iter__())
+            return iter([*batches, batches[0]] if more else [torch.cat(batches)])
+
+    with pytest.raises(RuntimeError, match=f"Odd yielded {'more' if more else 'fewer'} batches"):
+        take_all(in_one_world(Odd(range(8), batch_size=2)))

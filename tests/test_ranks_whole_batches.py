@@ -1,0 +1,232 @@
+"""Replicas of whole batches inside real Trainers: on any world, each replica gets the samples of one process."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from ranks import make_trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from toys import Toy
+
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.training_data import SplitTraining
+
+SIZE, BATCH, EPOCHS = 22, 8, 2
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The dirpath has changed",
+    "ignore:This DataLoader will create",
+    "ignore:This process .* is multi-threaded",  # Python 3.12 and later, of the workers that are forked from a rank
+)
+
+
+class Augmented(Dataset[Any]):
+    """Sequences of different length, with noise from every global generator, or from one seeded by the rank."""
+
+    def __init__(self, own_seed: int | None = None) -> None:
+        self.own = None if own_seed is None else random.Random(own_seed)
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        noise = torch.randn(1 + index % 5) + random.random() + np.random.random()  # noqa: NPY002  # global on purpose
+        return index, noise + (self.own.random() if self.own is not None else 0.0)
+
+
+def pad_and_mix(samples: list[tuple[int, Tensor]]) -> dict[str, Any]:
+    """Pad to the longest of the batch, and add to every sample a part of another one, as mixup does."""
+    padded = torch.nn.utils.rnn.pad_sequence([noise for _, noise in samples], batch_first=True)
+    other, part = torch.randperm(len(samples)), np.random.beta(0.4, 0.4)  # noqa: NPY002  # global on purpose
+    return {"x": part * padded + (1 - part) * padded[other], "index": torch.tensor([index for index, _ in samples])}
+
+
+class Noting(Toy):
+    """Notes in every step the replicas that the rank gets, with their samples."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__(kind="s", lr=0.001)
+        self.make = make
+        self.steps: list[list[tuple[int | None, int, Any]]] = []
+        self.line = ""
+
+    def train_dataloader(self) -> Any:
+        return self.make()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        strategy: Any = self.trainer.strategy
+        data: SplitTraining = strategy._data
+        slices = data.slices(batch)
+        assert data.chunk is not None
+        if data.chunk.stand_in:
+            (whole,) = slices
+            assert (None, 0) == whole[:2]
+            assert whole.batch is batch
+        self.steps.append([(one.replica, one.samples, plain(one.batch)) for one in slices if one.replica is not None])
+        return self.w.sum()
+
+
+def plain(value: Any) -> Any:
+    """Return a batch whose tensors are bytes: equal bits, and nothing else, are equal."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.numpy().tobytes()
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+class Stop(Callback):
+    """Interrupts the run after a step."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step == self.step
+
+
+def single(workers: int = 0, own: bool = False, **options: Any) -> Any:
+    data = Augmented(dist.get_rank() if own else None)
+    # The rank itself comes from a fork server, whose start method it has: each worker would import everything anew.
+    options |= {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    return DataLoader(data, BATCH, shuffle=True, collate_fn=pad_and_mix, **options)
+
+
+def several(smaller: int = 7) -> Any:
+    """Return loaders in a nested structure, two of batches of 8, and three of another size."""
+    return {
+        "a": single(drop_last=True),
+        "b": [DataLoader(Augmented(), smaller, collate_fn=pad_and_mix, drop_last=True)],
+    }
+
+
+def sharded() -> Any:
+    loader = single()
+    vars(loader.dataset)["sharded_by_rank"] = True
+    return loader
+
+
+def changed(batch: Any, device: Any, index: int) -> Any:
+    return {name: rows[1:] for name, rows in batch.items()}
+
+
+def renamed(batch: Any, device: Any, index: int) -> Any:
+    return {"c": batch["a"]}
+
+
+def fit(
+    make: Any,
+    *args: Any,
+    replicas: int | None = 4,
+    seeded_workers: bool = False,
+    hook: Any = None,
+    stop: int | None = None,
+    folder: str | None = None,
+    resume: str | None = None,
+    window: int = 1,
+) -> Any:
+    """Body: train for two epochs in replicas of whole batches, every rank with a random state of its own."""
+    seed_everything(11 + 100 * dist.get_rank(), workers=seeded_workers, verbose=False)
+    if not seeded_workers:
+        os.environ.pop("PL_SEED_WORKERS", None)
+    model = Noting(lambda: make(*args))
+    if hook is not None:
+        vars(model)["transfer_batch_to_device"] = hook
+    saving = [] if folder is None else [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
+
+    def in_replicas(*given: Any, **options: Any) -> SplitTraining:
+        return SplitTraining(*given, **{**options, "num_replicas": replicas, "whole_batches": True})
+
+    with mock.patch("lightning_gradavg.recipe_strategy.SplitTraining", in_replicas):
+        trainer = make_trainer(
+            GradAvgStrategy(split_batches=True),
+            max_epochs=EPOCHS,
+            accumulate_grad_batches=window,
+            enable_checkpointing=bool(saving),
+            callbacks=[*saving, Stop(stop)],
+        )
+        trainer.fit(model, ckpt_path=resume)
+    return model.steps
+
+
+def joined(ranks: list[Any]) -> list[Any]:
+    """Return the replicas of every step over all ranks, in order."""
+    return [[piece for rank in step for piece in rank] for step in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "seeded"),
+    [(0, False), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)],
+)
+def test_every_replica_is_that_of_one_process(world, workers, seeded):
+    """Augmented, padded and mixed, the replicas of each step are bit for bit those of one process, on 2 to 4 ranks."""
+    (expected,) = world(1).run(fit, single, workers, seeded_workers=seeded)
+
+    assert [[(0, 2), (1, 2), (2, 2), (3, 2)]] * 2 == [[piece[:2] for piece in step] for step in expected[:2]]
+    assert [(0, 2), (1, 2), (2, 2)] == [piece[:2] for piece in expected[2]]
+    assert 6 == len(expected)
+    assert expected[:3] != expected[3:], "epochs differ"
+    for world_size in (2, 3, 4):
+        ranks = world(world_size).run(fit, single, workers, seeded_workers=seeded)
+        assert expected == joined(ranks)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_resume_in_mid_epoch_on_another_world(world, tmp_path, window):
+    """Saved on 3 ranks in mid-epoch, resumed on 2, saved and resumed on 4: the replicas are those never interrupted."""
+    (expected,) = world(1).run(fit, single, window=window)
+    first, second = (2, 4) if window == 1 else (1, 3)  # within the first epoch, and within the second
+    folders = [str(tmp_path / name) for name in "abc"]
+    parts = [joined(world(3).run(fit, single, window=window, stop=first, folder=folders[0]))]
+    resume = f"{folders[0]}/step={first}.ckpt"
+    parts.append(joined(world(2).run(fit, single, window=window, stop=second, folder=folders[1], resume=resume)))
+    resume = f"{folders[1]}/step={second}.ckpt"
+    parts.append(joined(world(4).run(fit, single, window=window, folder=folders[2], resume=resume)))
+
+    assert ([2, 2, 2] if window == 1 else [2, 3, 1]) == list(map(len, parts))
+    assert expected == [step for part in parts for step in part]
+
+
+def test_batches_of_several_loaders_are_cut_alike(world):
+    """Every replica gets its part of each loader's batch, in the structure of the loaders, on any world."""
+    (expected,) = world(1).run(fit, several)
+
+    assert [[(0, 2), (1, 2), (2, 2), (3, 2)]] * 6 == [[piece[:2] for piece in step] for step in expected]
+    for step in expected:
+        parts = [(batch["a"], *batch["b"]) for _, _, batch in step]
+        assert [[(2,), (2,)]] * 3 + [[(2,), (1,)]] == [[part["index"][0] for part in both] for both in parts]
+    for world_size in (2, 3, 4):
+        assert expected == joined(world(world_size).run(fit, several))
+
+
+REFUSED: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str]] = {
+    "sharded": (sharded, (), {}, "DataLoader or its dataset Augmented has sharded_by_rank = True"),
+    "sharded, without replicas": (sharded, (), {"replicas": None}, "has sharded_by_rank = True"),
+    "other samples": (single, (0, True), {}, "the ranks read other samples for the same indices: found at batch 1"),
+    "several": (several, (5,), {}, "now 8 samples in 4 and 5 samples in 3 of num_replicas=4, do not reach the same"),
+    "samples": (single, (), {"hook": changed}, "samples where the train loader yielded"),
+    "structure": (several, (), {"hook": renamed}, "does not have the structure of the train loaders any more"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_an_error_on_all_ranks(world, name):
+    """Data, loaders and hooks whose batches have no replicas are refused by all 3 ranks; one of them has no samples."""
+    make, args, options, message = REFUSED[name]
+
+    raised = world(3).run_expecting_errors(fit, make, *args, **options)
+
+    assert 3 == len(raised)
+    for one in raised:
+        assert one.type_name in {"ValueError", "RuntimeError"}
+        assert message in one.message
