@@ -1,0 +1,159 @@
+"""Random streams of replicas: what is drawn depends on seed, step and replica, and nothing else is disturbed."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lightning_gradavg
+from lightning_gradavg.random_streams import ReplicaStreams
+
+CPU = torch.device("cpu")
+
+
+def draws() -> tuple[Any, ...]:
+    """One draw from every generator; NumPy's is of the kind that keeps a second number back."""
+    return torch.rand(()).item(), random.random(), np.random.randn(), np.random.rand()  # noqa: NPY002
+
+
+def drawn(seed: int, step: int, replica: int) -> tuple[Any, ...]:
+    with ReplicaStreams(seed, CPU).of(step, replica):
+        return draws()
+
+
+def test_draws_differ_between_replicas_and_steps_and_repeat():
+    """Case 41: no two of the seed, step and replica triples draw alike, and each draws the same again."""
+    triples = [(seed, step, replica) for seed in (0, 1, 2**40) for step in range(4) for replica in range(4)]
+
+    first = [drawn(*triple) for triple in triples]
+    random.seed(99)
+    torch.manual_seed(99)
+    np.random.seed(99)  # noqa: NPY002
+    again = [drawn(*triple) for triple in reversed(triples)]
+
+    assert first == again[::-1]
+    for generator in zip(*first, strict=True):
+        assert len(triples) == len(set(generator))
+
+
+def test_no_two_generators_make_the_same_stream():
+    """Python, NumPy and torch, all of them Mersenne Twisters, do not repeat one another."""
+    with ReplicaStreams(0, CPU).of(0, 0):
+        python = [random.random() for _ in range(64)]
+        numpy = np.random.rand(64).tolist()  # noqa: NPY002
+        torch_ = torch.rand(64, dtype=torch.float64).tolist()
+
+    assert 3 * 64 == len({*python, *numpy, *torch_})
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_generators_are_put_back(fails):
+    """What comes after, also after an exception, is what would have come without, a kept half of a pair included."""
+    draws()  # an odd number of draws from NumPy's normal distribution leaves one for the next
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
+    expected = draws()
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])  # noqa: NPY002
+
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext(), ReplicaStreams(3, CPU).of(1, 2):
+        draws()
+        assert 1 / (not fails)
+
+    assert expected == draws()
+
+
+def test_a_stream_within_a_stream_is_put_back_to_where_that_was():
+    """Streams nest: the outer one goes on where it was."""
+    streams = ReplicaStreams(0, CPU)
+    with streams.of(0, 0):
+        expected = draws(), draws()
+
+    with streams.of(0, 0):
+        first = draws()
+        with streams.of(0, 1):
+            draws()
+        assert expected == (first, draws())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("within", [False, True])
+def test_checkpoint_repeats_the_draws(use_reentrant, within):
+    """Recomputing after the stream has ended, the mask of a dropout is that of the forward; and the streams go on."""
+    streams = ReplicaStreams(5, CPU)
+    dropout = nn.Dropout(0.5)
+    x = torch.ones(256, requires_grad=True)
+
+    def forward(values: Tensor) -> Tensor:
+        if not within:
+            return dropout(values * values)
+        with streams.of(7, 1):  # Python's and NumPy's draws are repeated, too
+            return dropout(values * values) * random.random() * np.random.rand()  # noqa: NPY002
+
+    if within:
+        out = checkpoint(forward, x, use_reentrant=use_reentrant)
+    else:
+        with streams.of(7, 1):
+            out = checkpoint(forward, x, use_reentrant=use_reentrant)
+    out.sum().backward()
+
+    assert 0 < int((out == 0).sum()) < 256
+    assert torch.equal(2 * out.detach(), x.grad)  # d(c * x^2)/dx at 1 is twice c
+
+
+def test_a_device_without_streams_is_refused():
+    """The error quotes the device and lists those that have streams."""
+    with pytest.raises(ValueError, match=r"device must be of type cpu, cuda, mps; got 'meta': move"):
+        ReplicaStreams(0, torch.device("meta"))
+
+
+def test_torch_without_numpy_has_streams():
+    """Where NumPy cannot be imported, torch's and Python's draws are the same as where it can."""
+    # Importing the package would import Lightning, which needs NumPy; the module stands below both.
+    program = f"""
+import random, sys, types, warnings
+sys.modules["numpy"] = None  # to import it raises ImportError
+package = sys.modules["lightning_gradavg"] = types.ModuleType("lightning_gradavg")
+package.__path__ = {list(lightning_gradavg.__path__)!r}
+warnings.simplefilter("ignore")  # torch's about the missing NumPy
+import torch
+from lightning_gradavg.random_streams import ReplicaStreams
+with ReplicaStreams(3, torch.device("cpu")).of(1, 2):
+    print(torch.rand(()).item(), random.random())
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+
+    assert 0 == result.returncode, result.stderr
+    with ReplicaStreams(3, CPU).of(1, 2):
+        assert f"{torch.rand(()).item()} {random.random()}" == result.stdout.strip()
+
+
+@pytest.mark.gpu
+def test_the_device_draws_from_the_stream_without_a_wait() -> None:
+    """Case 41: a CUDA generator draws by seed, step and replica, is put back, and nothing waits for the device."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    streams = ReplicaStreams(0, device)
+    before = torch.cuda.get_rng_state(device)
+    seen: dict[tuple[int, int], list[Tensor]] = {}
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            for step, replica in ((0, 0), (0, 1), (1, 0)):
+                with streams.of(step, replica):
+                    seen.setdefault((step, replica), []).append(torch.rand(8, device=device))
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+    assert torch.equal(before, torch.cuda.get_rng_state(device))
+    assert all(torch.equal(first, again) for first, again in seen.values())
+    assert 3 == len({tuple(first.tolist()) for first, _ in seen.values()})
