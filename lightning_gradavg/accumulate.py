@@ -76,7 +76,8 @@ class Accumulator:
         """
         losses = [terms[term] for term in sorted(terms)]
         whole = tuple(micro_batch.weights) == (WHOLE_LOSS,)
-        if whole and (alone or not (self.reducer.rule.uses_weight or micro_batch.absent)):
+        unweighed = alone and self.reducer.window.relative
+        if whole and (unweighed or not (self.reducer.rule.uses_weight or micro_batch.absent)):
             return WeighedLoss(sum(losses[1:], losses[0]), micro_batch)
         if whole:
             losses = [sum(losses[1:], losses[0])]
@@ -169,7 +170,9 @@ class Accumulator:
             run()
             return
         keep = coefficient > 0
-        loss.coefficients.values = [coefficient]
+        # Where gradients cross ranks, even 0 times the NaN of an empty mean would reach the others.
+        stopped = _is_zero(coefficient) and not self.reducer.window.relative
+        loss.coefficients.values = [None if stopped else coefficient]
         with keep_gradients(self.parameters, keep):
             run()
 

@@ -16,6 +16,8 @@ Where all multipliers are equal (mean, sum, normalized sum) this is the plain su
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -31,9 +33,11 @@ from lightning_gradavg.rows import RowExchange, gather_rows
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
 from lightning_gradavg.weights import as_weight, weight_problem
 
-__all__ = ["gather"]
+__all__ = ["gather", "gather_refused"]
 
 T = TypeVar("T")
+
+_REFUSED: ContextVar[str | None] = ContextVar("refused", default=None)
 
 
 def gather(
@@ -78,6 +82,9 @@ def gather(
             together, if only some ranks run under `torch.no_grad`, or if a rank has rows but the rule discards its
             gradient. On this process alone, if it is not a member of `group`.
     """
+    refused = _REFUSED.get()
+    if refused is not None:
+        raise RuntimeError(f"{refused}.")
     if torch.is_inference_mode_enabled():
         # Gloo of torch 2.4 cannot write into tensors that were made in inference mode, as Lightning validates.
         with torch.inference_mode(False), torch.no_grad():
@@ -117,6 +124,16 @@ def gather(
     gathered = _gather_leaves(world, call.leaves, rows, wanted, factors)
     result: T = _rebuilt(tensors, iter(gathered))
     return result
+
+
+@contextmanager
+def gather_refused(reason: str) -> Iterator[None]:
+    """Have `gather` raise a RuntimeError within the context, on every rank that calls it."""
+    token = _REFUSED.set(reason)
+    try:
+        yield
+    finally:
+        _REFUSED.reset(token)
 
 
 @dataclass(frozen=True)

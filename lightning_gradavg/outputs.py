@@ -23,7 +23,7 @@ def read_weights(
     weight: Any,
     batch: Any,
     device: torch.device,
-    samples: int | None = None,
+    samples: float | None = None,
 ) -> MicroBatch:
     """Return the weights of a micro-batch; what is wrong with them is noted in it, for all ranks to raise together.
 

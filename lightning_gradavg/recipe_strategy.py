@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_gradavg.evaluating import EvaluatingStrategy
-from lightning_gradavg.rules import Rule
+from lightning_gradavg.presets import Plan
 from lightning_gradavg.run_recipe import RunRecipe
 from lightning_gradavg.sources import loader_batch_size
 from lightning_gradavg.training_data import SplitTraining, as_one_stand_in
@@ -31,28 +31,23 @@ class RecipeStrategy(EvaluatingStrategy):
     """Splits the training data, scales the learning rate, and saves both free of the world size.
 
     Args:
-        rule: The reduction rule.
+        plan: What the user's options on batches, rule and evaluation come to.
         recipe: What the user stated of batch and learning rate.
-        split_batches: Whether the training loader's batches are the global batches.
-        max_device_batch_size: Most samples in a micro-batch, or None.
         allow_recipe_change: Whether a checkpoint of another recipe may be resumed.
         **options: Those of `DDPStrategy`.
     """
 
     def __init__(
         self,
-        rule: Rule,
+        plan: Plan,
         recipe: RunRecipe,
         *,
-        split_batches: bool,
-        max_device_batch_size: int | None,
         allow_recipe_change: bool,
         **options: Any,
     ) -> None:
-        super().__init__(rule, **options)
+        super().__init__(plan.rule, exact_evaluation=plan.exact_evaluation, **options)
+        self._plan = plan
         self._recipe = recipe
-        self._split_batches = split_batches
-        self._max_device_batch_size = max_device_batch_size
         self._allow_recipe_change = allow_recipe_change
         self._data: SplitTraining | None = None
         self._prepares_training_data = False
@@ -71,16 +66,23 @@ class RecipeStrategy(EvaluatingStrategy):
     @override
     def _register_ddp_hooks(self) -> None:
         super()._register_ddp_hooks()
-        if self._split_batches:
+        if self._plan.split_batches:
             assert isinstance(self.model, DistributedDataParallel)
             assert self.lightning_module is not None
             group = self.model.process_group
-            self._data = SplitTraining(self._trainer, self.lightning_module, self._max_device_batch_size, group)
+            self._data = SplitTraining(
+                self._trainer,
+                self.lightning_module,
+                self._plan.max_device_batch_size,
+                group,
+                num_replicas=self._plan.num_replicas,
+                whole_batches=self._plan.replicated,
+            )
             if self._loaded is not None and self._loaded["loaders"] is not None:
                 self._data.resume(self._loaded["loaders"], self._loaded["micro_batches"])
 
     @override
-    def _samples(self) -> int | None:
+    def _samples(self) -> float | None:
         chunk = self._data.chunk if self._data is not None else None
         return chunk.samples if chunk is not None else None
 
@@ -126,8 +128,12 @@ class RecipeStrategy(EvaluatingStrategy):
             f"GradAvgStrategy: reduction={self._rule.name!r}, g = {self._rule.formula};"
             f" {dist.get_world_size(group)} ranks on {nodes} node{'s' * (nodes > 1)} ({dist.get_backend(group)});"
             f" global batch {size if size is not None else 'unknown'}, windows of"
-            f" {self._trainer.accumulate_grad_batches} micro-batches{scale}"
+            f" {self._trainer.accumulate_grad_batches} micro-batches{scale}{self._describe()}"
         )
+
+    def _describe(self) -> str:
+        """Return more to say about the run in the line at its start."""
+        return ""
 
     @override
     def _prepare_loaders(self, name: str) -> None:
@@ -250,13 +256,16 @@ class RecipeStrategy(EvaluatingStrategy):
             # Lightning would load them only within an epoch, and not if the loaders were already there.
             progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
             loaders = progress.pop("combined_loader", None)
-        checkpoint[_CHECKPOINT_KEY] = {
+        checkpoint[_CHECKPOINT_KEY] = {**self._saved(), "loaders": loaders}
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def _saved(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of this strategy, next to the state of the loaders."""
+        return {
             "recipe": self._recipe.fingerprint(),
             "rates": self._recipe.rates.state_dict() if self._recipe.rates is not None else None,
             "micro_batches": self._data.micro_batches if self._data is not None else 1,
-            "loaders": loaders,
         }
-        super().save_checkpoint(checkpoint, *args, **kwargs)
 
     @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -67,6 +67,7 @@ class Reducer:
         averaging_hook: Reduces each scaled bucket instead of a plain sum.
         windows_may_differ: Whether ranks may accumulate different numbers of micro-batches, so that the numbers must
             be compared even where the rule uses no weight.
+        relative: As in `Window`.
     """
 
     def __init__(
@@ -78,12 +79,13 @@ class Reducer:
         device: torch.device,
         averaging_hook: AveragingHook | None = None,
         windows_may_differ: bool = False,
+        relative: bool = True,
     ) -> None:
         self.rule = rule
         self.places = tuple(places)
         self.group = group
         self.device = device
-        self.window = Window(rule, self.places[rank])
+        self.window = Window(rule, self.places[rank], relative=relative)
         self._averaging_hook = averaging_hook
         self._exchanges = rule.uses_weight or windows_may_differ
         self._depends_on_window = depends_on_window(rule, self.places)
@@ -94,7 +96,7 @@ class Reducer:
 
     def reset(self) -> None:
         """Forget a window that was begun and never reduced."""
-        self.window = Window(self.rule, self.window.place)
+        self.window = self.window.anew()
         self._closed = None
 
     def accumulate(self, micro_batch: MicroBatch) -> dict[str, Weight]:
@@ -113,7 +115,7 @@ class Reducer:
             if len(self.places) > 1:
                 work = dist.all_reduce(summary, group=self.group, async_op=True)
         self._closed = _Closed(self.window, loss_divisor, summary, work)
-        self.window = Window(self.rule, self.window.place)
+        self.window = self.window.anew()
 
     def term_factors(self) -> dict[str, Weight]:
         """Return each loss term's factor of the closed window, waiting for the totals; buckets are then only summed.
@@ -161,6 +163,12 @@ class Reducer:
         previous, self._unchecked = self._unchecked, None
         if previous is not None:
             self._check(previous)
+
+    @property
+    def closed(self) -> tuple[Window, float]:
+        """The window that is being reduced, and what its losses were divided by; from `close` to `finish`."""
+        closed = self._require_closed()
+        return closed.window, closed.loss_divisor
 
     def _require_closed(self) -> _Closed:
         if self._closed is None:

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -49,15 +49,23 @@ class ReducingStrategy(DDPStrategy):
         self._accumulator: Accumulator | None = None
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._sparse: set[int] = set()
-        self._loss: WeighedLoss | None = None
+        # More than one where a step runs several replicas.
+        self._losses: list[WeighedLoss] = []
         self._batch: Any = None
         self._withheld = False
+        # Whether the forward has left it to the last backward of the step to have DDP expect its gradients.
+        self._unprepared = False
         self._static_graph_seen = False
         self._reductions = 0
         self._reductions_at_step: dict[int, int] = {}
         self._warned: set[str] = set()
 
-    def _samples(self) -> int | None:
+    @property
+    def _crosses_ranks(self) -> bool:
+        """Whether gradients of one rank's loss reach another within the backward."""
+        return False
+
+    def _samples(self) -> float | None:
         """Return how many samples of the batch count, where the strategy knows; 0 for a stand-in."""
         return None
 
@@ -67,7 +75,7 @@ class ReducingStrategy(DDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         self._accumulator = None
-        self._loss = self._batch = None
+        self._losses, self._batch = [], None
         self._static_graph_seen = False
         self._reductions, self._reductions_at_step = 0, {}
         super().setup(trainer)
@@ -98,7 +106,9 @@ class ReducingStrategy(DDPStrategy):
             user_hook = self._ddp_comm_hook or allreduce_hook
             hook = adapt_hook(user_hook, self._ddp_comm_state, self._ddp_comm_wrapper, group)
         places = gather_places(self.node_rank, group)
-        reducer = Reducer(self._rule, places, dist.get_rank(group), group, self.root_device, hook, manual)
+        reducer = Reducer(
+            self._rule, places, dist.get_rank(group), group, self.root_device, hook, manual, not self._crosses_ranks
+        )
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._sparse = {
             id(module.weight)
@@ -159,7 +169,7 @@ class ReducingStrategy(DDPStrategy):
         zero = zero_loss(self._accumulator.parameters, self._sparse)
         prepare_for_backward(self.model, zero)
         advice = "Batch norm needs two values per channel: choose a batch size that leaves no rank a single sample"
-        self._loss = WeighedLoss(zero, MicroBatch({WHOLE_LOSS: 0.0}, problem=f"{problem} {advice}"))
+        self._losses = [WeighedLoss(zero, MicroBatch({WHOLE_LOSS: 0.0}, problem=f"{problem} {advice}"))]
         return zero
 
     def _take_loss(self, output: STEP_OUTPUT) -> STEP_OUTPUT:
@@ -173,12 +183,14 @@ class ReducingStrategy(DDPStrategy):
                     ' Return {"loss": loss, "weight": 0} for a micro-batch that is not to count.'
                 )
             return output
-        self._loss = self._weigh(loss, weight, alone=self._trainer.accumulate_grad_batches == 1)
+        alone = self._trainer.accumulate_grad_batches == 1
+        weighed = self._weigh(loss, weight, alone=alone, samples=self._samples())
+        self._losses = [weighed]
         if isinstance(output, Mapping):
-            return output if self._loss.value is loss else {**output, "loss": self._loss.value}
-        return self._loss.value
+            return output if weighed.value is loss else {**output, "loss": weighed.value}
+        return weighed.value
 
-    def _weigh(self, loss: Any, weight: Any, *, alone: bool) -> WeighedLoss:
+    def _weigh(self, loss: Any, weight: Any, *, alone: bool, samples: float | None) -> WeighedLoss:
         terms: Mapping[str, Tensor] = loss if isinstance(loss, Mapping) else {WHOLE_LOSS: loss}
         for term in terms.values():
             if not isinstance(term, Tensor):
@@ -192,7 +204,7 @@ class ReducingStrategy(DDPStrategy):
         if self._accumulator is None:
             losses = [terms[term] for term in sorted(terms)]
             return WeighedLoss(sum(losses[1:], losses[0]), MicroBatch({WHOLE_LOSS: 1.0}))
-        micro_batch = read_weights(self._rule, terms, weight, self._batch, self.root_device, self._samples())
+        micro_batch = read_weights(self._rule, terms, weight, self._batch, self.root_device, samples)
         if (
             micro_batch.explicit
             and not micro_batch.absent
@@ -220,21 +232,45 @@ class ReducingStrategy(DDPStrategy):
     ) -> Tensor:
         module = self.lightning_module
         assert module is not None
-        if module.automatic_optimization:
-            loss, self._loss = self._loss, None
-        else:
-            loss = self._weigh(closure_loss, weight, alone=False)
-            closure_loss = loss.value
+        if not module.automatic_optimization:
+            loss = self._weigh(closure_loss, weight, alone=False, samples=self._samples())
+            return self._backward(loss, loss.value, optimizer, args, kwargs)
+        losses, self._losses = self._losses, []
+        if len(losses) <= 1:
+            return self._backward(losses[0] if losses else None, closure_loss, optimizer, args, kwargs)
+        divisor = self._trainer.accumulate_grad_batches
+        closed: Tensor = closure_loss
+        for index, loss in enumerate(losses):
+            root, final = loss.value / divisor, index == len(losses) - 1
+            closed = self._backward(loss, root, optimizer, args, kwargs, first=index == 0, final=final)
+        return closed
 
-        self.pre_backward(closure_loss)
-        scaled = self.precision_plugin.pre_backward(closure_loss, module)
+    def _backward(
+        self,
+        loss: WeighedLoss | None,
+        root: Tensor,
+        optimizer: Optimizer | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        first: bool = True,
+        final: bool = True,
+    ) -> Tensor:
+        """Run the backward of one of the losses of a training step, the first and the final one or one between."""
+        module, model = self.lightning_module, self.model
+        assert module is not None
+        self.pre_backward(root)
+        scaled = self.precision_plugin.pre_backward(root, module)
         if loss is not None:
             loss.root = scaled
+        if final and self._unprepared and isinstance(model, DistributedDataParallel):
+            self._unprepared = False
+            prepare_for_backward(model, scaled)
 
         def run(**extra: Any) -> None:
             self.precision_plugin.backward(scaled, module, optimizer, *args, **kwargs, **extra)
 
-        finish = self._run(loss, run)
+        finish = self._run(loss, run, first=first, final=final)
         self._static_graph_seen = True
         # The first backward of a static graph in manual optimization is reduced in post_backward.
         deferred = not module.automatic_optimization and self._defers_reduction
@@ -274,7 +310,9 @@ class ReducingStrategy(DDPStrategy):
             " with a backward outside of toggle_model(sync_grad=False)."
         )
 
-    def _run(self, loss: WeighedLoss | None, run: Callable[..., None]) -> Callable[[], None]:
+    def _run(
+        self, loss: WeighedLoss | None, run: Callable[..., None], *, first: bool, final: bool
+    ) -> Callable[[], None]:
         """Run one backward, and return what ends its window."""
         model, trainer, module = self.model, self._trainer, self.lightning_module
         if module is None or not isinstance(model, DistributedDataParallel):
@@ -283,7 +321,7 @@ class ReducingStrategy(DDPStrategy):
         automatic = module.automatic_optimization
         divisor = trainer.accumulate_grad_batches if automatic else 1
         length = trainer.fit_loop.epoch_loop.batch_idx % divisor + 1
-        last = model.require_backward_grad_sync and not self._withheld
+        last = self._ends_window(final)
         self._reductions += last
         for name, parameter in self._frozen if self._accumulator is not None or self.world_size > 1 else ():
             if parameter.requires_grad:
@@ -296,13 +334,20 @@ class ReducingStrategy(DDPStrategy):
             run()
             return partial(_multiply_gradients, model, divisor / length) if last and length < divisor else _nothing
         assert loss is not None
-        if automatic and length == 1:
+        if automatic and length == 1 and first:
             self._accumulator.reset()
         if not automatic and self._divided_by_hand:
             # As in stock DDP, the user divides the losses of a window in manual optimization.
             divisor = self._accumulator.pending + 1
         self._accumulator.backward(loss, run, last=last, loss_divisor=divisor)
         return self._accumulator.finish if last else self._accumulator.pause
+
+    def _ends_window(self, final: bool) -> bool:
+        """Return whether the next backward, the final one of its step or not, is reduced."""
+        model = self.model
+        return isinstance(model, DistributedDataParallel) and (
+            model.require_backward_grad_sync and not self._withheld and final
+        )
 
     @property
     def _num_nodes_seen(self) -> int:

@@ -29,6 +29,7 @@ __all__ = [
     "Share",
     "Weight",
     "resolve_rule",
+    "rule_of_replica_losses",
     "rule_of_split_batches",
 ]
 
@@ -119,6 +120,10 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 
 _MEAN_OVER_SAMPLES = Rule("mean", _weighted_mean, True, "sum(n * g) / sum(n) over the samples n of each chunk")
 
+_MEAN_OVER_REPLICAS = Rule(
+    "mean_of_replica_losses", _weighted_mean, True, "sum(g / R) over the R replicas of each loader batch"
+)
+
 _PER_RANK = ("mean_of_node_means", "sum_of_node_means")
 
 
@@ -138,6 +143,15 @@ def rule_of_split_batches(rule: Rule) -> Rule:
             " have fewer samples than another, or none. Use 'weighted_mean', or set split_batches=False."
         )
     return rule
+
+
+def rule_of_replica_losses() -> Rule:
+    """Return the mean over the replicas of each loader batch, which the `dp` strategy of Lightning 1.x took.
+
+    The weight of a replica is `1/R`, with R the replicas that have samples of its loader batch: a replica of fewer
+    samples has the same say.
+    """
+    return _MEAN_OVER_REPLICAS
 
 
 def resolve_rule(reduction: str | RuleFunction | Rule) -> Rule:

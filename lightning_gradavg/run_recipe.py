@@ -23,8 +23,10 @@ class RunRecipe:
         base_batch_size: The global batch that the learning rate was tuned for, or None.
         base_world_size: Without it, the ranks that the learning rate was tuned for.
         lr_warmup_steps: Optimizer steps from the base to the scaled learning rate.
+        equivalent_to: The name of the run to be reproduced, or None.
 
     Attributes:
+        num_replicas: Chunks that every loader batch is computed in, where they shape the result; else None.
         rates: Keeps effective learning rates; None where nothing is scaled.
         batch: The global and the base batch; None until the training loaders are known.
     """
@@ -38,8 +40,10 @@ class RunRecipe:
         base_batch_size: int | None,
         base_world_size: int,
         lr_warmup_steps: int,
+        equivalent_to: str | None = None,
     ) -> None:
-        self._rule, self._split = rule, split_batches
+        self._rule, self._split, self._equivalent_to = rule, split_batches, equivalent_to
+        self.num_replicas: int | None = None
         self._scaling = resolve_scaling(lr_scaling)
         self._base_batch_size, self._base_world_size = base_batch_size, base_world_size
         self._warmup_steps = lr_warmup_steps
@@ -118,6 +122,8 @@ class RunRecipe:
         return {
             "reduction": self._rule.name,
             "split_batches": self._split,
+            "equivalent_to": self._equivalent_to,
+            "num_replicas": self.num_replicas,
             "global_batch_size": self.global_batch_size,
             "lr_scaling": self._scaling.name,
             "base_batch_size": self._fingerprinted_base,

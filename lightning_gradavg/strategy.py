@@ -19,8 +19,9 @@ from typing_extensions import override
 
 from lightning_gradavg.batches import Split
 from lightning_gradavg.ddp_options import changed_options
-from lightning_gradavg.recipe_strategy import RecipeStrategy
-from lightning_gradavg.rules import RULES, RuleFunction, resolve_rule, rule_of_split_batches
+from lightning_gradavg.presets import plan_of
+from lightning_gradavg.replicating import ReplicatingStrategy
+from lightning_gradavg.rules import RULES, RuleFunction
 from lightning_gradavg.run_recipe import RunRecipe
 from lightning_gradavg.scaling import ScaleFunction
 
@@ -34,12 +35,15 @@ ReductionName = Literal[
     "mean_of_node_sums",
     "mean_of_node_means",
     "sum_of_node_means",
+    "mean_of_replica_losses",
 ]
+
+PresetName = Literal["data_parallel", "single_device"]
 
 ScalingName = Literal["none", "linear", "sqrt", "adam_sde"]
 
 
-class GradAvgStrategy(RecipeStrategy):
+class GradAvgStrategy(ReplicatingStrategy):
     """Data-parallel training whose reduced gradient is that of a stated rule, over all ranks and micro-batches.
 
     With no option it is stock DDP: the same bits, no communication hook. The one difference is a last accumulation
@@ -51,9 +55,22 @@ class GradAvgStrategy(RecipeStrategy):
 
     Args:
         reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
+            `"mean_of_replica_losses"`, with `equivalent_to="data_parallel"` only, is what Lightning 1.x did with the
+            losses of the replicas: each has the same say, however many samples it has.
+        equivalent_to: The run to reproduce, on any number of ranks: `"data_parallel"`, that of `nn.DataParallel` on
+            `num_replicas` devices, or `"single_device"`. It sets `split_batches` and `exact_evaluation`, hands the
+            outputs of all replicas to `training_step_end`, where the module has that hook of Lightning 1.x, and keeps
+            the buffers alike on all ranks. What cannot be reproduced is an error at the start of `fit`. See
+            docs/equivalence.md.
+        num_replicas: Chunks that every loader batch is computed in, each with its own batch norm statistics and random
+            numbers; by default one per rank. A rank runs several one after another. Needs `split_batches`, which
+            `equivalent_to="data_parallel"` sets.
+        recompute_replicas: True to have a rank keep the activations of one replica at a time, and compute each again
+            in the backward.
         split_batches: True if the training loader's batches are the global batches: every rank gets its contiguous
             chunk of each, cut as `torch.chunk` cuts, in the order of a run on one process. The mean is then the mean
-            over the samples of the global batch, however unevenly the ranks share them.
+            over the samples of the global batch, however unevenly the ranks share them. None for what `equivalent_to`
+            says, and False without it.
         max_device_batch_size: With `split_batches`, the most samples that a rank computes at once: chunks that are
             larger are accumulated, which does not change the result.
         lr_scaling: How the learning rate follows the ratio of the global batch to the base batch: `"none"`, `"linear"`,
@@ -64,7 +81,7 @@ class GradAvgStrategy(RecipeStrategy):
         allow_recipe_change: True to resume a checkpoint of another recipe, with another global batch, rule or base.
             Otherwise the differences are an error.
         exact_evaluation: True to have validation, test and prediction see each sample exactly once, and log the values
-            of one process. See docs/evaluation.md.
+            of one process. See docs/evaluation.md. None for what `equivalent_to` says, and False without it.
         accelerator: As in `DDPStrategy`.
         parallel_devices: As in `DDPStrategy`.
         cluster_environment: As in `DDPStrategy`.
@@ -106,14 +123,17 @@ class GradAvgStrategy(RecipeStrategy):
         self,
         *,
         reduction: ReductionName | RuleFunction = "mean",
-        split_batches: bool = False,
+        equivalent_to: PresetName | None = None,
+        num_replicas: int | None = None,
+        recompute_replicas: bool = False,
+        split_batches: bool | None = None,
         max_device_batch_size: int | None = None,
         lr_scaling: ScalingName | ScaleFunction = "none",
         base_batch_size: int | None = None,
         base_world_size: int = 1,
         lr_warmup_steps: int = 0,
         allow_recipe_change: bool = False,
-        exact_evaluation: bool = False,
+        exact_evaluation: bool | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -146,36 +166,36 @@ class GradAvgStrategy(RecipeStrategy):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         given = locals()
-        rule = resolve_rule(reduction)
-        if split_batches:
-            rule = rule_of_split_batches(rule)
-        elif max_device_batch_size is not None:
-            raise ValueError(
-                f"max_device_batch_size={max_device_batch_size} cuts the chunks of split_batches=True, not set here."
-                " Set it, or choose the loader's batch_size and accumulate_grad_batches yourself."
-            )
+        plan = plan_of(
+            reduction=reduction,
+            equivalent_to=equivalent_to,
+            num_replicas=num_replicas,
+            recompute_replicas=recompute_replicas,
+            split_batches=split_batches,
+            max_device_batch_size=max_device_batch_size,
+            exact_evaluation=exact_evaluation,
+            broadcast_buffers=broadcast_buffers,
+        )
         Split(max_samples=max_device_batch_size)
         recipe = RunRecipe(
-            rule,
-            split_batches=split_batches,
+            plan.rule,
+            split_batches=plan.split_batches,
             lr_scaling=lr_scaling,
             base_batch_size=base_batch_size,
             base_world_size=base_world_size,
             lr_warmup_steps=lr_warmup_steps,
+            equivalent_to=equivalent_to,
         )
         if model_averaging_period is not None:
             raise ValueError(
                 f"model_averaging_period={model_averaging_period} averages weights instead of reducing gradients."
                 " Leave it out, or use lightning.pytorch.strategies.DDPStrategy."
             )
-        hooked = rule is not RULES["mean"] or ddp_comm_hook is not None or ddp_comm_wrapper is not None
+        hooked = plan.rule is not RULES["mean"] or ddp_comm_hook is not None or ddp_comm_wrapper is not None
         super().__init__(
-            rule,
+            plan,
             recipe,
-            split_batches=split_batches,
-            max_device_batch_size=max_device_batch_size,
             allow_recipe_change=allow_recipe_change,
-            exact_evaluation=exact_evaluation,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -187,7 +207,7 @@ class GradAvgStrategy(RecipeStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            **changed_options(given, hook_of=rule.name if hooked else None),
+            **changed_options(given, hook_of=plan.rule.name if hooked else None),
         )
 
     def __repr__(self) -> str:
@@ -219,6 +239,8 @@ _NAMES: dict[str, dict[str, Any]] = {
     "gradavg": {},
     "gradavg_sum": {"reduction": "sum"},
     "gradavg_weighted": {"reduction": "weighted_mean"},
+    "gradavg_data_parallel": {"equivalent_to": "data_parallel"},
+    "gradavg_single_device": {"equivalent_to": "single_device"},
     "gradavg_spawn": {"start_method": "spawn"},
     "gradavg_fork": {"start_method": "fork"},
     "gradavg_notebook": {"start_method": "fork"},

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_gradavg.rules import Weight
 
-__all__ = ["Coefficients", "keep_gradients", "weigh_terms", "zero_loss"]
+__all__ = ["Coefficients", "keep_gradients", "weigh_terms", "zero_gradient", "zero_loss"]
 
 
 class Coefficients:
@@ -67,10 +67,11 @@ class _ZeroGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         del grads
-        return None, *(_zero_gradient(parameter, sparse) for parameter, sparse in ctx.like)
+        return None, *(zero_gradient(parameter, sparse) for parameter, sparse in ctx.like)
 
 
-def _zero_gradient(parameter: Tensor, sparse: bool) -> Tensor:
+def zero_gradient(parameter: Tensor, sparse: bool) -> Tensor:
+    """Return the gradient of a loss that `parameter` does not change; sparse ones have no entries."""
     if not sparse:
         return torch.zeros_like(parameter)
     indices = torch.empty((1, 0), dtype=torch.long, device=parameter.device)

@@ -51,11 +51,19 @@ class Window:
         rule: The reduction rule.
         place: This rank's place.
         micro_batches: What was accumulated, in order.
+        relative: Whether losses are multiplied relative to this rank's first multiplier, so that mostly nothing is
+            multiplied at all. Not so where gradients cross ranks within the backward, as in batch norm over all ranks:
+            they must be comparable.
     """
 
     rule: Rule
     place: Place
     micro_batches: list[MicroBatch] = field(default_factory=list)
+    relative: bool = True
+
+    def anew(self) -> Window:
+        """Return the window after this one."""
+        return replace(self, micro_batches=[])
 
     def add(self, micro_batch: MicroBatch) -> None:
         """Append a micro-batch. One with a fault is kept as absent, and its fault remembered."""
@@ -107,6 +115,8 @@ class Window:
         While all multipliers so far are 0 it is 1, which changes nothing: they contribute nothing.
         """
         reference: Weight = 1.0
+        if not self.relative:
+            return reference
         for share in reversed(self.shares(term, whole=whole)):
             if isinstance(share.multiplier, Tensor):
                 reference = torch.where(share.multiplier > 0, share.multiplier, reference)
