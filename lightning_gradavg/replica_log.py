@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-__all__ = ["ReplicaLog", "logged_on_all_ranks_alike", "metrics_kept", "nothing_logged"]
+__all__ = ["ReplicaLog", "logged_of_whole_run", "logged_on_all_ranks_alike", "metrics_kept", "nothing_logged"]
 
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": float("-inf"), "min": float("inf")}
 
@@ -33,7 +33,7 @@ class _Entry:
 
 
 class ReplicaLog:
-    """Collects what `self.log` is given in a training step, and logs it once per batch.
+    """Collects what `self.log` is given in a step, and logs it once per batch.
 
     A mean is weighted by the replicas' samples, or the `batch_size` that was given, over the replicas of this rank and,
     with `sync_dist=True`, of all ranks. A step whose samples do not count adds nothing.
@@ -42,15 +42,23 @@ class ReplicaLog:
         module: The module whose `log` is replaced.
         group: The process group whose ranks share the replicas.
         device: Where the values are reduced.
+        whole: Whether values are those of the whole run even without `sync_dist=True`, as on one process.
         own: Whether all replicas of the batch are this rank's.
     """
 
     def __init__(
-        self, module: LightningModule, group: dist.ProcessGroup | None, device: torch.device, *, own: bool = False
+        self,
+        module: LightningModule,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        whole: bool,
+        own: bool = False,
     ) -> None:
         self._module = module
         self._group = group
         self._device = device
+        self._whole = whole
         self._shared = not own and dist.get_world_size(group) > 1
         self._samples = 0
         self._entries: dict[str, _Entry] = {}
@@ -68,10 +76,12 @@ class ReplicaLog:
 
         def collect(*args: Any, **kwargs: Any) -> None:
             arguments = signature.bind(*args, **kwargs).arguments
+            if self._whole:
+                arguments = _of_whole_run(arguments)
             if isinstance(arguments["value"], (Tensor, int, float)) and _reduction(arguments) in _NEUTRAL:
                 self._add(arguments)
             else:
-                log(*args, **kwargs)
+                log(**arguments)
 
         self._module.log = collect  # type: ignore[method-assign]  # for this step only
         try:
@@ -139,13 +149,29 @@ def logged_on_all_ranks_alike(module: LightningModule, samples: int, *, counted:
     signature = inspect.signature(log)
 
     def log_whole(*args: Any, **kwargs: Any) -> None:
-        arguments = {"batch_size": samples, **signature.bind(*args, **kwargs).arguments}
+        arguments = _of_whole_run({"batch_size": samples, **signature.bind(*args, **kwargs).arguments})
         value = arguments["value"]
-        if not counted and arguments.get("sync_dist", False) and _reduction(arguments) == "sum":
+        if not counted and arguments["sync_dist"] and _reduction(arguments) == "sum":
             arguments["value"] = value if isinstance(value, (Metric, MetricCollection)) else value * 0
         log(**arguments)
 
     module.log = log_whole  # type: ignore[method-assign]  # for this step only
+    try:
+        yield
+    finally:
+        del module.log
+
+
+@contextmanager
+def logged_of_whole_run(module: LightningModule) -> Iterator[None]:
+    """Log within the context the values over all ranks even without `sync_dist=True`, as on one process."""
+    log: Callable[..., None] = module.log
+    signature = inspect.signature(log)
+
+    def log_synchronized(*args: Any, **kwargs: Any) -> None:
+        log(**_of_whole_run(signature.bind(*args, **kwargs).arguments))
+
+    module.log = log_synchronized  # type: ignore[method-assign]  # for this step only
     try:
         yield
     finally:
@@ -184,6 +210,10 @@ def metrics_kept(module: torch.nn.Module) -> Iterator[None]:
             for name, state in states.items():
                 setattr(metric, name, _undone(state, getattr(metric, name)))
             metric._computed = None
+
+
+def _of_whole_run(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {**arguments, "sync_dist": not arguments.get("rank_zero_only", False)}
 
 
 def _copied(state: Any) -> Any:

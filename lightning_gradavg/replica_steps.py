@@ -20,7 +20,13 @@ from lightning_gradavg.equivalence import has_step_end
 from lightning_gradavg.gather import gather_refused
 from lightning_gradavg.presets import Plan
 from lightning_gradavg.random_streams import ReplicaStreams
-from lightning_gradavg.replica_log import ReplicaLog, logged_on_all_ranks_alike, metrics_kept, nothing_logged
+from lightning_gradavg.replica_log import (
+    ReplicaLog,
+    logged_of_whole_run,
+    logged_on_all_ranks_alike,
+    metrics_kept,
+    nothing_logged,
+)
 from lightning_gradavg.replica_outputs import gather_outputs, join_outputs
 from lightning_gradavg.replicas import Replicas
 from lightning_gradavg.terms import zero_loss
@@ -69,7 +75,7 @@ class ReplicaSteps:
         self._num_replicas = plan.num_replicas or self._world_size
         self._one_device = plan.preset is not None and plan.preset.synchronizes_statistics
         self.gathers = plan.preset is not None and has_step_end(module)
-        self._log = ReplicaLog(module, group, device)
+        self._log = ReplicaLog(module, group, device, whole=plan.preset is not None)
         self._replicas = Replicas(
             module,
             ReplicaStreams(seed, device),
@@ -196,20 +202,23 @@ def evaluate(
         args: Its arguments, and
         kwargs: those given by name.
     """
-    if plan.preset is None or not has_step_end(module, stage):
+    if plan.preset is None:
         return step(*args, **kwargs)
-    step_end: Callable[[Any], STEP_OUTPUT] = getattr(module, f"{stage}_step_end")
-    if plan.preset.synchronizes_statistics:
-        return step_end(step(*args, **kwargs))
+    step_end: Callable[[Any], STEP_OUTPUT] | None = getattr(module, f"{stage}_step_end", None)
+    if step_end is None or plan.preset.synchronizes_statistics:
+        with logged_of_whole_run(module):
+            output = step(*args, **kwargs)
+            return output if step_end is None else step_end(output)
     batch, run = _separated(step, args, kwargs)
     size, outputs = batch_samples(batch), []
-    log = ReplicaLog(module, None, module.device, own=True)
+    log = ReplicaLog(module, None, module.device, whole=True, own=True)
     with log.collecting(size):
         for start, stop in chunk_bounds(size, num_replicas):
             if stop > start:
                 log.count(stop - start)
                 outputs.append(run(slice_batch(batch, start, stop)))
-    return step_end(join_outputs(outputs, module.device))
+    with logged_of_whole_run(module):
+        return step_end(join_outputs(outputs, module.device))
 
 
 _APART = (

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_gradavg.equivalence import obstacles, remarks
+from lightning_gradavg.order import random_state, restore_random_state
 from lightning_gradavg.presets import Plan
 from lightning_gradavg.recipe_strategy import RecipeStrategy
 from lightning_gradavg.replica_outputs import join_outputs
@@ -54,6 +55,17 @@ class ReplicatingStrategy(RecipeStrategy):
     @property
     def _group(self) -> dist.ProcessGroup | None:
         return self.model.process_group if isinstance(self.model, DistributedDataParallel) else None
+
+    @override
+    def setup_distributed(self) -> None:
+        """Join the process group, and go on drawing random numbers as a script on one device would.
+
+        Lightning starts them anew from the seed here, so that ranks draw alike, which loaders see to themselves.
+        """
+        state = random_state()
+        super().setup_distributed()
+        if self._plan.replicated:
+            restore_random_state(state)
 
     @override
     def setup(self, trainer: Trainer) -> None:
