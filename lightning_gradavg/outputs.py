@@ -36,7 +36,8 @@ def read_weights(
         samples: The number of samples, where it is known; 0 if those of the batch do not count.
     """
     if samples == 0:
-        return MicroBatch({WHOLE_LOSS: 0.0}, weight is not None, absent=True)
+        named = rule.uses_weight and isinstance(weight, Mapping)
+        return MicroBatch(dict.fromkeys(sorted(terms) if named else [WHOLE_LOSS], 0.0), weight is not None, absent=True)
     if not rule.uses_weight:
         return MicroBatch({WHOLE_LOSS: 1.0})
     explicit = weight is not None

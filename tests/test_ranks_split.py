@@ -203,3 +203,30 @@ def test_batch_norm_of_a_single_sample(world):
     assert raised[0] == raised[1]
     assert "ValueError" == raised[0].type_name
     assert "rank 1: micro-batch 0 of the window: Expected more than 1 value per channel" in raised[0].message
+
+
+class Terms(Samples):
+    """Case 9 in chunks: two loss terms over 1 and over 2 x the samples, each with its own weight."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = self.losses(batch)
+        terms = {"one": losses.mean(), "two": (3 * losses).mean()}
+        return {"loss": terms, "weight": {"one": len(batch), "two": 2 * len(batch)}}
+
+
+def fit_terms(strategy: dict[str, Any], size: int, accumulate: int) -> Any:
+    model = Terms(size, 2, lr=0.001)
+    options: dict[str, Any] = {"split_batches": True, "reduction": "weighted_mean", **strategy}
+    make_trainer(GradAvgStrategy(**options), max_epochs=1, accumulate_grad_batches=accumulate).fit(model)
+    return model.seen
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("strategy", [{}, {"num_replicas": 2}, {"equivalent_to": "data_parallel"}], ids=str)
+def test_named_terms_with_missing_chunks(world, strategy, accumulate):
+    """Named loss terms train as on one process where the last batch leaves ranks without samples."""
+    expected = same_everywhere(world(1).run(fit_terms, strategy, 5, accumulate))
+    for world_size in (2, 3):
+        seen = same_everywhere(world(world_size).run(fit_terms, strategy, 5, accumulate))
+        for gradient, right in zip(seen.gradients, expected.gradients, strict=True):
+            assert gradient.item() == approx(right.item())
