@@ -120,13 +120,13 @@ class RecipeStrategy(EvaluatingStrategy):
     def _announce(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
         group = self.model.process_group
-        nodes = self._num_nodes_seen
+        ranks, nodes = dist.get_world_size(group), self._num_nodes_seen
         batch, size = self._recipe.batch, self.global_batch_size
         scaled = batch is not None and self._recipe.rates is not None
         scale = f"; scale {batch.scale:g}, learning rate x {self.lr_scale:g}" if batch is not None and scaled else ""
         rank_zero_info(
             f"GradAvgStrategy: reduction={self._rule.name!r}, g = {self._rule.formula};"
-            f" {dist.get_world_size(group)} ranks on {nodes} node{'s' * (nodes > 1)} ({dist.get_backend(group)});"
+            f" {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)} ({dist.get_backend(group)});"
             f" global batch {size if size is not None else 'unknown'}, windows of"
             f" {self._trainer.accumulate_grad_batches} micro-batches{scale}{self._describe()}"
         )

@@ -224,7 +224,13 @@ class ReducingStrategy(DDPStrategy):
         if not any(term.requires_grad for term in terms.values()) and not any(micro_batch.weights.values()):
             terms = dict.fromkeys(terms, zero_loss(self._accumulator.parameters, self._sparse))
             prepare_for_backward(model, terms)
-        return self._accumulator.weigh(terms, micro_batch, alone=alone)
+        weighed = self._accumulator.weigh(terms, micro_batch, alone=alone)
+        sparse = [parameter for parameter in self._accumulator.parameters if id(parameter) in self._sparse]
+        stopped = all(not isinstance(weight, Tensor) and weight == 0 for weight in micro_batch.weights.values())
+        if sparse and stopped and self._crosses_ranks:
+            # Its gradient is stopped at the loss, but DDP takes no sparse gradient that is undefined.
+            weighed.value = weighed.value + zero_loss(sparse, self._sparse).to(weighed.value.dtype)
+        return weighed
 
     @override
     def backward(

@@ -1,0 +1,330 @@
+"""`equivalent_to="single_device"` on any number of ranks is plain training on one; the digits, under both presets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from data_parallel import MODELS, Nested, NestedRows, Run, assert_same_run, fit, loader, train
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+from ranks import make_trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from examples.digits import DigitsClassifier, DigitsData, collate
+from lightning_gradavg import GradAvgStrategy
+
+DTYPES = {"float32": (torch.float32, 1e-6), "float64": (torch.float64, 1e-12)}
+
+# Stock Lightning says so of a test on several ranks; ours reads every sample once.
+DISTRIBUTED_SAMPLER = "ignore:Using `DistributedSampler` with the dataloaders"
+
+
+def on_one_device(**options: Any) -> Trainer:
+    """Return a quiet Trainer of this process alone, which has no process group."""
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(accelerator="cpu", devices=1, **{**quiet, **options})  # type: ignore[arg-type]  # any options
+
+
+def approx(value, tolerance=1e-12):
+    return pytest.approx(value, rel=tolerance, abs=tolerance)
+
+
+def fit_all(name: str, dtype: torch.dtype, windows: Sequence[int]) -> Any:
+    """Body: 20 optimizer steps in windows of so many loader batches."""
+    runs = []
+    for accumulate in windows:
+        model = MODELS[name](dtype)
+        strategy = GradAvgStrategy(equivalent_to="single_device")
+        runs.append(fit(model, strategy, loader(model), max_epochs=accumulate, accumulate_grad_batches=accumulate))
+    return dist.get_rank(), runs
+
+
+@cache
+def reference(name: str, dtype: torch.dtype, accumulate: int) -> Run:
+    model = MODELS[name](dtype)
+    return train(model, loader(model), 1, accumulate=accumulate, epochs=accumulate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["cnn", "masked", "sparse", "contrastive", "nested rows"])
+def test_equals_one_process(world, name, world_size, dtype):
+    """20 steps on batches of 16, 15, 5 and 1 are those of one process, with batch norm over the whole batch."""
+    torch_dtype, tolerance = DTYPES[dtype]
+    windows = (1, 2) if torch_dtype == torch.float64 else (1,)
+    ranks = world(world_size).run(fit_all, name, torch_dtype, windows)
+    assert list(range(world_size)) == [rank for rank, _ in ranks]
+    for index, accumulate in enumerate(windows):
+        expected = reference(name, torch_dtype, accumulate)
+        # The losses of the ranks' own chunks are no part of the reference.
+        assert_same_run([runs[index] for _, runs in ranks], expected, tolerance, replicas=False)
+
+
+class WithNumbers(Nested):
+    """Each replica returns a number that it has computed from its samples."""
+
+    def step_of(self, x: torch.Tensor) -> int:
+        return 1
+
+
+def fit_with_numbers() -> None:
+    model = WithNumbers(torch.float64)
+    fit(model, GradAvgStrategy(equivalent_to="single_device"), loader(model))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_numbers_of_a_rank_are_refused(world, world_size):
+    """Case 26: a number that a rank has computed from its samples has no counterpart on one device: an error on all."""
+    raised = world(world_size).run_expecting_errors(fit_with_numbers)
+    assert ["TypeError"] * world_size == [one.type_name for one in raised]
+    assert all("'penalty'" in one.message for one in raised)
+
+
+class CountingRows(NestedRows):
+    """Adds the number of its samples to a buffer, which on one device would be that of all samples."""
+
+    def step_of(self, x: torch.Tensor) -> int:
+        return len(x)
+
+
+def fit_counting() -> None:
+    model = CountingRows(torch.float64)
+    fit(model, GradAvgStrategy(equivalent_to="single_device"), loader(model))
+
+
+def test_buffers_of_a_ranks_samples_are_refused(world):
+    """Case 42: a buffer into which each rank writes what depends on its samples is an error on all ranks."""
+    raised = world(3).run_expecting_errors(fit_counting)
+    assert ["ValueError"] * 3 == [one.type_name for one in raised]
+    assert all("seen" in one.message for one in raised)
+
+
+class Shuffled(LightningModule):
+    """Notes the samples, 0 to 5 in batches of 4, in the order of training; its initial weight is a random number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(()))
+        self.samples: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        strategy: Any = self.trainer.strategy
+        data = getattr(strategy, "_data", None)
+        self.samples.append([] if data is not None and data.chunk.stand_in else batch[0].tolist())
+        return (self.w * batch[0]).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_shuffled(strategy: Any, make: Any = make_trainer) -> Any:
+    """Train for 3 epochs on a loader that shuffles by the global generator, as the script was seeded."""
+    seed_everything(3, verbose=False)
+    model = Shuffled()
+    data = TensorDataset(torch.arange(6.0))
+    trainer = make(strategy=strategy, max_epochs=3, num_sanity_val_steps=0, logger=False)
+    trainer.fit(model, DataLoader(data, 4, shuffle=True), DataLoader(data, 6))
+    return model.samples
+
+
+def fit_shuffled_as(preset: str) -> Any:
+    return fit_shuffled(GradAvgStrategy(equivalent_to=preset))  # type: ignore[arg-type]  # a parameter of the test
+
+
+@pytest.mark.parametrize("preset", ["data_parallel", "single_device"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_shuffled_batches_are_those_of_stock_lightning(world, world_size, preset):
+    """Case 37: a seeded script on one device and on several ranks trains on the same batches in every epoch."""
+    expected = fit_shuffled("auto", on_one_device)
+    assert [4, 2] * 3 == [len(batch) for batch in expected]
+    ranks = world(world_size).run(fit_shuffled_as, preset)
+    assert expected == [[one for part in batch for one in part] for batch in zip(*ranks, strict=True)]
+
+
+class Normed(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1, dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.norm(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def norm_statistics(count: int) -> tuple[float, float, int]:
+    """Body: one step on the first of the values 0, 2, 4, 6."""
+    model = Normed()
+    data = TensorDataset(torch.tensor([[0.0], [2.0], [4.0], [6.0]], dtype=torch.float64)[:count])
+    make_trainer(GradAvgStrategy(equivalent_to="single_device"), max_epochs=1).fit(model, DataLoader(data, count))
+    kept: Any = model.norm
+    return kept.running_mean.item(), kept.running_var.item(), kept.num_batches_tracked.item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_batch_norm_over_all_ranks(world, world_size):
+    """Case 42: every rank ends with the statistics of 0, 2, 4 and 6, also where it has one of them or none."""
+    ranks = world(world_size).run(norm_statistics, 4)
+    assert [(approx(0.3), approx(1.5666667, 1e-7), 1)] * world_size == ranks
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batch_norm_of_one_value(world, world_size):
+    """Case 42: a global batch of one value per channel is torch's error on all ranks, and no hang."""
+    raised = world(world_size).run_expecting_errors(norm_statistics, 1)
+    assert ["ValueError"] * world_size == [one.type_name for one in raised]
+    assert all("Expected more than 1 value per channel" in one.message for one in raised)
+
+
+class Digits(DigitsClassifier):
+    """The digits example, with its metrics logged in every way, and batch norm if wanted."""
+
+    def __init__(self, batch_norm: bool) -> None:
+        super().__init__()
+        if batch_norm:
+            self.network[1], self.network[4] = nn.BatchNorm2d(16), nn.BatchNorm2d(32)
+        self.accuracy = nn.ModuleDict(
+            {stage: MulticlassAccuracy(10, average="micro") for stage in ("fit", "val", "end")}
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, labels = batch
+        scores = self.network(images)
+        loss = nn.functional.cross_entropy(scores, labels)
+        self.accuracy["fit"](scores, labels)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("train_accuracy", self.accuracy["fit"], on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        images, labels = batch
+        scores = self.network(images)
+        self.accuracy["val"](scores, labels)
+        self.log("val_loss", nn.functional.cross_entropy(scores, labels), sync_dist=True)
+        self.log("val_accuracy", self.accuracy["val"])
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        images, labels = batch
+        scores = self.network(images)
+        self.accuracy["end"](scores, labels)
+        self.log("test_accuracy", self.accuracy["end"])
+        self.log("test_hits", (scores.argmax(dim=1) == labels).double().mean(), sync_dist=True)
+
+
+class Steps(Callback):
+    """Notes the training loss that is logged at each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.losses.append(trainer.callback_metrics["train_loss_step"].item())
+
+
+NUM_TRAIN = 453  # 7 batches of 64 and one of 5
+
+
+def fit_digits(strategy: Any, batch_norm: bool, batch_size: int, make: Any = make_trainer) -> Any:
+    """Train for 2 epochs in float64, validated and tested."""
+    seed_everything(0, verbose=False)
+    data = DigitsData()
+    data.setup("fit")
+    train_set, held_out = data.samples[:NUM_TRAIN], data.samples[NUM_TRAIN:]
+    steps = Steps()
+    trainer = make(
+        strategy=strategy, max_epochs=2, callbacks=[steps], precision="64-true", num_sanity_val_steps=0, logger=False
+    )
+    model = Digits(batch_norm)
+    # Batches of 64, 64 and 5, and of 64 six times and 3.
+    loaders: list[Any] = [DataLoader(part, 64, collate_fn=collate) for part in (held_out[:133], held_out[133:520])]
+    order = torch.Generator().manual_seed(1)
+    train_loader: Any = DataLoader(train_set, batch_size, shuffle=True, collate_fn=collate, generator=order)
+    trainer.fit(model, train_loader, loaders[0])
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    trainer.test(model, loaders[1], verbose=False)
+    metrics |= {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return metrics, steps.losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def fit_digits_as(preset: str, batch_norm: bool, **strategy: Any) -> Any:
+    """Body: on loader batches of 64 whatever the number of ranks."""
+    if preset == "data_parallel":
+        strategy["num_replicas"] = 4
+    return fit_digits(GradAvgStrategy(equivalent_to=preset, **strategy), batch_norm, 64)  # type: ignore[arg-type]  # a parameter of the test
+
+
+def fit_digits_in_stock(batch_norm: bool) -> Any:
+    """Body: on as many samples per step."""
+    return fit_digits(DDPStrategy(), batch_norm, 64 // dist.get_world_size())
+
+
+@pytest.fixture(scope="module")
+def one_process(world: Any) -> Any:
+    """The runs to compare with: the preset on one rank; for single_device, stock Lightning."""
+    return {
+        (preset, batch_norm): run
+        for batch_norm in (False, True)
+        for preset, run in (
+            ("data_parallel", world(1).run(fit_digits_as, "data_parallel", batch_norm)[0]),
+            ("single_device", fit_digits("auto", batch_norm, 64, on_one_device)),
+        )
+    }
+
+
+METRICS = {
+    "train_loss",
+    "train_loss_step",
+    "train_loss_epoch",
+    "train_accuracy",
+    "val_loss",
+    "val_accuracy",
+    "test_accuracy",
+    "test_hits",
+}
+
+
+@pytest.mark.filterwarnings("ignore:num_replicas=4 leaves 1 of 3 ranks without a replica")
+@pytest.mark.parametrize("batch_norm", [False, True], ids=["group norm", "batch norm"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("preset", ["data_parallel", "single_device"])
+def test_digits_do_not_depend_on_the_world(world, one_process, preset, world_size, batch_norm):
+    """Weights, losses of each step and of the epochs, and all metrics of the digits are those of one process."""
+    check_digits(world(world_size).run(fit_digits_as, preset, batch_norm), one_process[preset, batch_norm])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_digits_count_what_is_computed_again_once(world, one_process, world_size):
+    """With recompute_replicas the training steps run twice, and log and count once."""
+    ranks = world(world_size).run(fit_digits_as, "data_parallel", True, recompute_replicas=True)
+    check_digits(ranks, one_process["data_parallel", True])
+
+
+def check_digits(ranks: Any, expected: Any) -> None:
+    metrics, losses, weights = expected
+    for ours_metrics, ours_losses, ours_weights in ranks:
+        torch.testing.assert_close(ours_weights, weights, rtol=1e-12, atol=1e-12)
+        assert METRICS == set(metrics) == set(ours_metrics)
+        assert 16 == len(losses) == len(ours_losses)
+        assert [approx(loss) for loss in losses] == ours_losses
+        assert {name: approx(value) for name, value in metrics.items()} == ours_metrics
+
+
+@pytest.mark.filterwarnings(DISTRIBUTED_SAMPLER)
+def test_digits_depend_on_the_world_in_stock_lightning(world, one_process):
+    """Stock DDP on 4 ranks, with a fourth of the batch on each, ends with other weights and another logged loss."""
+    metrics, _, weights = one_process["single_device", False]
+    theirs, _, their_weights = world(4).run(fit_digits_in_stock, False)[0]
+    assert abs(theirs["train_loss_epoch"] - metrics["train_loss_epoch"]) > 1e-3
+    name = "network.0.weight"
+    assert torch.linalg.norm(their_weights[name] - weights[name]) > 1e-3 * torch.linalg.norm(weights[name])
