@@ -4,10 +4,22 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gradavg.average import average_gradients
 from lightning_gradavg.gather import gather
+from lightning_gradavg.monitor import GradAvgMonitor
+from lightning_gradavg.noise_scale import GradientNoiseScale
 from lightning_gradavg.place import Place
+from lightning_gradavg.profiler import GradAvgProfiler
 from lightning_gradavg.rules import Share
 from lightning_gradavg.strategy import GradAvgStrategy
 
-__all__ = ["GradAvgStrategy", "Place", "Share", "average_gradients", "gather"]
+__all__ = [
+    "GradAvgMonitor",
+    "GradAvgProfiler",
+    "GradAvgStrategy",
+    "GradientNoiseScale",
+    "Place",
+    "Share",
+    "average_gradients",
+    "gather",
+]
 
 GradAvgStrategy.register_strategies(StrategyRegistry)

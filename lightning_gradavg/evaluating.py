@@ -9,13 +9,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gradavg.evaluation import ExactEvaluation
-from lightning_gradavg.reducing import ReducingStrategy
+from lightning_gradavg.observing import ObservingStrategy
 from lightning_gradavg.rules import Rule
 
 __all__ = ["EvaluatingStrategy"]
 
 
-class EvaluatingStrategy(ReducingStrategy):
+class EvaluatingStrategy(ObservingStrategy):
     """Hands Lightning's evaluation to `ExactEvaluation`, where that is asked for.
 
     Args:

@@ -10,11 +10,12 @@ import math
 from dataclasses import dataclass
 
 from lightning_gradavg.global_batch import BatchScale, contradictions, nearest_even_batches
+from lightning_gradavg.noise import linear_scaling_limit, optimal_lr_ratio
 from lightning_gradavg.recipe import Cluster, Recipe
 from lightning_gradavg.runs import Run, gradavg_run, stock_ddp_run
 from lightning_gradavg.scaling import scale_factor
 
-__all__ = ["Advice", "Plan", "make_plan"]
+__all__ = ["Advice", "NoiseAdvice", "Plan", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,24 @@ class Advice:
 
 
 @dataclass(frozen=True)
+class NoiseAdvice:
+    """What a measured gradient noise scale says about the learning rate; see `lightning_gradavg.noise`.
+
+    Attributes:
+        noise_scale: The noise scale, in samples.
+        linear_scaling_limit: The largest global batch that linear scaling is called safe to.
+        gradavg_lr: The optimal learning rate of SGD at the global batch of the run of this package, if that of the
+            recipe is optimal at the base batch; None for other optimizers, which the formula is not about.
+        stock_ddp_lr: Likewise at the global batch of stock DDP.
+    """
+
+    noise_scale: float
+    linear_scaling_limit: float
+    gradavg_lr: float | None
+    stock_ddp_lr: float | None
+
+
+@dataclass(frozen=True)
 class Plan:
     """The answer of `gradavg plan`: three runs, the advice found in threads, and how to write it down.
 
@@ -46,6 +65,7 @@ class Plan:
         stock_ddp: The unchanged script under stock DDP on the cluster.
         nearest_even_batch_sizes: The global batch, or the nearest ones that divide evenly among the devices.
         advice: Learning rates found in threads; empty where the number of ranks did not change.
+        noise: What the measured noise scale says, or None where none was given.
         notes: What does not fit into a table.
         code: The `DataLoader` and the `Trainer` of the run of this package, with one feasible `lr_scaling`.
     """
@@ -57,6 +77,7 @@ class Plan:
     stock_ddp: Run
     nearest_even_batch_sizes: tuple[int, ...]
     advice: tuple[Advice, ...]
+    noise: NoiseAdvice | None
     notes: tuple[str, ...]
     code: tuple[str, ...]
 
@@ -85,6 +106,41 @@ def _advice(recipe: Recipe, gradavg: Run, stock: Run) -> tuple[Advice, ...]:
         Advice(text, recipe.lr * factor, _verdict(factor, gradavg.scale), _verdict(factor, stock.scale))
         for text, factor in factors.items()
     )
+
+
+def _noise_advice(recipe: Recipe, gradavg: Run, stock: Run, noise_scale: float) -> NoiseAdvice:
+    def lr(run: Run) -> float | None:
+        if recipe.optimizer != "sgd":
+            return None
+        return recipe.lr * optimal_lr_ratio(noise_scale, run.global_batch_size, recipe.global_batch_size)
+
+    return NoiseAdvice(noise_scale, linear_scaling_limit(noise_scale), lr(gradavg), lr(stock))
+
+
+def _noise_notes(recipe: Recipe, gradavg: Run, stock: Run, noise: NoiseAdvice) -> list[str]:
+    limit, base = noise.linear_scaling_limit, recipe.global_batch_size
+    verdict = (
+        f"linear scaling is safe to a global batch of about {limit:.3g}"
+        if base < limit
+        else f"the base batch of {base} is beyond it, and no linear scaling to a larger batch is safe"
+    )
+    source = (
+        "By eta(B) = eta_max / (1 + B_noise / B) (McCandlish et al. 2018, arXiv 1812.06162) it overshoots the optimal"
+        " learning rate of SGD by less than 2 up to the noise scale, and by ever more beyond."
+    )
+    notes = [f"Your noise scale is about {noise.noise_scale:.3g}: {verdict}. {source}"]
+    if recipe.optimizer != "sgd":
+        notes.append(
+            f"For {recipe.optimizer} there is no such formula; the optimal learning rate then grows like B^a with a"
+            " between 0.5 and 1 (same paper), and stops to grow near the noise scale, too."
+        )
+    for name, run, lr in (("GradAvg", gradavg, noise.gradavg_lr), ("stock DDP", stock, noise.stock_ddp_lr)):
+        if lr is not None and run.scale != 1:
+            notes.append(
+                f"{name}, global batch {run.global_batch_size}: by that formula lr {lr:.6g}, where linear scaling says"
+                f" {recipe.lr * run.scale:.6g}."
+            )
+    return notes
 
 
 def _epoch_notes(dataset_size: int, gradavg: Run, stock: Run) -> list[str]:
@@ -176,6 +232,7 @@ def make_plan(
     *,
     global_batch_size: int | None = None,
     max_device_batch_size: int | None = None,
+    noise_scale: float | None = None,
 ) -> Plan:
     """Return how to run `recipe` on `cluster`, and what stock DDP would have made of it.
 
@@ -184,9 +241,10 @@ def make_plan(
         cluster: Where to train now.
         global_batch_size: Samples of one optimizer step from now on; None keeps the base batch.
         max_device_batch_size: Most samples that a device can hold at once; None for no limit.
+        noise_scale: The gradient noise scale in samples, as `GradientNoiseScale` measures it; None if it is not known.
 
     Raises:
-        ValueError: If `global_batch_size` or `max_device_batch_size` is below 1.
+        ValueError: If `global_batch_size` or `max_device_batch_size` is below 1, or `noise_scale` not finite and > 0.
     """
     for name, value in (("global_batch_size", global_batch_size), ("max_device_batch_size", max_device_batch_size)):
         if value is not None and value < 1:
@@ -194,6 +252,8 @@ def make_plan(
     total = recipe.global_batch_size if global_batch_size is None else global_batch_size
     gradavg = gradavg_run(recipe, cluster.world_size, total, max_device_batch_size)
     stock = stock_ddp_run(recipe, cluster.world_size)
+    noise = None if noise_scale is None else _noise_advice(recipe, gradavg, stock, noise_scale)
+    noise_notes = [] if noise is None else _noise_notes(recipe, gradavg, stock, noise)
     return Plan(
         recipe=recipe,
         cluster=cluster,
@@ -202,6 +262,7 @@ def make_plan(
         stock_ddp=stock,
         nearest_even_batch_sizes=nearest_even_batches(total, cluster.world_size),
         advice=_advice(recipe, gradavg, stock),
-        notes=_notes(recipe, gradavg, stock, max_device_batch_size),
+        noise=noise,
+        notes=(*noise_notes, *_notes(recipe, gradavg, stock, max_device_batch_size)),
         code=_code(recipe, cluster, gradavg, max_device_batch_size),
     )

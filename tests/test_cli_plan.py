@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_gradavg.cli.plan import OneLineParser, add_arguments, main, run
-from lightning_gradavg.planning import Advice, Plan, make_plan
+from lightning_gradavg.planning import Advice, NoiseAdvice, Plan, make_plan
 from lightning_gradavg.recipe import Cluster, Recipe
 from lightning_gradavg.runs import Chunks, Outcome, Run
 from lightning_gradavg.scaling import SCALINGS
@@ -67,6 +67,53 @@ def test_tables_of_a_batch_that_does_not_divide(capsys: pytest.CaptureFixture[st
     assert "Nearest global batches that divide evenly: 10 and 15." in text
 
 
+def test_a_noise_scale_bounds_linear_scaling(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A noise scale of 900, as a number or the last one in a metrics.csv, is the limit, and gives lr 0.0378 at 64."""
+    file = tmp_path / "metrics.csv"
+    file.write_text("gradavg/loss,gradavg/noise_scale,step\n1.5,300,49\n1.2,900,99\n1.1,,149\n", "utf-8")
+    for given in ("900", str(file)):
+        text = " ".join(lines_of(capsys, *SEED, "--noise-scale", given))
+        assert "Your noise scale is about 900: linear scaling is safe to a global batch of about 900." in text
+        assert "stock DDP, global batch 64: by that formula lr 0.0380083, where linear scaling says 0.04." in text
+    documented = DOCS.read_text(encoding="utf-8").split("### Noise scale")[1].split("```text")[1].split("```")[0]
+    assert " ".join(documented.split()) in text
+    text = " ".join(lines_of(capsys, *SEED, "--noise-scale", "12"))
+    assert "Your noise scale is about 12: the base batch of 16 is beyond it, and no linear scaling" in text
+    text = " ".join(lines_of(capsys, *ADAM, "--noise-scale", "900"))
+    assert "For adam there is no such formula" in text
+    assert "by that formula" not in text
+
+
+@pytest.mark.parametrize("given", ["-3", "0", "nan"])
+def test_noise_scales_that_cannot_be(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A noise scale that is not finite and > 0 is one line that quotes it, with exit code 2."""
+    assert main([*SEED, "--noise-scale", given]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"gradavg plan: error: noise_scale must be finite and > 0, got {float(given)}.\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("nothing.csv", "must be a number or a CSVLogger's metrics.csv, got 'nothing.csv'"),
+        ("empty.csv", "'empty.csv' has no value in a column gradavg/noise_scale"),
+        ("other.csv", "'other.csv' has no value in a column gradavg/noise_scale"),
+    ],
+)
+def test_files_without_a_noise_scale(
+    given: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file, or one without the column, is one line that quotes it, with exit code 2."""
+    monkeypatch.chdir(tmp_path)
+    Path("empty.csv").write_text("", "utf-8")
+    Path("other.csv").write_text("loss\n1\n", "utf-8")
+    with pytest.raises(SystemExit, match="2"):
+        main([*SEED, "--noise-scale", given])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
 def test_tables_leave_out_what_the_recipe_does_not_say(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a length there are no rows of steps."""
     lines = lines_of(capsys, *SEED)
@@ -111,13 +158,15 @@ NAMES: dict[type, set[str]] = {
     Advice: {"text", "lr", "gradavg", "stock_ddp"},
     Plan: {
         *("recipe", "cluster", "base", "gradavg", "stock_ddp", "nearest_even_batch_sizes", "advice", "notes", "code"),
+        "noise",
     },
+    NoiseAdvice: {"noise_scale", "linear_scaling_limit", "gradavg_lr", "stock_ddp_lr"},
 }
 
 
 def test_json_has_the_documented_schema(capsys: pytest.CaptureFixture[str]) -> None:
     """Schema 1 has exactly these fields, and every one of them is in the documentation of the schema."""
-    assert main([*SEED, "--json"]) == 0
+    assert main([*SEED, "--noise-scale", "900", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed.pop("schema") == 1
     found: dict[type, list[dict[str, Any]]] = {
@@ -128,13 +177,14 @@ def test_json_has_the_documented_schema(capsys: pytest.CaptureFixture[str]) -> N
         Advice: printed["advice"],
         Chunks: printed["gradavg"]["chunks"],
         Outcome: printed["gradavg"]["scalings"],
+        NoiseAdvice: [printed["noise"]],
     }
     documented = DOCS.read_text(encoding="utf-8").split("### JSON")[1]
     for kind, objects in found.items():
         assert objects
         for each in objects:
             assert set(each) == NAMES[kind] == {field.name for field in fields(kind)}
-    for name in set().union(*(NAMES[kind] for kind in (Plan, Run, Chunks, Outcome, Advice))):
+    for name in set().union(*(NAMES[kind] for kind in (Plan, Run, Chunks, Outcome, Advice, NoiseAdvice))):
         assert f"`{name}`" in documented
     assert [each["lr_scaling"] for each in printed["gradavg"]["scalings"]] == list(SCALINGS)
 

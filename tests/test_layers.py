@@ -18,13 +18,19 @@ ROOT = Path(SPEC.origin).parent  # the sources, or the installed wheel where tha
 
 # A subpackage stands for all its modules. Add a new module where it belongs; its imports must allow it.
 FLOORS = (
-    "place rules weights scaling global_batch recipe runs planning",
+    "place rules weights scaling noise step_report global_batch presets recipe runs planning",
     (
         "reduce reducer terms window accumulate hooks ddp_options average agreement buckets contribution"
-        " batches collated order sources loaders split_loader resume loader_state gather rows"
-        " learning_rate parameter_groups watched run_recipe"
+        " intervals timeline chrome_trace ddp_buckets recording profile_summary profile_report"
+        " batches collated order sources whole_batches loaders split_loader resume loader_state gather rows"
+        " replicas replica_buffers replica_outputs"
+        " learning_rate parameter_groups watched run_recipe batch_norm random_streams"
+        " measure rank_measurement noise_scale drift"
     ),
-    "outputs training_data dealt logged evaluation reducing evaluating recipe_strategy strategy",
+    (
+        "outputs training_data dealt logged evaluation reducing observing monitor profiler evaluating recipe_strategy"
+        " equivalence replica_log replica_steps replicating strategy"
+    ),
     "__init__ __main__ cli",
 )
 WITHOUT_LIGHTNING = (0, 1)

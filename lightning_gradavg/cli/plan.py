@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.box import SIMPLE_HEAD
@@ -54,6 +56,28 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
 
 
+def _noise_scale(text: str) -> float:
+    """Return the number, or the last noise scale in the file of a CSVLogger."""
+    try:
+        return float(text)
+    except ValueError:
+        path = Path(text)
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"must be a number or a CSVLogger's metrics.csv, got {text!r}: {error}"
+        ) from None
+    columns = [name for name in (rows[0] if rows else ()) if name is not None and name.endswith("/noise_scale")]
+    measured = [row[columns[0]] for row in rows if row[columns[0]]] if columns else []
+    if not measured:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no value in a column gradavg/noise_scale: train with GradAvgMonitor(noise_scale=True)"
+        )
+    return _number(measured[-1])
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `gradavg plan` to `parser`."""
     base = parser.add_argument_group("the base recipe, whose learning rate is known to work")
@@ -90,6 +114,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="samples per optimizer step (default: as the base recipe)",
     )
+    to.add_argument(
+        "--noise-scale",
+        type=_noise_scale,
+        metavar="X",
+        help="gradient noise scale in samples, or the metrics.csv that GradAvgMonitor(noise_scale=True) logged it to",
+    )
     to.add_argument("--max-device-batch-size", type=_integer, metavar="N", help="most samples a device holds at once")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON; docs/scaling.md has the schema")
 
@@ -115,6 +145,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         Cluster(args.nodes, args.devices_per_node),
         global_batch_size=args.global_batch_size,
         max_device_batch_size=args.max_device_batch_size,
+        noise_scale=args.noise_scale,
     )
 
 

@@ -1,0 +1,444 @@
+"""The callback `GradAvgMonitor` in real Trainers on real ranks: what it logs, and what it warns of."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger
+from ranks import make_trainer
+from torch.utils.data import DataLoader, IterableDataset
+from toys import Toy, loader
+
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, GradientNoiseScale
+from lightning_gradavg.drift import drifted_parameter
+
+WEIGHTED = {"reduction": "weighted_mean"}
+
+
+def approx(value):
+    return pytest.approx(value, rel=1e-6, abs=1e-9)
+
+
+class Memory(Logger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Forget them."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+
+def monitored(
+    per_rank: Sequence[Any],
+    monitor: Mapping[str, Any],
+    toy: Mapping[str, Any] | None = None,
+    strategy: Mapping[str, Any] | None = None,
+    module: Callable[..., Any] = Toy,
+    **options: Any,
+) -> list[tuple[int | None, dict[str, float]]]:
+    """Body: train on each rank's own micro-batches under a monitor, and return what it logged."""
+    memory = Memory()
+    trainer = make_trainer(
+        GradAvgStrategy(**(strategy or {})),
+        callbacks=[GradAvgMonitor(**monitor)],
+        logger=memory,
+        **{"max_epochs": 1, "use_distributed_sampler": False, "log_every_n_steps": 0, **options},
+    )
+    trainer.fit(module(**(toy or {})), loader(per_rank[dist.get_rank()]))
+    return [(step, row) for step, row in memory.rows if any(name.startswith("gradavg/") for name in row)]
+
+
+def test_every_value(world):
+    """A step of item 2's split is logged under these names, without the times with these values."""
+    batches = [[[1, 2, 3]] * 2, [[4]] * 2]
+    options = {"every_n_steps": 1, "per_rank": True}
+    results = world(2).run(monitored, batches, options, {"kind": "s", "lr": 0.0}, WEIGHTED)
+    (first, values), (second, later) = results[0]
+
+    assert (0, 1) == (first, second)
+    assert "gradavg/samples_per_second" not in values
+    assert later.pop("gradavg/samples_per_second") > 0
+    for name in list(values):
+        if "seconds" in name:
+            assert later.pop(name) >= 0
+            assert values.pop(name) >= 0
+    expected = {
+        "loss": 3.75,
+        "normalizer": 4,
+        "gradient_norm": 7.5,
+        "lr_scale": 1,
+        "lr/group_0": 0,
+        "global_batch_size": 4,
+        "weight/mean": 2,
+        "weight/min": 1,
+        "weight/max": 3,
+        "weight/rank_0": 3,
+        "weight/rank_1": 1,
+        "local_gradient_norm/mean": 31 / 3,
+        "local_gradient_norm/min": 14 / 3,
+        "local_gradient_norm/max": 16,
+        "local_gradient_norm/rank_0": 14 / 3,
+        "local_gradient_norm/rank_1": 16,
+        "cosine/mean": 1,
+        "cosine/min": 1,
+        "cosine/max": 1,
+        "cosine/rank_0": 1,
+        "cosine/rank_1": 1,
+    }
+    assert {f"gradavg/{name}": approx(value) for name, value in expected.items()} == values
+    assert values == later
+
+
+def test_the_logged_loss_is_whole(world):
+    """Case 17: micro losses all 8.0, accumulation 4, 2 ranks: 8.0 is logged, and Lightning's own value is 2.0."""
+    results = world(2).run(
+        monitored, [[[8.0]] * 8] * 2, {"every_n_steps": 1, "check_data": False}, {"lr": 0.0}, accumulate_grad_batches=4
+    )
+    for rows in results:
+        assert [(0, approx(8.0)), (1, approx(8.0))] == [(step, row["gradavg/loss"]) for step, row in rows]
+
+
+def test_the_logged_loss_is_global(world):
+    """Case 54: D4 strided over 2 ranks and item 2's split both log 3.75."""
+    for batches in ([[[1, 3]], [[2, 4]]], [[[1, 2, 3]], [[4]]]):
+        results = world(2).run(monitored, batches, {"every_n_steps": 1}, {"kind": "s"}, WEIGHTED)
+        for rows in results:
+            assert [approx(3.75)] == [row["gradavg/loss"] for _, row in rows]
+
+
+@pytest.mark.parametrize(
+    ("every", "log_every", "steps"), [(None, 3, [2, 5]), (4, 3, [3]), (None, 0, []), (1, 0, [0, 1, 2, 3, 4, 5, 6])]
+)
+def test_how_often(world, every, log_every, steps):
+    """Every n-th step, as the Trainer says or the monitor; the steps are those that Lightning logs with."""
+    results = world(2).run(
+        monitored, [[[index] for index in range(1, 15)]] * 2, {"every_n_steps": every, "check_data": False},
+        log_every_n_steps=log_every, accumulate_grad_batches=2,
+    )  # fmt: skip
+    for rows in results:
+        assert steps == [step for step, _ in rows]
+
+
+def count_work(per_rank: Sequence[Any], every: int | None) -> tuple[int, int, int]:
+    """Body: the collectives that Python starts and the hooks that are registered in 12 steps, and the steps logged."""
+    started = {"collectives": 0, "hooks": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, key in (
+            (dist, "all_reduce", "collectives"),
+            (dist, "all_gather", "collectives"),
+            (dist, "all_gather_object", "collectives"),
+            (torch.Tensor, "register_post_accumulate_grad_hook", "hooks"),
+            (torch.Tensor, "register_hook", "hooks"),
+        ):
+            patch.setattr(module, name, _counted(getattr(module, name), started, key))
+        monitor = {"every_n_steps": every, "check_data": False} if every is not None else None
+        memory = Memory()
+        trainer = make_trainer(
+            GradAvgStrategy(),
+            callbacks=[GradAvgMonitor(**monitor)] if monitor else [],
+            logger=memory,
+            max_epochs=1,
+            use_distributed_sampler=False,
+            log_every_n_steps=0,
+        )
+        trainer.fit(Toy(), loader(per_rank[dist.get_rank()]))
+    return started["collectives"], started["hooks"], len(memory.rows)
+
+
+def _counted(function: Any, counts: dict[str, int], key: str) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counts[key] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def test_steps_that_are_not_logged_do_nothing(world):
+    """A logged step costs one exchange and one hook per parameter; 12 steps with 2 of them logged cost twice that."""
+    batches = [[[index] for index in range(12)]] * 2
+    for alone, watched in zip(
+        world(2).run(count_work, batches, None), world(2).run(count_work, batches, 6), strict=True
+    ):
+        assert (2, 2) == (watched[0] - alone[0], watched[1] - alone[1])
+        assert (0, 2) == (alone[2], watched[2])
+
+
+def test_the_progress_bar(world):
+    """With prog_bar the loss and the norm are in the progress bar's metrics, and in callback_metrics always."""
+    for prog_bar, shown in ((True, {"gradavg/loss", "gradavg/gradient_norm"}), (False, set())):
+        for in_bar, in_callbacks in world(2).run(shown_metrics, prog_bar):
+            assert shown == {name for name in in_bar if name.startswith("gradavg/")}
+            assert {"gradavg/loss", "gradavg/gradient_norm", "gradavg/cosine/min"} <= in_callbacks
+
+
+def shown_metrics(prog_bar: bool) -> tuple[set[str], set[str]]:
+    trainer = make_trainer(
+        GradAvgStrategy(),
+        callbacks=[GradAvgMonitor(1, prog_bar=prog_bar)],
+        max_epochs=1,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(Toy(), loader([[1 + dist.get_rank()], [2]]))
+    return set(trainer.progress_bar_metrics), set(trainer.callback_metrics)
+
+
+class Stream(IterableDataset[Any]):
+    """Counts from `first` on, in steps of `step`."""
+
+    def __init__(self, first: int, step: int, constant: bool = False) -> None:
+        self.first, self.step, self.constant = first, step, constant
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in range(40):
+            yield torch.tensor([1.0 if self.constant else self.first + self.step * index], dtype=torch.float64)
+
+
+def warned_of_data(kind: str, steps: int) -> list[tuple[int, str]]:
+    """Body: the warnings of a run, each with the step it came in."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    stream = {
+        "identical": Stream(0, 1),
+        "split": Stream(rank, world_size),
+        "constant": Stream(0, 1, constant=True),
+    }[kind]
+    module = Toy(lr=0.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(GradAvgStrategy(), callbacks=[GradAvgMonitor(1)], max_steps=steps)
+        trainer.fit(module, DataLoader(stream, batch_size=2))
+    assert len(module.seen.gradients) == steps
+    return [(rank, str(warning.message)) for warning in caught if "same training batches" in str(warning.message)]
+
+
+def test_identical_streams_are_noticed(world):
+    """Case 40: an iterable that is the same on both ranks is warned of within 3 steps, on rank 0."""
+    first, second = world(2).run(warned_of_data, "identical", 3)
+    ((rank, message),) = first
+    assert 0 == rank
+    assert message.startswith("all ranks read the same training batches: every sample counts once per rank")
+    assert [] == second
+
+
+@pytest.mark.parametrize("kind", ["split", "constant"])
+def test_other_streams_are_not(world, kind):
+    """Case 40: a stream that is split by rank, or whose samples are all alike, gives no warning in 20 steps."""
+    assert [[], []] == world(2).run(warned_of_data, kind, 20)
+
+
+class Bypassing(Toy):
+    """Manual optimization that calls loss.backward() on what no wrapper saw, with an optimizer of its own."""
+
+    def __init__(self, rank_1_jumps_at: int | None = None, direct: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+        self.v = torch.nn.Parameter(torch.ones(3))
+        self.jumps_at, self.direct = rank_1_jumps_at, direct
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers(use_pl_optimizer=not self.direct)
+        loss = self.losses(batch).mean() + self.v.sum()
+        if self.direct:
+            loss.backward()
+        else:
+            self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if batch_idx == self.jumps_at and dist.get_rank() == 1:
+            with torch.no_grad():
+                self.v[2] += 1e-3
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Keep nothing."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.calls += 1
+
+
+def drifts(interval: int, steps: int, **options: Any) -> int:
+    """Body: train for some steps with a check of the parameters, and return how many there were."""
+    module = Bypassing(**options)
+    batches = [[float(1 + dist.get_rank() + index)] for index in range(steps)]
+    monitor = GradAvgMonitor(check_parameters_every_n_steps=interval)
+    trainer = make_trainer(GradAvgStrategy(), callbacks=[monitor], max_epochs=1, use_distributed_sampler=False)
+    try:
+        trainer.fit(module, loader(batches))
+    except RuntimeError as error:
+        raise RuntimeError(f"in batch {module.seen.calls}: {error}") from None
+    return module.seen.calls
+
+
+def test_a_direct_backward_is_noticed(world):
+    """Case 52: loss.backward() on unwrapped modules, different data: an error by step 2 on both ranks."""
+    errors = world(2).run_expecting_errors(drifts, 1, 3, direct=True)
+    assert 2 == len(errors)
+    for error in errors:
+        assert error.type_name == "RuntimeError"
+        assert error.message.startswith("in batch 0: the ranks drifted apart: after")
+        assert "parameter 'w' is not the same on all of them" in error.message
+
+
+@pytest.mark.parametrize(("interval", "found_in"), [(1, 1), (4, 3)])
+def test_a_changed_weight_is_noticed(world, interval, found_in):
+    """Case 52: 1e-3 added to one weight on rank 1 at step 2 is an error on both ranks at the next check."""
+    errors = world(2).run_expecting_errors(drifts, interval, 6, rank_1_jumps_at=1)
+    assert 2 == len(errors)
+    for error in errors:
+        assert error.message.startswith(f"in batch {found_in}: the ranks drifted apart: after {found_in + 1} optimizer")
+        assert "parameter 'v' is not the same on all of them" in error.message
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+
+
+def first_that_differs(changed: int | None) -> str | None:
+    """Body: compare a module of parameters of all dtypes, one of which is changed on the last rank by one bit."""
+    module = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(4, 3, dtype=dtype).T) for dtype in DTYPES])
+    with torch.no_grad():
+        if changed is not None and dist.get_rank() == dist.get_world_size() - 1:
+            element = torch.view_as_real(module[changed]) if module[changed].is_complex() else module[changed]
+            bits = element.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[element.element_size()])
+            bits[1, -1] ^= 1
+    return drifted_parameter(module, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("changed", [None, 0, 1, 2, 3, 4])
+def test_one_bit_is_found(world, changed):
+    """Case 52: one bit of one element of a parameter of any dtype is found on all ranks, and equal ones are not."""
+    expected = None if changed is None else str(changed)
+    assert [expected] * 3 == world(3).run(first_that_differs, changed)
+
+
+def test_clean_steps_are_not_reported(world):
+    """Case 52: 50 clean steps, checked one by one, pass."""
+    assert [50, 50] == world(2).run(drifts, 1, 50)
+
+
+def noise_of_two_halves(folder: Path) -> tuple[float, float, float]:
+    """Body: the noise scale of two epochs, of the first one, and of the second one resumed from its checkpoint."""
+
+    def fit(max_epochs: int, ckpt_path: Path | None = None) -> tuple[float, Trainer]:
+        monitor = GradAvgMonitor(1, noise_scale=True)
+        trainer = make_trainer(
+            GradAvgStrategy(), callbacks=[monitor], max_epochs=max_epochs, use_distributed_sampler=False
+        )
+        trainer.fit(Toy(start=[0.5, -1.0], kind="s", lr=0.02), loader(draws()), ckpt_path=ckpt_path)
+        assert monitor.noise_scale is not None
+        return float(monitor.noise_scale.compute()), trainer
+
+    whole, _ = fit(2)
+    half, trainer = fit(1)
+    trainer.save_checkpoint(folder / "half.ckpt")
+    resumed, _ = fit(2, folder / "half.ckpt")
+    return whole, half, resumed
+
+
+def draws() -> list[Any]:
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    return [(1 + torch.randn(3 + dist.get_rank(), 2, generator=draw)).tolist() for _ in range(6)]
+
+
+def test_the_noise_scale_survives_a_resume(world, tmp_path):
+    """A checkpoint holds the two averages: a resumed run ends with the noise scale of one that was not stopped."""
+    for whole, half, resumed in world(2).run(noise_of_two_halves, tmp_path):
+        assert 0 < whole != half > 0
+        assert whole == pytest.approx(resumed, rel=1e-12)
+
+
+def test_a_csv_has_the_noise_scale(world, tmp_path):
+    """The values reach a logger's file, which `gradavg plan --noise-scale` reads."""
+    world(2).run(log_to_csv, tmp_path)
+    header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert "gradavg/noise_scale" in header.split(",")
+    assert rows
+
+
+def log_to_csv(folder: Path) -> None:
+    trainer = make_trainer(
+        GradAvgStrategy(),
+        callbacks=[GradAvgMonitor(1, noise_scale=GradientNoiseScale(decay=0.9))],
+        logger=CSVLogger(folder, name="", version=""),
+        log_every_n_steps=0,
+        max_epochs=1,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(Toy(start=[0.5, -1.0], kind="s", lr=0.0), loader(draws()))
+
+
+def test_it_needs_the_strategy(world):
+    """Under another strategy it is an error that names both."""
+    for error in world(2).run_expecting_errors(fit_under_ddp):
+        assert error.type_name == "TypeError"
+        assert "the Trainer has a DDPStrategy. Use Trainer(strategy='gradavg')" in error.message
+
+
+def fit_under_ddp() -> None:
+    trainer = make_trainer("ddp", callbacks=[GradAvgMonitor()], max_epochs=1)
+    trainer.fit(Toy(), loader([[1]]))
+
+
+@pytest.mark.parametrize("name", ["every_n_steps", "check_parameters_every_n_steps"])
+def test_steps_are_counted_from_one(name):
+    """0 steps between two logged steps is an error that quotes it."""
+    options: dict[str, Any] = {name: 0}
+    with pytest.raises(ValueError, match=f"{name} must be None or an integer >= 1, got 0"):
+        GradAvgMonitor(**options)
+
+
+class HalfScaled(LightningModule):
+    """Gradients of float32 under a loss scale, as in mixed precision with float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (batch.float() * self.w).sum(-1).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_a_loss_scale_is_removed(world):
+    """Gradients (3, 4) under a loss scale of 65536 have the norm 5, locally and globally."""
+    for norm, local_norms, loss in world(2).run(fit_scaled):
+        assert (approx(5.0), (approx(5.0), approx(5.0)), approx(7.0)) == (norm, local_norms, loss)
+
+
+def fit_scaled() -> tuple[float, tuple[float, ...], float]:
+    from lightning.pytorch.plugins import MixedPrecision  # noqa: PLC0415  # only the ranks need it
+
+    strategy = GradAvgStrategy(reduction="weighted_mean")
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    trainer = make_trainer(
+        strategy,
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+        callbacks=[GradAvgMonitor(1)],
+        max_epochs=1,
+        use_distributed_sampler=False,
+    )
+    batches: Any = [[[3.0, 4.0]]]
+    trainer.fit(HalfScaled(), loader(batches))
+    report = strategy.report()
+    assert not math.isnan(report.gradient_norm)
+    return report.gradient_norm, report.local_gradient_norms, report.loss

@@ -1,0 +1,490 @@
+"""What the strategy reports of single optimizer steps, in real Trainers on real ranks, with numbers known by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from ranks import make_trainer
+from torch.utils.data import DataLoader
+from toys import Toy, loader
+
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Place, Share
+from lightning_gradavg.step_report import StepReport
+
+WEIGHTED = {"reduction": "weighted_mean"}
+ITEM_2 = [[[1, 2, 3]], [[4]]]
+"""Samples 1, 2, 3 on rank 0 and 4 on rank 1: Toy-S has the local gradients 14/3 and 16."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning")
+
+
+def approx(value, tolerance=1e-12):
+    return pytest.approx(value, rel=tolerance, abs=tolerance)
+
+
+class Reports(Callback):
+    """Observes every step, as a user would by hand."""
+
+    def __init__(self, *, cosines: bool = True) -> None:
+        self.cosines = cosines
+        self.reports: list[StepReport] = []
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if (
+            trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+            and not trainer.strategy.observing
+        ):
+            trainer.strategy.observe_next_step(cosines=self.cosines)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if not trainer.strategy.observing:
+            self.reports.append(trainer.strategy.report())
+
+
+class Manual(Toy):
+    """Toy with manual optimization; every `window` batches one step."""
+
+    def __init__(self, window: int = 1, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+        self.window = window
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        last = (batch_idx + 1) % self.window == 0
+        divisor = self.window if getattr(self.trainer.strategy, "_divided_by_hand", False) else 1
+        with optimizer.toggle_model(sync_grad=last):
+            losses = self.losses(batch)
+            self.manual_backward((losses.mean() if self.loss == "mean" else losses.sum()) / divisor)
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def observe(
+    per_rank: Sequence[Any],
+    toy: Mapping[str, Any] | None = None,
+    strategy: Mapping[str, Any] | None = None,
+    module: Callable[..., Any] = Toy,
+    cosines: bool = True,
+    nodes: Sequence[int] | None = None,
+    **options: Any,
+) -> list[StepReport]:
+    """Body: train on each rank's own micro-batches and return the reports of all steps."""
+    seen = Reports(cosines=cosines)
+    trainer = make_trainer(
+        GradAvgStrategy(**(strategy or {})),
+        nodes=nodes,
+        callbacks=[seen],
+        **{"max_epochs": 1, "use_distributed_sampler": False, **options},
+    )
+    trainer.fit(module(**(toy or {})), loader(per_rank[dist.get_rank()]))
+    return seen.reports
+
+
+def same_everywhere(of_ranks: Sequence[Sequence[StepReport]], steps: int = 1) -> Sequence[StepReport]:
+    """Assert that all ranks report the same, and return it."""
+    assert [steps] * len(of_ranks) == [len(reports) for reports in of_ranks]
+    for reports in of_ranks[1:]:
+        assert [str(report) for report in reports] == [str(report) for report in of_ranks[0]]
+        assert [report.spread for report in reports] == [report.spread for report in of_ranks[0]]
+        assert [report.communication for report in reports] == [report.communication for report in of_ranks[0]]
+    return of_ranks[0]
+
+
+def test_the_report_of_uneven_batches(world):
+    """Case 55: weights [3, 1], divisor 4, global norm 7.5, local norms 4.6667 and 16, and the same text on a rerun."""
+    (report,) = same_everywhere(world(2).run(observe, ITEM_2, {"kind": "s"}, WEIGHTED))
+    (again,) = same_everywhere(world(2).run(observe, ITEM_2, {"kind": "s"}, WEIGHTED))
+
+    assert (3, 1) == report.weights
+    assert (3, 1) == report.terms[0].multipliers
+    assert 4 == report.normalizer
+    assert approx(7.5) == report.gradient_norm
+    assert (approx(14 / 3), approx(16.0)) == report.local_gradient_norms
+    assert (approx(1.0), approx(1.0)) == report.cosines
+    assert approx(3.75) == report.loss
+    assert (3, 1) == report.samples
+    assert 4 == report.global_batch_size
+    assert (1, 1) == report.micro_batches
+    assert (0.01,) == report.learning_rates
+    assert 2 == report.world_size
+    assert str(again) == str(report)
+    assert [
+        "step 0: reduction='weighted_mean', g = sum(n * g) / sum(n), 2 ranks",
+        "  loss                     3.75",
+        "  weights                  3, 1",
+        "  multipliers              3, 1",
+        "  Z                        4",
+        "  global batch             4 samples",
+        "  micro-batches            1, 1",
+        "  gradient norm            7.5",
+        "  local gradient norms     4.66667, 16",
+        "  cosines to the gradient  1, 1",
+        "  learning rates           0.01",
+    ] == str(report).splitlines()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_norm_shows_what_adam_hides(world, reduction):
+    """Case 6: AdamW goes to 0.99 with gradient 7.5 and with 30 alike; the reported norms are 7.5 and 30."""
+    norm = {"mean": 7.5, "sum": 30.0}[reduction]
+    toy = {"kind": "s", "loss": reduction}
+    results = world(2).run(observe_adam, [[[1, 2]], [[3, 4]]], toy, {"reduction": reduction})
+    (report,) = same_everywhere([reports for reports, _ in results])
+
+    assert [approx(0.99, 1e-6)] * 2 == [weight for _, weight in results]
+    assert approx(norm, 1e-9) == report.gradient_norm
+
+
+class AdamToy(Toy):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.0)
+
+
+def observe_adam(per_rank: Any, toy: Any, strategy: Any) -> tuple[list[StepReport], float]:
+    models: list[AdamToy] = []
+
+    def make(**options: Any) -> AdamToy:
+        models.append(AdamToy(**options))
+        return models[0]
+
+    reports = observe(per_rank, toy, strategy, module=make)
+    return reports, models[0].w.item()
+
+
+class HandScaled(Toy):
+    """Case 7: the local sum times the ranks, over the global count of 4."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.losses(batch).sum() * dist.get_world_size() / 4
+
+
+def test_a_loss_that_was_scaled_by_hand(world):
+    """Case 7: the reported norm is 2.0 under "mean", as it should be, and 1.75 under a rule that weighs once more."""
+    for strategy, norm in (({}, 2.0), (WEIGHTED, 1.75)):
+        (report,) = same_everywhere(world(2).run(observe, [[[1, 1, 1]], [[5]]], {}, strategy, module=HandScaled))
+        assert approx(norm) == report.gradient_norm
+        assert approx(norm) == report.loss
+        assert (approx(1.5), approx(2.5)) == report.local_gradient_norms
+
+
+@pytest.mark.parametrize("strategy", [{}, WEIGHTED, {"reduction": "mean_of_node_means"}])
+def test_the_loss_is_not_divided_by_the_window(world, strategy):
+    """Case 17: micro losses all 8.0, accumulation 4, 2 ranks: the loss is 8.0."""
+    (report,) = same_everywhere(
+        world(2).run(observe, [[[8.0]] * 4] * 2, {"lr": 0.0}, strategy, accumulate_grad_batches=4)
+    )
+    assert approx(8.0) == report.loss
+    assert approx(8.0) == report.gradient_norm
+    assert (approx(8.0), approx(8.0)) == report.local_gradient_norms
+
+
+@pytest.mark.parametrize(
+    ("per_rank", "strategy", "norms"),
+    [
+        ([[[1, 3]], [[2, 4]]], {}, (5.0, 10.0)),
+        ([[[1, 3]], [[2, 4]]], WEIGHTED, (5.0, 10.0)),
+        (ITEM_2, WEIGHTED, (14 / 3, 16.0)),
+    ],
+    ids=["strided", "strided, weighted", "item 2"],
+)
+def test_the_loss_is_that_of_all_ranks(world, per_rank, strategy, norms):
+    """Case 54: 3.75 for both splits of 1, 2, 3, 4, although the local losses are 2.5 and 5, or 7/3 and 8."""
+    (report,) = same_everywhere(world(2).run(observe, per_rank, {"kind": "s"}, strategy))
+    assert approx(3.75) == report.loss
+    assert (approx(norms[0]), approx(norms[1])) == report.local_gradient_norms
+
+
+@pytest.mark.parametrize(
+    ("reduction", "loss", "manual", "norm", "local_norms"),
+    [
+        ("mean", "mean", False, 4.5, (2.5, 6.5)),
+        ("weighted_mean", "mean", False, 4.5, (2.5, 6.5)),
+        ("sum", "sum", False, 36.0, (10.0, 26.0)),
+        ("normalized_sum", "sum", False, 4.5, (10.0, 26.0)),
+        ("mean", "mean", True, 4.5, (2.5, 6.5)),
+        ("weighted_mean", "mean", True, 4.5, (2.5, 6.5)),
+        ("sum", "sum", True, 36.0, (10.0, 26.0)),
+    ],
+)
+def test_windows_are_whole(world, reduction, loss, manual, norm, local_norms):
+    """With two micro-batches per window, in manual optimization too, g = sum(w * g_r) / Z holds among the numbers."""
+    batches = [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
+    toy: dict[str, Any] = {"loss": loss} | ({"window": 2} if manual else {})
+    options: dict[str, Any] = {"module": Manual} if manual else {"accumulate_grad_batches": 2}
+    (report,) = same_everywhere(world(2).run(observe, batches, toy, {"reduction": reduction}, **options))
+
+    (term,) = report.terms
+    assert (2, 2) == report.micro_batches
+    assert approx(norm) == report.gradient_norm
+    assert approx(norm) == report.loss
+    assert (approx(local_norms[0]), approx(local_norms[1])) == report.local_gradient_norms
+    combined = sum(w * g for w, g in zip(term.multipliers, report.local_gradient_norms, strict=True)) / term.normalizer
+    assert approx(combined) == report.gradient_norm
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_a_short_last_window(world, static_graph):
+    """Case 13: with 3 batches and windows of 2 the last loss and the last norms are those of one micro-batch."""
+    for strategy in ({"static_graph": static_graph}, {**WEIGHTED, "static_graph": static_graph}):
+        reports = same_everywhere(
+            world(2).run(observe, [[[1], [3], [5]], [[1], [3], [7]]], {"lr": 0.0}, strategy, accumulate_grad_batches=2),
+            steps=2,
+        )
+        assert [approx(2.0), approx(6.0)] == [report.loss for report in reports]
+        assert [approx(2.0), approx(6.0)] == [report.gradient_norm for report in reports]
+        assert [(2.0, 2.0), (5.0, 7.0)] == [report.local_gradient_norms for report in reports]
+        assert [0, 1] == [report.step for report in reports]
+
+
+def test_a_rank_without_samples(world):
+    """Case 5: the rank whose loss is the mean of nothing has weight 0 and norm 0, and the others' loss is reported."""
+    (report,) = same_everywhere(world(2).run(observe, [[[2, 4]], [[]]], {}, WEIGHTED))
+    assert approx(3.0) == report.loss
+    assert (2, 0) == report.weights
+    assert (approx(3.0), 0.0) == report.local_gradient_norms
+    assert report.cosines is not None
+    assert approx(1.0) == report.cosines[0]
+    assert math.isnan(report.cosines[1])
+
+
+def test_angles_and_norms_of_several_parameters(world):
+    """Gradients (3, 0) and (0, 4) have the mean (1.5, 2), norm 2.5, and the cosines 0.6 and 0.8 to it."""
+    toy = {"start": [0.0, 0.0]}
+    for strategy in ({}, WEIGHTED):
+        (report,) = same_everywhere(world(2).run(observe, [[[[3, 0]]], [[[0, 4]]]], toy, strategy))
+        assert approx(2.5) == report.gradient_norm
+        assert (approx(3.0), approx(4.0)) == report.local_gradient_norms
+        assert (approx(0.6), approx(0.8)) == report.cosines
+        (report,) = same_everywhere(world(2).run(observe, [[[[3, 0]]], [[[0, 4]]]], toy, strategy, cosines=False))
+        assert (approx(3.0), approx(4.0)) == report.local_gradient_norms
+        assert report.cosines is None
+        assert "cosines" not in str(report)
+
+
+class Detector(Toy):
+    """Case 9: two named terms."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        classes, boxes = batch[batch < 10], batch[batch >= 10] - 10
+        return {
+            "loss": {"cls": (classes * self.w).mean(), "box": (boxes * self.w).mean()},
+            "weight": {"cls": len(classes), "box": len(boxes)},
+        }
+
+
+def test_several_terms(world):
+    """Case 9: each term has its own weights, normalizer and loss; 2 + 2.5 = 4.5."""
+    (report,) = same_everywhere(
+        world(2).run(observe, [[[1, 1, 14]], [[3, 3, 10, 12, 14]]], {}, WEIGHTED, module=Detector)
+    )
+    assert approx(4.5) == report.loss
+    assert approx(4.5) == report.gradient_norm
+    terms = {term.name: term for term in report.terms}
+    assert ((2, 2), 4, approx(2.0)) == (terms["cls"].weights, terms["cls"].normalizer, terms["cls"].loss)
+    assert ((1, 3), 4, approx(2.5)) == (terms["box"].weights, terms["box"].normalizer, terms["box"].loss)
+    # The summands of g, times the number of ranks: 2 * (2/4 + 4/4) and 2 * (6/4 + 6/4).
+    assert (approx(3.0), approx(6.0)) == report.local_gradient_norms
+    assert report.spread is None
+    with pytest.raises(ValueError, match="2 terms with weights of their own, 'box', 'cls': read `terms`"):
+        report.weights  # noqa: B018  # the property raises
+
+
+def test_nodes_and_rules_of_users(world):
+    """A rule's multipliers and normalizer are reported as they enter the formula, whatever the rule."""
+    batches = [[[1.0]], [[3.0]], [[5.0]]]
+    (report,) = same_everywhere(
+        world(3).run(observe, batches, {}, {"reduction": "mean_of_node_means"}, nodes=[0, 0, 1])
+    )
+    assert (0.5, 0.5, 1) == report.terms[0].multipliers
+    assert approx(2.0) == report.normalizer
+    assert approx(3.5) == report.gradient_norm
+    (report,) = same_everywhere(world(3).run(observe, batches, {}, {"reduction": twice_the_first}))
+    assert (2, 1, 1) == report.terms[0].multipliers
+    assert approx(2.5) == report.gradient_norm
+
+
+class StepEnd(Toy):
+    """The loss of Lightning 1.x: of the outputs of all replicas."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.losses(batch)
+
+    def training_step_end(self, losses: torch.Tensor) -> torch.Tensor:
+        return losses.mean()
+
+
+@pytest.mark.parametrize(
+    ("preset", "replicas"), [("data_parallel", None), ("data_parallel", 4), ("single_device", None)]
+)
+@pytest.mark.parametrize("module", [Toy, StepEnd])
+def test_reference_modes(world, preset, module, replicas):
+    """Under equivalent_to= the loss and the norm are those of one process, however the replicas share the batch."""
+    strategy = {"equivalent_to": preset} | ({"num_replicas": replicas} if replicas else {})
+    results = world(2).run(observe_whole_batches, strategy, module)
+    reports = same_everywhere(results, steps=2)
+    assert [approx(3.75), approx(12.5)] == [report.loss for report in reports]
+    assert [approx(7.5), approx(25.0)] == [report.gradient_norm for report in reports]
+    assert [None, None] == [report.spread for report in reports]
+
+
+def observe_whole_batches(strategy: Mapping[str, Any], module: Callable[..., Any]) -> list[StepReport]:
+    seen = Reports()
+    trainer = make_trainer(GradAvgStrategy(**strategy), callbacks=[seen], max_epochs=1)
+    batches = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
+    trainer.fit(module(kind="s", lr=0.0), DataLoader(batches, batch_size=4))
+    return seen.reports
+
+
+def twice_the_first(place: Place, weight: Any) -> Share:
+    factor = 2.0 if place.rank == 0 else 1.0
+    return Share(factor * weight, factor * weight)
+
+
+class TwoParts(LightningModule):
+    """Two parameters; the second is used only in micro-batches with a sample below 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (batch * (self.b if batch.min() < 0 else self.a)).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_a_parameter_that_the_last_micro_batch_does_not_reach(world):
+    """Its gradient from earlier in the window is part of the local norm: 3 and 4 make 5, halved by the window."""
+    for strategy in ({}, WEIGHTED):
+        (report,) = same_everywhere(
+            world(2).run(
+                observe,
+                [[[-3.0], [4.0]]] * 2,
+                {},
+                {**strategy, "find_unused_parameters": True},
+                module=TwoParts,
+                accumulate_grad_batches=2,
+            )
+        )
+        assert approx(2.5) == report.gradient_norm
+        assert (approx(2.5), approx(2.5)) == report.local_gradient_norms
+
+
+def train_bits(monitored: bool, bucket_view: bool, strategy: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Body: the weights after some steps of a small network, with and without a monitor of every step."""
+    torch.manual_seed(5)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
+    module = Network(net)
+    trainer = make_trainer(
+        GradAvgStrategy(gradient_as_bucket_view=bucket_view, bucket_cap_mb=0.0005, **strategy),
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        callbacks=[GradAvgMonitor(every_n_steps=1, noise_scale=True)] if monitored else [],
+    )
+    trainer.fit(module, DataLoader(samples(), batch_size=3))
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def samples() -> Any:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(6, generator=draw), index % 3) for index in range(27)]
+
+
+class Network(LightningModule):
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("strategy", [{}, WEIGHTED])
+def test_observing_changes_no_bit(world, bucket_view, strategy):
+    """Observed training ends with the same bits as training that nobody watches, also under stock DDP's reduction."""
+    watched = world(3).run(train_bits, True, bucket_view, strategy)
+    alone = world(3).run(train_bits, False, bucket_view, strategy)
+    for of_rank in watched:
+        for mine, expected in zip(of_rank, alone[0], strict=True):
+            assert torch.equal(expected, mine)
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_local_norms_are_taken_before_the_reduction(world, bucket_view):
+    """With several buckets in flight, too, a rank's norm is that of its own gradient, as autograd gives it."""
+    results = world(2).run(local_norms, bucket_view)
+    for reported, _ in results:
+        assert [approx(own, 1e-6) for _, own in results] == list(reported)
+
+
+def local_norms(bucket_view: bool) -> tuple[tuple[float, ...], float]:
+    torch.manual_seed(5)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
+    module, seen = Network(net), Reports()
+    strategy = GradAvgStrategy(gradient_as_bucket_view=bucket_view, bucket_cap_mb=0.0005)
+    trainer = make_trainer(strategy, max_steps=1, use_distributed_sampler=False, callbacks=[seen])
+    mine = samples()[dist.get_rank() * 9 :][:9]
+    data = DataLoader(mine, batch_size=9)
+    batch = next(iter(data))
+    gradients = torch.autograd.grad(module.training_step(batch, 0), list(module.parameters()))
+    own = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt().item()
+    trainer.fit(module, data)
+    return seen.reports[0].local_gradient_norms, own
+
+
+def test_a_report_that_nobody_asked_for(world):
+    """Without an observed step report() says how to get one."""
+    for error in world(2).run_expecting_errors(report_of_nothing):
+        assert error == (
+            "RuntimeError",
+            (
+                "no optimizer step was observed. Add GradAvgMonitor() to the Trainer's callbacks, or call"
+                " strategy.observe_next_step() on all ranks before the step."
+            ),
+        )
+
+
+def report_of_nothing() -> None:
+    strategy = GradAvgStrategy()
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(Toy(), loader([[1]]))
+    strategy.report()
+
+
+def test_a_step_asked_for_before_fit(world):
+    """observe_next_step() before fit() observes the first step and no other."""
+    for reports in world(2).run(observe_first):
+        assert [0] == reports
+
+
+def observe_first() -> list[int]:
+    strategy = GradAvgStrategy(reduction="weighted_mean")
+    strategy.observe_next_step()
+    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(Toy(), loader([[1], [2], [3]]))
+    return [strategy.report().step]
+
+
+def test_the_reduction_is_timed(world):
+    """Each rank's times are positive, and the overlapped part is no longer than the whole."""
+    for strategy in ({}, WEIGHTED):
+        reports = same_everywhere(world(2).run(observe, [[[1]] * 12] * 2, {}, strategy), steps=12)
+        for report in reports:
+            assert report.communication is not None
+            assert 2 == len(report.communication)
+            for times in report.communication:
+                assert 0 < times.total < 60
+                assert 0 <= times.overlapped <= times.total
+                assert times.total - times.overlapped == times.exposed
