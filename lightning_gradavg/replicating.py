@@ -225,11 +225,13 @@ class ReplicatingStrategy(RecipeStrategy):
     def _describe(self) -> str:
         if self._steps is None:
             return ""
+        gathered = ", training_step_end gets all outputs" if self._steps.gathers else ""
+        if self._recipe.num_replicas is None:
+            return f"; equivalent to single_device{gathered}"
         replicas, world_size = self.num_replicas, dist.get_world_size(self._group)
         idle = world_size - -(-replicas // -(-replicas // world_size))
         without = f" ({idle} of {world_size} ranks without one)" if idle else ""
         reference = f"; equivalent to {self._plan.preset.name}" if self._plan.preset is not None else ""
-        gathered = ", whose outputs training_step_end gets" if self._steps.gathers else ""
         return f"{reference}; {replicas} replicas{without}{gathered}"
 
     @override

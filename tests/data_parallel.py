@@ -311,7 +311,7 @@ class Contrastive(Model):
     def training_step_end(self, outputs: Any) -> Tensor:
         a, b = outputs
         logits = self.log_scale.exp() * a @ b.T
-        target = torch.arange(len(a))
+        target = torch.arange(len(a), device=a.device)
         loss = (nn.functional.cross_entropy(logits, target) + nn.functional.cross_entropy(logits.T, target)) / 2
         self.losses.append(loss.item())
         return loss

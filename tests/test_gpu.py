@@ -21,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import data_parallel
 import pytest
 import torch
 import torch.distributed as dist
@@ -293,6 +294,48 @@ def check_hook() -> None:
     assert torch.linalg.norm(compressed[0] - exact[0]) <= 2e-2 * torch.linalg.norm(exact[0])
 
 
+def check_equivalence(equivalent_to: Any, num_replicas: int | None, recompute: bool) -> None:
+    """After 20 steps in float64 a run is that of the emulation on a CPU, with replicas or with one device."""
+    for kind in (data_parallel.CNN, data_parallel.Contrastive):
+        reference = kind(torch.float64)
+        expected = data_parallel.train(reference, list(data_parallel.loader(reference)), num_replicas or 1)
+        model = kind(torch.float64)
+        device = {"accelerator": "gpu", "devices": 1} if on_cuda() else {}
+        strategy = GradAvgStrategy(equivalent_to=equivalent_to, num_replicas=num_replicas, recompute_replicas=recompute)
+        nodes = list(range(dist.get_world_size()))
+        make_trainer(strategy, nodes=nodes, max_epochs=1, **device).fit(model, data_parallel.loader(model))
+        state = {name: value.cpu() for name, value in model.state_dict().items()}
+        # Other kernels than on the CPU, over 20 steps.
+        torch.testing.assert_close(state, expected.weights, rtol=1e-9, atol=1e-9)
+
+
+class Noisy(Recorder):
+    """Its gradient is the noise that its replicas draw on their device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(SIZE, dtype=torch.float64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.w * torch.randn(SIZE, dtype=torch.float64, device=self.device)).sum() * batch.mean()
+
+
+def check_random_numbers() -> None:
+    """Replicas of a device draw different numbers, and the same ones in a rerun."""
+    device = {"accelerator": "gpu", "devices": 1} if on_cuda() else {}
+    runs = []
+    for _ in range(2):
+        model = Noisy()
+        torch.manual_seed(4)
+        strategy = GradAvgStrategy(equivalent_to="data_parallel", num_replicas=4)
+        nodes = list(range(dist.get_world_size()))
+        trainer = make_trainer(strategy, nodes=nodes, max_epochs=1, **device)
+        trainer.fit(model, DataLoader(torch.ones(12, dtype=torch.float64), batch_size=4))  # type: ignore[arg-type]  # a tensor is a data set
+        runs.append(torch.stack(model.gradients).cpu())
+    assert torch.equal(runs[0], runs[1])
+    assert len(runs[0].unique()) == runs[0].numel()
+
+
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
@@ -350,6 +393,10 @@ CHECKS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "mixed precision": (check_mixed, ()),
     "stock bits": (check_stock_bits, ()),
     "hook": (check_hook, ()),
+    "data_parallel": (check_equivalence, ("data_parallel", 4, False)),
+    "data_parallel recomputed": (check_equivalence, ("data_parallel", 4, True)),
+    "single_device": (check_equivalence, ("single_device", None, False)),
+    "random numbers": (check_random_numbers, ()),
     "no waits": (check_no_waits, ()),
 }
 
