@@ -10,16 +10,19 @@ from lightning_gradavg.place import Place
 from lightning_gradavg.profiler import GradAvgProfiler
 from lightning_gradavg.rules import Share
 from lightning_gradavg.strategy import GradAvgStrategy
+from lightning_gradavg.verification import GradAvgVerifier, verify
 
 __all__ = [
     "GradAvgMonitor",
     "GradAvgProfiler",
     "GradAvgStrategy",
+    "GradAvgVerifier",
     "GradientNoiseScale",
     "Place",
     "Share",
     "average_gradients",
     "gather",
+    "verify",
 ]
 
 GradAvgStrategy.register_strategies(StrategyRegistry)

@@ -29,7 +29,7 @@ FLOORS = (
     ),
     (
         "outputs training_data dealt logged evaluation reducing observing monitor profiler evaluating recipe_strategy"
-        " equivalence replica_log replica_steps replicating strategy"
+        " equivalence replica_log replica_steps replicating strategy verification"
     ),
     "__init__ __main__ cli",
 )

@@ -15,6 +15,7 @@ _LIGHTNING = {
 }
 _OWN = {
     "plan": "batch, accumulation and learning rate of a recipe on another cluster",
+    "verify": "a few steps of your own run against one process: are they the same, and if not, why",
 }
 
 
@@ -33,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lightning_gradavg.cli import plan  # noqa: PLC0415 - a command imports only what it needs
 
         return plan.main(arguments[1:])
+    if command == "verify":
+        from lightning_gradavg.cli import verify  # noqa: PLC0415 - likewise
+
+        return verify.main(arguments[1:])
     if command in _LIGHTNING:
         _run_lightning(arguments)
         return 0
