@@ -145,11 +145,13 @@ def _loss(comparison: Comparison) -> Stage:
 
 
 def _local(comparison: Comparison) -> Stage:
+    if comparison.facts.crosses_ranks:
+        return Stage("local gradients", "not compared", note="gradients cross ranks within the backward")
     measured: list[Sequence[Difference] | None] = []
     for position in comparison.steps:
         replay = comparison.reference.replays.get(position, {}).get("plain")
         pairs = comparison.pairs(position)
-        if replay is None or any(part is None for _, _, part in pairs) or comparison.facts.replicas is not None:
+        if replay is None or any(part is None for _, _, part in pairs):
             measured.append(None)
             continue
         found = [

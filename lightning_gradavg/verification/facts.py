@@ -27,6 +27,7 @@ def facts_of(trainer: Trainer, module: LightningModule) -> Facts:
         cuts=1 if data is None else data.micro_batches,
         splits=data is not None,
         replicas=_replicas(strategy),
+        crosses_ranks=_replicated(strategy),
         counts_replicas=_replicated(strategy) and strategy._plan.counts_replicas,
         step_end=_replicated(strategy) and callable(getattr(module, "training_step_end", None)),
         scales_rates=getattr(getattr(strategy, "_recipe", None), "rates", None) is not None,

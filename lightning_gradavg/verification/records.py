@@ -102,6 +102,7 @@ class Facts:
         splits: Whether the loader's batches are the global batches.
         replicas: Number of replicas of a run that is to equal `DataParallel`; None for one that is to equal one device.
         counts_replicas: Whether each replica's loss counts the same, whatever its samples.
+        crosses_ranks: Whether gradients of one rank's loss reach another within the backward.
         step_end: Whether the loss is that of `training_step_end`, on the outputs of all replicas.
         scales_rates: Whether the strategy scales the learning rate because the user asked for it.
         automatic: Whether Lightning runs the backward and the optimizer.
@@ -121,6 +122,7 @@ class Facts:
     splits: bool = False
     replicas: int | None = None
     counts_replicas: bool = False
+    crosses_ranks: bool = False
     step_end: bool = False
     scales_rates: bool = False
     automatic: bool = True
