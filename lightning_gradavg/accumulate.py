@@ -53,6 +53,7 @@ class Accumulator:
         self._trained: tuple[bool, ...] = ()
         self._left: list[tuple[Tensor | None, int]] = []
         self._of_term: dict[str, Gradients] = {}
+        self._keeps_all = False
 
     def reset(self) -> None:
         """Forget a window that was begun and never reduced."""
@@ -104,6 +105,8 @@ class Accumulator:
         self.reducer.accumulating = not last
         if last:
             self.reducer.close(loss_divisor)
+        # Where gradients cross ranks, samples whose own loss does not count still enter the losses of others.
+        self._keeps_all = not (self.reducer.window.relative or micro_batch.absent)
         if micro_batch.problem is not None:
             self._discard(loss, run)
         elif tuple(coefficients) == (WHOLE_LOSS,):
@@ -161,19 +164,21 @@ class Accumulator:
 
     def _discard(self, loss: WeighedLoss, run: Callable[..., None]) -> None:
         if loss.coefficients is not None:
-            loss.coefficients.values = [1.0 for _ in loss.coefficients.values]
-        with keep_gradients(self.parameters, False):
+            value = 1.0 if self.reducer.window.relative else None
+            loss.coefficients.values = [value for _ in loss.coefficients.values]
+        with keep_gradients(self.parameters, self._keeps_all):
             run()
+
+    def _stopped(self, coefficient: Weight) -> Weight | None:
+        """Return None instead of 0 where gradients cross ranks: even 0 times NaN would reach the others."""
+        return None if _is_zero(coefficient) and not self.reducer.window.relative else coefficient
 
     def _backward_whole(self, loss: WeighedLoss, coefficient: Weight, run: Callable[..., None]) -> None:
         if loss.coefficients is None:
             run()
             return
-        keep = coefficient > 0
-        # Where gradients cross ranks, even 0 times the NaN of an empty mean would reach the others.
-        stopped = _is_zero(coefficient) and not self.reducer.window.relative
-        loss.coefficients.values = [None if stopped else coefficient]
-        with keep_gradients(self.parameters, keep):
+        loss.coefficients.values = [self._stopped(coefficient)]
+        with keep_gradients(self.parameters, self._keeps_all or coefficient > 0):
             run()
 
     def _backward_each_term(
@@ -184,9 +189,9 @@ class Accumulator:
         terms = list(coefficients)
         for index, term in enumerate(terms):
             coefficient = coefficients[term]
-            loss.coefficients.values = [coefficient if other == term else None for other in terms]
+            loss.coefficients.values = [self._stopped(coefficient) if other == term else None for other in terms]
             self._set_gradients(self._of_term.get(term))
-            with keep_gradients(self.parameters, coefficient > 0):
+            with keep_gradients(self.parameters, self._keeps_all or coefficient > 0):
                 run(retain_graph=index < len(terms) - 1)
             self._of_term[term] = [parameter.grad for parameter in self.parameters]
         # Something to be zeroed, where the user gives the window up.

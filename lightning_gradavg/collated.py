@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["batch_samples", "fingerprint", "slice_batch"]
+__all__ = ["batch_samples", "fingerprint", "slice_batch", "with_items"]
 
 _HASHED_ELEMENTS = 64
 
@@ -103,7 +103,7 @@ def _slice(value: Any, size: int, part: slice) -> Any:
         items = [_slice(item, size, part) for item in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     if isinstance(value, Mapping):
-        return _with_items(value, {key: _slice(item, size, part) for key, item in value.items()})
+        return with_items(value, {key: _slice(item, size, part) for key, item in value.items()})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         record = copy.copy(value)
         for field in dataclasses.fields(value):
@@ -113,7 +113,7 @@ def _slice(value: Any, size: int, part: slice) -> Any:
     return value
 
 
-def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+def with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
     """Return a mapping of the same type. What else a mutable one holds is kept, as `torch.utils.data` does."""
     if not isinstance(mapping, MutableMapping):
         return type(mapping)(items)  # type: ignore[call-arg]  # there is no other way to build one

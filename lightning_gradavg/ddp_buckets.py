@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = ["BucketLayout", "bucket_layout", "leave_works", "reduced_parameters"]
 
 _LEAVE_TIMEOUT = 10.0
-_LEAVE_ATTEMPTS = 100
+_LEAVE_ATTEMPTS = 2000  # on a busy machine threads are slow to wake
 
 
 @dataclass(frozen=True)

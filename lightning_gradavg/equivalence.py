@@ -60,6 +60,11 @@ def obstacles(
             f"manual optimization with {on_ranks}: training_step steps the optimizer, but a rank has to run it for"
             " several replicas before a step. Use automatic optimization, or as many ranks as replicas"
         )
+    if plan.recompute_replicas and not module.automatic_optimization:
+        found.append(
+            "recompute_replicas=True with manual optimization: training_step runs the backward itself, and would have"
+            " to be run again within it. Leave recompute_replicas out"
+        )
     if gathers and not module.automatic_optimization:
         found.append(
             "training_step_end with manual optimization: training_step runs its backward before the outputs are"

@@ -33,7 +33,7 @@ from lightning_gradavg.rows import RowExchange, gather_rows
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
 from lightning_gradavg.weights import as_weight, weight_problem
 
-__all__ = ["gather", "gather_refused"]
+__all__ = ["collectives_refused", "gather", "require_allowed"]
 
 T = TypeVar("T")
 
@@ -82,9 +82,7 @@ def gather(
             together, if only some ranks run under `torch.no_grad`, or if a rank has rows but the rule discards its
             gradient. On this process alone, if it is not a member of `group`.
     """
-    refused = _REFUSED.get()
-    if refused is not None:
-        raise RuntimeError(f"{refused}.")
+    require_allowed()
     if torch.is_inference_mode_enabled():
         # Gloo of torch 2.4 cannot write into tensors that were made in inference mode, as Lightning validates.
         with torch.inference_mode(False), torch.no_grad():
@@ -126,8 +124,15 @@ def gather(
     return result
 
 
+def require_allowed() -> None:
+    """Raise a RuntimeError within `collectives_refused`."""
+    refused = _REFUSED.get()
+    if refused is not None:
+        raise RuntimeError(f"{refused}.")
+
+
 @contextmanager
-def gather_refused(reason: str) -> Iterator[None]:
+def collectives_refused(reason: str) -> Iterator[None]:
     """Have `gather` raise a RuntimeError within the context, on every rank that calls it."""
     token = _REFUSED.set(reason)
     try:

@@ -126,6 +126,11 @@ class Order:
         self.reach("begin")
 
     @property
+    def replay(self) -> Replay | None:
+        """The pass of a checkpoint that is still to be gone through again; None where there is none."""
+        return self._replay
+
+    @property
     def shares(self) -> bool:
         """Whether the order is that of all ranks. Only then fingerprints of the batches are wanted."""
         return self._broadcast is not None

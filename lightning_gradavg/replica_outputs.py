@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_gradavg.collated import with_items
 from lightning_gradavg.gather import gather
 from lightning_gradavg.terms import zero_gradient
 
@@ -161,8 +162,7 @@ def _rebuilt(value: Any, leaves: Iterator[Tensor]) -> Any:
     if value is None:
         return None
     if isinstance(value, Mapping):
-        rebuilt: Any = type(value)
-        return rebuilt([(key, _rebuilt(item, leaves)) for key, item in value.items()])
+        return with_items(value, {key: _rebuilt(item, leaves) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
         items = [_rebuilt(item, leaves) for item in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning_gradavg.batch_norm import restore_batch_norm, synchronize_batch_n
 from lightning_gradavg.batches import Chunk, chunk_bounds
 from lightning_gradavg.collated import batch_samples, slice_batch
 from lightning_gradavg.equivalence import has_step_end
-from lightning_gradavg.gather import gather_refused
+from lightning_gradavg.gather import collectives_refused
 from lightning_gradavg.presets import Plan
 from lightning_gradavg.random_streams import ReplicaStreams
 from lightning_gradavg.replica_log import (
@@ -74,6 +74,7 @@ class ReplicaSteps:
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._num_replicas = plan.num_replicas or self._world_size
         self._one_device = plan.preset is not None and plan.preset.synchronizes_statistics
+        self._runs, self._checked_uneven = 0, False
         self.gathers = plan.preset is not None and has_step_end(module)
         self._log = ReplicaLog(module, group, device, whole=plan.preset is not None)
         self._replicas = Replicas(
@@ -82,7 +83,8 @@ class ReplicaSteps:
             group,
             quiet=partial(_without_traces, module),
             recompute=plan.recompute_replicas,
-            alike=self._one_device,
+            several=self._num_replicas > self._world_size or plan.recompute_replicas,
+            keeps_assigned=self._one_device or self._num_replicas == 1,
             ignored=getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
         )
 
@@ -121,21 +123,55 @@ class ReplicaSteps:
             self._log.count(samples)
             return run(samples_of_replica)
 
-        several = self._num_replicas > self._world_size
-        with self._log.collecting(chunk.batch_samples), gather_refused(_APART) if several else nullcontext():
+        several = self._num_replicas > self._world_size or self._plan.recompute_replicas
+        check = self._one_device and self._is_to_check(chunk)
+        slices = [] if chunk.stand_in else self._data.slices(batch)
+        parts = [(each.replica or 0, (each.samples, each.batch)) for each in slices]
+        with self._log.collecting(), collectives_refused(_APART) if several else nullcontext(), self._together(chunk):
             if chunk.stand_in:
                 nobody = self._num_replicas + 1 + self._rank
                 with metrics_kept(self._module):
-                    outputs = [self._replicas.run_stand_in(run_counted, (0, batch), batch_index, nobody)]
-                sizes = [0]
+                    stand_in = self._replicas.run_stand_in(run_counted, (0, batch), batch_index, nobody, check=check)
+                outputs = [stand_in]
             else:
-                slices = self._data.slices(batch)
-                sizes = [each.samples for each in slices]
-                parts = [(each.replica or 0, (each.samples, each.batch)) for each in slices]
-                outputs = self._replicas.run(run_counted, parts, batch_index)
+                outputs = self._replicas.run(run_counted, parts, batch_index, check=check)
         if self.gathers:
             return self._run_step_end(outputs, chunk, batch_index)
-        return outputs[0] if len(outputs) == 1 else OutputsOfReplicas(zip(outputs, sizes, strict=True))
+        if len(outputs) == 1:
+            return outputs[0]
+        return OutputsOfReplicas(zip(outputs, (each.samples for each in slices), strict=True))
+
+    def _is_to_check(self, chunk: Chunk) -> bool:
+        """Return whether ranks compare their buffers now: ever more rarely, and once after an uneven batch."""
+        self._runs += 1
+        uneven = chunk.batch_samples % self._world_size != 0 and not self._checked_uneven
+        self._checked_uneven = self._checked_uneven or uneven
+        return uneven or self._runs & (self._runs - 1) == 0
+
+    @contextmanager
+    def _together(self, chunk: Chunk) -> Iterator[None]:
+        """Raise on all ranks what batch norm says of a replica of one sample, which only some ranks may have."""
+        bounds = chunk_bounds(chunk.batch_samples, self._num_replicas)
+        alone = not self._one_device and any(stop - start == 1 for start, stop in bounds)
+        problem = None
+        try:
+            yield
+        except ValueError as error:
+            if not alone or "more than 1 value per channel" not in str(error):
+                raise
+            problem = error
+        if not alone:
+            return
+        failed = [problem is not None]
+        if self._world_size > 1:
+            failed = [False] * self._world_size
+            dist.all_gather_object(failed, problem is not None, group=self._group)
+        if any(failed):
+            raise RuntimeError(
+                f"a batch of {chunk.batch_samples} samples in {self._num_replicas} replicas gives one of them a single"
+                " sample, of which batch norm has one value per channel: it needs two. Choose a batch size that leaves"
+                " no replica a single sample, such as by drop_last=True."
+            ) from problem
 
     def _run_step_end(self, outputs: Sequence[Any], chunk: Chunk, batch_index: int) -> Any:
         """Return what `training_step_end` makes of the outputs of all replicas, the same on every rank."""
@@ -190,6 +226,7 @@ def evaluate(
     step: Callable[..., STEP_OUTPUT],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    context: Callable[[], AbstractContextManager[None]],
 ) -> STEP_OUTPUT:
     """Run an evaluation step, and the hook of Lightning 1.x after it, on a batch that is this rank's alone.
 
@@ -201,6 +238,7 @@ def evaluate(
         step: The step, whose first argument is the batch.
         args: Its arguments, and
         kwargs: those given by name.
+        context: What the precision runs a step in.
     """
     if plan.preset is None:
         return step(*args, **kwargs)
@@ -208,23 +246,26 @@ def evaluate(
     if step_end is None or plan.preset.synchronizes_statistics:
         with logged_of_whole_run(module):
             output = step(*args, **kwargs)
-            return output if step_end is None else step_end(output)
+            if step_end is None:
+                return output
+            with context():
+                return step_end(output)
     batch, run = _separated(step, args, kwargs)
     size, outputs = batch_samples(batch), []
     log = ReplicaLog(module, None, module.device, whole=True, own=True)
-    with log.collecting(size):
+    with log.collecting():
         for start, stop in chunk_bounds(size, num_replicas):
             if stop > start:
                 log.count(stop - start)
                 outputs.append(run(slice_batch(batch, start, stop)))
-    with logged_of_whole_run(module):
+    with logged_of_whole_run(module), context():
         return step_end(join_outputs(outputs, module.device))
 
 
 _APART = (
-    "gather in training_step has the outputs of one replica per rank, but with num_replicas above the number of ranks a"
-    " rank runs several, one after another. Return the outputs from training_step, with equivalent_to='data_parallel',"
-    " and compute the loss in training_step_end, which gets those of all replicas"
+    "training_step gathers over the ranks, but with num_replicas above the number of ranks, or recompute_replicas=True,"
+    " ranks run it different numbers of times, one replica after another. Return the outputs from training_step, with"
+    " equivalent_to='data_parallel', and compute the loss in training_step_end, which gets those of all replicas"
 )
 
 
@@ -240,7 +281,7 @@ def _separated(
 
 @contextmanager
 def _without_traces(module: LightningModule) -> Iterator[None]:
-    with nothing_logged(module), metrics_kept(module):
+    with nothing_logged(module), metrics_kept(module, alike=False):
         yield
 
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_gradavg.equivalence import obstacles, remarks
+from lightning_gradavg.gather import require_allowed
 from lightning_gradavg.order import random_state, restore_random_state
 from lightning_gradavg.presets import Plan
 from lightning_gradavg.recipe_strategy import RecipeStrategy
@@ -187,8 +188,14 @@ class ReplicatingStrategy(RecipeStrategy):
         mean = sum(values[1:], values[0]) / chunk.samples
         if not all(isinstance(of_replica, Mapping) for of_replica, _ in outputs):
             return mean
-        rest = [{key: value for key, value in of_replica.items() if key != "loss"} for of_replica, _ in outputs]
-        return {**join_outputs(rest, self.root_device), "loss": mean}
+        rest: dict[str, Any] = {}
+        for key in dict.fromkeys(key for of_replica, _ in outputs for key in of_replica if key != "loss"):
+            values_of_key = [of_replica.get(key) for of_replica, _ in outputs]
+            try:
+                rest[key] = join_outputs(values_of_key, self.root_device)
+            except (TypeError, RuntimeError):  # of no tensors, or of shapes that do not fit
+                rest[key] = values_of_key
+        return {**rest, "loss": mean}
 
     def _refuse_weight(self, output: Any) -> None:
         if self._plan.counts_replicas and isinstance(output, Mapping) and output.get("weight") is not None:
@@ -201,13 +208,20 @@ class ReplicatingStrategy(RecipeStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         module, step = self.lightning_module, super().validation_step
-        return evaluate(module, self._plan, self.num_replicas, "validation", step, args, kwargs)
+        context = self.precision_plugin.val_step_context
+        return evaluate(module, self._plan, self.num_replicas, "validation", step, args, kwargs, context)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         module, step = self.lightning_module, super().test_step
-        return evaluate(module, self._plan, self.num_replicas, "test", step, args, kwargs)
+        context = self.precision_plugin.test_step_context
+        return evaluate(module, self._plan, self.num_replicas, "test", step, args, kwargs, context)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        require_allowed()
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def _start_evaluation(self) -> None:

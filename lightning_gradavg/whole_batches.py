@@ -34,7 +34,7 @@ from lightning_gradavg.sources import (
 
 __all__ = ["FromWholeBatches", "FromWholeStream", "as_on_rank_0", "no_common_batch", "whole_source_of"]
 
-_Asked: TypeAlias = "deque[bytes]"
+_Asked: TypeAlias = "deque[tuple[bytes, int]]"
 
 _END = object()
 
@@ -113,10 +113,10 @@ class _IndexBatches:
             in_process: Whether samples are loaded in this process, between the draws of the sampler.
 
         Returns:
-            Where the fingerprint of every batch asked for waits, and whether batches to pass over are among them,
+            Where the fingerprint and the number of samples of every batch asked for wait, and whether batches to pass over are among them,
             because the draws of the sampler depend on those that loading them makes.
         """
-        replay = order._replay
+        replay = order.replay
         self._order, self._asked, self._in_process = order, deque(), in_process
         self._left = replay.common if replay is not None and in_process else None
         self._reloads = in_process and not draws_once(self._batch_sampler)
@@ -141,11 +141,11 @@ class _IndexBatches:
             if len(indices) == 0:
                 raise ValueError(EMPTY_BATCH)
             if not self._reloads and order.skips(key):
-                if self._left is not None and order._replay is None:
+                if self._left is not None and order.replay is None:
                     # After the draws of the samples that were loaded then and are not now.
                     restore_random_state(self._left)
                 continue
-            asked.append(key)
+            asked.append((key, len(indices)))
             yield indices
 
 
@@ -182,9 +182,20 @@ class FromWholeBatches:
         for batch in rest(batches, order, reached=not in_process):
             if not asked:
                 raise mismatch(self._user_loader, "more")
-            yield batch, asked.popleft()
+            key, samples = asked.popleft()
+            self._require_rows(batch, samples)
+            yield batch, key
         if asked:
             raise mismatch(self._user_loader, "fewer")
+
+    def _require_rows(self, batch: Any, samples: int) -> None:
+        rows = batch_samples(batch)
+        if rows % samples != 0:
+            raise ValueError(
+                f"a batch of {samples} samples of {type(self._user_loader).__name__} has {rows} rows along dimension 0,"
+                " along which it would be cut into replicas. Have collate_fn put the samples along dimension 0 of all"
+                " tensors, the same number of rows for each."
+            )
 
     def _chunks(self, batches: Iterator[tuple[Any, bytes]], order: Order, *, reloads: bool) -> Iterator[Item]:
         seen = 0

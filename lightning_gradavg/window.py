@@ -129,7 +129,9 @@ class Window:
         return self.shares(term, whole=False)[-1].multiplier / self.reference(term, whole=False)
 
     def live(self, term: str) -> bool | Tensor:
-        """Return whether any multiplier of a term is above 0."""
+        """Return whether any multiplier of a term is above 0, or others' losses have gradients through this rank."""
+        if not self.relative:
+            return any(not micro_batch.absent for micro_batch in self.micro_batches)
         multipliers = [share.multiplier for share in self.shares(term, whole=False)]
         tensors = [multiplier > 0 for multiplier in multipliers if isinstance(multiplier, Tensor)]
         if any(not isinstance(multiplier, Tensor) and multiplier > 0 for multiplier in multipliers):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from ranks import make_trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from toys import Toy
 
@@ -230,3 +230,30 @@ def test_what_cannot_be_cut_is_an_error_on_all_ranks(world, name):
     for one in raised:
         assert one.type_name in {"ValueError", "RuntimeError"}
         assert message in one.message
+
+
+def fit_sequences() -> None:
+    data = [torch.full((6, 3), float(index)) for index in range(8)]
+    model = nn.Linear(3, 1)
+
+    class Sequences(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return torch.stack([self.model(one).mean() for one in batch]).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    samples: Any = data
+    loader: Any = DataLoader(samples, batch_size=4, collate_fn=list)
+    make_trainer(GradAvgStrategy(equivalent_to="single_device"), max_epochs=1).fit(Sequences(), loader)
+
+
+def test_a_list_of_samples_is_not_cut_along_their_own_dimension(world):
+    """A batch whose rows are not its samples is an error on all ranks: it would be cut through the sequences."""
+    for raised in world(2).run_expecting_errors(fit_sequences):
+        assert raised.type_name == "ValueError"
+        assert "a batch of 4 samples of DataLoader has 6 rows along dimension 0" in raised.message

@@ -165,7 +165,8 @@ def test_importing_twice_registers_once():
         "importlib.reload(g); g.GradAvgStrategy.register_strategies(r);"
         "print(sorted(name for name in r if name.startswith('gradavg')))"
     )
-    names = ["gradavg", "gradavg_fork", "gradavg_notebook", "gradavg_spawn", "gradavg_sum", "gradavg_weighted"]
+    kinds = ["data_parallel", "fork", "notebook", "single_device", "spawn", "sum", "weighted"]
+    names = ["gradavg", *(f"gradavg_{kind}" for kind in kinds)]
     assert f"{names}\n" == run(sys.executable, "-c", code).stdout
 
 
