@@ -40,7 +40,7 @@ def changed_options(given: Mapping[str, Any], *, hook_of: str | None) -> dict[st
 
     Args:
         given: Values by name; names that are no options of DDP are passed over.
-        hook_of: The reduction that needs DDP's communication hook, or None.
+        hook_of: The option that needs DDP's communication hook, such as `reduction='sum'`, or None.
 
     Raises:
         TypeError: If the installed torch does not know an option.
@@ -55,7 +55,7 @@ def changed_options(given: Mapping[str, Any], *, hook_of: str | None) -> dict[st
             )
         if name in _REDUCED_BY_DDP_ITSELF and hook_of is not None:
             raise ValueError(
-                f"{name} has DDP reduce gradients outside the communication hook,"
-                f" which reduction={hook_of!r} needs. Leave it out, or use reduction='mean'."
+                f"{name} has DDP reduce gradients outside the communication hook, which {hook_of} needs."
+                " Leave it out, or use reduction='mean' without options of the wire."
             )
     return options

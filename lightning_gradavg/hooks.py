@@ -1,17 +1,18 @@
 """A user's own DDP communication hook, made to serve any rule: it averages what the reducer scaled before."""
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
 
 from lightning_gradavg.reducer import AveragingHook
+from lightning_gradavg.wire.worker import Worker
 
-__all__ = ["adapt_hook"]
+__all__ = ["adapt_hook", "power_sgd"]
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
@@ -64,15 +65,34 @@ def adapt_hook(
     return lambda bucket: wrapped(state, bucket)
 
 
-def _in_order(hook: Callable[..., Any], state: Any, group: dist.ProcessGroup | None) -> AveragingHook:
-    """Run a hook of several collectives bucket by bucket, in a thread and a process group of its own.
+def power_sgd(
+    rank: int, start_step: int, group: dist.ProcessGroup | None, parameters: Iterable[tuple[str, Tensor]]
+) -> AveragingHook:
+    """Return torch's PowerSGD with error feedback, its state new.
 
-    Gloo matches collectives by the order in which each rank starts them. A hook that starts its second collective in
-    the callback of the first starts it at another moment on every rank, and mismatches as soon as two buckets are in
-    flight: ranks hang or abort.
+    Args:
+        rank: Rank of the matrices that stand for gradients.
+        start_step: Reductions until it begins; those before are plain.
+        group: The process group that DDP reduces over.
+        parameters: The parameters that DDP reduces, by name.
+
+    Raises:
+        ValueError: If a parameter has no dimension, which torch's hook fails on.
     """
+    scalars = [name for name, parameter in parameters if parameter.ndim == 0]
+    if scalars:
+        raise ValueError(
+            f"power_sgd_rank={rank} cannot be used with parameters of shape (), which torch's PowerSGD cannot view as"
+            f" matrices: {', '.join(map(repr, scalars))}. Give them the shape (1,), or use wire_dtype='int8'."
+        )
+    state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=start_step)
+    return adapt_hook(powerSGD_hook.powerSGD_hook, state, None, group)
+
+
+def _in_order(hook: Callable[..., Any], state: Any, group: dist.ProcessGroup | None) -> AveragingHook:
+    """Run a hook of several collectives bucket by bucket, in a thread and a process group of its own."""
     state.process_group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-    executor = ThreadPoolExecutor(1, thread_name_prefix="gradavg-hook")
+    worker = Worker("gradavg-hook")
 
     def run(bucket: GradBucket, result: Future[Any]) -> None:
         try:
@@ -82,7 +102,7 @@ def _in_order(hook: Callable[..., Any], state: Any, group: dist.ProcessGroup | N
 
     def ordered(bucket: GradBucket) -> Future[Tensor]:
         result: Future[Any] = Future()
-        executor.submit(run, bucket, result)
+        worker.submit(run, bucket, result)
         return result
 
     return ordered

@@ -3,8 +3,11 @@
 # DDP compares the hook's annotations with the real objects, so this module must not postpone their evaluation.
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,8 +19,9 @@ from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.reduce import constant_normalizer, depends_on_window, window_factor
 from lightning_gradavg.rules import Rule, Weight
 from lightning_gradavg.window import WHOLE_LOSS, MicroBatch, Totals, Window
+from lightning_gradavg.wire.exchange import Exchange
 
-__all__ = ["AveragingHook", "Reducer", "gather_places"]
+__all__ = ["AveragingHook", "Reducer", "gather_places", "twin_group"]
 
 AveragingHook = Callable[[GradBucket], Future[Tensor]]
 """A hook that returns the mean of a bucket over the ranks, which is what DDP asks of a communication hook."""
@@ -32,6 +36,22 @@ def gather_places(node: int, group: dist.ProcessGroup | None) -> tuple[Place, ..
     return places_on_nodes(nodes)
 
 
+_TWINS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def twin_group(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """Return another process group of the same ranks and backend, the same one for as long as `group` is there.
+
+    None for a group that is not of all ranks. Torch names a group that its members make alone by how many groups a rank
+    has, which need not be alike on all of them, and then they wait for each other for ever.
+    """
+    if dist.get_world_size(group) != dist.get_world_size():
+        return None
+    if group not in _TWINS:
+        _TWINS[group] = dist.new_group(timeout=timeout, backend=dist.get_backend(group))
+    return _TWINS[group]
+
+
 @dataclass
 class _Closed:
     """A window whose totals are on their way.
@@ -42,6 +62,8 @@ class _Closed:
         summary: This rank's summary, being summed over the ranks in place; None if nothing is exchanged.
         work: The sum under way, or None.
         folded: Whether every normalizer is already in the gradient, so that buckets are only summed.
+        factor: What buckets are multiplied by before the sum, once it is known.
+        waiting: The buckets that came before the totals, with what their hooks returned.
     """
 
     window: Window
@@ -50,6 +72,7 @@ class _Closed:
     work: dist.Work | None = None
     folded: bool = False
     factor: Weight | None = None
+    waiting: list[tuple[Tensor, Future[Tensor]]] = field(default_factory=list)
 
 
 class Reducer:
@@ -68,6 +91,9 @@ class Reducer:
         windows_may_differ: Whether ranks may accumulate different numbers of micro-batches, so that the numbers must
             be compared even where the rule uses no weight.
         relative: As in `Window`.
+        exchange: Sums each bucket instead of a plain all-reduce; sparse ones excepted.
+        bucket_group: The same ranks as `group`, for the buckets alone. With it the backward does not stop to wait for
+            the totals. Without it buckets go through `group`.
     """
 
     def __init__(
@@ -80,6 +106,9 @@ class Reducer:
         averaging_hook: AveragingHook | None = None,
         windows_may_differ: bool = False,
         relative: bool = True,
+        *,
+        exchange: Exchange | None = None,
+        bucket_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rule = rule
         self.places = tuple(places)
@@ -87,6 +116,9 @@ class Reducer:
         self.device = device
         self.window = Window(rule, self.places[rank], relative=relative)
         self._averaging_hook = averaging_hook
+        self._exchange = exchange
+        self._bucket_group = bucket_group
+        self._constants: dict[int, float] = {}
         self._exchanges = rule.uses_weight or windows_may_differ
         self._depends_on_window = depends_on_window(rule, self.places)
         # While true, DDP runs the hook but the gradient is to stay local.
@@ -132,13 +164,43 @@ class Reducer:
         if self.accumulating:
             return _unchanged(bucket.buffer())
         closed = self._require_closed()
-        if closed.factor is None:
-            closed.factor = 1.0 if closed.folded else self._factor_of(closed, WHOLE_LOSS, 0)
-        factor, buffer = closed.factor, bucket.buffer()
+        if self._comes_early(closed, bucket):
+            promise: Future[Tensor] = Future()
+            closed.waiting.append((bucket.buffer(), promise))
+            return promise
+        buffer = bucket.buffer()
+        if self._exchange is not None and not buffer.is_sparse:
+            return self._exchange.sum(bucket, partial(self._factor, closed))
+        factor = self._factor(closed)
         if self._averaging_hook is not None:
             _scale(buffer, factor * len(self.places))
             return self._averaging_hook(bucket)
-        return _sum_scaled(buffer, factor, self.group)
+        group = self.group if self._bucket_group is None else self._bucket_group
+        waiting, closed.waiting = closed.waiting, []
+        for early, promise in waiting:
+            _sum_scaled(early, factor, group).add_done_callback(partial(_keep, promise))
+        return _sum_scaled(buffer, factor, group)
+
+    def _factor(self, closed: _Closed) -> Weight:
+        """Return what buckets are multiplied by before the sum, waiting for the totals where they are needed."""
+        if closed.factor is None:
+            closed.factor = 1.0 if closed.folded else self._factor_of(closed, WHOLE_LOSS, 0)
+        return closed.factor
+
+    def _comes_early(self, closed: _Closed, bucket: GradBucket) -> bool:
+        """Return whether a bucket is to wait until the hook of another one finds the totals there.
+
+        The backward goes on meanwhile. How many buckets wait is another number on every rank, but all start in the
+        order of their hooks; in a group that other collectives of the backward share, they would meet those.
+        """
+        return (
+            self._bucket_group is not None
+            and closed.factor is None
+            and not closed.folded
+            and not bucket.is_last()
+            and closed.work is not None
+            and not closed.work.is_completed()
+        )
 
     def finish(self) -> None:
         """End the window and raise, on all ranks, what is wrong with it.
@@ -179,8 +241,10 @@ class Reducer:
         return self._closed
 
     def _wait(self, closed: _Closed) -> None:
-        if closed.work is not None:
-            closed.work.wait()
+        # A thread of the exchange may wait at the same time.
+        work = closed.work
+        if work is not None:
+            work.wait()
             closed.work = None
 
     def _factor_of(self, closed: _Closed, term: str, index: int) -> Weight:
@@ -193,7 +257,9 @@ class Reducer:
             total = closed.summary[Totals.NORMALIZERS + index]
             normalizer = float(total) if self.device.type == "cpu" else total
         else:
-            normalizer = constant_normalizer(self.rule, self.places, length)
+            if length not in self._constants:
+                self._constants[length] = constant_normalizer(self.rule, self.places, length)
+            normalizer = self._constants[length]
         reference = window.reference(term, whole=True)
         return window_factor(
             reference=reference,
@@ -236,6 +302,13 @@ class _Copy:
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()
+
+
+def _keep(promise: Future[Any], done: Future[Tensor]) -> None:
+    try:
+        promise.set_result(done.value())
+    except Exception as error:  # noqa: BLE001 - whatever it is belongs to the backward that waits for the bucket
+        promise.set_exception(error)
 
 
 def _unchanged(buffer: Tensor) -> Future[Tensor]:

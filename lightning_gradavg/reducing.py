@@ -22,12 +22,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gradavg.accumulate import Accumulator, WeighedLoss
-from lightning_gradavg.hooks import adapt_hook
+from lightning_gradavg.hooks import adapt_hook, power_sgd
 from lightning_gradavg.outputs import read_weights
-from lightning_gradavg.reducer import Reducer, gather_places
+from lightning_gradavg.reducer import Reducer, gather_places, twin_group
 from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.terms import zero_loss
 from lightning_gradavg.window import MOST_TERMS, WHOLE_LOSS, MicroBatch
+from lightning_gradavg.wire.build import build_exchange
+from lightning_gradavg.wire.exchange import Exchange
+from lightning_gradavg.wire.options import WireOptions
 
 __all__ = ["ReducingStrategy"]
 
@@ -37,17 +40,22 @@ class ReducingStrategy(DDPStrategy):
 
     Args:
         rule: The reduction rule.
+        wire: How buckets travel.
         **options: Those of `DDPStrategy`.
     """
 
-    def __init__(self, rule: Rule, **options: Any) -> None:
+    def __init__(self, rule: Rule, *, wire: WireOptions, **options: Any) -> None:
         super().__init__(**options)
         self._rule = rule
+        self._wire = wire
+        self._exchange: Exchange | None = None
+        hooked = self._ddp_comm_hook is not None or self._ddp_comm_wrapper is not None or wire.asked_for is not None
         # Stock DDP is the mean; a hook of any kind would change how it divides, and so its bits.
-        self._stock = rule is RULES["mean"] and self._ddp_comm_hook is None and self._ddp_comm_wrapper is None
+        self._stock = rule is RULES["mean"] and not hooked
         self._divided_by_hand = rule is RULES["mean"]
         self._accumulator: Accumulator | None = None
         self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._reduced: list[str] = []
         self._sparse: set[int] = set()
         # More than one where a step runs several replicas.
         self._losses: list[WeighedLoss] = []
@@ -99,15 +107,36 @@ class ReducingStrategy(DDPStrategy):
             )
         group = model.process_group
         self._frozen = [(name, p) for name, p in model.module.named_parameters() if not p.requires_grad]
+        names = {p: name for name, p in model.module.named_parameters()}
+        # Now: a user may toggle which parameters require gradients.
+        self._reduced = [names[p] for p in model._build_params_for_reducer()[0]]
         if self._stock and not (model.static_graph and accumulates):
             return
         hook = None
         if self._ddp_comm_hook is not None or self._ddp_comm_wrapper is not None:
             user_hook = self._ddp_comm_hook or allreduce_hook
             hook = adapt_hook(user_hook, self._ddp_comm_state, self._ddp_comm_wrapper, group)
+        trained = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
+        if self._wire.power_sgd_rank is not None:
+            hook = power_sgd(self._wire.power_sgd_rank, self._wire.power_sgd_start_step, group, trained)
         places = gather_places(self.node_rank, group)
+        if hook is None and not self._stock:
+            self._exchange, obstacle = build_exchange(
+                self._wire, places, dist.get_rank(group), group, self.root_device, trained
+            )
+            if obstacle is not None:
+                self._warn(obstacle)
         reducer = Reducer(
-            self._rule, places, dist.get_rank(group), group, self.root_device, hook, manual, not self._crosses_ranks
+            self._rule,
+            places,
+            dist.get_rank(group),
+            group,
+            self.root_device,
+            hook,
+            manual,
+            not self._crosses_ranks,
+            exchange=self._exchange,
+            bucket_group=self._bucket_group(group) if hook is None and self._exchange is None else None,
         )
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._sparse = {
@@ -117,6 +146,14 @@ class ReducingStrategy(DDPStrategy):
         }
         self._accumulator = Accumulator(reducer, parameters, preserves_gradients=manual)
         model.register_comm_hook(None, reducer.hook)
+
+    def _bucket_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+        """Return a process group for the buckets alone, where a hook would otherwise wait for the totals."""
+        # On an accelerator nothing waits on the host; and where DDP skips buckets, the last may not come.
+        skips = self._ddp_kwargs.get("skip_all_reduce_unused_params", False)
+        if not self._rule.uses_weight or dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1 or skips:
+            return None
+        return twin_group(group, self._timeout)
 
     @override
     @contextmanager
@@ -138,6 +175,13 @@ class ReducingStrategy(DDPStrategy):
         finally:
             self._withheld = False
 
+    @override
+    def teardown(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+        super().teardown()
+
     def on_train_end(self) -> None:
         """Check the weights of the last step, which no further step does."""
         super().on_train_end()
@@ -155,8 +199,10 @@ class ReducingStrategy(DDPStrategy):
                 return output
             return self._take_loss(output)
         except ValueError as error:
-            # Of a chunk of one sample. Raised here, the other ranks would wait for this one.
-            if not (self._rule.uses_weight and "more than 1 value per channel" in str(error)):
+            # Of a chunk of one sample. Raised here, the other ranks would wait for this one; in manual optimization
+            # there is no loss that could carry the news.
+            automatic = self.lightning_module.automatic_optimization
+            if not (automatic and self._rule.uses_weight and "more than 1 value per channel" in str(error)):
                 raise
             return self._fail_together(str(error))
         finally:
@@ -244,11 +290,17 @@ class ReducingStrategy(DDPStrategy):
         losses, self._losses = self._losses, []
         if len(losses) <= 1:
             return self._backward(losses[0] if losses else None, closure_loss, optimizer, args, kwargs)
-        divisor = self._trainer.accumulate_grad_batches
-        closed: Tensor = closure_loss
+        # Hooks see one backward, of the mean of the replicas' losses.
+        self.pre_backward(closure_loss)
+        self.precision_plugin.pre_backward(closure_loss, module)
+        scaler = getattr(self.precision_plugin, "scaler", None)
         for index, loss in enumerate(losses):
-            root, final = loss.value / divisor, index == len(losses) - 1
-            closed = self._backward(loss, root, optimizer, args, kwargs, first=index == 0, final=final)
+            root = loss.value / self._trainer.accumulate_grad_batches
+            scaled = root if scaler is None else scaler.scale(root)
+            final = index == len(losses) - 1
+            self._backward_scaled(loss, scaled, optimizer, args, kwargs, first=index == 0, final=final)()
+        closed: Tensor = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closed)
         return closed
 
     def _backward(
@@ -258,15 +310,41 @@ class ReducingStrategy(DDPStrategy):
         optimizer: Optimizer | None,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        *,
-        first: bool = True,
-        final: bool = True,
     ) -> Tensor:
-        """Run the backward of one of the losses of a training step, the first and the final one or one between."""
-        module, model = self.lightning_module, self.model
+        """Run the backward of the only loss of a training step."""
+        module = self.lightning_module
         assert module is not None
         self.pre_backward(root)
         scaled = self.precision_plugin.pre_backward(root, module)
+        finish = self._backward_scaled(loss, scaled, optimizer, args, kwargs)
+        # The first backward of a static graph in manual optimization is reduced in post_backward.
+        deferred = not module.automatic_optimization and self._defers_reduction
+        if not deferred:
+            finish()
+        closed = self.precision_plugin.post_backward(scaled, module)
+        self.post_backward(closed)
+        if deferred:
+            finish()
+        return closed
+
+    def _backward_scaled(
+        self,
+        loss: WeighedLoss | None,
+        scaled: Tensor,
+        optimizer: Optimizer | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        first: bool = True,
+        final: bool = True,
+    ) -> Callable[[], None]:
+        """Run the backward of one of a step's losses, the first and the final one or one between.
+
+        Returns:
+            What ends the micro-batch, to be called once its gradients are there.
+        """
+        module, model = self.lightning_module, self.model
+        assert module is not None
         if loss is not None:
             loss.root = scaled
         if final and self._unprepared and isinstance(model, DistributedDataParallel):
@@ -278,15 +356,7 @@ class ReducingStrategy(DDPStrategy):
 
         finish = self._run(loss, run, first=first, final=final)
         self._static_graph_seen = True
-        # The first backward of a static graph in manual optimization is reduced in post_backward.
-        deferred = not module.automatic_optimization and self._defers_reduction
-        if not deferred:
-            finish()
-        closed = self.precision_plugin.post_backward(scaled, module)
-        self.post_backward(closed)
-        if deferred:
-            finish()
-        return closed
+        return finish
 
     @override
     def optimizer_step(
@@ -377,14 +447,12 @@ class ReducingStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Name the parameters that DDP only counts when it misses their gradients."""
-        model, message = self.model, str(exception)
+        message = str(exception)
         indices = re.search(r"Parameter indices which did not receive grad for rank (\d+): ([\d ]+)", message)
-        if indices is None or not isinstance(model, DistributedDataParallel):
+        if indices is None or not self._reduced:
             super().on_exception(exception)
             return
-        parameters, _ = model._build_params_for_reducer()
-        names = {parameter: name for name, parameter in model.module.named_parameters()}
-        unused = ", ".join(names[parameters[int(index)]] for index in indices[2].split())
+        unused = ", ".join(self._reduced[int(index)] for index in indices[2].split())
         advice = (
             f"parameters without gradient on rank {indices[1]}: {unused}. They are not used in the loss that"
             " training_step returns. If that is meant, use GradAvgStrategy(find_unused_parameters=True), or freeze"

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import _StrategyRegistry
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -24,6 +26,8 @@ from lightning_gradavg.replicating import ReplicatingStrategy
 from lightning_gradavg.rules import RULES, RuleFunction
 from lightning_gradavg.run_recipe import RunRecipe
 from lightning_gradavg.scaling import ScaleFunction
+from lightning_gradavg.termination import Termination
+from lightning_gradavg.wire.options import WireOptions
 
 __all__ = ["GradAvgStrategy"]
 
@@ -41,6 +45,8 @@ ReductionName = Literal[
 PresetName = Literal["data_parallel", "single_device"]
 
 ScalingName = Literal["none", "linear", "sqrt", "adam_sde"]
+
+WireName = Literal["bfloat16", "float16", "int8"]
 
 
 class GradAvgStrategy(ReplicatingStrategy):
@@ -82,6 +88,14 @@ class GradAvgStrategy(ReplicatingStrategy):
             Otherwise the differences are an error.
         exact_evaluation: True to have validation, test and prediction see each sample exactly once, and log the values
             of one process. See docs/evaluation.md. None for what `equivalent_to` says, and False without it.
+        wire_dtype: What gradients are sent as between ranks: `"bfloat16"` or `"float16"`, half the bytes, or `"int8"`,
+            a quarter, with error feedback. They are summed in float32, and all ranks get the same bits. None for their
+            own type. See docs/communication.md.
+        wire_scope: `"all"` to use `wire_dtype` between any ranks, `"nodes"` only between nodes.
+        node_aware: True to sum within each node before anything is sent between nodes, False not to, None to do so
+            where it pays: on gloo, under a rule that has a hook anyway, with nodes of equally many ranks, two or more.
+        power_sgd_rank: To send matrices of this rank instead of gradients, by torch's PowerSGD.
+        power_sgd_start_step: Optimizer steps before PowerSGD begins.
         accelerator: As in `DDPStrategy`.
         parallel_devices: As in `DDPStrategy`.
         cluster_environment: As in `DDPStrategy`.
@@ -134,6 +148,11 @@ class GradAvgStrategy(ReplicatingStrategy):
         lr_warmup_steps: int = 0,
         allow_recipe_change: bool = False,
         exact_evaluation: bool | None = None,
+        wire_dtype: WireName | None = None,
+        wire_scope: Literal["all", "nodes"] = "all",
+        node_aware: bool | None = None,
+        power_sgd_rank: int | None = None,
+        power_sgd_start_step: int = 1000,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -191,10 +210,19 @@ class GradAvgStrategy(ReplicatingStrategy):
                 f"model_averaging_period={model_averaging_period} averages weights instead of reducing gradients."
                 " Leave it out, or use lightning.pytorch.strategies.DDPStrategy."
             )
-        hooked = plan.rule is not RULES["mean"] or ddp_comm_hook is not None or ddp_comm_wrapper is not None
+        wire = WireOptions(wire_dtype, wire_scope, node_aware, power_sgd_rank, power_sgd_start_step)
+        of_user = [name for name in ("ddp_comm_hook", "ddp_comm_wrapper") if given[name] is not None]
+        if of_user and wire.asked_for is not None:
+            raise ValueError(
+                f"{wire.asked_for} says how gradients are reduced, and so does {of_user[0]}. Leave one of them out."
+            )
+        hooked = [*([wire.asked_for] if wire.asked_for is not None else []), *of_user]
+        if plan.rule is not RULES["mean"]:
+            hooked = [f"reduction={plan.rule.name!r}"]
         super().__init__(
             plan,
             recipe,
+            wire=wire,
             allow_recipe_change=allow_recipe_change,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -207,8 +235,10 @@ class GradAvgStrategy(ReplicatingStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            **changed_options(given, hook_of=plan.rule.name if hooked else None),
+            **changed_options(given, hook_of=hooked[0] if hooked else None),
         )
+
+        self._termination: Termination | None = None
 
     def __repr__(self) -> str:
         # pytorch_lightning quotes a strategy of lightning.pytorch by its repr when it refuses it.
@@ -225,6 +255,19 @@ class GradAvgStrategy(ReplicatingStrategy):
         if ours and dist.is_initialized() and dist.get_backend() != "nccl":
             # Lightning does it for NCCL alone. Gloo's threads, left to the interpreter's end, can abort the process.
             atexit.register(_destroy_process_group)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1 and Termination.applies_to(trainer):
+            self._termination = Termination(trainer, self.root_device)
+
+    @override
+    def teardown(self) -> None:
+        if self._termination is not None:
+            self._termination.remove()
+            self._termination = None
+        super().teardown()
 
     @classmethod
     @override

@@ -20,7 +20,7 @@ ROOT = Path(SPEC.origin).parent  # the sources, or the installed wheel where tha
 FLOORS = (
     "place rules weights scaling noise step_report global_batch presets recipe runs planning",
     (
-        "reduce reducer terms window accumulate hooks ddp_options average agreement buckets contribution"
+        "reduce reducer terms window accumulate hooks wire ddp_options average agreement buckets contribution"
         " intervals timeline chrome_trace ddp_buckets recording profile_summary profile_report"
         " batches collated order sources whole_batches loaders split_loader resume loader_state gather rows"
         " replicas replica_buffers replica_outputs"
@@ -29,7 +29,7 @@ FLOORS = (
     ),
     (
         "outputs training_data dealt logged evaluation reducing observing monitor profiler evaluating recipe_strategy"
-        " equivalence replica_log replica_steps replicating strategy verification"
+        " equivalence replica_log replica_steps replicating strategy termination verification"
     ),
     "__init__ __main__ cli",
 )

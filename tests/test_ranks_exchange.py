@@ -76,7 +76,8 @@ def test_number_of_collectives(world, reduction, window):
     for rank in (0, 1):
         assert {ONE_PARAMETER: 6} == {size: n for size, n in stock[rank].items() if size >= ONE_PARAMETER}
         assert {ONE_PARAMETER: 6} == {size: n for size, n in ours[rank].items() if size >= ONE_PARAMETER}
-        extra = dict(ours[rank] - stock[rank])
+        # Stock Lightning broadcasts the flag of termination, of one number, which is an all-reduce here.
+        extra = {size: n for size, n in (ours[rank] - stock[rank]).items() if size != 1}
         assert ({64: 3} if RULES[reduction].uses_weight else {}) == extra
 
 

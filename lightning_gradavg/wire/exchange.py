@@ -1,0 +1,291 @@
+"""The sum of buckets over the ranks: scattered in parts, summed where they arrive, and gathered.
+
+A bucket is cut into as many equal parts as there are ranks, and each part is sent to the rank that sums it, in the type
+of the sum. All ranks read the sum from the same bytes, so they hold the same bits, and the error does not grow with the
+number of ranks: each number is rounded once before the sum and once after it.
+
+On gloo each step of this, for all buckets, has a thread and a process group of its own (`Worker` says why). A bucket
+goes through them in segments, several at a time: one large message leaves half of a full-duplex link idle. On NCCL the
+steps follow one another on a CUDA stream.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from lightning_gradavg.rules import Weight
+from lightning_gradavg.wire.codecs import CODECS, Codec, Plain, fault_of
+from lightning_gradavg.wire.feedback import Feedback, Residuals, encode_with_feedback
+from lightning_gradavg.wire.route import Hop, Route
+from lightning_gradavg.wire.segments import Segment, Travelling, columns_of, read_columns
+from lightning_gradavg.wire.transport import NcclTransport, Transport, Work, gloo_transports
+from lightning_gradavg.wire.worker import Worker
+
+__all__ = ["Exchange", "ScatteredSum"]
+
+SEGMENT_BYTES = 2**20
+"""Size of a segment on the wire: below 0.5 MB an unlimited link slows down, beyond 4 MB a full-duplex one does."""
+
+_IN_FLIGHT = 8
+
+
+class Exchange(Protocol):
+    """Sums buckets over the ranks."""
+
+    def sum(self, bucket: GradBucket, factor: Callable[[], Weight]) -> Future[Tensor]:
+        """Return the sum over the ranks of a dense bucket times each rank's factor, the same bits on all ranks.
+
+        Buckets come in the same order on all ranks. The factor may be asked for in another thread, so that the backward
+        does not wait for it. A factor of 0 discards the bucket, whatever is in it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release threads and process groups."""
+        ...
+
+
+class ScatteredSum:
+    """Sums buckets along a route.
+
+    Args:
+        route: The route, with one hop or more.
+        wire_dtype: The key in `CODECS` of what is sent in narrow hops, or None.
+        rank: This rank in the process group of DDP.
+        group: The process group of DDP.
+        device: Where the gradients are.
+    """
+
+    def __init__(
+        self, route: Route, wire_dtype: str | None, rank: int, group: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        self.route = route
+        self._wire_dtype, self._rank, self._device = wire_dtype, rank, device
+        self._feedback = Feedback()
+        self._pending: set[Travelling] = set()
+        hops = route.hops
+        way = (*hops, *reversed(hops))
+        self._stream: torch.cuda.Stream | None = None
+        self._workers: list[Worker] = []
+        if device.type == "cpu":
+            transports = gloo_transports(way, group)
+            self._workers = [Worker(f"gradavg-wire-{number}") for number in range(len(way) + 1)]
+            # Of a process that ends without `close`; gloo's threads would abort it.
+            atexit.register(self.close)
+        else:
+            transports = [NcclTransport(group)] * len(way)
+            self._stream = torch.cuda.Stream(device)
+        self._steps: list[Callable[[Segment], None]] = [
+            *(partial(self._scatter, number, transports[number]) for number in range(len(hops))),
+            *(partial(self._gather, number, transports[len(hops) + number]) for number in range(len(hops))),
+            self._arrive,
+        ]
+        self._window = threading.Semaphore(_IN_FLIGHT)
+
+    def sum(self, bucket: GradBucket, factor: Callable[[], Weight]) -> Future[Tensor]:
+        """As in `Exchange`."""
+        buffer = bucket.buffer()
+        flat = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).flatten()
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        multiple = max(self._codec(hop, wide).multiple for hop in self.route.hops)
+        width = -(-flat.numel() // (self.route.parts * multiple)) * multiple
+        future: Future[Any] = Future() if self._stream is None else Future(devices=[self._device])
+        travelling = Travelling(buffer, flat, factor, wide, width, future)
+        if any(self._codec(hop, wide).lossy for hop in self.route.hops):
+            travelling.residuals = self._residuals(bucket, width)
+        segments = list(self._cut(travelling))
+        travelling.remaining = len(segments)
+        self._pending.add(travelling)
+        if self._stream is None:
+            self._workers[0].submit(self._depart, segments)
+            return future
+        factor()  # while the stream of the gradients is current, which made the totals
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            for segment in segments:
+                for step in self._steps:
+                    step(segment)
+        return future
+
+    def close(self) -> None:
+        """As in `Exchange`; while buckets are under way, as after an error, it is left to the end of the process."""
+        if self._pending:
+            # A process group that is destroyed waits for its works, perhaps for a peer that is lost.
+            return
+        atexit.unregister(self.close)
+        for worker in self._workers:
+            worker.close()
+        self._workers, self._steps = [], []
+
+    def _codec(self, hop: Hop, wide: torch.dtype) -> Codec:
+        if hop.narrow:
+            assert self._wire_dtype is not None
+            return CODECS[self._wire_dtype]
+        return Plain(wide, wide)
+
+    def _residuals(self, bucket: GradBucket, width: int) -> Residuals:
+        *before, last = self.route.hops
+        first = before[0].index * len(last.ranks) * width if before else 0
+        return self._feedback.residuals(
+            bucket.parameters(), rows=len(last.ranks), width=width, first=first, own=last.index
+        )
+
+    def _cut(self, bucket: Travelling) -> Iterator[Segment]:
+        """Yield the segments of a bucket, of nearly equal size."""
+        codecs = [self._codec(hop, bucket.wide) for hop in self.route.hops]
+        multiple = max(codec.multiple for codec in codecs)
+        units = bucket.width // multiple
+        unit_bytes = self.route.parts * max(codec.row_bytes(multiple) - codec.row_bytes(0) for codec in codecs)
+        # Without threads nothing is gained by cutting.
+        count = 1 if self._stream is not None else max(1, min(units, -(-units * unit_bytes // SEGMENT_BYTES)))
+        bounds = [number * units // count * multiple for number in range(count + 1)]
+        for start, stop in pairwise(bounds):
+            yield Segment(bucket, start, stop)
+
+    def _depart(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            self._window.acquire()
+            self._advance(0, segment)
+
+    def _advance(self, number: int, segment: Segment) -> None:
+        self._steps[number](segment)
+        if number + 1 < len(self._steps):
+            self._workers[number + 1].submit(self._advance, number + 1, segment)
+        else:
+            self._window.release()
+
+    def _scatter(self, number: int, transport: Transport, segment: Segment) -> None:
+        """Send each member of a hop its rows."""
+        hop = self.route.hops[number]
+        codec = self._codec(hop, segment.bucket.wide)
+        later = 1
+        for following in self.route.hops[number + 1 :]:
+            later *= len(following.ranks)
+
+        def payload() -> Tensor:
+            rows = self._read(segment) if number == 0 else self._summed(number - 1, segment)
+            rows = rows.view(len(hop.ranks), later * segment.columns)
+            fault, residuals = segment.bucket.fault, segment.bucket.residuals
+            if codec.lossy:
+                assert residuals is not None
+                residual = residuals.parts[:, segment.start : segment.stop]
+                encoded = encode_with_feedback(codec, rows, residual, fault=fault, exact=hop.index)
+            else:
+                encoded = codec.encode(rows, fault)
+            segment.own = rows[hop.index]
+            return encoded
+
+        shape = len(hop.ranks), codec.row_bytes(later * segment.columns)
+        self._send(segment, payload, transport.scatter, shape, shape)
+
+    def _gather(self, number: int, transport: Transport, segment: Segment) -> None:
+        """Send the members of a hop what this rank has of the sum; hops are gone through backwards."""
+        hop = self.route.hops[-1 - number]
+        codec = self._codec(self.route.hops[-1], segment.bucket.wide)
+        rows = 1
+        for following in self.route.hops[len(self.route.hops) - number :]:
+            rows *= len(following.ranks)
+
+        def payload() -> Tensor:
+            if number > 0:
+                return self._checked(segment, segment.arrived().view(rows, -1))
+            total = self._summed(len(self.route.hops) - 1, segment)
+            fault, residuals = segment.bucket.fault, segment.bucket.residuals
+            if not codec.lossy:
+                return codec.encode(total, fault)
+            assert residuals is not None
+            return encode_with_feedback(codec, total, residuals.total[:, segment.start : segment.stop], fault=fault)
+
+        row_bytes = codec.row_bytes(segment.columns)
+        arriving = len(hop.ranks) * rows, row_bytes
+        self._send(segment, payload, transport.gather, (rows, row_bytes), arriving)
+
+    def _send(
+        self,
+        segment: Segment,
+        payload: Callable[[], Tensor],
+        collective: Callable[[Tensor], tuple[Tensor, Work | None]],
+        sent: tuple[int, int],
+        arriving: tuple[int, int],
+    ) -> None:
+        """Start a collective. Whatever fails on this rank, the others get what they wait for, and are told."""
+        try:
+            encoded = payload()
+        except Exception as error:  # noqa: BLE001 - it is raised by the backward that waits for the bucket
+            encoded = self._faulty(segment, sent, error)
+        try:
+            received, segment.work = collective(encoded)
+            segment.received = received.view(arriving)
+        except Exception as error:  # noqa: BLE001 - as above
+            segment.received = self._faulty(segment, arriving, error)
+
+    def _faulty(self, segment: Segment, shape: tuple[int, int], error: Exception) -> Tensor:
+        """Return a payload that only says that this rank failed."""
+        bucket = segment.bucket
+        bucket.error = bucket.error or error
+        bucket.fault = max(bucket.fault, self._rank + 1)
+        segment.own = None
+        payload = torch.zeros(shape, dtype=torch.uint8, device=self._device)
+        payload[:, :4].view(torch.float32).fill_(bucket.fault)
+        return payload
+
+    def _checked(self, segment: Segment, payload: Tensor) -> Tensor:
+        # Written by several threads, but never back to 0.
+        if self._stream is None and (fault := fault_of(payload)):
+            segment.bucket.fault = max(segment.bucket.fault, fault)
+        return payload
+
+    def _read(self, segment: Segment) -> Tensor:
+        """Return a segment's columns of every part, times the factor."""
+        bucket = segment.bucket
+        rows = read_columns(bucket, self.route.parts, segment.start, segment.stop)
+        if bucket.residuals is not None and bucket.residuals.carried is not None:
+            for place, columns in columns_of(bucket.residuals.carried, bucket.width, segment.start, segment.stop):
+                rows[place][..., : columns.shape[-1]].add_(columns)
+        return rows
+
+    def _summed(self, number: int, segment: Segment) -> Tensor:
+        """Return the sum of what came in a hop, as one row."""
+        codec = self._codec(self.route.hops[number], segment.bucket.wide)
+        rows = codec.decode(self._checked(segment, segment.arrived()))
+        if segment.own is not None:
+            rows[self.route.hops[number].index] = segment.own
+            segment.own = None
+        return rows.sum(0, keepdim=True)
+
+    def _arrive(self, segment: Segment) -> None:
+        """Put a segment of the sum into the bucket, and with the last one complete the bucket's future."""
+        bucket = segment.bucket
+        try:
+            payload = self._checked(segment, segment.arrived())
+            total = self._codec(self.route.hops[-1], bucket.wide).decode(payload)
+            for place, columns in columns_of(bucket.flat, bucket.width, segment.start, segment.stop):
+                columns.copy_(total[place][..., : columns.shape[-1]])
+        except Exception as error:  # noqa: BLE001 - it is raised by the backward that waits for the bucket
+            bucket.error = bucket.error or error
+        bucket.remaining -= 1
+        if bucket.remaining > 0:
+            return
+        if bucket.residuals is not None:
+            bucket.residuals.carried = None
+        self._pending.discard(bucket)
+        if bucket.error is not None:
+            bucket.future.set_exception(
+                RuntimeError(f"the sum of a bucket over the ranks, which failed: {bucket.error!r}")
+            )
+        elif bucket.fault:
+            where = f"rank {bucket.fault - 1}, whose own error tells more"
+            bucket.future.set_exception(RuntimeError(f"the sum of a bucket over the ranks, which failed on {where}"))
+        else:
+            bucket.future.set_result(bucket.buffer)
