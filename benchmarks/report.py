@@ -1,0 +1,197 @@
+"""What the measured rounds say: one table per model, and the files that keep it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.variants import BASELINE, COMPUTE, EXCHANGE
+
+__all__ = ["Measurements", "Spread", "print_report", "save_report"]
+
+WIDTH = 165
+
+
+class Spread(NamedTuple):
+    """Median and quartiles of one number over the rounds."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of one or more values."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        return cls(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+@dataclass
+class Measurements:
+    """The rounds of one model.
+
+    Attributes:
+        model: Its name.
+        title: Its description.
+        gradient_bytes: Size of all gradients.
+        world_size: Number of ranks.
+        nodes: Number of nodes.
+        device: `cpu` or `cuda`.
+        steps: Timed steps of a round.
+        order: All variants, in the order of the table.
+        bandwidth: Of a node's link, in bytes per second; None if not known.
+        seconds: Of each variant, the seconds of a step on the slower rank, one per round.
+        processor: Likewise the processor seconds.
+        sent: Likewise the bytes that a node's interface sent.
+        skipped: Why a variant was not measured.
+        loads: The machine's load average at the begin of each round, the ranks themselves included.
+    """
+
+    model: str
+    title: str
+    gradient_bytes: int
+    world_size: int
+    nodes: int
+    device: str
+    steps: int
+    order: list[str]
+    bandwidth: float | None = None
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    processor: dict[str, list[float]] = field(default_factory=dict)
+    sent: dict[str, list[float]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    loads: list[float] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """The variants that were measured, in the order of the table."""
+        return [name for name in self.order if name in self.seconds]
+
+    def add(self, name: str, seconds: float, processor: float, sent: float) -> None:
+        """Append a round of one variant."""
+        for table, value in ((self.seconds, seconds), (self.processor, processor), (self.sent, sent)):
+            table.setdefault(name, []).append(value)
+
+    def ratios(self, name: str, to: str) -> list[float]:
+        """Return a variant's time relative to another's, round by round."""
+        return [mine / other for mine, other in zip(self.seconds[name], self.seconds[to], strict=True)]
+
+    def exposed(self, name: str) -> list[float] | None:
+        """Return the seconds of communication that no computation hides, round by round."""
+        if COMPUTE not in self.seconds:
+            return None
+        return [mine - alone for mine, alone in zip(self.seconds[name], self.seconds[COMPUTE], strict=True)]
+
+    def above_bound(self, name: str) -> list[float] | None:
+        """Return a step relative to the larger of computing and sending, round by round: 1 is out of reach."""
+        if COMPUTE not in self.seconds:
+            return None
+        sending: list[float]
+        if self.bandwidth is not None:
+            sending = [sent / self.bandwidth for sent in self.sent[name]]
+        elif EXCHANGE in self.seconds and all(sent > 0 for sent in self.sent[EXCHANGE]):
+            sending = [
+                mine / sent * seconds
+                for mine, sent, seconds in zip(
+                    self.sent[name], self.sent[EXCHANGE], self.seconds[EXCHANGE], strict=True
+                )
+            ]
+        else:
+            return None
+        return [
+            mine / max(compute, send)
+            for mine, compute, send in zip(self.seconds[name], self.seconds[COMPUTE], sending, strict=True)
+        ]
+
+
+def _cell(values: Sequence[float] | None, form: str = "{:.2f}", factor: float = 1.0) -> str:
+    if values is None:
+        return "-"
+    low, median, high = (form.format(factor * value) for value in Spread.of(values))
+    return escape(f"{median} [{low}, {high}]")
+
+
+def _table(results: Measurements) -> Table:
+    load = Spread.of(results.loads)
+    rounds = max(map(len, results.seconds.values()), default=0)
+    table = Table(
+        title=f"{results.title}: {results.gradient_bytes / 1e6:.1f} MB of gradients, {results.world_size} ranks on"
+        f" {results.nodes} nodes ({results.device}), {rounds} rounds of {results.steps} steps,"
+        f" load {load.median:.1f}",
+        caption=escape("median [quartiles] over the rounds; times of the slower rank"),
+    )
+    table.add_column("variant", no_wrap=True)
+    for column in ("ms", f"of {BASELINE}", "CPU ms", "sent MB", "exposed ms", "of bound"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name in results.names:
+        table.add_row(
+            name,
+            _cell(results.seconds[name], "{:.1f}", 1e3),
+            _cell(results.ratios(name, BASELINE), "{:.3f}") if BASELINE in results.seconds else "-",
+            _cell(results.processor[name], "{:.1f}", 1e3),
+            f"{statistics.median(results.sent[name]) / 1e6:.2f}",
+            _cell(results.exposed(name), "{:.1f}", 1e3),
+            _cell(results.above_bound(name)),
+        )
+    for name, reason in results.skipped.items():
+        table.add_row(name, f"[dim]left out: {reason}[/dim]")
+    return table
+
+
+def print_report(results: Measurements) -> None:
+    """Print the table of one model."""
+    Console(width=WIDTH).print(_table(results))
+
+
+def save_report(results: Sequence[Measurements], output: Path) -> None:
+    """Write the rounds as JSON and the ratios as a picture.
+
+    Args:
+        results: Of each model.
+        output: The files, without their ending.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    about = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "python": platform.python_version(),
+        "models": [asdict(one) for one in results],
+    }
+    output.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
+    _draw(results, output.with_suffix(".png"))
+    Console(width=WIDTH).print(f"saved {output.with_suffix('.json')} and {output.with_suffix('.png')}")
+
+
+def _draw(results: Sequence[Measurements], path: Path) -> None:
+    drawn = [one for one in results if BASELINE in one.seconds]
+    longest = max((len(one.seconds) for one in drawn), default=0)
+    columns = max(1, len(drawn))
+    figure = Figure(figsize=(6 * columns, 1.5 + 0.3 * longest), layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False)
+    for axis, one in zip(axes[0], drawn, strict=False):
+        names = list(reversed(one.names))
+        spreads = [Spread.of(one.ratios(name, BASELINE)) for name in names]
+        errors: Any = [
+            [spread.median - spread.low for spread in spreads],
+            [spread.high - spread.median for spread in spreads],
+        ]
+        axis.barh(names, [spread.median for spread in spreads], xerr=errors, color="#4878a8", ecolor="#202020")
+        axis.axvline(1.0, color="#c04040", linewidth=1)
+        axis.set_title(f"{one.title}, {one.world_size} ranks on {one.nodes} nodes")
+        axis.set_xlabel(f"time of a step, relative to {BASELINE} in the same round")
+    figure.savefig(path, dpi=120)

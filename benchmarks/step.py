@@ -1,0 +1,216 @@
+"""What a training step costs under each way of reducing gradients: `python -m benchmarks.step`.
+
+One command starts the ranks on this machine, measures, prints one table per model and saves it (JSON and PNG). Started
+by `torchrun`, it is a rank; so it runs on several nodes, and `benchmarks.nodes` makes nodes out of network namespaces.
+The device is chosen automatically: CPUs with gloo, or GPUs with NCCL. **It has not been run on GPUs.**
+
+Machines are busy with other things, too. All variants live in the same processes; a round runs each once, in an order
+drawn anew, a few steps that do not count and then the timed ones. The slower rank counts. A variant's time is compared
+with that of DDP in the same round, and what is reported are the median over the rounds and its quartiles; the first
+round is dropped. `benchmarks/README.md` says what the columns mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import gc
+import logging
+import os
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.run import main as torchrun
+
+from benchmarks.models import MODELS, Measured
+from benchmarks.report import Measurements, print_report, save_report
+from benchmarks.variants import Setting, Variant, measure, unavailable, variants
+
+__all__ = ["World", "main", "make_setting", "quiet", "slowest"]
+
+SEED = 0
+
+
+def sent_by(interface: str) -> Callable[[], int]:
+    """Return a function that tells how many bytes a network interface has sent, headers included.
+
+    Raises:
+        ValueError: If there is no such interface.
+    """
+    counter = Path("/sys/class/net") / interface / "statistics" / "tx_bytes"
+    if not counter.exists():
+        names = sorted(path.name for path in counter.parents[2].iterdir()) if counter.parents[2].exists() else []
+        raise ValueError(f"--interface={interface!r} is not a network interface of this machine; it has {names}.")
+    return lambda: int(counter.read_text())
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step", description="Measure what a training step costs under each reduction."
+    )
+    add = parser.add_argument
+    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="models to measure (default: all)")
+    add("--only", nargs="+", default=["*"], metavar="NAME", help="variants to measure, with wildcards (default: all)")
+    add("--without", nargs="+", default=[], metavar="NAME", help="variants to leave out, with wildcards")
+    add("--rounds", type=int, default=12, help="rounds that count; one more is dropped (default: 12)")
+    add("--minutes", type=float, default=None, help="begin no further round of a model after this time")
+    add("--steps", type=int, default=None, help="timed steps of a round (default: the model's)")
+    add("--ranks", type=int, default=2, help="ranks on this machine, where torchrun did not start them (default: 2)")
+    add("--interface", default="lo", help="network interface whose bytes are counted (default: lo)")
+    add("--bandwidth", type=float, default=None, help="of a node's link, in Mbit/s (default: measured by the exchange)")
+    add("--output", type=Path, default=Path("benchmarks/results/step"), help="files to write, without their ending")
+    parsed = parser.parse_args(arguments)
+    if parsed.rounds < 1 or (parsed.steps is not None and parsed.steps < 1) or parsed.ranks < 1:
+        parser.error(
+            f"--rounds, --steps and --ranks are 1 or more; got {parsed.rounds}, {parsed.steps} and {parsed.ranks}"
+        )
+    return parsed
+
+
+@dataclass(frozen=True)
+class World:
+    """The live process group.
+
+    Attributes:
+        device: Where this rank computes.
+        ranks_on_node: Number of ranks on this node.
+    """
+
+    device: torch.device
+    ranks_on_node: int
+
+    @classmethod
+    def join(cls) -> World:
+        """Join the process group that torchrun prepared."""
+        local_rank, ranks_on_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        if torch.cuda.is_available() and torch.cuda.device_count() >= ranks_on_node:
+            device, backend = torch.device("cuda", local_rank), "nccl"
+            torch.cuda.set_device(device)
+        else:
+            device, backend = torch.device("cpu"), "gloo"
+        dist.init_process_group(backend)
+        return cls(device, ranks_on_node)
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return dist.get_world_size() // self.ranks_on_node
+
+
+def slowest(values: Sequence[float], device: torch.device) -> list[float]:
+    """Return the largest of each value over the ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def make_setting(model: str, world: World, steps: int | None) -> Setting:
+    """Return a model and this rank's batch, on its device; `steps` of a round, or by default the model's."""
+    torch.manual_seed(SEED)
+    network: nn.Module = MODELS[model].model()
+    torch.manual_seed(SEED + 1 + dist.get_rank())
+    inputs, target = MODELS[model].batch()
+    batch: tuple[Tensor, Tensor] = inputs.to(world.device), target.to(world.device)
+    module = Measured(network).to(world.device)
+    return Setting(module, batch, world.device, steps or MODELS[model].steps, world.nodes)
+
+
+def _measure(model: str, chosen: Sequence[Variant], world: World, given: argparse.Namespace) -> Measurements:
+    setting = make_setting(model, world, given.steps)
+    sent = sent_by(given.interface)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in setting.module.parameters())
+    measurements = Measurements(
+        model=model,
+        title=MODELS[model].title,
+        gradient_bytes=size,
+        world_size=dist.get_world_size(),
+        nodes=world.nodes,
+        device=str(world.device.type),
+        steps=setting.steps,
+        order=[variant.name for variant in chosen],
+        bandwidth=None if given.bandwidth is None else given.bandwidth * 1e6 / 8,
+    )
+    runnable = []
+    for variant in chosen:
+        reason = unavailable(variant)
+        if reason is None:
+            runnable.append(variant)
+        else:
+            measurements.skipped[variant.name] = reason
+    order = random.Random(SEED)
+    begin = time.monotonic()
+    for number in range(given.rounds + 1):
+        load, (elapsed,) = os.getloadavg()[0], slowest([time.monotonic() - begin], world.device)
+        if number > 1 and given.minutes is not None and elapsed > 60 * given.minutes:
+            break
+        for variant in order.sample(runnable, len(runnable)):
+            block = measure(variant, setting, sent)
+            # The counter is the node's, and each of its ranks reads the same.
+            seconds, processor, bytes_sent = slowest([block.seconds, block.processor, block.sent], world.device)
+            if number > 0:
+                measurements.add(variant.name, seconds, processor, bytes_sent)
+        if number > 0:
+            measurements.loads.append(load)
+        if dist.get_rank() == 0:
+            sys.stderr.write(f"{model}: round {number} of {given.rounds}\n")
+    return measurements
+
+
+def quiet() -> None:
+    """Keep advice on data loaders and the like from burying the tables."""
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(lambda record: record.levelno >= logging.ERROR)
+    for name in ("rank_zero", "utilities.rank_zero"):
+        logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.ERROR)
+        logging.getLogger(f"lightning.fabric.{name}").setLevel(logging.ERROR)
+
+
+def _rank(given: argparse.Namespace) -> None:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    quiet()
+    world = World.join()
+    try:
+        chosen = [
+            variant
+            for variant in variants()
+            if any(fnmatch.fnmatchcase(variant.name, pattern) for pattern in given.only)
+            and not any(fnmatch.fnmatchcase(variant.name, pattern) for pattern in given.without)
+        ]
+        results = []
+        for model in given.models:
+            measurements = _measure(model, chosen, world, given)
+            results.append(measurements)
+            if dist.get_rank() == 0:
+                print_report(measurements)
+        if dist.get_rank() == 0:
+            save_report(results, given.output)
+        dist.barrier()
+    finally:
+        # A process group that lives on in a cycle would end with the interpreter, and gloo's threads abort it then.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure as a rank, or start the ranks."""
+    given = _arguments(arguments)
+    if "LOCAL_RANK" in os.environ:
+        _rank(given)
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    passed = list(sys.argv[1:] if arguments is None else arguments)
+    torchrun(["--standalone", f"--nproc-per-node={given.ranks}", "--module", "benchmarks.step", *passed])
+
+
+if __name__ == "__main__":
+    main()
