@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _MixedPrecision
 from typing_extensions import override
 
-from lightning_gradavg.batches import Split
-from lightning_gradavg.ddp_options import changed_options
+from lightning_gradavg.data.batches import Split
 from lightning_gradavg.presets import plan_of
-from lightning_gradavg.replicating import ReplicatingStrategy
+from lightning_gradavg.rates.run_recipe import RunRecipe
+from lightning_gradavg.rates.scaling import ScaleFunction
+from lightning_gradavg.reduction.ddp_options import changed_options
+from lightning_gradavg.replication.replicating import ReplicatingStrategy
 from lightning_gradavg.rules import RULES, RuleFunction
-from lightning_gradavg.run_recipe import RunRecipe
-from lightning_gradavg.scaling import ScaleFunction
 from lightning_gradavg.termination import Termination
 from lightning_gradavg.wire.options import WireOptions
 
@@ -80,7 +80,7 @@ class GradAvgStrategy(ReplicatingStrategy):
         max_device_batch_size: With `split_batches`, the most samples that a rank computes at once: chunks that are
             larger are accumulated, which does not change the result.
         lr_scaling: How the learning rate follows the ratio of the global batch to the base batch: `"none"`, `"linear"`,
-            `"sqrt"`, `"adam_sde"`, or a function of the ratio. See `lightning_gradavg.scaling`.
+            `"sqrt"`, `"adam_sde"`, or a function of the ratio. See `lightning_gradavg.rates.scaling`.
         base_batch_size: The global batch that the learning rate was tuned for, in samples.
         base_world_size: Without `base_batch_size`, the number of ranks that the learning rate was tuned for.
         lr_warmup_steps: Optimizer steps from the base learning rate to the scaled one.

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from lightning_gradavg.chrome_trace import CLOCK_MARK, Collective, Trace, read_trace
-from lightning_gradavg.ddp_buckets import BucketLayout
-from lightning_gradavg.intervals import Interval
-from lightning_gradavg.recording import BackwardRecord, StepRecord, timeline_of
+from lightning_gradavg.profiling.chrome_trace import CLOCK_MARK, Collective, Trace, read_trace
+from lightning_gradavg.profiling.ddp_buckets import BucketLayout
+from lightning_gradavg.profiling.intervals import Interval
+from lightning_gradavg.profiling.recording import BackwardRecord, StepRecord, timeline_of
 
 BASE = 1_790_857_026_000_000_000
 ALL_REDUCE = "c10d::allreduce_"

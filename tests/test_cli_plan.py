@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from lightning_gradavg.cli.plan import OneLineParser, add_arguments, main, run
-from lightning_gradavg.planning import Advice, NoiseAdvice, Plan, make_plan
-from lightning_gradavg.recipe import Cluster, Recipe
-from lightning_gradavg.runs import Chunks, Outcome, Run
-from lightning_gradavg.scaling import SCALINGS
+from lightning_gradavg.planning.plans import Advice, NoiseAdvice, Plan, make_plan
+from lightning_gradavg.planning.recipe import Cluster, Recipe
+from lightning_gradavg.planning.runs import Chunks, Outcome, Run
+from lightning_gradavg.rates.scaling import SCALINGS
 
 DOCS = Path(__file__).parent.parent / "docs" / "scaling.md"
 SEED = ["--batch-size", "16", "--lr", "0.01", "--nodes", "2", "--devices-per-node", "2"]

@@ -16,8 +16,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torchmetrics import CatMetric
 
-from lightning_gradavg.dealt import EvaluationLoader, compare_streams, in_order, ranks_having
-from lightning_gradavg.logged import complete_states, describe_results, describe_states
+from lightning_gradavg.evaluation.dealt import EvaluationLoader, compare_streams, in_order, ranks_having
+from lightning_gradavg.evaluation.logged import complete_states, describe_results, describe_states
 
 Place = Callable[[int, int], None]
 

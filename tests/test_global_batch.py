@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gradavg.global_batch import (
+from lightning_gradavg.place import Place
+from lightning_gradavg.rates.global_batch import (
     BatchScale,
     batch_scale,
     contradictions,
     global_batch_size,
     nearest_even_batches,
 )
-from lightning_gradavg.place import Place
+from lightning_gradavg.rates.scaling import SCALINGS
 from lightning_gradavg.rules import RULES
-from lightning_gradavg.scaling import SCALINGS
 
 COUNTS = st.integers(1, 64)
 

@@ -33,7 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader
 
 from lightning_gradavg import GradAvgStrategy, Place, Share
-from lightning_gradavg.reduce import combine
+from lightning_gradavg.reduction.reduce import combine
 from lightning_gradavg.rules import RULES, resolve_rule
 
 WORLDS = (2, 4)

@@ -14,7 +14,7 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from lightning_gradavg.learning_rate import LearningRates
+from lightning_gradavg.rates.learning_rate import LearningRates
 
 FACTORS: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "adam_sde": math.sqrt}
 STEPS = 30

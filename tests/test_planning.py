@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_gradavg.batches import Split
+from lightning_gradavg.data.batches import Split
 from lightning_gradavg.place import Place
-from lightning_gradavg.planning import Plan, make_plan
-from lightning_gradavg.recipe import OPTIMIZERS, Cluster, Recipe
+from lightning_gradavg.planning.plans import Plan, make_plan
+from lightning_gradavg.planning.recipe import OPTIMIZERS, Cluster, Recipe
+from lightning_gradavg.planning.runs import Outcome, Run, chunks
+from lightning_gradavg.rates.scaling import SCALINGS
 from lightning_gradavg.rules import RULES
-from lightning_gradavg.runs import Outcome, Run, chunks
-from lightning_gradavg.scaling import SCALINGS
 
 COUNTS = st.integers(1, 64)
 

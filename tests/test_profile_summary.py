@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from lightning_gradavg.ddp_buckets import BucketLayout
-from lightning_gradavg.intervals import Interval, Offset
-from lightning_gradavg.profile_report import draw, print_report, to_json
-from lightning_gradavg.profile_summary import Profile, RankTimeline, advice_of, notes_of, summary_of
-from lightning_gradavg.timeline import Backward, Bucket, Step
+from lightning_gradavg.profiling.ddp_buckets import BucketLayout
+from lightning_gradavg.profiling.intervals import Interval, Offset
+from lightning_gradavg.profiling.report import draw, print_report, to_json
+from lightning_gradavg.profiling.summary import Profile, RankTimeline, advice_of, notes_of, summary_of
+from lightning_gradavg.profiling.timeline import Backward, Bucket, Step
 
 MS = 1_000_000
 MIB = 2**20

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from averaging import Gradients, approx, draw_gradients, literal, reduce_given, same_everywhere, square_root_of_weight
 from torch import Tensor, nn
 
-from lightning_gradavg import buckets
-from lightning_gradavg.average import average_gradients
+from lightning_gradavg.collectives import buckets
+from lightning_gradavg.collectives.average import average_gradients
 from lightning_gradavg.rules import RULES
 
 LAYOUTS = {1: [[0]], 2: [[0, 0], [0, 1]], 3: [[0, 0, 0], [1, 0, 1]], 4: [[0, 0, 1, 1], [0, 0, 0, 1], [7, 3, 5, 3]]}

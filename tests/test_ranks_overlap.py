@@ -13,7 +13,7 @@ from torch import nn
 from toys import Toy, loader, same_everywhere
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.window import MOST_TERMS, Totals
+from lightning_gradavg.reduction.window import MOST_TERMS, Totals
 
 SUMMARY = Totals.NORMALIZERS + MOST_TERMS
 LAYERS = 6

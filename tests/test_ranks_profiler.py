@@ -359,7 +359,7 @@ def test_training_that_ends_before_says_so(world, tmp_path):
 def without_matplotlib(folder):
     """Body: profile as if matplotlib were not installed, and return the warnings."""
     with warnings.catch_warnings(record=True) as seen, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_gradavg.profiler.can_draw", lambda: False)
+        patch.setattr("lightning_gradavg.profiling.profiler.can_draw", lambda: False)
         warnings.simplefilter("always")
         profiled(stock, folder, {"trace": False})
     return [str(one.message) for one in seen if "matplotlib" in str(one.message)]

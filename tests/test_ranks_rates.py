@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from toys import Toy, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.rates.run_recipe import RunRecipe
 from lightning_gradavg.rules import RULES
-from lightning_gradavg.run_recipe import RunRecipe
 
 TRAINER = {"max_epochs": 1, "use_distributed_sampler": False}
 

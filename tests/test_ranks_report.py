@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from toys import Toy, loader
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Place, Share
-from lightning_gradavg.step_report import StepReport
+from lightning_gradavg.monitoring.step_report import StepReport
 
 WEIGHTED = {"reduction": "weighted_mean"}
 ITEM_2 = [[[1, 2, 3]], [[4]]]

@@ -17,7 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader
 from toys import Toy, loader, same_everywhere, train
 
-from lightning_gradavg import GradAvgStrategy, outputs
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.reduction import outputs
 
 WEIGHTED = {"reduction": "weighted_mean"}
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from toys import Toy
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.training_data import SplitTraining
+from lightning_gradavg.data.training_data import SplitTraining
 
 SIZE, BATCH, EPOCHS = 22, 8, 2
 
@@ -147,7 +147,7 @@ def fit(
     def in_replicas(*given: Any, **options: Any) -> SplitTraining:
         return SplitTraining(*given, **{**options, "num_replicas": replicas, "whole_batches": True})
 
-    with mock.patch("lightning_gradavg.recipe_strategy.SplitTraining", in_replicas):
+    with mock.patch("lightning_gradavg.rates.recipe_strategy.SplitTraining", in_replicas):
         trainer = make_trainer(
             GradAvgStrategy(split_batches=True),
             max_epochs=EPOCHS,

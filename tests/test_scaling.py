@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gradavg.global_batch import batch_scale
-from lightning_gradavg.scaling import (
+from lightning_gradavg.rates.global_batch import batch_scale
+from lightning_gradavg.rates.scaling import (
     SCALINGS,
     Scaling,
     decoupled_weight_decay,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gradavg.terms import Coefficients, keep_gradients, weigh_terms
+from lightning_gradavg.reduction.terms import Coefficients, keep_gradients, weigh_terms
 
 
 def leaf(value: float, dtype: torch.dtype = torch.float64) -> Any:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gradavg.intervals import (
+from lightning_gradavg.profiling.intervals import (
     Interval,
     Offset,
     intersection,
@@ -17,7 +17,7 @@ from lightning_gradavg.intervals import (
     offset_within,
     union,
 )
-from lightning_gradavg.timeline import Backward, Bucket, Step, bandwidth, bounds_of, times_of, transfers
+from lightning_gradavg.profiling.timeline import Backward, Bucket, Step, bandwidth, bounds_of, times_of, transfers
 
 MOMENTS = st.integers(0, 60)
 

@@ -12,8 +12,8 @@ from laws import CUSTOM
 from torch import Tensor
 
 from lightning_gradavg.place import Place
+from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Totals, Window
 from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule
-from lightning_gradavg.window import WHOLE_LOSS, MicroBatch, Totals, Window
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 PLACE = Place(0, 2, 0, 2)

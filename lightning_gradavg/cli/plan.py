@@ -16,10 +16,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lightning_gradavg.planning import Plan, make_plan
-from lightning_gradavg.recipe import OPTIMIZERS, Cluster, Recipe
-from lightning_gradavg.runs import Outcome, Run
-from lightning_gradavg.scaling import SCALINGS
+from lightning_gradavg.planning.plans import Plan, make_plan
+from lightning_gradavg.planning.recipe import OPTIMIZERS, Cluster, Recipe
+from lightning_gradavg.planning.runs import Outcome, Run
+from lightning_gradavg.rates.scaling import SCALINGS
 
 __all__ = ["OneLineParser", "add_arguments", "main", "run"]
 

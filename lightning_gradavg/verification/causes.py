@@ -45,7 +45,10 @@ CAUSES: Mapping[str, Cause] = MappingProxyType(
             ),
             Cause("stochastic", "nothing, if the random numbers are meant to differ from run to run", False),
             Cause("batch norm", 'use GradAvgStrategy(equivalent_to="single_device"), or sync_batchnorm=True on GPUs'),
-            Cause("non-decomposable loss", "compute it on all outputs: training_step_end or lightning_gradavg.gather"),
+            Cause(
+                "non-decomposable loss",
+                "compute it on all outputs: training_step_end or lightning_gradavg.gather",
+            ),
             Cause("sum loss", 'use GradAvgStrategy(reduction="sum"), or a mean in training_step'),
             Cause("mean of means", 'use GradAvgStrategy(reduction="weighted_mean")'),
             Cause("counts", 'return {"loss": loss, "weight": n} with the number of terms that the loss is a mean of'),

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gradavg.batches import chunk_bounds
-from lightning_gradavg.collated import slice_batch
+from lightning_gradavg.data.batches import chunk_bounds
+from lightning_gradavg.data.collated import slice_batch
 from lightning_gradavg.place import places_on_nodes
-from lightning_gradavg.reduce import share_of
+from lightning_gradavg.reduction.reduce import share_of
 from lightning_gradavg.rules import Rule
 
 __all__ = ["gather_outputs", "loss_of_pairs", "loss_of_replicas"]

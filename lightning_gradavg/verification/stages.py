@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gradavg.place import places_on_nodes
-from lightning_gradavg.reduce import share_of
+from lightning_gradavg.reduction.reduce import share_of
 from lightning_gradavg.verification.measure import Difference, differences
 from lightning_gradavg.verification.records import Run, Step, Tensors
 from lightning_gradavg.verification.report import Stage

@@ -1,0 +1,1 @@
+"""Collectives for plain loops and for losses over all ranks' rows."""

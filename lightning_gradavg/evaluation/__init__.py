@@ -1,0 +1,1 @@
+"""Evaluation that sees each sample once."""

@@ -1,0 +1,221 @@
+"""Loaders whose batches are dealt to the ranks: each batch is evaluated once, by one rank.
+
+The batches stay whole, and of every `world_size` of them, which make up a *round*, each rank takes one. So each batch
+is the one that a single process would see, nothing is repeated, and there are as many rounds as with
+`DistributedSampler`: ceil(ceil(N / B) / W) = ceil(ceil(N / W) / B). The last round may have fewer batches than ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, cast
+
+import torch.distributed as dist
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+
+from lightning_gradavg.data.collated import fingerprint
+
+__all__ = [
+    "EvaluationLoader",
+    "compare_streams",
+    "distributed_sampler",
+    "in_order",
+    "ranks_having",
+    "sampler_problem",
+]
+
+
+class _DealtIndices:
+    """This rank's share of what a sampler yields; in a copy of the loader it stands in the sampler's place."""
+
+    def __init__(self, sampler: Any, limit: int | None) -> None:
+        self.dealt = sampler
+        self._limit = limit
+
+    def __iter__(self) -> Iterator[Any]:
+        indices: Any = islice(self.dealt, self._limit)
+        inner = self.dealt.sampler if type(self.dealt) is BatchSampler else self.dealt
+        if type(inner) is not SequentialSampler:
+            # It may draw from a generator that differs between the ranks. Each draws, to move on, and rank 0's counts.
+            drawn = [list(indices)]
+            dist.broadcast_object_list(drawn, 0)
+            indices = drawn[0]
+        return islice(indices, dist.get_rank(), None, dist.get_world_size())
+
+    def __len__(self) -> int:
+        length = len(self.dealt)
+        length = length if self._limit is None else min(length, self._limit)
+        return len(range(dist.get_rank(), length, dist.get_world_size()))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "dealt" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.dealt, name)
+
+
+def _dealt_copy(loader: DataLoader[Any], limit: int | None) -> DataLoader[Any]:
+    """Return a copy of a map-style loader with its sampler dealt, without running a constructor."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler: Any = getattr(loader, name)
+    if isinstance(sampler, _IndexBatchSamplerWrapper):  # it notes the indices for prediction writers
+        sampler = _IndexBatchSamplerWrapper(cast("Any", _DealtIndices(sampler._batch_sampler, limit)))
+    else:
+        sampler = _DealtIndices(sampler, limit)
+    copy = object.__new__(type(loader))
+    copy.__dict__.update(loader.__dict__, _iterator=None, **{name: sampler})
+    return copy
+
+
+class EvaluationLoader:
+    """This rank's batches of a user's evaluation loader. All other attributes are those of that loader.
+
+    Attributes:
+        loader: The user's loader, untouched.
+        kept: Whether the user shares out the data; otherwise the batches are dealt.
+        lengths: Each rank's number of batches; None if some rank does not know.
+        taken: How many batches were taken in this pass.
+        read: How many rounds of a stream were read in this pass, and the digest of their batches.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        kept: bool,
+        limit: int | None,
+        lengths: Sequence[int] | None,
+        on_batch: Callable[[EvaluationLoader], None],
+    ) -> None:
+        self.loader, self.kept, self.lengths = loader, kept, lengths
+        self._limit, self._on_batch = limit, on_batch
+        indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        self._streamed = not kept and not indexed
+        self._source = _dealt_copy(loader, limit) if indexed and not kept else loader
+        self.taken = 0
+        self.read = (0, b"")
+
+    def __iter__(self) -> Iterator[Any]:
+        self.taken, self.read = 0, (0, b"")
+        batches = iter(self._source)
+        if self.kept or self._streamed:
+            batches = islice(batches, self._limit)
+        return self._counted(self._dealt(batches) if self._streamed else batches)
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self.taken += 1
+            self._on_batch(self)
+            yield batch
+
+    def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield every `world_size`-th batch of a stream that all ranks read."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        digest = blake2b(digest_size=16)
+        size, rounds = world_size, 0
+        while size == world_size:
+            # A round is read to its end before its batch is used: so all ranks have read, and compare, the same part.
+            own, size = None, 0
+            for size, batch in enumerate(islice(batches, world_size), 1):
+                digest.update(fingerprint(batch))
+                own = batch if size == rank + 1 else own
+            rounds += size > 0
+            self.read = (rounds, digest.digest())
+            if size > rank:
+                yield own
+
+    def __len__(self) -> int:
+        if self.lengths is None:
+            raise TypeError(f"{type(self.loader).__name__} has no length on some rank")
+        # The same on all ranks: Lightning skips a loop, and refuses a loader, whose own rank has nothing.
+        return max(self.lengths)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_source" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._source, name)
+
+    @property
+    def _iterator(self) -> Any:
+        # Lightning shuts down persistent workers through this attribute.
+        return self._source._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._source._iterator = iterator
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """Run in every worker process. Lightning sets it, to seed workers by the rank."""
+        return self._source.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        if self._streamed and isinstance(function, functools.partial) and "rank" in function.keywords:
+            function = functools.partial(function, rank=0)  # all ranks read the same
+        self._source.worker_init_fn = function
+
+    def describe(self) -> str:
+        """Return one line that says what is done with the loader."""
+        name = type(self.loader).__name__
+        if self.kept:
+            return f"{name}: every rank evaluates its own batches"
+        if self._streamed:
+            return f"{name}: every rank reads all batches and evaluates one of every {dist.get_world_size()}"
+        return f"{name}: its batches are dealt to {dist.get_world_size()} ranks, each of them once"
+
+
+def ranks_having(lengths: Sequence[int], index: int) -> tuple[int, ...]:
+    """Return the ranks that have a batch in round `index`."""
+    return tuple(rank for rank, length in enumerate(lengths) if length > index)
+
+
+def in_order(of_ranks: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return dealt items in the order that they had before."""
+    count = sum(map(len, of_ranks))
+    return [of_ranks[index % len(of_ranks)][index // len(of_ranks)] for index in range(count)]
+
+
+def compare_streams(of_ranks: Sequence[Sequence[tuple[int, bytes]]], *, together: bool) -> None:
+    """Raise unless all ranks read the same.
+
+    Args:
+        of_ranks: `EvaluationLoader.read` of each rank's loaders.
+        together: Whether the loaders were read in step, where one that ends may keep a rank from reading another on.
+
+    Raises:
+        RuntimeError: If they did not.
+    """
+    for index, reads in enumerate(zip(*of_ranks, strict=True)):
+        of_equal_length = len({rounds for rounds, _ in reads}) == 1
+        if len(set(reads)) > 1 and (of_equal_length or not together):
+            raise RuntimeError(
+                f"evaluation loader {index} does not yield the same batches on all ranks, so some were left out and"
+                " others evaluated more than once. Where every rank reads its own part of the data, set"
+                " `sharded_by_rank = True` on the loader or its dataset; otherwise make it independent of the rank."
+            )
+
+
+def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
+    """Return the sampler of the loader that shares out the data, if it has one."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            return sampler
+    return None
+
+
+def sampler_problem(sampler: DistributedSampler[Any]) -> str | None:
+    """Return why the sampler does not yield each sample once, or None."""
+    samples, replicas, world_size = len(sampler.dataset), sampler.num_replicas, dist.get_world_size()  # type: ignore[arg-type]  # it takes sized data only
+    advice = "Leave the sampler out: the loader is dealt, and each of its batches evaluated once."
+    if replicas != world_size:
+        return f"an evaluation loader has a DistributedSampler for {replicas} replicas on {world_size} ranks. {advice}"
+    surplus = sampler.total_size - samples
+    if surplus == 0:
+        return None
+    what = f"repeats {surplus}" if surplus > 0 else f"drops {-surplus}"
+    return f"the DistributedSampler of an evaluation loader {what} of {samples} samples on {replicas} ranks. {advice}"

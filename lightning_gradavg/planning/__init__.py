@@ -1,0 +1,1 @@
+"""What `gradavg plan` computes."""

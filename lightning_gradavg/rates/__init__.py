@@ -1,0 +1,1 @@
+"""The learning rate, which follows the global batch."""

@@ -1,0 +1,108 @@
+"""A user's own DDP communication hook, made to serve any rule: it averages what the reducer scaled before."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.futures import Future
+
+from lightning_gradavg.reduction.reducer import AveragingHook
+from lightning_gradavg.wire.worker import Worker
+
+__all__ = ["adapt_hook", "power_sgd"]
+
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+
+_REFUSED_MODULES = {
+    f"{_HOOKS}.post_localSGD_hook": "it stops reducing gradients and averages weights instead",
+    f"{_HOOKS}.hierarchical_model_averager": "it averages weights instead of gradients",
+    f"{_HOOKS}.optimizer_overlap_hooks": "it runs the optimizer before the window is complete",
+    f"{_HOOKS}.ddp_zero_hook": "it runs the optimizer before the window is complete",
+}
+
+_REFUSED_ON_GLOO = {
+    "quantization_pertensor_hook": "it reads the result of an all_gather as only NCCL returns it",
+    "quantization_perchannel_hook": "it reads the result of an all_gather as only NCCL returns it",
+    "batched_powerSGD_hook": "its orthogonalisation needs a square matrix that it does not make on CPU",
+}
+
+
+def adapt_hook(
+    hook: Callable[..., Any],
+    state: object,
+    wrapper: Callable[..., Any] | None,
+    group: dist.ProcessGroup | None,
+) -> AveragingHook:
+    """Return a user's communication hook as a function of the bucket alone.
+
+    Args:
+        hook: `(state, bucket) -> Future`, returning the mean over the ranks as DDP asks of a hook.
+        state: The hook's state.
+        wrapper: A function of the hook that returns a hook, such as `fp16_compress_wrapper`.
+        group: The process group that DDP reduces over.
+
+    Raises:
+        ValueError: If the hook owns the optimizer or the averaging, or cannot work on the group's backend.
+    """
+    gloo = dist.get_backend(group) == "gloo"
+    name = getattr(hook, "__qualname__", repr(hook))
+    reason = _REFUSED_MODULES.get(getattr(hook, "__module__", "")) or _REFUSED_MODULES.get(type(state).__module__)
+    if reason:
+        raise ValueError(
+            f"ddp_comm_hook={name} cannot be combined with a reduction: {reason}."
+            " Use lightning.pytorch.strategies.DDPStrategy for it, or a hook that returns the mean of the bucket."
+        )
+    if gloo and getattr(hook, "__name__", "") in _REFUSED_ON_GLOO:
+        raise ValueError(
+            f"ddp_comm_hook={name} does not work on gloo: {_REFUSED_ON_GLOO[hook.__name__]}. Use NCCL, or another hook."
+        )
+    wrapped = wrapper(hook) if wrapper is not None else hook
+    if gloo and type(state).__name__ == "PowerSGDState":
+        return _in_order(wrapped, state, group)
+    return lambda bucket: wrapped(state, bucket)
+
+
+def power_sgd(
+    rank: int, start_step: int, group: dist.ProcessGroup | None, parameters: Iterable[tuple[str, Tensor]]
+) -> AveragingHook:
+    """Return torch's PowerSGD with error feedback, its state new.
+
+    Args:
+        rank: Rank of the matrices that stand for gradients.
+        start_step: Reductions until it begins; those before are plain.
+        group: The process group that DDP reduces over.
+        parameters: The parameters that DDP reduces, by name.
+
+    Raises:
+        ValueError: If a parameter has no dimension, which torch's hook fails on.
+    """
+    scalars = [name for name, parameter in parameters if parameter.ndim == 0]
+    if scalars:
+        raise ValueError(
+            f"power_sgd_rank={rank} cannot be used with parameters of shape (), which torch's PowerSGD cannot view as"
+            f" matrices: {', '.join(map(repr, scalars))}. Give them the shape (1,), or use wire_dtype='int8'."
+        )
+    state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=start_step)
+    return adapt_hook(powerSGD_hook.powerSGD_hook, state, None, group)
+
+
+def _in_order(hook: Callable[..., Any], state: Any, group: dist.ProcessGroup | None) -> AveragingHook:
+    """Run a hook of several collectives bucket by bucket, in a thread and a process group of its own."""
+    state.process_group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    worker = Worker("gradavg-hook")
+
+    def run(bucket: GradBucket, result: Future[Any]) -> None:
+        try:
+            result.set_result(hook(state, bucket).wait())
+        except Exception as error:  # noqa: BLE001 - whatever it is belongs to the backward that waits for the bucket
+            result.set_exception(RuntimeError(f"the result of ddp_comm_hook={hook.__name__}, which failed: {error!r}"))
+
+    def ordered(bucket: GradBucket) -> Future[Tensor]:
+        result: Future[Any] = Future()
+        worker.submit(run, bucket, result)
+        return result
+
+    return ordered

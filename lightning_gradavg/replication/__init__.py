@@ -1,0 +1,1 @@
+"""Replicas of a loader batch on any number of ranks."""
