@@ -167,7 +167,7 @@ class ReplicaSteps:
             failed = [False] * self._world_size
             dist.all_gather_object(failed, problem is not None, group=self._group)
         if any(failed):
-            raise RuntimeError(
+            raise ValueError(
                 f"a batch of {chunk.batch_samples} samples in {self._num_replicas} replicas gives one of them a single"
                 " sample, of which batch norm has one value per channel: it needs two. Choose a batch size that leaves"
                 " no replica a single sample, such as by drop_last=True."
