@@ -184,7 +184,7 @@ class ReplicatingStrategy(RecipeStrategy):
                 )
             weighed = self._weigh(loss, weight, alone=False, samples=self._steps.weight(chunk, samples))
             self._losses.append(weighed)
-            values.append(weighed.value.detach() * samples)
+            values.append(weighed.value * samples)
         mean = sum(values[1:], values[0]) / chunk.samples
         if not all(isinstance(of_replica, Mapping) for of_replica, _ in outputs):
             return mean
