@@ -245,7 +245,12 @@ def test_buffers_are_compared_after_an_uneven_batch(world):
 
 
 class LogsOften(Net):
-    """Logs a name three times, one only on rank zero, and one where a sample says so."""
+    """Logs a name three times, one only on rank zero, and one in the replicas whose first sample says so."""
+
+    @property
+    def num_replicas(self) -> int:
+        strategy: Any = self.trainer.strategy
+        return strategy._plan.num_replicas or 1
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -253,7 +258,7 @@ class LogsOften(Net):
             self.log("often", factor * loss, on_step=True, on_epoch=True)
         if self.trainer.is_global_zero:
             self.log("rank_zero", 0.5, on_step=False, on_epoch=True)
-        if batch_idx == 1 and batch[0][0, 0] != 0:
+        if self.num_replicas > 1 and batch[0][0, 0] > 0:  # of some replicas, and so on some ranks
             self.log("sometimes", loss, on_step=False, on_epoch=True)
         return loss
 
@@ -267,6 +272,8 @@ def test_ranks_may_log_different_names_and_often(world, strategy):
         assert metrics["often_epoch"] == pytest.approx(expected["often_epoch"], rel=1e-12)
         return
     assert_same(world, (2, 3), LogsOften, strategy)
+    if "num_replicas" in strategy:
+        assert "sometimes" in world(4).run(fit, LogsOften, strategy)[3][1]
 
 
 class LogsDict(NormedEnd):
