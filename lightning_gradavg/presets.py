@@ -82,6 +82,7 @@ def plan_of(
     max_device_batch_size: int | None,
     exact_evaluation: bool | None,
     broadcast_buffers: bool | None,
+    forward_sync_buffers: bool | None,
 ) -> Plan:
     """Return what the options come to.
 
@@ -99,7 +100,14 @@ def plan_of(
         raise ValueError(f"num_replicas must be 1 or more, or None for the world size, got {num_replicas}")
     if preset is not None:
         _refuse_contradictions(
-            preset, reduction, num_replicas, split_batches, max_device_batch_size, exact_evaluation, broadcast_buffers
+            preset,
+            reduction,
+            num_replicas,
+            split_batches,
+            max_device_batch_size,
+            exact_evaluation,
+            broadcast_buffers,
+            forward_sync_buffers,
         )
         split_batches = exact_evaluation = True
     split_batches, exact_evaluation = bool(split_batches), bool(exact_evaluation)
@@ -150,6 +158,7 @@ def _refuse_contradictions(
     max_device_batch_size: int | None,
     exact_evaluation: bool | None,
     broadcast_buffers: bool | None,
+    forward_sync_buffers: bool | None,
 ) -> None:
     if reduction not in preset.reductions:
         if isinstance(reduction, str) and reduction not in RULES and reduction != "mean_of_replica_losses":
@@ -163,6 +172,7 @@ def _refuse_contradictions(
         ("split_batches", split_batches, "whose global batch is the loader's batch"),
         ("exact_evaluation", exact_evaluation, "which evaluates each sample once"),
         ("broadcast_buffers", broadcast_buffers, "whose ranks all hold the buffers of one run"),
+        ("forward_sync_buffers", forward_sync_buffers, "whose ranks all hold the buffers of one run"),
     )
     for name, value, why in never:
         if value is False:

@@ -194,6 +194,7 @@ class GradAvgStrategy(ReplicatingStrategy):
             max_device_batch_size=max_device_batch_size,
             exact_evaluation=exact_evaluation,
             broadcast_buffers=broadcast_buffers,
+            forward_sync_buffers=forward_sync_buffers,
         )
         Split(max_samples=max_device_batch_size)
         recipe = RunRecipe(

@@ -21,6 +21,7 @@ def plan(**options: Any) -> Any:
         "max_device_batch_size": None,
         "exact_evaluation": None,
         "broadcast_buffers": None,
+        "forward_sync_buffers": None,
     }
     return plan_of(**{**defaults, **options})
 
@@ -79,6 +80,10 @@ CONTRADICTIONS = {
     "buffers of each rank": (
         {"equivalent_to": "data_parallel", "broadcast_buffers": False},
         ["broadcast_buffers=False", "equivalent_to='data_parallel'"],
+    ),
+    "buffers of each rank, by their newer name": (
+        {"equivalent_to": "single_device", "forward_sync_buffers": False},
+        ["forward_sync_buffers=False", "equivalent_to='single_device'"],
     ),
     "votes of nodes": (
         {"equivalent_to": "single_device", "reduction": "mean_of_node_sums"},
