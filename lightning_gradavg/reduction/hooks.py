@@ -91,7 +91,10 @@ def power_sgd(
 
 def _in_order(hook: Callable[..., Any], state: Any, group: dist.ProcessGroup | None) -> AveragingHook:
     """Run a hook of several collectives bucket by bucket, in a thread and a process group of its own."""
-    state.process_group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    ranks = dist.get_process_group_ranks(group)
+    # Torch names a group that its members make alone by how many groups each has, which must then be alike.
+    alone = len(ranks) < dist.get_world_size()
+    state.process_group = dist.new_group(ranks, use_local_synchronization=alone)
     worker = Worker("gradavg-hook")
 
     def run(bucket: GradBucket, result: Future[Any]) -> None:
