@@ -477,7 +477,7 @@ def train_with_failure(call: str, thread: str, wire: Any, nodes: Sequence[int]) 
 
 
 @pytest.mark.parametrize(
-    ("call", "thread"), [("encode", "gradavg-wire-0"), ("encode", "gradavg-wire-1"), ("decode", "gradavg-wire-1")]
+    ("call", "thread"), [("write", "gradavg-wire-0"), ("write", "gradavg-wire-1"), ("decode", "gradavg-wire-1")]
 )
 @pytest.mark.parametrize(
     ("nodes", "wire"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ import torch
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.place import places_on_nodes
 from lightning_gradavg.wire.codecs import BLOCK, CODECS, Float16, Int8, Plain, fault_of
-from lightning_gradavg.wire.feedback import Feedback, encode_with_feedback
+from lightning_gradavg.wire.feedback import Feedback, Residual
 from lightning_gradavg.wire.options import WIRE_DTYPES, WireOptions
 from lightning_gradavg.wire.route import Hop, route_of
-from lightning_gradavg.wire.segments import Travelling, columns_of, read_columns
+from lightning_gradavg.wire.segments import Segment, Travelling
 from lightning_gradavg.wire.worker import Worker
 
 # The largest error of one rounding to 8 or 11 significant bits, relative to the number: the unit roundoff of the type.
@@ -123,28 +124,41 @@ def test_fault_travels_with_the_numbers(codec):
     assert torch.equal(codec.decode(codec.encode(rows)), codec.decode(codec.encode(rows, 3)))
 
 
-@pytest.mark.parametrize("size", [1, 3, 8, 11, 12])
-def test_columns_cover_a_bucket_once(size):
-    """The parts of a bucket, cut into segments of columns, hold each number once, and zeros beyond its end."""
-    flat, parts, width = torch.arange(1.0, size + 1), 3, 4
-    bucket = Travelling(flat, flat, lambda: 2.0, torch.float32, width, torch.futures.Future())
-    rows = torch.cat([read_columns(bucket, parts, start, stop) for start, stop in ((0, 1), (1, 4))], 1)
+def segments_of(flat: torch.Tensor, factor: Any) -> list[Segment]:
+    """Two segments of three parts, of one and of three numbers."""
+    bucket = Travelling(flat, flat, lambda: factor, torch.float32, torch.futures.Future())
+    return [Segment(bucket, 0, 1, 3), Segment(bucket, 3, 3, 3)]
+
+
+@pytest.mark.parametrize("size", [4, 5, 8, 11, 12])
+def test_segments_cover_a_bucket_once(size):
+    """The segments of a bucket hold each number once, and zeros beyond its end; the sum is written back likewise."""
+    flat = torch.arange(1.0, size + 1)
     expected = torch.zeros(12)
     expected[:size] = 2 * flat
-    assert torch.equal(expected, rows.flatten())
-    written = torch.zeros(size)
-    for start, stop in ((0, 1), (1, 4)):
-        for place, columns in columns_of(written, width, start, stop):
-            columns.add_(rows[:, start:stop][place][..., : columns.shape[-1]])
-    assert torch.equal(2 * flat, written)
+    read = [(rows * factor).flatten() for rows, factor in (segment.read() for segment in segments_of(flat, 2.0))]
+    assert torch.equal(expected, torch.cat(read))
+    for segment, rows in zip(segments_of(flat, 1.0), read, strict=True):
+        segment.write(lambda out, rows=rows: out.copy_(rows.view_as(out)))
+    assert torch.equal(expected[:size], flat)
 
 
 @pytest.mark.parametrize("factor", [0.0, torch.tensor(0.0)])
-def test_discarded_bucket_is_read_as_zeros(factor):
+@pytest.mark.parametrize("size", [5, 12])
+def test_discarded_bucket_is_read_as_zeros(size, factor):
     """A factor of 0 selects a gradient away, NaN or not."""
-    flat = torch.full((5,), math.nan)
-    bucket = Travelling(flat, flat, lambda: factor, torch.float32, 2, torch.futures.Future())
-    assert torch.equal(torch.zeros(3, 2), read_columns(bucket, 3, 0, 2))
+    for segment in segments_of(torch.full((size,), math.nan), factor):
+        rows, left = segment.read()
+        assert 1.0 == left
+        assert torch.equal(torch.zeros(3, segment.columns), rows)
+
+
+def say(rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Send rows and what is owed, as a hop does, and return what arrives."""
+    codec = Int8()
+    payload = codec.blank(len(rows), rows.shape[1], 0, rows.device)
+    codec.write(rows + residual, payload, lost=residual)
+    return codec.decode(payload)
 
 
 def test_feedback_pays_everything_back():
@@ -152,7 +166,7 @@ def test_feedback_pays_everything_back():
     codec, residual, rows = Int8(), torch.zeros(1, BLOCK), random_rows(1, BLOCK)
     said = torch.zeros(1, BLOCK)
     for _ in range(50):
-        said += codec.decode(encode_with_feedback(codec, rows.clone(), residual, fault=0))
+        said += say(rows, residual)
     torch.testing.assert_close(said + residual, 50 * rows, rtol=1e-5, atol=1e-5)
     assert (residual.abs() <= rows.abs().max() / 127).all()
     assert (said / 50 - rows).norm() <= 0.02 * (codec.decode(codec.encode(rows)) - rows).norm() * 2
@@ -160,11 +174,11 @@ def test_feedback_pays_everything_back():
 
 def test_feedback_survives_a_lost_step():
     """A step with a number that is not finite leaves what was owed as it was."""
-    codec, residual, rows = Int8(), torch.zeros(1, BLOCK), random_rows(1, BLOCK)
-    encode_with_feedback(codec, rows.clone(), residual, fault=0)
+    residual, rows = torch.zeros(1, BLOCK), random_rows(1, BLOCK)
+    say(rows, residual)
     before, broken = residual.clone(), rows.clone()
     broken[0, 7] = math.inf
-    encode_with_feedback(codec, broken, residual, fault=0)
+    say(broken, residual)
     assert torch.equal(before, residual)
 
 
@@ -172,30 +186,31 @@ def test_what_is_owed_moves_with_its_parameter():
     """When DDP arranges its buckets anew, every parameter takes along what it was owed, from both stages."""
     a, b, c = torch.zeros(3), torch.zeros(2), torch.zeros(4)
     feedback = Feedback()
+
+    def zeros(width: int) -> Callable[[], list[Residual]]:
+        return lambda: [Residual(torch.zeros(2, width), torch.zeros(1, width), 0, 1)]
+
     # Two ranks; this one is the second: of parts of 3 numbers it sums numbers 3 to 5, which are b and padding.
-    first = feedback.residuals([a, b], rows=2, width=3, first=0, own=1)
-    first.parts.copy_(torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]))
-    first.total.copy_(torch.tensor([[10.0, 20.0, 99.0]]))
-    assert first is feedback.residuals([a, b], rows=2, width=3, first=0, own=1)
-    other = feedback.residuals([c], rows=2, width=2, first=0, own=1)
+    first = feedback.residuals([a, b], zeros(3))
+    first.segments[0].parts.copy_(torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]))
+    first.segments[0].total.copy_(torch.tensor([[10.0, 20.0, 99.0]]))
+    assert first is feedback.residuals([a, b], zeros(3))
+    other = feedback.residuals([c], zeros(2))
     assert other.carried is None
-    other.parts.copy_(torch.tensor([[5.0, 6.0], [7.0, 0.0]]))
-    moved = feedback.residuals([b, c], rows=2, width=3, first=0, own=1)
+    other.segments[0].parts.copy_(torch.tensor([[5.0, 6.0], [7.0, 0.0]]))
+    moved = feedback.residuals([b, c], zeros(3))
     assert moved.carried is not None
     assert [10.0, 20.0, 5.0, 6.0, 7.0, 0.0] == moved.carried.tolist()
-    assert 0 == moved.parts.count_nonzero() + moved.total.count_nonzero()
-    alone = feedback.residuals([a], rows=2, width=2, first=0, own=1)
+    assert 0 == sum(part.count_nonzero() for segment in moved.segments for part in (segment.parts, segment.total))
+    alone = feedback.residuals([a], zeros(2))
     assert alone.carried is not None
     assert [1.0, 2.0, 3.0] == alone.carried.tolist()
 
 
 def test_owed_within_a_node_has_its_position():
     """The second rank of a node owes numbers of the second half of a bucket."""
-    parameter = torch.zeros(8)
-    feedback = Feedback()
-    residuals = feedback.residuals([parameter], rows=2, width=2, first=4, own=0)
-    residuals.parts.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    residuals.total.copy_(torch.tensor([[0.5, 0.25]]))
+    parts, total = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.5, 0.25]])
+    residuals = Feedback().residuals([torch.zeros(8)], lambda: [Residual(parts, total, 4, 0)])
     assert [0.0, 0.0, 0.0, 0.0, 1.5, 2.25, 3.0, 4.0] == residuals.flat().tolist()
 
 

@@ -26,15 +26,15 @@ from torch.futures import Future
 
 from lightning_gradavg.rules import Weight
 from lightning_gradavg.wire.codecs import CODECS, Codec, Plain, fault_of
-from lightning_gradavg.wire.feedback import Feedback, Residuals, encode_with_feedback
+from lightning_gradavg.wire.feedback import Feedback, Residual
 from lightning_gradavg.wire.route import Hop, Route
-from lightning_gradavg.wire.segments import Segment, Travelling, columns_of, read_columns
+from lightning_gradavg.wire.segments import Segment, Travelling
 from lightning_gradavg.wire.transport import NcclTransport, Transport, Work, gloo_transports
 from lightning_gradavg.wire.worker import Worker
 
 __all__ = ["Exchange", "ScatteredSum"]
 
-SEGMENT_BYTES = 2**20
+SEGMENT_BYTES = 2**21
 """Size of a segment on the wire: below 0.5 MB an unlimited link slows down, beyond 4 MB a full-duplex one does."""
 
 _IN_FLIGHT = 8
@@ -97,15 +97,20 @@ class ScatteredSum:
         """As in `Exchange`."""
         buffer = bucket.buffer()
         flat = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).flatten()
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        multiple = max(self._codec(hop, wide).multiple for hop in self.route.hops)
-        width = -(-flat.numel() // (self.route.parts * multiple)) * multiple
         future: Future[Any] = Future() if self._stream is None else Future(devices=[self._device])
-        travelling = Travelling(buffer, flat, factor, wide, width, future)
-        if any(self._codec(hop, wide).lossy for hop in self.route.hops):
-            travelling.residuals = self._residuals(bucket, width)
+        if flat.numel() == 0:
+            future.set_result(buffer)
+            return future
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        travelling = Travelling(buffer, flat, factor, wide, future)
         segments = list(self._cut(travelling))
         travelling.remaining = len(segments)
+        if any(self._codec(hop, wide).lossy for hop in self.route.hops):
+            travelling.residuals = self._feedback.residuals(
+                bucket.parameters(), lambda: [self._residual(segment) for segment in segments]
+            )
+            for segment, residual in zip(segments, travelling.residuals.segments, strict=True):
+                segment.residual = residual
         self._pending.add(travelling)
         if self._stream is None:
             self._workers[0].submit(self._depart, segments)
@@ -134,24 +139,23 @@ class ScatteredSum:
             return CODECS[self._wire_dtype]
         return Plain(wide, wide)
 
-    def _residuals(self, bucket: GradBucket, width: int) -> Residuals:
+    def _residual(self, segment: Segment) -> Residual:
         *before, last = self.route.hops
-        first = before[0].index * len(last.ranks) * width if before else 0
-        return self._feedback.residuals(
-            bucket.parameters(), rows=len(last.ranks), width=width, first=first, own=last.index
-        )
+        parts = torch.zeros(len(last.ranks), segment.columns, device=self._device)
+        first = segment.start + (before[0].index * parts.numel() if before else 0)
+        return Residual(parts, torch.zeros_like(parts[:1]), first, last.index)
 
     def _cut(self, bucket: Travelling) -> Iterator[Segment]:
         """Yield the segments of a bucket, of nearly equal size."""
         codecs = [self._codec(hop, bucket.wide) for hop in self.route.hops]
         multiple = max(codec.multiple for codec in codecs)
-        units = bucket.width // multiple
+        units = -(-bucket.flat.numel() // (self.route.parts * multiple))
         unit_bytes = self.route.parts * max(codec.row_bytes(multiple) - codec.row_bytes(0) for codec in codecs)
         # Without threads nothing is gained by cutting.
-        count = 1 if self._stream is not None else max(1, min(units, -(-units * unit_bytes // SEGMENT_BYTES)))
+        count = 1 if self._stream is not None else min(units, -(-units * unit_bytes // SEGMENT_BYTES))
         bounds = [number * units // count * multiple for number in range(count + 1)]
         for start, stop in pairwise(bounds):
-            yield Segment(bucket, start, stop)
+            yield Segment(bucket, start * self.route.parts, stop - start, self.route.parts)
 
     def _depart(self, segments: Sequence[Segment]) -> None:
         for segment in segments:
@@ -166,27 +170,31 @@ class ScatteredSum:
             self._window.release()
 
     def _scatter(self, number: int, transport: Transport, segment: Segment) -> None:
-        """Send each member of a hop its rows."""
+        """Send each other member of a hop its rows."""
         hop = self.route.hops[number]
         codec = self._codec(hop, segment.bucket.wide)
-        later = 1
+        members, columns = len(hop.ranks), segment.columns
         for following in self.route.hops[number + 1 :]:
-            later *= len(following.ranks)
+            columns *= len(following.ranks)
 
         def payload() -> Tensor:
-            rows = self._read(segment) if number == 0 else self._summed(number - 1, segment)
-            rows = rows.view(len(hop.ranks), later * segment.columns)
-            fault, residuals = segment.bucket.fault, segment.bucket.residuals
-            if codec.lossy:
-                assert residuals is not None
-                residual = residuals.parts[:, segment.start : segment.stop]
-                encoded = encode_with_feedback(codec, rows, residual, fault=fault, exact=hop.index)
-            else:
-                encoded = codec.encode(rows, fault)
-            segment.own = rows[hop.index]
+            source, factor = segment.read() if number == 0 else (self._summed(number - 1, segment), 1.0)
+            rows = source.view(members, columns)
+            segment.own = rows[hop.index : hop.index + 1], factor
+            encoded = codec.blank(members - 1, columns, segment.bucket.fault, self._device)
+            others = (slice(0, hop.index), encoded[: hop.index]), (slice(hop.index + 1, None), encoded[hop.index :])
+            for of_others, sent in others:
+                if len(sent) == 0:
+                    continue
+                if codec.lossy:
+                    assert segment.residual is not None
+                    lost = segment.residual.parts[of_others]
+                    codec.write(torch.add(lost, rows[of_others], alpha=factor), sent, lost=lost)
+                else:
+                    codec.write(rows[of_others], sent, factor)
             return encoded
 
-        shape = len(hop.ranks), codec.row_bytes(later * segment.columns)
+        shape = members - 1, codec.row_bytes(columns)
         self._send(segment, payload, transport.scatter, shape, shape)
 
     def _gather(self, number: int, transport: Transport, segment: Segment) -> None:
@@ -201,11 +209,13 @@ class ScatteredSum:
             if number > 0:
                 return self._checked(segment, segment.arrived().view(rows, -1))
             total = self._summed(len(self.route.hops) - 1, segment)
-            fault, residuals = segment.bucket.fault, segment.bucket.residuals
-            if not codec.lossy:
-                return codec.encode(total, fault)
-            assert residuals is not None
-            return encode_with_feedback(codec, total, residuals.total[:, segment.start : segment.stop], fault=fault)
+            encoded = codec.blank(1, segment.columns, segment.bucket.fault, self._device)
+            if codec.lossy:
+                assert segment.residual is not None
+                codec.write(total.add_(segment.residual.total), encoded, lost=segment.residual.total)
+            else:
+                codec.write(total, encoded)
+            return encoded
 
         row_bytes = codec.row_bytes(segment.columns)
         arriving = len(hop.ranks) * rows, row_bytes
@@ -246,32 +256,22 @@ class ScatteredSum:
             segment.bucket.fault = max(segment.bucket.fault, fault)
         return payload
 
-    def _read(self, segment: Segment) -> Tensor:
-        """Return a segment's columns of every part, times the factor."""
-        bucket = segment.bucket
-        rows = read_columns(bucket, self.route.parts, segment.start, segment.stop)
-        if bucket.residuals is not None and bucket.residuals.carried is not None:
-            for place, columns in columns_of(bucket.residuals.carried, bucket.width, segment.start, segment.stop):
-                rows[place][..., : columns.shape[-1]].add_(columns)
-        return rows
-
     def _summed(self, number: int, segment: Segment) -> Tensor:
-        """Return the sum of what came in a hop, as one row."""
+        """Return the sum of what came in a hop and of what this rank has itself, as one row."""
         codec = self._codec(self.route.hops[number], segment.bucket.wide)
         rows = codec.decode(self._checked(segment, segment.arrived()))
-        if segment.own is not None:
-            rows[self.route.hops[number].index] = segment.own
-            segment.own = None
-        return rows.sum(0, keepdim=True)
+        total = rows if len(rows) == 1 else rows.sum(0, keepdim=True)
+        own, segment.own = segment.own, None
+        if own is not None:
+            total.add_(own[0], alpha=own[1])
+        return total
 
     def _arrive(self, segment: Segment) -> None:
         """Put a segment of the sum into the bucket, and with the last one complete the bucket's future."""
         bucket = segment.bucket
         try:
             payload = self._checked(segment, segment.arrived())
-            total = self._codec(self.route.hops[-1], bucket.wide).decode(payload)
-            for place, columns in columns_of(bucket.flat, bucket.width, segment.start, segment.stop):
-                columns.copy_(total[place][..., : columns.shape[-1]])
+            segment.write(partial(self._codec(self.route.hops[-1], bucket.wide).read, payload))
         except Exception as error:  # noqa: BLE001 - it is raised by the backward that waits for the bucket
             bucket.error = bucket.error or error
         bucket.remaining -= 1

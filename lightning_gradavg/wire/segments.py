@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_gradavg.rules import Weight
-from lightning_gradavg.wire.feedback import Residuals
+from lightning_gradavg.wire.feedback import Residual, Residuals
 from lightning_gradavg.wire.transport import Work
 
-__all__ = ["Segment", "Travelling", "columns_of", "read_columns"]
+__all__ = ["Segment", "Travelling"]
 
 
 @dataclass(eq=False)
@@ -26,7 +26,6 @@ class Travelling:
         flat: Its numbers, in one dimension.
         factor: What they are multiplied by.
         wide: The type that they are summed in.
-        width: Numbers in a part; the last parts may be shorter, or empty.
         future: Of the buffer with the sum in it.
         remaining: Segments that have not arrived.
         residuals: Of a lossy codec, otherwise None.
@@ -38,7 +37,6 @@ class Travelling:
     flat: Tensor
     factor: Callable[[], Weight]
     wide: torch.dtype
-    width: int
     future: Future[Any]
     remaining: int = 0
     residuals: Residuals | None = None
@@ -48,28 +46,28 @@ class Travelling:
 
 @dataclass(eq=False)
 class Segment:
-    """The same columns of all parts of a bucket.
+    """Consecutive numbers of a bucket, cut into equal parts, one for each rank.
 
     Attributes:
         bucket: The bucket.
-        start: The first column.
-        stop: The column after the last.
-        own: What this rank itself adds to the sum of the current hop: it is not read from the wire, and so is exact.
+        start: The first number.
+        columns: Numbers in a part; the last parts of the last segment may be shorter, or empty.
+        parts: Number of parts.
+        residual: What a lossy codec owes, or None.
+        own: What this rank itself adds to the sum of the current hop, and what that is to be multiplied by; it is not
+            read from the wire, and so is exact. None if something failed.
         received: What came last.
         work: Its arrival, or None.
     """
 
     bucket: Travelling
     start: int
-    stop: int
-    own: Tensor | None = None
+    columns: int
+    parts: int
+    residual: Residual | None = None
+    own: tuple[Tensor, float] | None = None
     received: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.uint8))
     work: Work | None = None
-
-    @property
-    def columns(self) -> int:
-        """Number of columns."""
-        return self.stop - self.start
 
     def arrived(self) -> Tensor:
         """Return what came last, waiting for it."""
@@ -78,29 +76,38 @@ class Segment:
             work.wait()
         return self.received
 
+    @property
+    def numbers(self) -> Tensor:
+        """What the bucket has of the segment: a view, in one dimension."""
+        return self.bucket.flat[self.start : self.start + self.parts * self.columns]
 
-def columns_of(flat: Tensor, width: int, start: int, stop: int) -> Iterator[tuple[Any, Tensor]]:
-    """Yield where numbers of a segment stand in the matrix of all parts, and a view of them in the bucket.
+    def read(self) -> tuple[Tensor, float]:
+        """Return all parts of the bucket, of the type of the sum, and what they are still to be multiplied by.
 
-    The bucket may end within a part.
-    """
-    whole = flat.numel() // width
-    yield slice(0, whole), flat[: whole * width].view(whole, width)[:, start:stop]
-    rest = flat[whole * width :][start:stop]
-    if rest.numel() > 0:
-        yield whole, rest
+        They are the memory of the bucket itself where nothing else is needed. Beyond its end are zeros.
+        """
+        numbers, factor, size = self.numbers, self.bucket.factor(), self.parts * self.columns
+        residuals = self.bucket.residuals
+        carried = None if residuals is None else residuals.carried
+        if len(numbers) < size or carried is not None or isinstance(factor, Tensor) or factor == 0:
+            rows = torch.zeros(size, dtype=self.bucket.wide, device=numbers.device)
+            here = rows[: len(numbers)]
+            if isinstance(factor, Tensor):
+                # 0 times NaN is NaN: a discarded gradient is selected away.
+                here.copy_(numbers).mul_(factor).masked_fill_(factor == 0, 0)
+            elif factor != 0:
+                here.copy_(numbers).mul_(factor)
+            if carried is not None:
+                here += carried[self.start : self.start + len(numbers)]
+            return rows.view(self.parts, self.columns), 1.0
+        return numbers.to(self.bucket.wide).view(self.parts, self.columns), factor
 
-
-def read_columns(bucket: Travelling, parts: int, start: int, stop: int) -> Tensor:
-    """Return columns of every part of a bucket, times the factor, with zeros beyond its end."""
-    rows = torch.zeros(parts, stop - start, dtype=bucket.wide, device=bucket.flat.device)
-    factor = bucket.factor()
-    if isinstance(factor, Tensor) or factor != 0:
-        for place, columns in columns_of(bucket.flat, bucket.width, start, stop):
-            rows[place][..., : columns.shape[-1]].copy_(columns)
-    if isinstance(factor, Tensor):
-        # 0 times NaN is NaN: a discarded gradient is selected away.
-        rows.mul_(factor).masked_fill_(factor == 0, 0)
-    elif factor not in (0, 1):
-        rows.mul_(factor)
-    return rows
+    def write(self, fill: Callable[[Tensor], None]) -> None:
+        """Have a function fill the matrix of all parts, and keep it in the bucket."""
+        numbers = self.numbers
+        if len(numbers) == self.parts * self.columns:
+            fill(numbers.view(self.parts, self.columns))
+            return
+        rows = torch.empty(self.parts, self.columns, dtype=self.bucket.wide, device=numbers.device)
+        fill(rows)
+        numbers.copy_(rows.flatten()[: len(numbers)])

@@ -27,7 +27,7 @@ class Transport(Protocol):
     """Collectives on a group of ranks. What is returned is complete once the work, if any, was waited for."""
 
     def scatter(self, payload: Tensor) -> tuple[Tensor, Work | None]:
-        """Send row `r` of a matrix to rank `r` of the group, and return the rows that came, by sender."""
+        """Send the rows of a matrix to the other ranks of the group, in their order, and return theirs."""
         ...
 
     def gather(self, payload: Tensor) -> tuple[Tensor, Work | None]:
@@ -40,11 +40,12 @@ class GlooTransport:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
+        self._rows = _to_others(backend.size(), backend.rank())
 
     def scatter(self, payload: Tensor) -> tuple[Tensor, Work | None]:
         """As in `Transport`."""
         received = torch.empty_like(payload)
-        return received, self._backend.alltoall_base(received, payload, [], [])
+        return received, self._backend.alltoall_base(received, payload, self._rows, self._rows)
 
     def gather(self, payload: Tensor) -> tuple[Tensor, Work | None]:
         """As in `Transport`."""
@@ -57,11 +58,12 @@ class NcclTransport:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
+        self._rows = _to_others(dist.get_world_size(group), dist.get_rank(group))
 
     def scatter(self, payload: Tensor) -> tuple[Tensor, Work | None]:
         """As in `Transport`."""
         received = torch.empty_like(payload)
-        dist.all_to_all_single(received, payload, group=self._group)
+        dist.all_to_all_single(received, payload, self._rows, self._rows, group=self._group)
         return received, None
 
     def gather(self, payload: Tensor) -> tuple[Tensor, Work | None]:
@@ -71,6 +73,11 @@ class NcclTransport:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(received, payload.flatten(), group=self._group)
         return received, None
+
+
+def _to_others(ranks: int, rank: int) -> list[int]:
+    """Return how many rows each rank gets: what a rank keeps for itself is not copied."""
+    return [int(other != rank) for other in range(ranks)]
 
 
 def gloo_transports(hops: Sequence[Hop], group: dist.ProcessGroup | None) -> list[Transport]:
