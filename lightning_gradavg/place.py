@@ -46,6 +46,8 @@ class Place:
         Accumulated micro-batches count as further ranks on the same node, so both `world_size` and
         `ranks_on_node` grow by that factor; `rank` stays that of the process.
         """
+        if micro_batches == 1:
+            return self
         return replace(
             self,
             world_size=self.world_size * micro_batches,

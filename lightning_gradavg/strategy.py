@@ -24,6 +24,7 @@ from lightning_gradavg.presets import plan_of
 from lightning_gradavg.rates.run_recipe import RunRecipe
 from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.ddp_options import changed_options
+from lightning_gradavg.reduction.reducer import Reducer
 from lightning_gradavg.replication.replicating import ReplicatingStrategy
 from lightning_gradavg.rules import RULES, RuleFunction
 from lightning_gradavg.termination import Termination
@@ -261,7 +262,14 @@ class GradAvgStrategy(ReplicatingStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1 and Termination.applies_to(trainer):
-            self._termination = Termination(trainer, self.root_device)
+            self._termination = Termination(trainer, self.root_device, self._reducer_of_all)
+
+    @property
+    def _reducer_of_all(self) -> Reducer | None:
+        """What exchanges totals over all ranks of the run, or None."""
+        if self._accumulator is None or len(self._accumulator.reducer.places) < self.world_size:
+            return None
+        return self._accumulator.reducer
 
     @override
     def teardown(self) -> None:

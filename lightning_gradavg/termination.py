@@ -3,7 +3,8 @@
 Lightning 2.6 has rank 0 broadcast at the begin of every batch whether it is to end, and every rank read that on the
 host. So the ranks wait for each other once more per step, and an accelerator runs empty. Here the flags of all ranks
 are added up while a step runs, and the sum is read one step later, when it is long there: all ranks end at the same
-step, the second one to begin after the signal, whichever rank received it.
+step, at the latest the second one to begin after the signal, whichever rank received it. Where a step exchanges the
+totals of its weights anyway, the flags travel with them, and cost nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
+
+from lightning_gradavg.reduction.reducer import Reducer
 
 __all__ = ["Termination"]
 
@@ -57,11 +60,14 @@ class Termination:
     Args:
         trainer: The trainer, before it registers its signal handlers.
         device: Where the collectives of the process group work.
+        reducer: What exchanges totals over the same ranks, perhaps not in every step; or None.
     """
 
-    def __init__(self, trainer: Trainer, device: torch.device) -> None:
+    def __init__(self, trainer: Trainer, device: torch.device, reducer: Reducer | None = None) -> None:
         self._trainer = trainer
         self._device = device
+        self._reducer = reducer
+        self._exchanged = 0
         self._received = False
         self._under_way: _Flag | None = None
         self._loop: Any = trainer.fit_loop.epoch_loop
@@ -86,10 +92,20 @@ class Termination:
 
     def _agree(self) -> None:
         """Begin a batch, or raise `SIGTERMException` on all ranks."""
-        before, self._under_way = self._under_way, _Flag(self._received, self._device)
-        if before is not None and before.read():
+        before, self._under_way = self._under_way, None
+        if not self._travels():
+            self._under_way = _Flag(self._received, self._device)
+        raised = before is not None and before.read()
+        if raised or (self._reducer is not None and self._reducer.flagged):
             self._connector.received_sigterm = True
             raise SIGTERMException
+
+    def _travels(self) -> bool:
+        """Return whether the batch before this one exchanged totals, the same on all ranks, and the flags with them."""
+        if self._reducer is None:
+            return False
+        before, self._exchanged = self._exchanged, self._reducer.exchanged
+        return self._exchanged > before
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         """Take notice of SIGTERM: no collective, which would meet any other one on the other ranks."""
@@ -99,6 +115,8 @@ class Termination:
         if launcher is not None and not self._received:
             launcher.kill(number)
         self._received = True
+        if self._reducer is not None:
+            self._reducer.flag = True
         if not self._trainer.training:
             # Evaluation knows no agreement, in Lightning neither.
             self._connector.received_sigterm = True

@@ -36,9 +36,16 @@ class Signalled(Toy):
         return super().training_step(batch, batch_idx)
 
 
-def train_signalled(ranks: int, step: int, epochs: int, reduction: str) -> tuple[int, int, bool, Any]:
+def train_signalled(
+    ranks: int, step: int, epochs: int, reduction: str, accumulate: int = 1
+) -> tuple[int, int, bool, Any]:
     """Body: return rank, steps, whether a termination ended the run, and what is left in the trainer."""
-    trainer = make_trainer(GradAvgStrategy(reduction=reduction), max_epochs=epochs, use_distributed_sampler=False)
+    trainer = make_trainer(
+        GradAvgStrategy(reduction=reduction),
+        max_epochs=epochs,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=accumulate,
+    )
     terminated = False
     try:
         trainer.fit(Signalled(ranks, step), loader([[1.0 + dist.get_rank()]] * BATCHES))
@@ -48,11 +55,23 @@ def train_signalled(ranks: int, step: int, epochs: int, reduction: str) -> tuple
     return dist.get_rank(), trainer.global_step, terminated, [name for name in left if "sigterm_" in name]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_signal_to_one_rank_ends_all(world, rank, reduction):
+def test_signal_to_one_rank_ends_all(world, rank):
     """Signalled in step 2, the third, both ranks finish it and one more, and end together."""
-    assert [(0, 4, True, []), (1, 4, True, [])] == world(2).run(train_signalled, rank, 2, 1, reduction)
+    assert [(0, 4, True, []), (1, 4, True, [])] == world(2).run(train_signalled, rank, 2, 1, "mean")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_signal_travels_with_the_totals(world, rank):
+    """Signalled before a step's totals are exchanged, both ranks end after that step."""
+    assert [(0, 3, True, []), (1, 3, True, [])] == world(2).run(train_signalled, rank, 2, 1, "weighted_mean")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_signal_within_a_window(world, rank):
+    """Signalled in the first of a window's two batches, both ranks hear of it with the window's totals."""
+    ended = world(2).run(train_signalled, rank, 1, 1, "weighted_mean", 2)
+    assert [(0, 2, True, []), (1, 2, True, [])] == ended
 
 
 @pytest.mark.parametrize("rank", [0, 1])

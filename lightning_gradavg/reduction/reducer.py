@@ -94,6 +94,11 @@ class Reducer:
         exchange: Sums each bucket instead of a plain all-reduce; sparse ones excepted.
         bucket_group: The same ranks as `group`, for the buckets alone. With it the backward does not stop to wait for
             the totals. Without it buckets go through `group`.
+
+    Attributes:
+        flag: News of this rank for all others, which travels with the totals.
+        flagged: Whether any rank's flag was up in totals that `finish` has looked at.
+        exchanged: Number of windows whose totals were exchanged.
     """
 
     def __init__(
@@ -118,6 +123,9 @@ class Reducer:
         self._averaging_hook = averaging_hook
         self._exchange = exchange
         self._bucket_group = bucket_group
+        self.flag = False
+        self.flagged = False
+        self.exchanged = 0
         self._constants: dict[int, float] = {}
         self._exchanges = rule.uses_weight or windows_may_differ
         self._depends_on_window = depends_on_window(rule, self.places)
@@ -143,7 +151,8 @@ class Reducer:
         """Begin the exchange of the totals; every rank must call this before its buckets are reduced."""
         summary, work = None, None
         if self._exchanges:
-            summary = self.window.summary(self.device)
+            summary = self.window.summary(self.device, flag=self.flag)
+            self.exchanged += 1
             if len(self.places) > 1:
                 work = dist.all_reduce(summary, group=self.group, async_op=True)
         self._closed = _Closed(self.window, loss_divisor, summary, work)
@@ -270,6 +279,7 @@ class Reducer:
 
     def _check(self, copy: "_Copy") -> None:
         totals = Totals(copy.read(), len(self.places))
+        self.flagged |= totals.flagged
         problem = totals.problem
         if problem is None and totals.uneven and self._depends_on_window:
             problem = f"the ranks accumulated different numbers of micro-batches, which {self.rule.name!r} depends on"

@@ -20,7 +20,7 @@ __all__ = ["MOST_TERMS", "WHOLE_LOSS", "MicroBatch", "Totals", "Window"]
 WHOLE_LOSS = ""
 """The name of the only loss term of a loss that is one tensor."""
 
-MOST_TERMS = 58
+MOST_TERMS = 57
 """The most loss terms of a window: the summary's length must not depend on what a rank found."""
 
 _TOLERANCE = 1e-9
@@ -60,10 +60,12 @@ class Window:
     place: Place
     micro_batches: list[MicroBatch] = field(default_factory=list)
     relative: bool = True
+    # By term and by the length of the window that the place counts; asked for several times in every step.
+    _shares: dict[tuple[str, int], list[Share]] = field(default_factory=dict, repr=False)
 
     def anew(self) -> Window:
         """Return the window after this one."""
-        return replace(self, micro_batches=[])
+        return Window(self.rule, self.place, relative=self.relative)
 
     def add(self, micro_batch: MicroBatch) -> None:
         """Append a micro-batch. One with a fault is kept as absent, and its fault remembered."""
@@ -75,6 +77,7 @@ class Window:
             problem = f"micro-batch {len(self.micro_batches)} of the window: {problem}"
             micro_batch = replace(micro_batch, weights=dict.fromkeys(micro_batch.weights, 0.0), problem=problem)
         self.micro_batches.append(micro_batch)
+        self._shares.clear()
 
     def _fault_of(self, weight: Weight) -> str | None:
         fault = weight_problem(weight)
@@ -102,12 +105,17 @@ class Window:
             term: The loss term. A micro-batch without it is absent.
             whole: Whether the place counts the micro-batches of the window, whose number is only known at its end.
         """
-        place = self.place.over_window(len(self.micro_batches)) if whole else self.place
-        shares = []
-        for micro_batch in self.micro_batches:
-            share = share_of(self.rule, place, micro_batch.weights.get(term, 0.0))
-            shares.append(share._replace(multiplier=0.0) if micro_batch.absent else share)
+        length = len(self.micro_batches) if whole else 1
+        shares = self._shares.get((term, length))
+        if shares is None:
+            place = self.place.over_window(length) if length > 1 else self.place
+            shares = [self._share(micro_batch, term, place) for micro_batch in self.micro_batches]
+            self._shares[term, length] = shares
         return shares
+
+    def _share(self, micro_batch: MicroBatch, term: str, place: Place) -> Share:
+        share = share_of(self.rule, place, micro_batch.weights.get(term, 0.0))
+        return share._replace(multiplier=0.0) if micro_batch.absent else share
 
     def reference(self, term: str, *, whole: bool) -> Weight:
         """Return the first multiplier of a term that is not 0, or 1: what its losses are relative to.
@@ -138,8 +146,13 @@ class Window:
             return True
         return torch.stack(tensors).any() if tensors else False
 
-    def summary(self, device: torch.device) -> Tensor:
-        """Return the float64 vector whose sum over ranks `Totals` reads."""
+    def summary(self, device: torch.device, *, flag: bool = False) -> Tensor:
+        """Return the float64 vector whose sum over ranks `Totals` reads.
+
+        Args:
+            device: Where the ranks' summaries are added up.
+            flag: News that travels along.
+        """
         terms, count = self.terms, float(len(self.micro_batches))
         signature = float(crc32("\0".join(terms).encode()) % 2**20)
         explicit = float(sum(micro_batch.explicit for micro_batch in self.micro_batches))
@@ -149,7 +162,7 @@ class Window:
             shares = self.shares(term, whole=True)
             normalizers.append(_sum(share.normalizer for share in shares))
             faults = faults + self._faults_of_shares(term, shares)
-        values: list[Weight] = [faults, count, count**2, explicit, signature, signature**2, *normalizers]
+        values: list[Weight] = [faults, count, count**2, explicit, signature, signature**2, float(flag), *normalizers]
         values += [0.0] * (Totals.NORMALIZERS + MOST_TERMS - len(values))
         if device.type == "cpu":
             return torch.tensor([float(value) for value in values], dtype=torch.float64)
@@ -166,15 +179,18 @@ class Window:
     def _faults_of_shares(self, term: str, shares: Sequence[Share]) -> Weight:
         """Count shares that are no numbers >= 0, or whose ratios depend on the length of the window."""
         faults: Weight = 0.0
+        for share in shares:
+            for value in share:
+                if isinstance(value, Tensor):
+                    faults = faults + (~(value.isfinite() & (value >= 0))).double()
+        if len(shares) == 1:
+            return faults
         before, after = (self.reference(term, whole=whole) for whole in (False, True))
         for early, late in zip(self.shares(term, whole=False), shares, strict=True):
             drift = early.multiplier * after - late.multiplier * before
             allowed = _TOLERANCE * early.multiplier * after
             wrong: Tensor | bool = (drift > allowed) | (-drift > allowed)
             faults = faults + (wrong.double() if isinstance(wrong, Tensor) else float(wrong))
-            for value in late:
-                if isinstance(value, Tensor):
-                    faults = faults + (~(value.isfinite() & (value >= 0))).double()
         return faults
 
 
@@ -187,7 +203,7 @@ class Totals:
         world_size: Number of ranks that were summed.
     """
 
-    NORMALIZERS: ClassVar[int] = 6
+    NORMALIZERS: ClassVar[int] = 7
 
     values: Sequence[float]
     world_size: int
@@ -195,7 +211,7 @@ class Totals:
     @property
     def problem(self) -> str | None:
         """What makes the window unusable as seen by every rank alike, or None."""
-        faults, pairs, _, explicit, signature, signatures = self.values[: self.NORMALIZERS]
+        faults, pairs, _, explicit, signature, signatures = self.values[:6]
         if faults != 0:
             return "a weight or a share is not usable"
         if signature**2 != self.world_size * signatures:
@@ -206,6 +222,11 @@ class Totals:
                 ' return "weight" from every training_step (or pass weight= to every manual_backward), or never'
             )
         return None
+
+    @property
+    def flagged(self) -> bool:
+        """Whether any rank raised its flag."""
+        return self.values[6] > 0
 
     @property
     def uneven(self) -> bool:
