@@ -4,10 +4,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,41 +13,17 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from lightning_gradavg.place import Place, places_on_nodes
+from lightning_gradavg.place import Place
 from lightning_gradavg.reduction.reduce import constant_normalizer, depends_on_window, window_factor
+from lightning_gradavg.reduction.sums import keep, scale, sum_scaled, unchanged
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Totals, Window
 from lightning_gradavg.rules import Rule, Weight
 from lightning_gradavg.wire.exchange import Exchange
 
-__all__ = ["AveragingHook", "Reducer", "gather_places", "twin_group"]
+__all__ = ["AveragingHook", "Reducer"]
 
 AveragingHook = Callable[[GradBucket], Future[Tensor]]
 """A hook that returns the mean of a bucket over the ranks, which is what DDP asks of a communication hook."""
-
-_HALF_PRECISION = (torch.float16, torch.bfloat16)
-
-
-def gather_places(node: int, group: dist.ProcessGroup | None) -> tuple[Place, ...]:
-    """Return the places of all ranks of a process group, each rank bringing the node that it runs on."""
-    nodes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(nodes, node, group=group)
-    return places_on_nodes(nodes)
-
-
-_TWINS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
-def twin_group(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """Return another process group of the same ranks and backend, the same one for as long as `group` is there.
-
-    None for a group that is not of all ranks. Torch names a group that its members make alone by how many groups a rank
-    has, which need not be alike on all of them, and then they wait for each other for ever.
-    """
-    if dist.get_world_size(group) != dist.get_world_size():
-        return None
-    if group not in _TWINS:
-        _TWINS[group] = dist.new_group(timeout=timeout, backend=dist.get_backend(group))
-    return _TWINS[group]
 
 
 @dataclass
@@ -171,7 +145,7 @@ class Reducer:
         """Scale a bucket by this rank's factor and sum it over the ranks: a DDP communication hook."""
         del state
         if self.accumulating:
-            return _unchanged(bucket.buffer())
+            return unchanged(bucket.buffer())
         closed = self._require_closed()
         if self._comes_early(closed, bucket):
             promise: Future[Tensor] = Future()
@@ -182,13 +156,13 @@ class Reducer:
             return self._exchange.sum(bucket, partial(self._factor, closed))
         factor = self._factor(closed)
         if self._averaging_hook is not None:
-            _scale(buffer, factor * len(self.places))
+            scale(buffer, factor * len(self.places))
             return self._averaging_hook(bucket)
         group = self.group if self._bucket_group is None else self._bucket_group
         waiting, closed.waiting = closed.waiting, []
         for early, promise in waiting:
-            _sum_scaled(early, factor, group).add_done_callback(partial(_keep, promise))
-        return _sum_scaled(buffer, factor, group)
+            sum_scaled(early, factor, group).add_done_callback(partial(keep, promise))
+        return sum_scaled(buffer, factor, group)
 
     def _factor(self, closed: _Closed) -> Weight:
         """Return what buckets are multiplied by before the sum, waiting for the totals where they are needed."""
@@ -312,52 +286,3 @@ class _Copy:
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()
-
-
-def _keep(promise: Future[Any], done: Future[Tensor]) -> None:
-    try:
-        promise.set_result(done.value())
-    except Exception as error:  # noqa: BLE001 - whatever it is belongs to the backward that waits for the bucket
-        promise.set_exception(error)
-
-
-def _unchanged(buffer: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future()
-    future.set_result(buffer)
-    return future
-
-
-def _scale(buffer: Tensor, factor: Weight) -> None:
-    """Multiply a bucket in place; a factor of 0 discards it, non-finite numbers included."""
-    if isinstance(factor, Tensor):
-        buffer.mul_(factor).masked_fill_(factor == 0, 0)
-    elif factor == 0:
-        buffer.zero_()
-    elif factor != 1:
-        buffer.mul_(factor)
-
-
-def _sum_scaled(buffer: Tensor, factor: Weight, group: dist.ProcessGroup | None) -> Future[Tensor]:
-    """Return the sum over ranks of a bucket times each rank's factor.
-
-    Half precision is summed in float32: a sum of float16 overflows and a pre-divided one underflows where the result
-    does neither, and bfloat16 loses bits at every addition.
-    """
-    if buffer.is_sparse:
-        return _sum_scaled_sparse(buffer, factor, group)
-    wide = buffer.float() if buffer.dtype in _HALF_PRECISION else buffer
-    _scale(wide, factor)
-    future = dist.all_reduce(wide, group=group, async_op=True).get_future()
-    result: Future[Tensor] = future.then(
-        lambda done: done.value()[0] if wide is buffer else buffer.copy_(done.value()[0])
-    )
-    return result
-
-
-def _sum_scaled_sparse(buffer: Tensor, factor: Weight, group: dist.ProcessGroup | None) -> Future[Tensor]:
-    values = buffer._values().clone()
-    _scale(values, factor)
-    scaled = torch.sparse_coo_tensor(buffer._indices(), values, buffer.shape, check_invariants=False).coalesce()
-    future = dist.all_reduce(scaled, group=group, async_op=True).get_future()
-    result: Future[Tensor] = future.then(lambda done: done.value()[0])
-    return result
