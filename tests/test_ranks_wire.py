@@ -456,12 +456,12 @@ def train_with_failure(call: str, thread: str, wire: Any, nodes: Sequence[int]) 
     original = getattr(codecs.Plain, call)
     calls = 0
 
-    def failing(*arguments: Any) -> Any:
+    def failing(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += threading.current_thread().name == thread
         if calls == 3 and threading.current_thread().name == thread:
             raise PaperError("out of paper")
-        return original(*arguments)
+        return original(*arguments, **options)
 
     if dist.get_rank() == 1:
         setattr(codecs.Plain, call, failing)

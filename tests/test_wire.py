@@ -157,7 +157,7 @@ def say(rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """Send rows and what is owed, as a hop does, and return what arrives."""
     codec = Int8()
     payload = codec.blank(len(rows), rows.shape[1], 0, rows.device)
-    codec.write(rows + residual, payload, lost=residual)
+    codec.write(rows, payload, owed=residual)
     return codec.decode(payload)
 
 

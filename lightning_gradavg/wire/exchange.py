@@ -186,12 +186,8 @@ class ScatteredSum:
             for of_others, sent in others:
                 if len(sent) == 0:
                     continue
-                if codec.lossy:
-                    assert segment.residual is not None
-                    lost = segment.residual.parts[of_others]
-                    codec.write(torch.add(lost, rows[of_others], alpha=factor), sent, lost=lost)
-                else:
-                    codec.write(rows[of_others], sent, factor)
+                owed = segment.residual.parts[of_others] if codec.lossy and segment.residual is not None else None
+                codec.write(rows[of_others], sent, factor, owed)
             return encoded
 
         shape = members - 1, codec.row_bytes(columns)
@@ -210,11 +206,7 @@ class ScatteredSum:
                 return self._checked(segment, segment.arrived().view(rows, -1))
             total = self._summed(len(self.route.hops) - 1, segment)
             encoded = codec.blank(1, segment.columns, segment.bucket.fault, self._device)
-            if codec.lossy:
-                assert segment.residual is not None
-                codec.write(total.add_(segment.residual.total), encoded, lost=segment.residual.total)
-            else:
-                codec.write(total, encoded)
+            codec.write(total, encoded, owed=None if segment.residual is None else segment.residual.total)
             return encoded
 
         row_bytes = codec.row_bytes(segment.columns)
