@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format demo clean
+.PHONY: help setup test lint format demo gpu clean
 .DELETE_ON_ERROR:
 
 help:  ## Show this list
@@ -38,6 +38,9 @@ format: $(READY)  ## Fix what ruff can fix, and format
 
 demo: $(READY)  ## Train for real, print and plot the comparison; output in demo_output/
 	$(BIN)/python -m examples.demo
+
+gpu: $(READY)  ## Check and measure NCCL on the one GPU of this machine; see docs/gpu.md
+	$(BIN)/python -m benchmarks.gpu --all
 
 clean:  ## Remove .venv, caches and output
 	rm -rf $(VENV) dist demo_output .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

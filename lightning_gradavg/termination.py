@@ -4,7 +4,8 @@ Lightning 2.6 has rank 0 broadcast at the begin of every batch whether it is to 
 host. So the ranks wait for each other once more per step, and an accelerator runs empty. Here the flags of all ranks
 are added up while a step runs, and the sum is read one step later, when it is long there: all ranks end at the same
 step, at the latest the second one to begin after the signal, whichever rank received it. Where a step exchanges the
-totals of its weights anyway, the flags travel with them, and cost nothing.
+totals of its weights anyway, the flags travel with them, and cost nothing; on an accelerator these are read a step
+later, and it is the third.
 """
 
 from __future__ import annotations

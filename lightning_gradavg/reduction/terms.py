@@ -109,7 +109,9 @@ def keep_gradients(parameters: Iterable[nn.Parameter], keep: bool | Tensor) -> I
             return None
         if gradient.is_sparse:
             gradient = gradient.coalesce()
-            values = torch.where(torch.as_tensor(keep), gradient.values(), 0)
+            # Not a condition on the CPU, whose copy to an accelerator would be waited for.
+            values = gradient.values()
+            values = torch.where(keep, values, 0) if isinstance(keep, Tensor) else torch.zeros_like(values)
             return torch.sparse_coo_tensor(
                 gradient.indices(), values, gradient.shape, is_coalesced=True, check_invariants=False
             )

@@ -166,15 +166,15 @@ class Window:
         values += [0.0] * (Totals.NORMALIZERS + MOST_TERMS - len(values))
         if device.type == "cpu":
             return torch.tensor([float(value) for value in values], dtype=torch.float64)
-        # A tensor made from a list is copied with a wait for the stream; one that is filled is not.
-        return torch.stack(
-            [
-                value.to(device, torch.float64)
-                if isinstance(value, Tensor)
-                else torch.full((), float(value), dtype=torch.float64, device=device)
-                for value in values
-            ]
-        )
+        # A tensor made from a list is copied with a wait for the stream; one that is filled is not. Each number that is
+        # not 0 is a kernel: about eight.
+        summary = torch.zeros(len(values), dtype=torch.float64, device=device)
+        for index, value in enumerate(values):
+            if isinstance(value, Tensor):
+                summary[index].copy_(value)
+            elif value != 0:
+                summary[index].fill_(value)
+        return summary
 
     def _faults_of_shares(self, term: str, shares: Sequence[Share]) -> Weight:
         """Count shares that are no numbers >= 0, or whose ratios depend on the length of the window."""

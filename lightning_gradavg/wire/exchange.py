@@ -105,19 +105,16 @@ class ScatteredSum:
         travelling = Travelling(buffer, flat, factor, wide, future)
         segments = list(self._cut(travelling))
         travelling.remaining = len(segments)
-        if any(self._codec(hop, wide).lossy for hop in self.route.hops):
-            travelling.residuals = self._feedback.residuals(
-                bucket.parameters(), lambda: [self._residual(segment) for segment in segments]
-            )
-            for segment, residual in zip(segments, travelling.residuals.segments, strict=True):
-                segment.residual = residual
         self._pending.add(travelling)
         if self._stream is None:
+            self._find_residuals(bucket, segments)
             self._workers[0].submit(self._depart, segments)
             return future
         factor()  # while the stream of the gradients is current, which made the totals
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
+            # Made here and freed here: memory of the backward's stream would be given away there while it is read here.
+            self._find_residuals(bucket, segments)
             for segment in segments:
                 for step in self._steps:
                     step(segment)
@@ -138,6 +135,17 @@ class ScatteredSum:
             assert self._wire_dtype is not None
             return CODECS[self._wire_dtype]
         return Plain(wide, wide)
+
+    def _find_residuals(self, bucket: GradBucket, segments: Sequence[Segment]) -> None:
+        """Have segments know what a lossy codec owes of them."""
+        travelling = segments[0].bucket
+        if not any(self._codec(hop, travelling.wide).lossy for hop in self.route.hops):
+            return
+        travelling.residuals = self._feedback.residuals(
+            bucket.parameters(), lambda: [self._residual(segment) for segment in segments]
+        )
+        for segment, residual in zip(segments, travelling.residuals.segments, strict=True):
+            segment.residual = residual
 
     def _residual(self, segment: Segment) -> Residual:
         *before, last = self.route.hops
@@ -233,11 +241,14 @@ class ScatteredSum:
             segment.received = self._faulty(segment, arriving, error)
 
     def _faulty(self, segment: Segment, shape: tuple[int, int], error: Exception) -> Tensor:
-        """Return a payload that only says that this rank failed."""
+        """Return a payload that only says that this rank failed: by its header, on an accelerator by NaN."""
         bucket = segment.bucket
         bucket.error = bucket.error or error
         bucket.fault = max(bucket.fault, self._rank + 1)
         segment.own = None
+        if self._stream is not None:
+            # Nobody reads the header, so what came of a failure must not look like a sum: all bits are NaN in any type.
+            return torch.full(shape, 255, dtype=torch.uint8, device=self._device)
         payload = torch.zeros(shape, dtype=torch.uint8, device=self._device)
         payload[:, :4].view(torch.float32).fill_(bucket.fault)
         return payload

@@ -79,7 +79,8 @@ class Feedback:
             parameters: What the bucket holds the gradients of, in its order.
             segments: Makes those of a new bucket, all zero.
         """
-        key = tuple((id(parameter), parameter.numel()) for parameter in parameters)
+        # A complex number is two on the wire.
+        key = tuple((id(parameter), parameter.numel() * (1 + parameter.is_complex())) for parameter in parameters)
         if key in self._of_bucket:
             return self._of_bucket[key]
         members = {identity for identity, _ in key}
