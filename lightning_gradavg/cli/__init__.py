@@ -16,6 +16,7 @@ _LIGHTNING = {
 _OWN = {
     "plan": "batch, accumulation and learning rate of a recipe on another cluster",
     "verify": "a few steps of your own run against one process: are they the same, and if not, why",
+    "bench": "what the links between ranks carry, and a step predicted from that for up to thousands of ranks",
 }
 
 
@@ -38,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lightning_gradavg.cli import verify  # noqa: PLC0415 - likewise
 
         return verify.main(arguments[1:])
+    if command == "bench":
+        from lightning_gradavg.cli import bench  # noqa: PLC0415 - likewise
+
+        return bench.main(arguments[1:])
     if command in _LIGHTNING:
         _run_lightning(arguments)
         return 0
