@@ -7,7 +7,8 @@ machine's cores and memory; the cable loses and delays nothing beyond its rate. 
 benchmark runs on a loopback interface that no other process uses.
 
 Needs root, and `ip` and `tc` of iproute2. The namespaces are made for the run, named after the process, and removed at
-its end, also on an error or an interrupt. With GPUs and NCCL the ranks of a node take that node's share of the GPUs of
+its end with all that still runs in them, also when a rank dies, on an error or an interrupt. What a killed run leaves
+is removed by the next one. With GPUs and NCCL the ranks of a node take that node's share of the GPUs of
 the machine only if `CUDA_VISIBLE_DEVICES` says so; that has not been run.
 """
 
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import selectors
 import shutil
 import signal
 import subprocess
@@ -22,6 +25,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 __all__ = ["Network", "main", "network"]
@@ -30,6 +34,11 @@ PORT = 29500
 """Of the rendezvous. The first node's namespace has all of its ports to itself."""
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+GRACE = 10.0
+"""Seconds that a launcher has to end its ranks."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -47,21 +56,47 @@ class Network:
     interface: str
 
 
-def _run(command: str) -> None:
+def _run(command: str) -> str:
     done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"`{command}` failed with exit code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _namespaces() -> list[str]:
+    """Return the names of those that runs of this module made."""
+    names = (line.split()[0] for line in _run("ip netns list").splitlines() if line)
+    return [name for name in names if re.fullmatch(r"gradavg\d+(n\d+|sw)", name)]
+
+
+def _remove(name: str) -> None:
+    """Remove a namespace, which its processes would keep alive unseen; ends of cables in it go with it."""
+    for process in map(int, _run(f"ip netns pids {name}").split()):
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    _run(f"ip netns del {name}")
+
+
+def _remove_abandoned() -> None:
+    """Remove what killed runs have left."""
+    for name in _namespaces():
+        made_by = re.findall(r"\d+", name)[0]
+        if not Path("/proc", made_by).exists():
+            _remove(name)
 
 
 @contextmanager
 def _namespace(name: str) -> Iterator[str]:
-    _run(f"ip netns add {name}")
     try:
+        _run(f"ip netns add {name}")
         _run(f"ip -n {name} link set lo up")
         yield name
     finally:
-        # Its end of a cable goes with it, and with that the other end.
-        _run(f"ip netns del {name}")
+        # An interrupt may have come before it was made.
+        if name in _namespaces():
+            _remove(name)
 
 
 @contextmanager
@@ -123,7 +158,47 @@ def _rate(rate: str) -> str:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     del frame
-    raise KeyboardInterrupt(f"signal {number}")
+    # Nothing is to interrupt the removal, nor the commands that it runs: they inherit this.
+    for one in _SIGNALS:
+        signal.signal(one, signal.SIG_IGN)
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+@contextmanager
+def _launched(commands: Iterator[list[str]], environment: dict[str, str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Run commands, and end in the end those that are still running: first all are told, then each is waited for."""
+    with ExitStack() as waits, ExitStack() as told:
+        processes = []
+        for command in commands:
+            process = subprocess.Popen(command, env=environment)
+            waits.callback(_wait_or_kill, process)
+            told.callback(process.terminate)  # nothing where it has ended
+            processes.append(process)
+        yield processes
+
+
+def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait until all have ended or one has failed, which the others might wait for in vain; return its exit code."""
+    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+        for process in processes:
+            descriptor = os.pidfd_open(process.pid)
+            stack.callback(os.close, descriptor)
+            selector.register(descriptor, selectors.EVENT_READ, process)
+        while selector.get_map():
+            for key, _ in selector.select():
+                selector.unregister(key.fd)
+                code: int = key.data.wait()
+                if code != 0:
+                    return code
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -142,26 +217,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
         parser.error(f"network namespaces need root and iproute2; missing: {', '.join(missing) or 'root'}")
-    # A termination is to remove the namespaces, too.
-    signal.signal(signal.SIGTERM, _interrupt)
-    with network(given.nodes, given.rate) as made, ExitStack() as stack:
+    _remove_abandoned()
+    for number in _SIGNALS:
+        signal.signal(number, _interrupt)
+    try:
+        code = _run_on_nodes(given)
+    except KeyboardInterrupt as interrupt:
+        sys.exit(f"ended by {interrupt}; the nodes are removed")
+    if code != 0:
+        sys.exit(f"the benchmark failed: a node's launcher ended with exit code {code}")
+
+
+def _run_on_nodes(given: argparse.Namespace) -> int:
+    """Return 0, or the exit code of the first node that failed."""
+    with network(given.nodes, given.rate) as made:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": made.interface, "NCCL_SOCKET_IFNAME": made.interface}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        processes = []
-        for command in _commands(given, made):
-            process = subprocess.Popen(command, env=environment)
-            stack.callback(_end, process)
-            processes.append(process)
-        codes = [process.wait() for process in processes]
-    if any(codes):
-        sys.exit(f"the benchmark failed: exit codes of the nodes {codes}")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher that is still running, which ends its ranks."""
-    if process.poll() is None:
-        process.terminate()
-        process.wait()
+        with _launched(_commands(given, made), environment) as processes:
+            return _wait(processes)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -15,14 +17,13 @@ import lightning
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.variants import BASELINE, COMPUTE, EXCHANGE
+from benchmarks.variants import BASELINE, COMPUTE, EXCHANGE, LIGHTNING
 
 __all__ = ["Measurements", "Spread", "print_report", "save_report"]
 
-WIDTH = 165
+WIDTH = 200
 
 
 class Spread(NamedTuple):
@@ -47,7 +48,7 @@ class Measurements:
     Attributes:
         model: Its name.
         title: Its description.
-        gradient_bytes: Size of all gradients.
+        gradient_bytes: Size of all gradients in memory.
         world_size: Number of ranks.
         nodes: Number of nodes.
         device: `cpu` or `cuda`.
@@ -57,8 +58,12 @@ class Measurements:
         seconds: Of each variant, the seconds of a step on the slower rank, one per round.
         processor: Likewise the processor seconds.
         sent: Likewise the bytes that a node's interface sent.
+        tensors: Number of parameters that have a gradient.
+        interface: Whose bytes were counted.
+        in_lightning: The variants that Lightning's Trainer ran.
         skipped: Why a variant was not measured.
-        loads: The machine's load average at the begin of each round, the ranks themselves included.
+        foreign: How many cores other processes kept busy, in each round.
+        turns: The variants in the order in which they were run, of each round.
     """
 
     model: str
@@ -73,8 +78,12 @@ class Measurements:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     processor: dict[str, list[float]] = field(default_factory=dict)
     sent: dict[str, list[float]] = field(default_factory=dict)
+    tensors: int = 0
+    interface: str = ""
+    in_lightning: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
-    loads: list[float] = field(default_factory=list)
+    foreign: list[float] = field(default_factory=list)
+    turns: list[list[str]] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
@@ -86,8 +95,10 @@ class Measurements:
         for table, value in ((self.seconds, seconds), (self.processor, processor), (self.sent, sent)):
             table.setdefault(name, []).append(value)
 
-    def ratios(self, name: str, to: str) -> list[float]:
-        """Return a variant's time relative to another's, round by round."""
+    def ratios(self, name: str, to: str) -> list[float] | None:
+        """Return a variant's time relative to another's, round by round; None if the other was not measured."""
+        if to not in self.seconds:
+            return None
         return [mine / other for mine, other in zip(self.seconds[name], self.seconds[to], strict=True)]
 
     def exposed(self, name: str) -> list[float] | None:
@@ -119,42 +130,44 @@ class Measurements:
 
 
 def _cell(values: Sequence[float] | None, form: str = "{:.2f}", factor: float = 1.0) -> str:
-    if values is None:
+    if not values:
         return "-"
     low, median, high = (form.format(factor * value) for value in Spread.of(values))
-    return escape(f"{median} [{low}, {high}]")
+    return f"{median} [{low}, {high}]"
 
 
 def _table(results: Measurements) -> Table:
-    load = Spread.of(results.loads)
     rounds = max(map(len, results.seconds.values()), default=0)
     table = Table(
         title=f"{results.title}: {results.gradient_bytes / 1e6:.1f} MB of gradients, {results.world_size} ranks on"
-        f" {results.nodes} nodes ({results.device}), {rounds} rounds of {results.steps} steps,"
-        f" load {load.median:.1f}",
-        caption=escape("median [quartiles] over the rounds; times of the slower rank"),
+        f" {results.nodes} nodes ({results.device}), {rounds} rounds of {results.steps} steps",
+        caption="median [quartiles] over the rounds; times of the slower rank; other processes kept"
+        f" {_cell(results.foreign)} cores busy",
     )
     table.add_column("variant", no_wrap=True)
-    for column in ("ms", f"of {BASELINE}", "CPU ms", "sent MB", "exposed ms", "of bound"):
+    for column in ("ms", f"of {BASELINE}", "of Lightning", "CPU ms", "sent MB", "exposed ms", "of bound"):
         table.add_column(column, justify="right", no_wrap=True)
     for name in results.names:
         table.add_row(
             name,
             _cell(results.seconds[name], "{:.1f}", 1e3),
-            _cell(results.ratios(name, BASELINE), "{:.3f}") if BASELINE in results.seconds else "-",
+            _cell(results.ratios(name, BASELINE), "{:.3f}"),
+            _cell(results.ratios(name, LIGHTNING) if name in results.in_lightning else None, "{:.3f}"),
             _cell(results.processor[name], "{:.1f}", 1e3),
             f"{statistics.median(results.sent[name]) / 1e6:.2f}",
             _cell(results.exposed(name), "{:.1f}", 1e3),
             _cell(results.above_bound(name)),
         )
-    for name, reason in results.skipped.items():
-        table.add_row(name, f"[dim]left out: {reason}[/dim]")
     return table
 
 
 def print_report(results: Measurements) -> None:
-    """Print the table of one model."""
-    Console(width=WIDTH).print(_table(results))
+    """Print the table of one model, and what it leaves out."""
+    console = Console(width=WIDTH, markup=False)
+    console.print(_table(results))
+    for reason in sorted(set(results.skipped.values())):
+        names = [name for name, why in results.skipped.items() if why == reason]
+        console.print(f"left out, because {reason}: {'; '.join(names)}")
 
 
 def save_report(results: Sequence[Measurements], output: Path) -> None:
@@ -170,11 +183,14 @@ def save_report(results: Sequence[Measurements], output: Path) -> None:
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "python": platform.python_version(),
+        "command": sys.argv[1:],
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "models": [asdict(one) for one in results],
     }
     output.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
     _draw(results, output.with_suffix(".png"))
-    Console(width=WIDTH).print(f"saved {output.with_suffix('.json')} and {output.with_suffix('.png')}")
+    Console(width=WIDTH, markup=False).print(f"saved {output.with_suffix('.json')} and {output.with_suffix('.png')}")
 
 
 def _draw(results: Sequence[Measurements], path: Path) -> None:
@@ -185,7 +201,7 @@ def _draw(results: Sequence[Measurements], path: Path) -> None:
     axes = figure.subplots(1, columns, squeeze=False)
     for axis, one in zip(axes[0], drawn, strict=False):
         names = list(reversed(one.names))
-        spreads = [Spread.of(one.ratios(name, BASELINE)) for name in names]
+        spreads = [Spread.of(ratios) for name in names if (ratios := one.ratios(name, BASELINE)) is not None]
         errors: Any = [
             [spread.median - spread.low for spread in spreads],
             [spread.high - spread.median for spread in spreads],

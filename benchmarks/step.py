@@ -2,7 +2,7 @@
 
 One command starts the ranks on this machine, measures, prints one table per model and saves it (JSON and PNG). Started
 by `torchrun`, it is a rank; so it runs on several nodes, and `benchmarks.nodes` makes nodes out of network namespaces.
-The device is chosen automatically: CPUs with gloo, or GPUs with NCCL. **It has not been run on GPUs.**
+The device is chosen automatically: CPUs with gloo, or GPUs with NCCL.
 
 Machines are busy with other things, too. All variants live in the same processes; a round runs each once, in an order
 drawn anew, a few steps that do not count and then the timed ones. The slower rank counts. A variant's time is compared
@@ -21,7 +21,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,26 +30,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.run import main as torchrun
 
+from benchmarks.machine import ForeignLoad, sent_by
 from benchmarks.models import MODELS, Measured
 from benchmarks.report import Measurements, print_report, save_report
-from benchmarks.variants import Setting, Variant, measure, unavailable, variants
+from benchmarks.variants import Setting, Variant, measure, variants
 
-__all__ = ["World", "main", "make_setting", "quiet", "slowest"]
+__all__ = ["World", "chosen", "main", "make_setting", "quiet", "slowest"]
 
 SEED = 0
-
-
-def sent_by(interface: str) -> Callable[[], int]:
-    """Return a function that tells how many bytes a network interface has sent, headers included.
-
-    Raises:
-        ValueError: If there is no such interface.
-    """
-    counter = Path("/sys/class/net") / interface / "statistics" / "tx_bytes"
-    if not counter.exists():
-        names = sorted(path.name for path in counter.parents[2].iterdir()) if counter.parents[2].exists() else []
-        raise ValueError(f"--interface={interface!r} is not a network interface of this machine; it has {names}.")
-    return lambda: int(counter.read_text())
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -61,7 +49,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--only", nargs="+", default=["*"], metavar="NAME", help="variants to measure, with wildcards (default: all)")
     add("--without", nargs="+", default=[], metavar="NAME", help="variants to leave out, with wildcards")
     add("--rounds", type=int, default=12, help="rounds that count; one more is dropped (default: 12)")
-    add("--minutes", type=float, default=None, help="begin no further round of a model after this time")
+    add("--minutes", type=float, default=None, help="of a model: begin no round that would end later, but two at least")
     add("--steps", type=int, default=None, help="timed steps of a round (default: the model's)")
     add("--ranks", type=int, default=2, help="ranks on this machine, where torchrun did not start them (default: 2)")
     add("--interface", default="lo", help="network interface whose bytes are counted (default: lo)")
@@ -72,6 +60,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--rounds, --steps and --ranks are 1 or more; got {parsed.rounds}, {parsed.steps} and {parsed.ranks}"
         )
+    if parsed.minutes is not None and not parsed.minutes > 0:
+        parser.error(f"--minutes is more than 0; got {parsed.minutes}")
     return parsed
 
 
@@ -123,44 +113,48 @@ def make_setting(model: str, world: World, steps: int | None) -> Setting:
     return Setting(module, batch, world.device, steps or MODELS[model].steps, world.nodes)
 
 
-def _measure(model: str, chosen: Sequence[Variant], world: World, given: argparse.Namespace) -> Measurements:
+def _measure(model: str, measured: Sequence[Variant], world: World, given: argparse.Namespace) -> Measurements:
     setting = make_setting(model, world, given.steps)
     sent = sent_by(given.interface)
-    size = sum(parameter.numel() * parameter.element_size() for parameter in setting.module.parameters())
+    parameters = list(setting.module.parameters())
+    runnable = [variant for variant in measured if variant.obstacle is None]
     measurements = Measurements(
         model=model,
         title=MODELS[model].title,
-        gradient_bytes=size,
+        gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         world_size=dist.get_world_size(),
         nodes=world.nodes,
         device=str(world.device.type),
         steps=setting.steps,
-        order=[variant.name for variant in chosen],
+        order=[variant.name for variant in measured],
         bandwidth=None if given.bandwidth is None else given.bandwidth * 1e6 / 8,
+        tensors=len(parameters),
+        interface=given.interface,
+        in_lightning=[variant.name for variant in runnable if variant.in_lightning],
+        skipped={variant.name: variant.obstacle for variant in measured if variant.obstacle is not None},
     )
-    runnable = []
-    for variant in chosen:
-        reason = unavailable(variant)
-        if reason is None:
-            runnable.append(variant)
-        else:
-            measurements.skipped[variant.name] = reason
-    order = random.Random(SEED)
-    begin = time.monotonic()
+    shuffled = random.Random(SEED)
+    others = ForeignLoad()
+    begin, before, longest = time.monotonic(), 0.0, 0.0
     for number in range(given.rounds + 1):
-        load, (elapsed,) = os.getloadavg()[0], slowest([time.monotonic() - begin], world.device)
-        if number > 1 and given.minutes is not None and elapsed > 60 * given.minutes:
+        (elapsed,) = slowest([time.monotonic() - begin], world.device)
+        longest, before = max(longest, elapsed - before), elapsed
+        if number > 1 and given.minutes is not None and elapsed + longest > 60 * given.minutes:
             break
-        for variant in order.sample(runnable, len(runnable)):
+        turns = shuffled.sample(runnable, len(runnable))
+        others.since_last()
+        for variant in turns:
             block = measure(variant, setting, sent)
             # The counter is the node's, and each of its ranks reads the same.
             seconds, processor, bytes_sent = slowest([block.seconds, block.processor, block.sent], world.device)
             if number > 0:
                 measurements.add(variant.name, seconds, processor, bytes_sent)
+        (foreign,) = slowest([others.since_last()], world.device)
         if number > 0:
-            measurements.loads.append(load)
+            measurements.foreign.append(foreign)
+            measurements.turns.append([variant.name for variant in turns])
         if dist.get_rank() == 0:
-            sys.stderr.write(f"{model}: round {number} of {given.rounds}\n")
+            sys.stderr.write(f"{model}: round {number} of {given.rounds}, others kept {foreign:.2f} cores busy\n")
     return measurements
 
 
@@ -175,25 +169,39 @@ def quiet() -> None:
         logging.getLogger(f"lightning.fabric.{name}").setLevel(logging.ERROR)
 
 
+def chosen(everything: Sequence[Variant], only: Sequence[str], without: Sequence[str]) -> list[Variant]:
+    """Return the variants that some patterns name, in their order.
+
+    Raises:
+        ValueError: If that leaves none.
+    """
+
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    names = [variant.name for variant in everything]
+    left = [one for one in everything if matches(one.name, only) and not matches(one.name, without)]
+    if not left:
+        raise ValueError(f"--only={only} and --without={without} leave none of {names}")
+    return left
+
+
 def _rank(given: argparse.Namespace) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     quiet()
     world = World.join()
+    # Between any two blocks there is a collection, which need not go through what imports have made.
+    gc.freeze()
     try:
-        chosen = [
-            variant
-            for variant in variants()
-            if any(fnmatch.fnmatchcase(variant.name, pattern) for pattern in given.only)
-            and not any(fnmatch.fnmatchcase(variant.name, pattern) for pattern in given.without)
-        ]
+        measured = chosen(variants(), given.only, given.without)
         results = []
         for model in given.models:
-            measurements = _measure(model, chosen, world, given)
+            measurements = _measure(model, measured, world, given)
             results.append(measurements)
             if dist.get_rank() == 0:
                 print_report(measurements)
-        if dist.get_rank() == 0:
-            save_report(results, given.output)
+                # After each model, so that an interrupt loses no more than one.
+                save_report(results, given.output)
         dist.barrier()
     finally:
         # A process group that lives on in a cycle would end with the interpreter, and gloo's threads abort it then.

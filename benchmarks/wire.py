@@ -31,7 +31,7 @@ from lightning_gradavg.wire.exchange import ScatteredSum
 from lightning_gradavg.wire.options import WIRE_DTYPES, WireOptions
 from lightning_gradavg.wire.route import route_of
 
-__all__ = ["main"]
+__all__ = ["as_bucket", "main"]
 
 ELEMENTS = 1_000_000
 SEEDS = 3
@@ -58,7 +58,8 @@ def _exchange(wire_dtype: str | None, nodes: Sequence[int]) -> ScatteredSum:
     return ScatteredSum(route, wire_dtype, rank, None, torch.device("cpu"))
 
 
-def _bucket(gradient: Tensor) -> GradBucket:
+def as_bucket(gradient: Tensor) -> GradBucket:
+    """Return what an exchange takes for a bucket of DDP."""
     return cast("GradBucket", Bucket(gradient))
 
 
@@ -78,7 +79,7 @@ def _errors(kind: str, wire_dtype: str) -> tuple[float, float]:
         gradients = [_gradient(kind, other, seed, ELEMENTS) for other in range(world_size)]
         exact = torch.stack(gradients).double().mean(0)
         mine = gradients[rank]
-        found = exchange.sum(_bucket(mine.clone()), lambda: 1 / world_size).wait()
+        found = exchange.sum(as_bucket(mine.clone()), lambda: 1 / world_size).wait()
         ours.append(float((found - exact).norm() / exact.norm()))
         if wire_dtype != "int8":
             summed = (mine / world_size).to(getattr(torch, wire_dtype))
@@ -109,7 +110,7 @@ def _steps(arguments: argparse.Namespace) -> None:
             futures = []
             for number, bucket in enumerate(buckets):
                 bucket.fill_(float(step % 7 + number % 5 + rank))
-                futures.append(exchange.sum(_bucket(bucket), lambda: 1.0))
+                futures.append(exchange.sum(as_bucket(bucket), lambda: 1.0))
                 if jitter.random() < arguments.skew:
                     time.sleep(0.001 * jitter.random())
             for number, future in enumerate(futures):

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.block import WARMUP, Clock, Variant
+from benchmarks.exactness import LIMIT, Errors, Result, errors_of
+from benchmarks.exactness import main as run_exactness
+from benchmarks.given import WINDOW, Given, weight_of
+from benchmarks.machine import sent_by
 from benchmarks.nodes import main as run_nodes
-from benchmarks.report import Measurements, Spread
+from benchmarks.report import Measurements, Spread, print_report
+from benchmarks.step import chosen
 from benchmarks.step import main as run_step
-from benchmarks.step import sent_by
+from benchmarks.ways import ways
+from lightning_gradavg.place import places_on_nodes
+from lightning_gradavg.rules import RULES
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,16 +36,20 @@ def test_spread():
 
 
 def two_rounds(bandwidth: float | None = None) -> Measurements:
-    found = Measurements("m", "a model", 100, 2, 1, "cpu", 5, ["DDP", "slow", "compute only"], bandwidth=bandwidth)
+    names = ["DDP", "slow", "compute only", "Lightning DDPStrategy"]
+    found = Measurements("m", "a model", 100, 2, 1, "cpu", 5, names, bandwidth=bandwidth)
+    found.in_lightning = ["slow", "Lightning DDPStrategy"]
     rounds = (
         ("DDP", (2.0, 4.0), 100.0),
         ("slow", (3.0, 5.0), 300.0),
         ("compute only", (1.0, 2.0), 0.0),
         ("communication only", (0.5, 1.0), 100.0),
+        ("Lightning DDPStrategy", (4.0, 4.0), 100.0),
     )
     for name, seconds, sent in rounds:
         for second in seconds:
             found.add(name, second, second, sent)
+    found.foreign = [0.25, 0.75]
     return found
 
 
@@ -42,11 +57,96 @@ def test_numbers_of_the_table():
     """Ratios and exposed times are taken within a round, and the bound is the larger of computing and sending."""
     found = two_rounds()
     assert [1.5, 1.25] == found.ratios("slow", "DDP")
+    assert found.ratios("slow", "not measured") is None
     assert [2.0, 3.0] == found.exposed("slow")
     # 300 bytes take three times what the exchange of 100 takes: 1.5 s and 3 s.
     assert [2.0, pytest.approx(5 / 3)] == found.above_bound("slow")
     assert [2.0, 2.0] == found.above_bound("DDP")
     assert [1.0, pytest.approx(5 / 3)] == two_rounds(bandwidth=100.0).above_bound("slow")
+
+
+def test_table_compares_with_lightning_what_runs_in_lightning(capsys):
+    """A variant that Lightning runs is compared with Lightning's strategy, too, and no other; reasons are told once."""
+    found = two_rounds()
+    found.skipped = {"one [way]": "it cannot be", "another": "it cannot be"}
+    print_report(found)
+    printed = capsys.readouterr().out
+    slow, ddp = (next(line for line in printed.splitlines() if f"│ {name} " in line) for name in ("slow", "DDP"))
+    # 3 / 4 and 5 / 4.
+    assert "1.000 [0.875, 1.125]" in slow
+    assert "-" == ddp.split("│")[4].strip()
+    assert "other processes kept 0.50 [0.38, 0.62] cores busy" in printed
+    assert "left out, because it cannot be: one [way]; another" in printed
+
+
+def test_clock_counts_its_ticks():
+    """A variant that ticks too seldom is an error, not a number."""
+    clock = Clock(2, torch.device("cpu"), lambda: 0)
+    for _ in range(WARMUP + 2):
+        clock.tick()
+    with pytest.raises(RuntimeError, match="a variant ticked 5 times instead of 6"):
+        clock.block()
+    clock.tick()
+    assert 0.0 == clock.block().sent
+
+
+@pytest.mark.parametrize(
+    ("nodes", "nccl", "possible"),
+    [
+        ([0, 0], False, {"{} on the wire"}),
+        ([0, 1], False, {"{} on the wire"}),
+        ([0, 1, 2, 3], False, {"{} on the wire"}),
+        ([0, 0, 1, 1], False, {"node by node", "flat", "{} on the wire", "{} on the wire, flat"}),
+        ([0, 0, 1], False, {"{} on the wire"}),
+        ([0, 0, 1, 1], True, {"{} on the wire"}),
+        ([0], False, set()),
+    ],
+)
+def test_ways_that_differ_are_measured(nodes, nccl, possible):
+    """On each kind of network those ways are measured that are not another one's, and the others say why not."""
+    found = list(ways(places_on_nodes(nodes), nccl=nccl))
+    expected = {name.format(dtype) for name in possible for dtype in ("bfloat16", "float16", "int8")}
+    assert expected == {way.name for way in found if way.obstacle is None}
+    # Three ways of each type, and two without.
+    assert 11 == len({way.name for way in found})
+
+
+def test_errors_are_relative_to_each_parameter():
+    """The error is that of the worst parameter, and that of all as one vector; NaN and a false zero are not lost."""
+    expected = [torch.tensor([3.0, 4.0]).double(), torch.tensor([0.0]).double()]
+    assert Errors(0.0, 0.0) == errors_of([torch.tensor([3.0, 4.0]), torch.tensor([0.0])], expected)
+    assert Errors(0.2, 0.2) == errors_of([torch.tensor([3.0, 5.0]), torch.tensor([0.0])], expected)
+    assert Errors(float("inf"), 0.2) == errors_of([torch.tensor([3.0, 4.0]), torch.tensor([1.0])], expected)
+    lost = errors_of([torch.tensor([3.0, float("nan")]), torch.tensor([0.0])], expected)
+    assert Errors(float("inf"), float("inf")) == lost
+
+
+def test_what_is_missed():
+    """An exact rule misses above its limit, any rule where the ranks hold different bits."""
+    errors = Errors(2e-6, 1e-7)
+    assert Result("m", "a", errors, 1e-6, same_bits=True).missed
+    assert not Result("m", "a", errors, 3e-6, same_bits=True).missed
+    assert not Result("m", "a", errors, None, same_bits=True).missed
+    assert Result("m", "a", errors, None, same_bits=False).missed
+
+
+def test_expected_gradients_by_hand():
+    """Pairs of rank and micro-batch go into the rule with their weights, the last one with weight 0."""
+    assert [3.0, 5.5, 4.0, 0.0] == [weight_of(rank, micro, 2) for rank in range(2) for micro in range(WINDOW)]
+    pairs = torch.tensor([[2.0], [4.0], [6.0], [100.0]])
+    given = Given(local=[], gathered=[[pairs]], nodes=[0, 1])
+    ((whole,),) = given.expected(RULES["weighted_mean"], WINDOW)
+    assert (3.0 * 2 + 5.5 * 4 + 4.0 * 6) / 12.5 == whole.item()
+    ((first,),) = given.expected(RULES["sum"], 1)
+    assert 8.0 == first.item()
+
+
+def test_variants_are_chosen_by_name():
+    """Wildcards name variants, others leave some of them out; names that leave none are an error with all names."""
+    everything = [Variant(name, lambda setting, clock: None) for name in ("DDP", "GradAvg sum", "GradAvg mean")]
+    assert ["GradAvg sum"] == [one.name for one in chosen(everything, ["GradAvg *"], ["* mean"])]
+    with pytest.raises(ValueError, match=r"--only=\['DPP'\] and --without=\[\] leave none of \['DDP', 'GradAvg sum', "):
+        chosen(everything, ["DPP"], [])
 
 
 def test_unknown_interface():
@@ -61,7 +161,10 @@ def test_unknown_interface():
     ("run", "arguments", "message"),
     [
         (run_step, ["--rounds", "0"], "--rounds, --steps and --ranks are 1 or more; got 0, None and 2"),
+        (run_step, ["--minutes", "0"], "--minutes is more than 0; got 0.0"),
         (run_step, ["--models", "vgg"], "invalid choice: 'vgg'"),
+        (run_exactness, ["--ranks", "0"], "--ranks is 1 or more; got 0"),
+        (run_exactness, ["--models", "vgg"], "invalid choice: 'vgg'"),
         (run_nodes, ["--rate", "fast"], "'fast' is not a rate; give a number > 0 and kbit, mbit or gbit: 1gbit"),
         (run_nodes, ["--nodes", "0"], "--nodes and --ranks are 1 or more; got 0 and 1"),
     ],
@@ -73,26 +176,139 @@ def test_bad_arguments(run, arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the bytes are counted by Linux")
-def test_step_from_command_to_files(tmp_path):
-    """Two tiny rounds on two ranks print a table, and leave the rounds and a picture of them."""
-    names = ["DDP", "compute only", "Lightning DDPStrategy", "GradAvg weighted_mean"]
-    command = [sys.executable, "-m", "benchmarks.step", "--models", "mlp", "--rounds", "2", "--steps", "2"]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path / "found"), "--only", *names],
+def no_namespaces() -> str | None:
+    """Say why network namespaces cannot be made here, or None."""
+    if sys.platform != "linux" or shutil.which("ip") is None or shutil.which("tc") is None:
+        return "needs Linux and iproute2"
+    made = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False)
+    return None if os.geteuid() == 0 and made.returncode == 0 else "needs the right to make network namespaces"
+
+
+NODES = """
+import sys
+from benchmarks import nodes
+
+def commands(given, made):
+    for name, script in zip(made.namespaces, sys.argv[1:], strict=True):
+        yield ["ip", "netns", "exec", name, "sh", "-c", script]
+
+nodes._commands = commands
+nodes.main(["--nodes", "2", "--rate", "1gbit"])
+"""
+
+WAITS = "echo ready; exec cat"
+
+
+@pytest.mark.skipif(no_namespaces() is not None, reason=str(no_namespaces()))
+@pytest.mark.parametrize(
+    ("scripts", "interrupt", "message"),
+    [
+        ([WAITS, WAITS], signal.SIGTERM, "ended by SIGTERM; the nodes are removed"),
+        ([WAITS, WAITS], signal.SIGINT, "ended by SIGINT; the nodes are removed"),
+        ([WAITS, "echo ready; exit 3"], None, "a node's launcher ended with exit code 3"),
+        (["trap '' TERM; echo ready; cat & kill -9 $$", WAITS], None, "a node's launcher ended with exit code -9"),
+        (["echo ready", "echo ready"], None, ""),
+    ],
+    ids=["terminated", "interrupted", "rank dies", "launcher is killed", "ends"],
+)
+def test_nodes_leave_nothing_behind(scripts, interrupt, message):
+    """Whatever ends a run on emulated nodes, its namespaces are gone, and all that ran in them; the others are told."""
+    with subprocess.Popen(
+        [sys.executable, "-c", NODES, *scripts],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,  # open to the end: who reads it, waits until it is ended
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as run:
+        assert run.stdout is not None
+        if interrupt is not None:
+            assert ["ready\n"] * 2 == [run.stdout.readline() for _ in range(2)]
+            run.send_signal(interrupt)
+        # It ends when the last process has ended that could write to it.
+        printed = run.stdout.read()
+        code = run.wait()
+    assert message in printed
+    assert (0 if message == "" else 1) == code
+    assert f"gradavg{run.pid}" not in netns("list")
+
+
+def netns(*arguments: str) -> str:
+    return subprocess.run(["ip", "netns", *arguments], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(no_namespaces() is not None, reason=str(no_namespaces()))
+def test_what_a_killed_run_leaves_is_removed_by_the_next():
+    """Namespaces of a run that was killed are removed by the next run with what is in them, those of a live one not."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    abandoned, alive = f"gradavg{ended.pid}n0", f"gradavg{os.getpid()}n0"
+    try:
+        for name in (abandoned, alive):
+            netns("add", name)
+        with subprocess.Popen(["ip", "netns", "exec", abandoned, "cat"], stdin=subprocess.PIPE) as rank:
+            subprocess.run([sys.executable, "-c", NODES, "true", "true"], cwd=ROOT, check=True)
+            assert -signal.SIGKILL == rank.wait()
+        listed = netns("list")
+        assert alive in listed
+        assert abandoned not in listed
+    finally:
+        netns("del", alive)
+
+
+def run_benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--models", "mlp", *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # 15 s on two idle cores, most of it imports
+@pytest.mark.skipif(sys.platform != "linux", reason="the bytes are counted by Linux")
+def test_step_from_command_to_files(tmp_path):
+    """A tiny round on two ranks prints a table, and leaves its numbers and a picture of them."""
+    names = ["DDP", "compute only", "communication only, int8 on the wire", "Lightning DDPStrategy"]
+    names += ["GradAvg weighted_mean", "GradAvg mean, node by node"]
+    *measured, left_out = names
+    options = ["--rounds", "1", "--steps", "2", "--output", str(tmp_path / "found"), "--only", *names]
+    done = run_benchmark("step", *options)
     assert 0 == done.returncode, done.stderr
     assert all(name in done.stdout for name in names)
-    (model,) = json.loads((tmp_path / "found.json").read_text())["models"]
+    saved = json.loads((tmp_path / "found.json").read_text())
+    assert options == saved["command"][-len(options) :]
+    (model,) = saved["models"]
     assert 2 == model["world_size"]
-    assert sorted(names) == sorted(model["seconds"])
-    assert {2} == {len(rounds) for rounds in model["seconds"].values()}
+    for table in ("seconds", "processor", "sent"):
+        assert sorted(measured) == sorted(model[table])
+        assert {1} == {len(rounds) for rounds in model[table].values()}
+    assert [sorted(measured)] == [sorted(turn) for turn in model["turns"]]
+    assert 1 == len(model["foreign"])
+    assert {"Lightning DDPStrategy", "GradAvg weighted_mean"} == set(model["in_lightning"])
+    assert "all ranks are on one node" in model["skipped"][left_out]
     assert model["sent"]["DDP"][0] > model["gradient_bytes"]
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # 15 s on two idle cores, most of it imports
+@pytest.mark.skipif(sys.platform != "linux", reason="the ranks' sockets are those of Linux")
+def test_exactness_from_command_to_files(tmp_path):
+    """Reduced gradients are those of the definition, narrow ones nearly; what is above the limit is a failure."""
+    names = ["GradAvg weighted_mean", "GradAvg mean, float16 on the wire", "average_gradients, sum"]
+    done = run_benchmark("exactness", "--limit", "1e-9", "--output", str(tmp_path / "found"), "--only", *names)
+    assert 1 == done.returncode, done.stderr
+    found = {one["name"]: one for one in json.loads((tmp_path / "found.json").read_text())["results"]}
+    assert set(names) == set(found)
+    assert [True, False, True] == [found[name]["missed"] for name in names]
+    assert 2 == done.stdout.count("MISSED")
+    assert all(one["same_bits"] for one in found.values())
+    exact, rounded, function = (found[name]["errors"]["parameter"] for name in names)
+    assert max(exact, function) < LIMIT
+    # One rounding to 11 bits before the sum and one after it.
+    assert 1e-5 < rounded < 2**-10

@@ -1,0 +1,112 @@
+"""Variants that Lightning's Trainer runs: its own DDP strategy and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import lightning
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch.utils.data import DataLoader
+
+from benchmarks.block import WARMUP, Clock, Setting, Variant, weight_of_rank
+from benchmarks.plain import POWER_SGD_RANKS
+from benchmarks.ways import FLAT, NODE_BY_NODE, Way
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.rules import RULES
+
+__all__ = ["LIGHTNING", "trained_variants"]
+
+LIGHTNING = "Lightning DDPStrategy"
+
+_TERMINATION = "_broadcast_sigterm_tensor"
+
+
+class _Ticks(Callback):
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """A step begins, which ends the one before."""
+        self._clock.tick()
+
+
+def _train(
+    strategy: Callable[[], Strategy],
+    setting: Setting,
+    clock: Clock,
+    *,
+    weighted: bool = False,
+    around: Callable[[Trainer], None] | None = None,
+) -> None:
+    setting.module.weight = weight_of_rank() if weighted else None
+    batches: Any = [setting.batch] * (WARMUP + setting.steps + 1)
+    trainer = Trainer(
+        accelerator=setting.device.type if setting.device.type == "cpu" else "gpu",
+        devices=dist.get_world_size() // setting.nodes,
+        num_nodes=setting.nodes,
+        strategy=strategy(),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[_Ticks(clock)],
+    )
+    if around is not None:
+        around(trainer)
+    trainer.fit(setting.module, DataLoader(batches, batch_size=None))
+    # Lightning moves the model to the CPU when training ends.
+    setting.module.to(setting.device)
+
+
+def _without_termination_flag(trainer: Trainer) -> None:
+    """Leave out what Lightning 2.6 does at every batch: a broadcast of whether rank 0 is to end, read on the host."""
+    setattr(trainer.fit_loop.epoch_loop, _TERMINATION, lambda: None)
+
+
+def _stock() -> Iterator[Variant]:
+    yield Variant(LIGHTNING, partial(_train, DDPStrategy), in_lightning=True)
+    flagless = hasattr(_TrainingEpochLoop, _TERMINATION)
+    yield Variant(
+        f"{LIGHTNING}, no termination flag",
+        partial(_train, DDPStrategy, around=_without_termination_flag),
+        in_lightning=True,
+        obstacle=None if flagless else f"lightning {lightning.__version__} broadcasts no flag",
+    )
+    views = partial(DDPStrategy, gradient_as_bucket_view=True)
+    yield Variant(f"{LIGHTNING}, bucket views", partial(_train, views), in_lightning=True)
+
+
+def _ours(reduction: str, name: str = "", obstacle: str | None = None, **options: Any) -> Variant:
+    strategy = partial(GradAvgStrategy, reduction=reduction, **options)  # type: ignore[arg-type]  # a name of a rule
+    return Variant(
+        f"GradAvg {reduction}, {name}" if name else f"GradAvg {reduction}",
+        partial(_train, strategy, weighted=RULES[reduction].uses_weight),
+        in_lightning=True,
+        obstacle=obstacle,
+    )
+
+
+def trained_variants(ways: Sequence[Way]) -> Iterator[Variant]:
+    """Yield what Lightning runs, the process group being up.
+
+    Args:
+        ways: In which our options could send buckets.
+    """
+    yield from _stock()
+    for reduction in RULES:
+        yield _ours(reduction)
+    for reduction in ("sum", "weighted_mean"):
+        yield _ours(reduction, "bucket views", gradient_as_bucket_view=True)
+    for reduction, its_own in (("mean", FLAT), ("weighted_mean", NODE_BY_NODE)):
+        for way in ways:
+            if way.name != its_own:
+                yield _ours(reduction, way.name, way.obstacle, **way.options)
+    for rank in POWER_SGD_RANKS:
+        yield _ours("mean", f"PowerSGD rank {rank}", power_sgd_rank=rank, power_sgd_start_step=2)
