@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
 
+from lightning_gradavg.reduction.groups import twin_group
 from lightning_gradavg.reduction.reducer import AveragingHook
 from lightning_gradavg.wire.worker import Worker
 
@@ -91,10 +93,15 @@ def power_sgd(
 
 def _in_order(hook: Callable[..., Any], state: Any, group: dist.ProcessGroup | None) -> AveragingHook:
     """Run a hook of several collectives bucket by bucket, in a thread and a process group of its own."""
-    ranks = dist.get_process_group_ranks(group)
-    # Torch names a group that its members make alone by how many groups each has, which must then be alike.
-    alone = len(ranks) < dist.get_world_size()
-    state.process_group = dist.new_group(ranks, use_local_synchronization=alone)
+    ours = group if group is not None else dist.group.WORLD
+    assert ours is not None
+    timeout = ours._get_backend(torch.device("cpu")).options._timeout
+    twin = twin_group(ours, timeout)
+    if twin is None:
+        # Torch names a group that its members make alone by how many groups each has, which must then be alike.
+        ranks = dist.get_process_group_ranks(ours)
+        twin = dist.new_group(ranks, timeout, use_local_synchronization=True)
+    state.process_group = twin
     worker = Worker("gradavg-hook")
 
     def run(bucket: GradBucket, result: Future[Any]) -> None:
