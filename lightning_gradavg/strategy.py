@@ -114,7 +114,8 @@ class GradAvgStrategy(ReplicatingStrategy):
         dim: See above.
         broadcast_buffers: See above.
         init_sync: See above.
-        process_group: See above. The rule counts the ranks of this group.
+        process_group: See above. Its ranks are the data-parallel ones: the rule counts them, data are dealt to them,
+            and what is logged is reduced over them. Every rank of the run is in one group. See docs/reduction.md.
         bucket_cap_mb: See above, in MiB.
         find_unused_parameters: See above.
         check_reduction: See above.
@@ -123,7 +124,7 @@ class GradAvgStrategy(ReplicatingStrategy):
         delay_all_reduce_named_params: See above; with `reduction="mean"` only.
         param_to_hook_all_reduce: See above; with `reduction="mean"` only.
         mixed_precision: See above; with `reduction="mean"` only.
-        device_mesh: See above.
+        device_mesh: See above: one dimension of a mesh, instead of `process_group`.
         skip_all_reduce_unused_params: See above.
         bucket_cap_mb_list: See above, in MiB.
         batched_grad_copy: See above.

@@ -25,8 +25,8 @@ Place = Callable[[int, int], None]
 @pytest.fixture
 def stand_on(monkeypatch: pytest.MonkeyPatch) -> Place:
     def stand(rank: int, world_size: int) -> None:
-        monkeypatch.setattr(dist, "get_rank", lambda: rank)
-        monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
+        monkeypatch.setattr(dist, "get_rank", lambda group=None: rank)
+        monkeypatch.setattr(dist, "get_world_size", lambda group=None: world_size)
 
     return stand
 
@@ -54,9 +54,9 @@ def test_every_batch_of_one_process_is_dealt_once(make, size, batch, world_size,
     alone = [one.tolist() for one in loader][:limit]
     of_ranks = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_world_size", lambda: world_size)
+        patch.setattr(dist, "get_world_size", lambda group=None: world_size)
         for rank in range(world_size):
-            patch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            patch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
             of_ranks.append([one.tolist() for one in wrapped(loader, limit=limit)])
     assert alone == in_order(of_ranks)
     if limit is None:

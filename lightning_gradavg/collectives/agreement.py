@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Header", "World", "on_ranks", "ranks_by_value"]
+__all__ = ["Header", "World", "make_groups", "on_ranks", "ranks_by_value"]
 
 _RANKS_SHOWN = 8
 
@@ -87,6 +87,32 @@ class World:
         # Chosen by what all ranks share, the group: parameters may differ, which is what the exchange finds out.
         types = self.device_types or ("cpu",)
         return torch.device("cpu" if "cpu" in types else types[0])
+
+
+def make_groups(
+    group: dist.ProcessGroup | None, wanted: Iterable[tuple[int, ...]]
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make process groups of some of a group's ranks. A collective operation of all ranks of the run.
+
+    Args:
+        group: The process group that this rank is a member of; None for that of all ranks. Every rank passes its own.
+        wanted: Sets of ranks of `group`, in increasing order and each once; the same on all its members.
+
+    Returns:
+        The process group of each set; no process group for a rank that is not in it.
+    """
+    members = {
+        ranks if group is None else tuple(dist.get_global_rank(group, rank) for rank in ranks): ranks
+        for ranks in sorted(wanted)
+    }
+    everywhere = list(members)
+    if group is not None:
+        # Torch has all ranks of the run make every group, in one order.
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, everywhere)
+        everywhere = sorted({each for of_rank in of_ranks for each in of_rank})
+    made = {each: dist.new_group(list(each)) for each in everywhere}
+    return {ranks: made[each] for each, ranks in members.items()}
 
 
 @dataclass(frozen=True)

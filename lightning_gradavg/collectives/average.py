@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from lightning_gradavg.collectives.contribution import ABSENT, Contribution, for
 from lightning_gradavg.place import places_on_nodes
 from lightning_gradavg.reduction.reduce import share_of, window_factor
 from lightning_gradavg.rules import Rule, RuleFunction
+from lightning_gradavg.wire.codecs import CODECS, Codec
 
 __all__ = ["average_gradients", "rank_factors"]
 
@@ -31,6 +33,7 @@ def average_gradients(
     reduction: str | RuleFunction | Rule = "mean",
     weight: float | Tensor | None = None,
     group: dist.ProcessGroup | None = None,
+    wire_dtype: Literal["bfloat16", "float16"] | None = None,
 ) -> None:
     """Reduce the gradients over the ranks of a process group, in place. Call it on every rank, after `backward()`.
 
@@ -56,6 +59,10 @@ def average_gradients(
         weight: The count of loss terms behind this rank's gradient: a number >= 0 of any type, or a tensor with one
             element. Pass it on all ranks or on none; rules that do not use it ignore it. Summed in float64.
         group: The process group to reduce over; the default group if None.
+        wire_dtype: What dense gradients are sent as between ranks, the same on all: `"bfloat16"` or `"float16"`, half
+            the bytes of float32. They are summed in float32, each number rounded once before the sum and once after it.
+            Gradients in double precision are refused, and so is `"int8"`, which needs a memory that a function has not.
+            None for the type that they are summed in. See docs/communication.md.
 
     Raises:
         ValueError: On all ranks alike and with the gradients untouched, if an argument is not usable on some rank, or
@@ -65,7 +72,7 @@ def average_gradients(
     world = World.of(group)
     contribution, error = None, None
     try:
-        contribution = Contribution.of(module_or_parameters, reduction, weight, world.device_types)
+        contribution = Contribution.of(module_or_parameters, reduction, weight, world.device_types, wire_dtype)
     except Exception as failure:  # noqa: BLE001  # whatever this rank meets: the others would wait for it for ever
         error = failure
     header = contribution.header if contribution is not None else Header(failed=True)
@@ -76,7 +83,8 @@ def average_gradients(
         raise ValueError(_difference_of_ranks(world, contribution))
     factors = _agreed_factors(contribution.rule, headers)
     forms = _agreed_forms(world, contribution, headers)
-    _reduce(world, contribution.parameters, forms, factors)
+    codec = None if contribution.wire_dtype is None else CODECS[contribution.wire_dtype]
+    _reduce(world, contribution.parameters, forms, factors, codec)
 
 
 def rank_factors(rule: Rule, nodes: Sequence[int], weights: Sequence[float]) -> list[float]:
@@ -118,10 +126,12 @@ def _problems_of_ranks(world: World, error: Exception | None) -> str:
 
 def _difference_of_ranks(world: World, contribution: Contribution) -> str:
     """Return the first thing that the ranks do not have in common, the same text on all ranks."""
-    gathered = world.gather_objects((contribution.reduction, contribution.descriptions))
-    reductions, descriptions = zip(*gathered, strict=True)
+    gathered = world.gather_objects((contribution.reduction, contribution.wire_dtype, contribution.descriptions))
+    reductions, wire_dtypes, descriptions = zip(*gathered, strict=True)
     if len(set(reductions)) > 1:
         return f"reduction= differs between ranks: {_by_value(reductions)}. Pass the same on all ranks."
+    if len(set(wire_dtypes)) > 1:
+        return f"wire_dtype= differs between ranks: {_by_value(map(repr, wire_dtypes))}. Pass the same on all ranks."
     if len(set(map(len, descriptions))) > 1:
         numbers = _by_value(f"{len(of_rank)} parameters" for of_rank in descriptions)
         return f"the ranks pass different numbers of parameters: {numbers}. Pass the same parameters on all ranks."
@@ -185,7 +195,13 @@ def _agreed_forms(world: World, contribution: Contribution, headers: Sequence[He
     return agreed
 
 
-def _reduce(world: World, parameters: Sequence[Tensor], forms: Sequence[int], factors: Sequence[float]) -> None:
+def _reduce(
+    world: World,
+    parameters: Sequence[Tensor],
+    forms: Sequence[int],
+    factors: Sequence[float],
+    codec: Codec | None,
+) -> None:
     factor = factors[world.rank]
     # All factors are known: where all are 0, every rank discards what it has, and there is nothing to send.
     group = world.group if any(factors) else None
@@ -201,7 +217,7 @@ def _reduce(world: World, parameters: Sequence[Tensor], forms: Sequence[int], fa
             dense.append(gradient)
     if world.size == 1 and factor == 1:
         return
-    sum_dense(dense, factor, group)
+    sum_dense(dense, factor, group, codec)
     if sparse:
         for parameter, total in zip(holders, sum_sparse(sparse, factor, group), strict=True):
             parameter.grad = total

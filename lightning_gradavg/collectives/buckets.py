@@ -1,6 +1,7 @@
 """Gradients on the wire: dense ones summed in flat buckets, sparse ones gathered, every bucket in flight at once.
 
-Nothing is summed in fewer than 32 bits: narrower gradients are widened, summed and rounded once at the end.
+Nothing is summed in fewer than 32 bits: narrower gradients are widened, summed and rounded once at the end. Nor is what
+a codec sends in fewer: it is scattered, summed where it arrives, and gathered, as in `lightning_gradavg.wire.exchange`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_gradavg.wire.codecs import Codec
 
 __all__ = ["WIRE_DTYPES", "sum_dense", "sum_sparse"]
 
@@ -33,6 +36,9 @@ BUCKET_BYTES = 25 * 2**20
 # copying 1 MiB into a bucket and back.
 SINGLE_BYTES = 2**20
 
+# Of a bucket that is scattered, on the wire: one large message leaves half of a full-duplex link idle.
+SEGMENT_BYTES = 2**20
+
 
 @dataclass
 class _Bucket:
@@ -43,21 +49,79 @@ class _Bucket:
         flat: The memory that is summed over ranks.
         views: `flat`, cut into the shapes of `gradients`; empty where `flat` is the memory of the only gradient.
         work: The sum under way, or None.
+        segments: The parts in which it is under way instead.
     """
 
     gradients: list[Tensor]
     flat: Tensor
     views: list[Tensor]
     work: dist.Work | None = field(default=None)
+    segments: list[_Segment] = field(default_factory=list)
 
     def finish(self) -> None:
         if self.work is not None:
             self.work.wait()
+        for segment in self.segments:
+            segment.finish()
         if self.views:
             torch._foreach_copy_(self.gradients, self.views)
 
 
-def sum_dense(gradients: Sequence[Tensor], factor: float, group: dist.ProcessGroup | None) -> None:
+@dataclass
+class _Segment:
+    """Consecutive numbers of a bucket, cut into a row for each rank, which sums it.
+
+    Every collective of it is started by the thread that calls, for all segments in one order, so that the ranks agree.
+
+    Attributes:
+        numbers: Receive the sum.
+        codec: Makes bytes of them.
+        group: The ranks.
+        own: The row that this rank sums, unrounded.
+        received: The payload that is arriving.
+        work: Its arrival.
+    """
+
+    numbers: Tensor
+    codec: Codec
+    group: dist.ProcessGroup
+    own: Tensor
+    received: Tensor
+    work: dist.Work
+
+    @classmethod
+    def scatter(cls, numbers: Tensor, codec: Codec, group: dist.ProcessGroup) -> _Segment:
+        """Begin to send each rank its row."""
+        ranks = dist.get_world_size(group)
+        missing = -numbers.numel() % (ranks * codec.multiple)
+        whole = torch.cat([numbers, numbers.new_zeros(missing)]) if missing else numbers
+        rows = whole.view(ranks, -1)
+        payload = codec.encode(rows)
+        received = torch.empty_like(payload)
+        work = dist.all_to_all_single(received, payload, group=group, async_op=True)
+        assert work is not None
+        return cls(numbers, codec, group, rows[dist.get_rank(group)], received, work)
+
+    def gather(self) -> None:
+        """Wait for the others' rows, and begin to send their sum to all."""
+        self.work.wait()
+        rows = self.codec.decode(self.received)
+        rows[dist.get_rank(self.group)] = self.own
+        payload = self.codec.encode(rows.sum(0, keepdim=True))
+        self.received = payload.new_empty(len(rows), payload.shape[1])
+        work = dist.all_gather(list(self.received.unbind()), payload[0], group=self.group, async_op=True)
+        assert work is not None
+        self.work = work
+
+    def finish(self) -> None:
+        """Wait for the sum. All ranks read it from the same bytes."""
+        self.work.wait()
+        self.numbers.copy_(self.codec.decode(self.received).flatten()[: self.numbers.numel()])
+
+
+def sum_dense(
+    gradients: Sequence[Tensor], factor: float, group: dist.ProcessGroup | None, codec: Codec | None = None
+) -> None:
     """Replace every gradient by `sum over ranks of factor * gradient`, in place.
 
     Args:
@@ -65,16 +129,37 @@ def sum_dense(gradients: Sequence[Tensor], factor: float, group: dist.ProcessGro
             same order, on all ranks; strides may differ.
         factor: What this rank's gradients are multiplied by; 0 discards them, whatever they hold.
         group: The process group to sum over; None for no communication.
+        codec: What numbers are sent by, where all are summed in its type; None for the type of the sum.
     """
     shared = _shared_storages(gradients)
     buckets = []
     for members in _partition(gradients):
         bucket = _pack(members, factor, shared)
-        if group is not None:
-            bucket.work = dist.all_reduce(_real(bucket.flat), group=group, async_op=True)
         buckets.append(bucket)
+        if group is None:
+            continue
+        flat = _real(bucket.flat)
+        if codec is None:
+            bucket.work = dist.all_reduce(flat, group=group, async_op=True)
+            continue
+        pieces = _cut(flat.view(-1), codec, dist.get_world_size(group))
+        bucket.segments = [_Segment.scatter(piece, codec, group) for piece in pieces]
+    for bucket in buckets:
+        for segment in bucket.segments:
+            segment.gather()
     for bucket in buckets:
         bucket.finish()
+
+
+def _cut(flat: Tensor, codec: Codec, ranks: int) -> tuple[Tensor, ...]:
+    """Cut a bucket into segments of nearly equal size."""
+    unit = ranks * codec.multiple
+    units = -(-flat.numel() // unit)
+    size = ranks * codec.row_bytes(units * codec.multiple)
+    # On an accelerator a segment costs launches, and the collectives of one stream follow one another anyway.
+    count = 1 if flat.device.type != "cpu" else min(units, -(-size // SEGMENT_BYTES))
+    segments: tuple[Tensor, ...] = flat.split(-(-units // count) * unit)
+    return segments
 
 
 def _partition(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

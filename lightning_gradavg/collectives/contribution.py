@@ -16,8 +16,12 @@ from lightning_gradavg.collectives.buckets import WIRE_DTYPES
 from lightning_gradavg.place import node_from_environment
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
 from lightning_gradavg.weights import as_weight, weight_problem
+from lightning_gradavg.wire.codecs import CODECS
 
-__all__ = ["ABSENT", "Contribution", "form_dtype", "form_sparse_dim", "form_text"]
+__all__ = ["ABSENT", "STATELESS", "Contribution", "form_dtype", "form_sparse_dim", "form_text"]
+
+STATELESS = tuple(name for name, codec in CODECS.items() if not codec.lossy)
+"""The keys of `CODECS` that need no memory of what earlier steps did not send."""
 
 ABSENT = 0
 """The form of a gradient that is None."""
@@ -39,6 +43,7 @@ class Contribution:
         forms: The form of each parameter's gradient: absent, or its dtype and number of sparse dimensions.
         node: The node of this rank, or None if it is not known.
         weight: The weight, or None if it was not given.
+        wire_dtype: What numbers are sent as, a member of `STATELESS`; None for the type that they are summed in.
     """
 
     rule: Rule
@@ -48,6 +53,7 @@ class Contribution:
     forms: list[int]
     node: int | None
     weight: float | None
+    wire_dtype: str | None
 
     @classmethod
     def of(
@@ -56,6 +62,7 @@ class Contribution:
         reduction: str | RuleFunction | Rule,
         weight: float | Tensor | None,
         device_types: Sequence[str] | None,
+        wire_dtype: str | None = None,
     ) -> Contribution:
         """Check the arguments of a reduction and the gradients.
 
@@ -64,16 +71,20 @@ class Contribution:
             reduction: The reduction rule, by name or not.
             weight: The weight in whatever type, or None.
             device_types: Where gradients may be; None for anywhere.
+            wire_dtype: What numbers are to be sent as, or None.
 
         Raises:
             TypeError: If an argument or a tensor is of a type that cannot be reduced.
             ValueError: If one has a value that cannot be reduced.
         """
         rule = resolve_rule(reduction)
+        _check_wire(wire_dtype)
         labels, parameters, descriptions, forms = [], [], [], []
         devices: dict[torch.device, int] = {}
         for label, parameter in _labeled(module_or_parameters):
             forms.append(_form_of(label, parameter, device_types))
+            if wire_dtype is not None:
+                _refuse_double_precision(label, forms[-1], wire_dtype)
             labels.append(label)
             parameters.append(parameter)
             # Which parameters share a device decides which share a bucket.
@@ -83,7 +94,7 @@ class Contribution:
                 + (f", device {ordinal} of the rank" if ordinal else "")
             )
         number = None if weight is None else _checked_weight(weight)
-        return cls(rule, labels, parameters, descriptions, forms, node_from_environment(), number)
+        return cls(rule, labels, parameters, descriptions, forms, node_from_environment(), number, wire_dtype)
 
     @property
     def reduction(self) -> str:
@@ -93,7 +104,7 @@ class Contribution:
     @property
     def header(self) -> Header:
         """What the other ranks need to know of this contribution, as long as they bring the like."""
-        parameters = _digest("\n".join([self.reduction, *self.descriptions]))
+        parameters = _digest("\n".join([self.reduction, str(self.wire_dtype), *self.descriptions]))
         return Header(False, parameters, _digest(str(self.forms)), self.node, self.weight)
 
 
@@ -118,6 +129,29 @@ def form_sparse_dim(form: int) -> int:
 
 def _digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _check_wire(wire_dtype: str | None) -> None:
+    if wire_dtype is None or wire_dtype in STATELESS:
+        return
+    accepted = f"Use {', '.join(map(repr, STATELESS))}, or None to send gradients in their own type"
+    if wire_dtype in CODECS:
+        raise ValueError(
+            f"wire_dtype={wire_dtype!r} has to keep what a step did not send and add it to the next one, and a function"
+            f" keeps nothing between calls. {accepted}; GradAvgStrategy(wire_dtype={wire_dtype!r}) keeps it"
+        )
+    raise ValueError(f"wire_dtype={wire_dtype!r} is not a type that gradients can be sent as. {accepted}")
+
+
+def _refuse_double_precision(label: str, form: int, wire_dtype: str) -> None:
+    # Sparse gradients are sent as they are.
+    if form == ABSENT or form_sparse_dim(form) > 0:
+        return
+    if form_dtype(form) in (torch.float64, torch.complex128):
+        raise ValueError(
+            f"wire_dtype={wire_dtype!r} would round the gradient of {label}, which is {form_dtype(form)}, to a quarter"
+            " of its digits or fewer. Leave wire_dtype out, or train in float32"
+        )
 
 
 def _checked_weight(weight: float | Tensor) -> float:

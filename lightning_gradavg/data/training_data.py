@@ -66,11 +66,10 @@ class SplitTraining:
         self._trainer, self._module = trainer, module
         self._group: Any = group if group is not None else dist.group.WORLD
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        alone = world_size == 1
         self.splitter = BatchSplitter(
             Split(rank, world_size, num_replicas, max_device_batch_size),
-            None if alone else self._broadcast,
-            None if alone else self._agree,
+            None if dist.get_world_size() == 1 else _broadcast,
+            None if world_size == 1 else self._agree,
             whole_batches,
         )
         self.splitter.epoch_ended = trainer.fit_loop.epoch_loop._num_ready_batches_reached
@@ -233,16 +232,17 @@ class SplitTraining:
         if isinstance(self._val_interval, int):
             trainer.val_check_interval = self._val_interval * count
 
-    def _broadcast(self, value: Any) -> Any:
-        values = [value]
-        source = dist.get_global_rank(self._group, 0)
-        dist.broadcast_object_list(values, source, group=self._group)
-        return values[0]
-
     def _agree(self, value: bytes) -> bool:
         values: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(values, value, group=self._group)
         return len(set(values)) == 1
+
+
+def _broadcast(value: Any) -> Any:
+    """Return rank 0's value: that of the run, as ranks beside the group may hold other parts of the same replicas."""
+    values = [value]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
 
 
 def _cut_out(batch: Any, chunk: Chunk, position: int) -> Any:

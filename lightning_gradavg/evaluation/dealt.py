@@ -32,24 +32,25 @@ __all__ = [
 class _DealtIndices:
     """This rank's share of what a sampler yields; in a copy of the loader it stands in the sampler's place."""
 
-    def __init__(self, sampler: Any, limit: int | None) -> None:
+    def __init__(self, sampler: Any, limit: int | None, group: dist.ProcessGroup | None) -> None:
         self.dealt = sampler
-        self._limit = limit
+        self._limit, self._group = limit, group
 
     def __iter__(self) -> Iterator[Any]:
         indices: Any = islice(self.dealt, self._limit)
         inner = self.dealt.sampler if type(self.dealt) is BatchSampler else self.dealt
         if type(inner) is not SequentialSampler:
-            # It may draw from a generator that differs between the ranks. Each draws, to move on, and rank 0's counts.
+            # It may draw from a generator that differs between the ranks. Each draws, to move on, and rank 0's counts:
+            # that of the run, as the ranks beside this group may hold other parts of the same model.
             drawn = [list(indices)]
             dist.broadcast_object_list(drawn, 0)
             indices = drawn[0]
-        return islice(indices, dist.get_rank(), None, dist.get_world_size())
+        return islice(indices, dist.get_rank(self._group), None, dist.get_world_size(self._group))
 
     def __len__(self) -> int:
         length = len(self.dealt)
         length = length if self._limit is None else min(length, self._limit)
-        return len(range(dist.get_rank(), length, dist.get_world_size()))
+        return len(range(dist.get_rank(self._group), length, dist.get_world_size(self._group)))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "dealt" not in vars(self):
@@ -57,14 +58,14 @@ class _DealtIndices:
         return getattr(self.dealt, name)
 
 
-def _dealt_copy(loader: DataLoader[Any], limit: int | None) -> DataLoader[Any]:
+def _dealt_copy(loader: DataLoader[Any], limit: int | None, group: dist.ProcessGroup | None) -> DataLoader[Any]:
     """Return a copy of a map-style loader with its sampler dealt, without running a constructor."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler: Any = getattr(loader, name)
     if isinstance(sampler, _IndexBatchSamplerWrapper):  # it notes the indices for prediction writers
-        sampler = _IndexBatchSamplerWrapper(cast("Any", _DealtIndices(sampler._batch_sampler, limit)))
+        sampler = _IndexBatchSamplerWrapper(cast("Any", _DealtIndices(sampler._batch_sampler, limit, group)))
     else:
-        sampler = _DealtIndices(sampler, limit)
+        sampler = _DealtIndices(sampler, limit, group)
     copy = object.__new__(type(loader))
     copy.__dict__.update(loader.__dict__, _iterator=None, **{name: sampler})
     return copy
@@ -74,6 +75,7 @@ class EvaluationLoader:
     """This rank's batches of a user's evaluation loader. All other attributes are those of that loader.
 
     Attributes:
+        group: The process group that the batches are dealt to; None for that of all ranks.
         loader: The user's loader, untouched.
         kept: Whether the user shares out the data; otherwise the batches are dealt.
         lengths: Each rank's number of batches; None if some rank does not know.
@@ -89,12 +91,14 @@ class EvaluationLoader:
         limit: int | None,
         lengths: Sequence[int] | None,
         on_batch: Callable[[EvaluationLoader], None],
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        self.group = group
         self.loader, self.kept, self.lengths = loader, kept, lengths
         self._limit, self._on_batch = limit, on_batch
         indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         self._streamed = not kept and not indexed
-        self._source = _dealt_copy(loader, limit) if indexed and not kept else loader
+        self._source = _dealt_copy(loader, limit, group) if indexed and not kept else loader
         self.taken = 0
         self.read = (0, b"")
 
@@ -113,7 +117,7 @@ class EvaluationLoader:
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield every `world_size`-th batch of a stream that all ranks read."""
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         digest = blake2b(digest_size=16)
         size, rounds = world_size, 0
         while size == world_size:
@@ -164,8 +168,8 @@ class EvaluationLoader:
         if self.kept:
             return f"{name}: every rank evaluates its own batches"
         if self._streamed:
-            return f"{name}: every rank reads all batches and evaluates one of every {dist.get_world_size()}"
-        return f"{name}: its batches are dealt to {dist.get_world_size()} ranks, each of them once"
+            return f"{name}: every rank reads all batches and evaluates one of every {dist.get_world_size(self.group)}"
+        return f"{name}: its batches are dealt to {dist.get_world_size(self.group)} ranks, each of them once"
 
 
 def ranks_having(lengths: Sequence[int], index: int) -> tuple[int, ...]:
@@ -208,9 +212,9 @@ def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
     return None
 
 
-def sampler_problem(sampler: DistributedSampler[Any]) -> str | None:
-    """Return why the sampler does not yield each sample once, or None."""
-    samples, replicas, world_size = len(sampler.dataset), sampler.num_replicas, dist.get_world_size()  # type: ignore[arg-type]  # it takes sized data only
+def sampler_problem(sampler: DistributedSampler[Any], world_size: int) -> str | None:
+    """Return why the sampler does not yield each sample once on so many ranks, or None."""
+    samples, replicas = len(sampler.dataset), sampler.num_replicas  # type: ignore[arg-type]  # it takes sized data only
     advice = "Leave the sampler out: the loader is dealt, and each of its batches evaluated once."
     if replicas != world_size:
         return f"an evaluation loader has a DistributedSampler for {replicas} replicas on {world_size} ranks. {advice}"

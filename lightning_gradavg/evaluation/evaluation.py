@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
+from lightning_gradavg.collectives.agreement import make_groups
 from lightning_gradavg.evaluation.dealt import (
     EvaluationLoader,
     compare_streams,
@@ -56,15 +57,18 @@ _STAGES = {
 
 
 class ExactEvaluation:
-    """Evaluates each sample exactly once during one run of a Trainer, on every rank of a world of two or more.
+    """Evaluates each sample exactly once during one run of a Trainer, on every rank of a group of two or more.
 
     Args:
         trainer: The Trainer.
         module: The module that it evaluates.
+        group: The process group whose ranks share the samples; None for that of all ranks. The other ranks evaluate the
+            same at the same time, in groups of their own.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, group: dist.ProcessGroup | None) -> None:
         self._trainer, self._module = trainer, module
+        self._group = group
         self._injects_samplers = trainer._accelerator_connector.use_distributed_sampler
         self._stage: RunningStage | None = None
         self._options: list[tuple[Any, str, Any]] = []
@@ -114,14 +118,14 @@ class ExactEvaluation:
         owners = (loader, getattr(loader, "dataset", None))
         sharded = any(getattr(owner, "sharded_by_rank", False) for owner in owners)
         kept = sharded or sampler is not None or not self._injects_samplers
-        problem = sampler_problem(sampler) if sampler is not None else None
+        problem = sampler_problem(sampler, dist.get_world_size(self._group)) if sampler is not None else None
         limited: float = 0
         try:
             length = sized_len(loader)
             limited = _parse_num_batches(self._stage, float("inf") if length is None else length, limit)
         except MisconfigurationException as error:
             problem = problem or str(error)
-        every = gather((kept, limited, problem))
+        every = gather((kept, limited, problem), self._group)
         # A problem that only some ranks have is raised by them all: nobody waits for a rank that has given up.
         problem = next((of_rank[2] for of_rank in every if of_rank[2] is not None), None)
         if problem is None and len({of_rank[:2] if not of_rank[0] else True for of_rank in every}) > 1:
@@ -136,13 +140,14 @@ class ExactEvaluation:
             raise ValueError(problem)
         lengths = [of_rank[1] for of_rank in every]
         sized = float("inf") not in lengths
-        ranks = range(dist.get_world_size())
+        ranks = range(dist.get_world_size(self._group))
         of_ranks = lengths if kept else [len(range(rank, int(lengths[0]), len(ranks))) for rank in ranks if sized]
         wrapped = EvaluationLoader(
             loader,
             kept=kept,
             limit=None if limited == float("inf") else int(limited),
             lengths=of_ranks if sized else None,
+            group=self._group,
             on_batch=self._note,
         )
         rank_zero_info(f"GradAvgStrategy: {self._stage.dataloader_prefix} {wrapped.describe()}")
@@ -166,11 +171,12 @@ class ExactEvaluation:
                 " evaluated more than once. Use 'sequential', 'min_size' or 'max_size'."
             )
         together = [self._together(loaders)] if mode != "sequential" else [loader.lengths for loader in loaders]
-        for lengths in filter(None, together):
-            for ended in sorted(set(lengths) - {max(lengths)}):
-                ranks = ranks_having(lengths, ended)
-                if ranks not in self._groups:
-                    self._groups[ranks] = dist.new_group(list(ranks))
+        incomplete = {
+            ranks_having(lengths, ended)
+            for lengths in filter(None, together)
+            for ended in set(lengths) - {max(lengths)}
+        }
+        self._groups |= make_groups(self._group, incomplete - set(self._groups))
         if isinstance(model, DistributedDataParallel):
             self._take_buffers(model)
         metrics = self._metrics()
@@ -217,9 +223,9 @@ class ExactEvaluation:
         self._changed, self._regrouped, self._own_buffers = [], [], []
         loop = self._loop
         if isinstance(loop, _PredictionLoop):
-            compare_streams(gather([loader.read for loader in self._loaders]), together=False)
+            compare_streams(gather([loader.read for loader in self._loaders], self._group), together=False)
             if loop.return_predictions:
-                every = gather(loop._predictions)
+                every = gather(loop._predictions, self._group)
                 for index, loader in enumerate(self._loaders):
                     if not loader.kept:
                         # In place: this list is what the loop returns.
@@ -233,7 +239,7 @@ class ExactEvaluation:
             for name in ("on_run_end", "_store_dataloader_outputs"):
                 vars(loop).pop(name, None)
         for ranks, group in self._groups.items():
-            if dist.get_rank() in ranks:
+            if dist.get_rank(self._group) in ranks:
                 dist.destroy_process_group(group)
         self._groups = {}
 
@@ -302,10 +308,10 @@ class ExactEvaluation:
         metrics = dict(self._metrics())
         updated = {name: one for name, one in metrics.items() if one._update_count != self._updates.get(name, 0)}
         read = [loader.read for loader in self._loaders]
-        every = gather((describe_results(loop._results), describe_states(updated), read))
+        every = gather((describe_results(loop._results), describe_states(updated), read), self._group)
         results, states, reads = zip(*every, strict=True)
         compare_streams(reads, together=self._mode != "sequential")
-        self._changed = complete_states(metrics, states)
+        self._changed = complete_states(metrics, states, self._group)
         lacking = complete_results(loop._results, results, self._module)
         if lacking and not self._trainer.sanity_checking:
             rank_zero_warn(

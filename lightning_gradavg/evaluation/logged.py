@@ -33,10 +33,10 @@ _FIELDS = (
 )
 
 
-def gather(value: Any) -> list[Any]:
-    """Return every rank's value, in rank order."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the value of every rank of a process group, in rank order; None for that of all ranks."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -157,7 +157,9 @@ def _describe_list(value: list[Any], *, concatenated: bool) -> ListState:
 
 
 def complete_states(
-    metrics: Mapping[str, Metric], of_ranks: Sequence[Mapping[str, Mapping[str, ListState]]]
+    metrics: Mapping[str, Metric],
+    of_ranks: Sequence[Mapping[str, Mapping[str, ListState]]],
+    group: dist.ProcessGroup | None = None,
 ) -> list[tuple[Metric, dict[str, Any]]]:
     """Give the list states of the metrics a form that torchmetrics can gather. A collective operation.
 
@@ -167,6 +169,7 @@ def complete_states(
     Args:
         metrics: All metrics of this rank's module, by name.
         of_ranks: What `describe_states` returned, in rank order.
+        group: The process group of those ranks; None for that of all.
 
     Returns:
         Metrics, with the attributes to put back when their results are computed.
@@ -174,6 +177,8 @@ def complete_states(
     changed: list[tuple[Metric, dict[str, Any]]] = []
     for name, states in {name: states for of_rank in of_ranks for name, states in of_rank.items()}.items():
         metric, whole = metrics[name], set()
+        # What it remembers of an earlier evaluation is not what the others compute now, waiting for this rank.
+        metric._computed = None
         if not metric.update_called:  # it warns otherwise, although other ranks have updated it
             changed.append((metric, {"_update_count": 0}))
             metric._update_count = 1
@@ -188,7 +193,7 @@ def complete_states(
                 elif filled is not None:
                     setattr(metric, state, [torch.empty((0, *filled.shape), dtype=filled.dtype, device=metric.device)])
             elif len(sizes) > 1:
-                own = [item for of_rank in gather(_to(own, "cpu")) for item in of_rank]
+                own = [item for of_rank in gather(_to(own, "cpu"), group) for item in of_rank]
                 setattr(metric, state, _to(own, metric.device))
                 whole.add(state)
         if whole:

@@ -73,8 +73,9 @@ class GradAvgMonitor(Callback):
         self.noise_scale: GradientNoiseScale | None = None
         if not isinstance(noise_scale, bool) or noise_scale:
             self.noise_scale = GradientNoiseScale() if isinstance(noise_scale, bool) else noise_scale
-            # Every rank is fed the same numbers: there is nothing to add up over the ranks.
-            self.noise_scale.sync_on_compute = False
+            # Every rank of a group is fed the same numbers: there is nothing to add up over the ranks. What compute()
+            # asks was taken from `sync_on_compute` when the metric was made.
+            self.noise_scale.sync_on_compute = self.noise_scale._to_sync = False
         self.check_data = check_data
         self.check_parameters_every_n_steps = check_parameters_every_n_steps
         self._asked_at: int | None = None
@@ -96,7 +97,8 @@ class GradAvgMonitor(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._asked_at, self._waits, self._since = None, False, None
-        self._data = SameData() if self.check_data and trainer.world_size > 1 else None
+        several = trainer.world_size > 1 and dist.get_world_size(_group_of(_strategy_of(trainer))) > 1
+        self._data = SameData() if self.check_data and several else None
         self._batches_seen = 0
 
     @override
@@ -208,7 +210,7 @@ class GradAvgMonitor(Callback):
         digest = None if strategy._samples() == 0 else fingerprint(move_data_to_device(batch, "cpu"))
         if self._data.compare(digest, _group_of(strategy), strategy.root_device):
             self._data = None
-            if strategy.is_global_zero:
+            if dist.get_rank(_group_of(strategy)) == 0:
                 warnings.warn(
                     "all ranks read the same training batches: every sample counts once per rank, and the global batch"
                     " is smaller than it seems. Split the data over the ranks by torch.distributed.get_rank(), or use"

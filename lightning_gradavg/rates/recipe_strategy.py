@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from lightning_gradavg.collectives.agreement import on_ranks, ranks_by_value
 from lightning_gradavg.data.sources import loader_batch_size
 from lightning_gradavg.data.training_data import SplitTraining, as_one_stand_in
 from lightning_gradavg.evaluation.evaluating import EvaluatingStrategy
@@ -158,11 +159,11 @@ class RecipeStrategy(EvaluatingStrategy):
 
     def _set_batch(self) -> None:
         """Tell the recipe the global batch, as loaders and accumulation are now."""
-        model = self.model
-        group = model.process_group if isinstance(model, DistributedDataParallel) else None
         self._accumulation = self._trainer.accumulate_grad_batches
         accumulation = self._accumulation if self._data is None else self._data.accumulation
-        self._recipe.set_batch(self._loader_sizes, world_size=dist.get_world_size(group), accumulation=accumulation)
+        self._recipe.set_batch(
+            self._loader_sizes, world_size=dist.get_world_size(self._group), accumulation=accumulation
+        )
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -175,6 +176,7 @@ class RecipeStrategy(EvaluatingStrategy):
     def on_train_start(self) -> None:
         """Begin with the training loaders, which are known now."""
         super().on_train_start()
+        self._require_same_length()
         if self._data is not None:
             self._data.start()
         self._follow()
@@ -184,6 +186,20 @@ class RecipeStrategy(EvaluatingStrategy):
         for message in self._recipe.contradictions(self._num_nodes_seen):
             self._warn(message)
         self._announce()
+
+    def _require_same_length(self) -> None:
+        """Raise, on all ranks alike, if groups of ranks would wait for each other at different batches."""
+        if self._group is None:
+            return
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, self._trainer.num_training_batches)
+        if len(set(of_ranks)) > 1:
+            counts = "; ".join(f"{count} {on_ranks(ranks)}" for count, ranks in ranks_by_value(of_ranks).items())
+            raise ValueError(
+                f"the process groups of the run have different numbers of batches in an epoch: {counts}. Their ranks"
+                " wait for each other in checkpoints, validation and at the end, so these numbers must be the same:"
+                " use groups of equal size, or limit_train_batches."
+            )
 
     @override
     def teardown(self) -> None:

@@ -53,10 +53,6 @@ class ReplicatingStrategy(RecipeStrategy):
         """Chunks that each loader batch is computed in."""
         return self._plan.num_replicas or dist.get_world_size(self._group)
 
-    @property
-    def _group(self) -> dist.ProcessGroup | None:
-        return self.model.process_group if isinstance(self.model, DistributedDataParallel) else None
-
     @override
     def setup_distributed(self) -> None:
         """Join the process group, and go on drawing random numbers as a script on one device would.
@@ -79,7 +75,7 @@ class ReplicatingStrategy(RecipeStrategy):
         """Name what cannot be reproduced, as an error, and what differs without harm, as a warning."""
         module, plan, preset = self.lightning_module, self._plan, self._plan.preset
         assert module is not None
-        world_size = dist.get_world_size(self._ddp_kwargs.get("process_group"))
+        world_size = dist.get_world_size(self._group)
         if preset is not None and preset.synchronizes_statistics:
             self._layer_sync = None  # ours serves CPUs and idle ranks, too
         found = obstacles(
@@ -124,11 +120,13 @@ class ReplicatingStrategy(RecipeStrategy):
         self._steps.start()
 
     def _agreed_seed(self) -> int:
-        """Return rank 0's seed, or that of the run that is resumed: ranks that were not seeded differ."""
+        """Return rank 0's seed, or that of the run that is resumed: ranks that were not seeded differ.
+
+        Rank 0 is that of the run: ranks beside the group may hold other parts of the same replicas.
+        """
         saved = self._loaded.get(_SEED_KEY) if self._loaded is not None else None
         seeds = [saved if saved is not None else int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))]
-        group: Any = self._group if self._group is not None else dist.group.WORLD
-        dist.broadcast_object_list(seeds, dist.get_global_rank(group, 0), group=group)
+        dist.broadcast_object_list(seeds, 0)
         return seeds[0]
 
     @override
