@@ -16,7 +16,7 @@ from rich.table import Table
 
 from examples.comparison import TOLERANCE, Comparison, TaskResult, losses_difference
 
-__all__ = ["final_loss", "make_table", "save_json", "save_plot"]
+__all__ = ["final_loss", "json_safe", "make_table", "save_json", "save_plot"]
 
 PLOT_FLOOR = 1e-9
 """Smaller differences, and none, are drawn here: a logarithmic axis has no zero."""
@@ -112,15 +112,15 @@ def save_json(path: Path, results: Results, comparisons: Comparisons) -> None:
             }
     versions = {"python": platform.python_version(), "torch": torch.__version__, "lightning": lightning.__version__}
     document = {"tolerance": TOLERANCE, "versions": versions, "machine": platform.platform(), "runs": runs}
-    path.write_text(json.dumps(_finite(document), indent=1, allow_nan=False) + "\n")
+    path.write_text(json.dumps(json_safe(document), indent=1, allow_nan=False) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """Return `value` with each infinity and NaN as a string, for which JSON has no number."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [json_safe(item) for item in value]
     if isinstance(value, float) and value - value != 0:
         return str(value)
     return value

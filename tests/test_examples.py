@@ -17,14 +17,16 @@ from ranks import make_trainer
 from rich.console import Console
 from rich.progress import Progress
 from torch.nn.functional import cross_entropy
-from torch.utils.data import SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
-from examples import demo, digits, text
+from examples import convergence, demo, digits, text
 from examples.comparison import Comparison, TaskResult, compare, losses_difference, weights_difference
+from examples.convergence_run import WAYS, Outcome, SentBytes
 from examples.global_batches import GlobalBatchSampler, ShuffleSampler, chunk_of_rank, global_batch_loader
 from examples.report import final_loss, make_table, save_json, save_plot
 from examples.run_one import LossCurve, ProgressFile, ReversedSamples, tasks
 from examples.training import make_strategy, train
+from lightning_gradavg import GradAvgStrategy
 
 WORLDS = [1, 2, 3, 4, 5]
 
@@ -485,3 +487,168 @@ def test_the_demo_runs_on_four_processes(tmp_path):
         assert ours["difference_of_losses"] <= 1e-5
         assert stock["difference_of_weights"] > 1e-3
     assert Path(tmp_path / "comparison.png").stat().st_size > 10_000
+
+
+def made_up_outcomes():
+    """Outcomes of 3 seeds on 2 ranks: each way loses a tenth more than the one before it, half of that with seed 1."""
+    return [
+        Outcome(
+            task=task,
+            way=way.name,
+            seed=seed,
+            devices=2,
+            losses=[100.0] * 5 + [seed + 0.1 * index / (1 + (seed == 1))] * 10,
+            metric=seed + 0.2 * index,
+            distance=0.5 * index,
+            bytes_per_step=1000.0 / (1 + index),
+        )
+        for seed in range(3)
+        for task in ("digits", "text")
+        for index, way in enumerate(WAYS)
+    ]
+
+
+def test_ways_are_compared_within_a_seed():
+    """Differences are from the exact run of the same seed, so that what the seed itself makes drops out."""
+    summaries = convergence.summarize(made_up_outcomes())
+    assert [("digits", 2), ("text", 2)] == list(summaries)
+    exact, second = summaries["text", 2]["float32"], summaries["text", 2][WAYS[1].name]
+    assert (1.0, 1.0) == (exact.loss.mean, exact.loss.deviation)
+    assert (0.0, 0.0) == (exact.loss_change.mean, exact.loss_change.deviation)
+    # 0.1, 0.05 and 0.1
+    assert pytest.approx((0.25 / 3, 0.05 / 3**0.5)) == (second.loss_change.mean, second.loss_change.deviation)
+    assert pytest.approx((0.2, 0.0), abs=1e-12) == (second.metric_change.mean, second.metric_change.deviation)
+    assert (0.5, 500.0) == (second.distance, second.bytes_per_step)
+
+
+def test_table_of_ways_fits_in_80_columns(tmp_path):
+    """Every way has a row per setting, without abbreviations; one seed has no deviation."""
+    outcomes = made_up_outcomes()
+    summaries = convergence.summarize(outcomes)
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(convergence.make_table(summaries, 3))
+    printed = console.export_text()
+    assert "…" not in printed
+    rows = [line.split() for line in printed.splitlines()]
+    assert all(2 == sum(row[: len(name)] == name for row in rows) for name in (way.name.split() for way in WAYS[1:]))
+    assert 2 == rows.count(["int8", "1.42±1.01", "+416.7±144.3", "2.000±1.000", "+1000.0±0.0", "2.5e+00", "0.167"])
+
+    alone = [outcome for outcome in outcomes if outcome.seed == 0]
+    assert "0.50" == convergence.summarize(alone)["digits", 2]["int8"].loss.text(2)
+    convergence.save_json(tmp_path / "one.json", convergence.summarize(alone), alone)
+    assert alone == [
+        Outcome(**run) for run in json.loads((tmp_path / "one.json").read_text(), parse_constant=pytest.fail)["runs"]
+    ]
+    convergence.save_plot(tmp_path / "one.png", alone)
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ways_without_feedback_forget(world):
+    """The control of the table forgets what int8 did not say: of a constant gradient its error stays, step for step."""
+    fed, unfed = (same_steps(world(2).run(train_constant, name)) for name in ("int8", "int8, no feedback"))
+    assert 1 == len({tuple(gradient) for gradient in unfed})
+    assert len({tuple(gradient) for gradient in fed}) > 1
+    assert unfed[0] == fed[0]
+
+
+def same_steps(ranks):
+    assert ranks[0] == ranks[1]
+    return ranks[0]
+
+
+class Constant(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(8))
+        self.gradients = []
+
+    def training_step(self, batch, batch_idx):
+        return (self.w * batch).sum()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.gradients.append(self.w.grad.tolist())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def train_constant(name):
+    (way,) = [way for way in WAYS if way.name == name]
+    trainer = make_trainer(GradAvgStrategy(**way.options), max_epochs=1, use_distributed_sampler=False)
+    module = Constant()
+    with way.around():
+        trainer.fit(module, DataLoader([torch.arange(8) / 7.3] * 6, batch_size=None))
+    return module.gradients
+
+
+def count_bytes(options):
+    sent = SentBytes()
+    strategy = GradAvgStrategy(reduction="sum", **options)
+    trainer = make_trainer(strategy, callbacks=[sent], max_epochs=1, use_distributed_sampler=False)
+    with sent.counting():
+        trainer.fit(Wide(), DataLoader([torch.ones(1)] * 3, batch_size=None))
+    return sent.per_step
+
+
+class Wide(Constant):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(64, 64))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 16384), ({"wire_dtype": "bfloat16"}, 8192), ({"wire_dtype": "int8"}, 4096 + 64)],
+)
+def test_bytes_of_a_step(options, expected, world):
+    """On 2 ranks each sends half of 16 KiB twice, in bfloat16 half of that, and in int8 a quarter and the scales."""
+    for counted in world(2).run(count_bytes, options):
+        assert expected <= counted <= expected + 32
+
+
+@pytest.mark.parametrize("arguments", [["--seeds", "0"], ["--worlds", "1"]])
+def test_convergence_refuses_bad_arguments(arguments, capsys):
+    """No seed, or one process, which sends nothing, is quoted before anything is started."""
+    with pytest.raises(SystemExit):
+        convergence.main(arguments)
+    given = {"--seeds": 3, "--worlds": [2, 4], arguments[0]: [1] if arguments[1] == "1" else 0}
+    message = f"--seeds is 1 or more and --worlds 2 or more each; got {given['--seeds']} and {given['--worlds']}"
+    assert message in capsys.readouterr().err
+
+
+def test_convergence_shows_a_failed_run(monkeypatch, tmp_path, capsys):
+    """Ranks that fail end the command with status 1 and the end of their log."""
+    stand_in = tmp_path / "stand_in.py"
+    stand_in.write_text(f"#!{sys.executable}\nprint('the reason')\nraise SystemExit(3)\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(convergence.sys, "executable", str(stand_in))
+    assert 1 == convergence.main(["--worlds", "2", "--output", str(tmp_path / "output")])
+    printed = capsys.readouterr().out
+    assert "2 processes: exit status 3." in printed
+    assert "the reason" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)  # 30 s on two busy cores
+def test_convergence_from_command_to_files(tmp_path):
+    """A few steps on two ranks print the table, and leave every run and a picture."""
+    command = [sys.executable, "-m", "examples.convergence", "--quick", "--seeds", "1", "--worlds", "2"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path)],
+        cwd=demo.REPOSITORY,
+        env=demo.environment(),
+        timeout=180,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert 0 == done.returncode, done.stdout + done.stderr
+    runs = json.loads((tmp_path / "convergence.json").read_text())["runs"]
+    assert [(task, way.name) for task in ("digits", "text") for way in WAYS] == [
+        (run["task"], run["way"]) for run in runs
+    ]
+    of_digits = {run["way"]: run for run in runs if run["task"] == "digits"}
+    assert of_digits["float32, reversed"]["distance"] <= 1e-5
+    assert of_digits["int8"]["distance"] < of_digits["int8, no feedback"]["distance"]
+    assert 0.25 < of_digits["int8"]["bytes_per_step"] / of_digits["float32"]["bytes_per_step"] < 0.3
+    assert (tmp_path / "convergence.png").read_bytes().startswith(b"\x89PNG")

@@ -1,13 +1,14 @@
 """A user's own DDP communication hook, made to serve any rule: it averages what the reducer scaled before."""
 
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 
 from lightning_gradavg.reduction.groups import twin_group
@@ -79,16 +80,60 @@ def power_sgd(
         parameters: The parameters that DDP reduces, by name.
 
     Raises:
-        ValueError: If a parameter has no dimension, which torch's hook fails on.
+        ValueError: If a parameter has no dimension or no numbers, which torch's hook fails on.
     """
-    scalars = [name for name, parameter in parameters if parameter.ndim == 0]
-    if scalars:
+    odd = [f"{name!r} of shape {tuple(p.shape)}" for name, p in parameters if p.ndim == 0 or p.numel() == 0]
+    if odd:
         raise ValueError(
-            f"power_sgd_rank={rank} cannot be used with parameters of shape (), which torch's PowerSGD cannot view as"
-            f" matrices: {', '.join(map(repr, scalars))}. Give them the shape (1,), or use wire_dtype='int8'."
+            f"power_sgd_rank={rank} cannot be used with parameters that torch's PowerSGD cannot view as matrices:"
+            f" {', '.join(odd)}. Give a scalar the shape (1,) and leave out what is empty, or use wire_dtype='int8'."
         )
     state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=start_step)
-    return adapt_hook(powerSGD_hook.powerSGD_hook, state, None, group)
+    return adapt_hook(_robust_power_sgd(), state, None, group)
+
+
+def _orthonormalize(matrices: Tensor, epsilon: float = 0.0) -> None:
+    """Replace a batch of matrices by orthonormal bases, whatever their ranks.
+
+    Up to rank 2, and in half precision, torch's hook divides columns by their norms: of a gradient of lower rank that
+    makes NaN, or a second copy of the first column out of rounding errors, which doubles the gradient.
+    """
+    del epsilon
+    matrices.copy_(torch.linalg.qr(matrices.float())[0])
+
+
+def _robust_power_sgd() -> Callable[..., Any]:
+    """Return torch's PowerSGD hook with another orthogonalization; it begins anew after a step that was lost.
+
+    What PowerSGD adds to the next step after a number that is not finite would be NaN for ever. Sparse and complex
+    buckets are averaged: the matrices are neither.
+    """
+    original = powerSGD_hook.powerSGD_hook
+    hook = FunctionType(original.__code__, {**original.__globals__, "_orthogonalize": _orthonormalize})
+    lost = False
+
+    def power_sgd_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
+        nonlocal lost
+        if bucket.index() == 0 and lost:
+            lost = False
+            for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+                memory.clear()
+        # Of complex parameters DDP makes buckets of their real and imaginary parts, and misstates their gradients.
+        if bucket.buffer().is_sparse or any(parameter.is_complex() for parameter in bucket.parameters()):
+            state.maybe_increase_iter(bucket)
+            return default_hooks.allreduce_hook(state.process_group, bucket)
+
+        def check(done: Future[Any]) -> Tensor:
+            nonlocal lost
+            total: Tensor = done.value()
+            # The same on all ranks. On an accelerator torch's hook waits for it in any case.
+            lost = lost or not bool(torch.maximum(total.amax(), total.amin().neg()).isfinite())
+            return total
+
+        checked: Future[Tensor] = hook(state, bucket).then(check)
+        return checked
+
+    return power_sgd_hook
 
 
 def _in_order(hook: Callable[..., Any], state: Any, group: dist.ProcessGroup | None) -> AveragingHook:

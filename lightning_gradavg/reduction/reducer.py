@@ -124,6 +124,8 @@ class Reducer:
     def close(self, loss_divisor: float) -> None:
         """Begin the exchange of the totals; every rank must call this before its buckets are reduced."""
         summary, work = None, None
+        if self._exchange is not None:
+            self._exchange.begin()
         if self._exchanges:
             summary = self.window.summary(self.device, flag=self.flag)
             self.exchanged += 1

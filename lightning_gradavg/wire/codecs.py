@@ -59,6 +59,10 @@ class Codec(ABC):
     def decode(self, payload: Tensor) -> Tensor:
         """Return the numbers of a payload, of `dtype`; perhaps in the payload's own memory."""
 
+    def lost(self, payload: Tensor) -> Tensor:
+        """Return whether any number of a payload is not finite; of a lossy codec only."""
+        raise NotImplementedError
+
     def read(self, payload: Tensor, rows: Tensor) -> None:
         """Write the numbers of a payload into `rows`, which may be of another type."""
         rows.copy_(self.decode(payload))
@@ -228,6 +232,10 @@ class Int8(Codec):
     def _is_finite(self, scale: Tensor) -> bool:
         """Return whether a block is known to be finite, its largest integer too; on an accelerator it is not known."""
         return scale.device.type == "cpu" and bool((scale * 127).isfinite().all())
+
+    def lost(self, payload: Tensor) -> Tensor:
+        """As in `Codec`."""
+        return self._parts(payload)[0].amax().isnan()
 
     def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scale of each block, and its integers: shapes `(rows, blocks, 1)` and `(rows, blocks, 256)`."""

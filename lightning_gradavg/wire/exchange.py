@@ -43,6 +43,10 @@ _IN_FLIGHT = 8
 class Exchange(Protocol):
     """Sums buckets over the ranks."""
 
+    def begin(self) -> None:
+        """Begin a window, before its first bucket and after the last one of the window before has arrived."""
+        ...
+
     def sum(self, bucket: GradBucket, factor: Callable[[], Weight]) -> Future[Tensor]:
         """Return the sum over the ranks of a dense bucket times each rank's factor, the same bits on all ranks.
 
@@ -73,6 +77,8 @@ class ScatteredSum:
         self.route = route
         self._wire_dtype, self._rank, self._device = wire_dtype, rank, device
         self._feedback = Feedback()
+        # Whether what arrived of this window in a lossy type is not finite, which all ranks see alike.
+        self._lost: Tensor | None = None
         self._pending: set[Travelling] = set()
         hops = route.hops
         way = (*hops, *reversed(hops))
@@ -92,6 +98,14 @@ class ScatteredSum:
             self._arrive,
         ]
         self._window = threading.Semaphore(_IN_FLIGHT)
+
+    def begin(self) -> None:
+        """As in `Exchange`."""
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            # The stream, if any, on which all of this is.
+            with torch.cuda.stream(self._stream):
+                self._feedback.forget(lost)
 
     def sum(self, bucket: GradBucket, factor: Callable[[], Weight]) -> Future[Tensor]:
         """As in `Exchange`."""
@@ -121,14 +135,25 @@ class ScatteredSum:
         return future
 
     def close(self) -> None:
-        """As in `Exchange`; while buckets are under way, as after an error, it is left to the end of the process."""
+        """As in `Exchange`; while buckets are under way, as after an error, it is left to the threads themselves."""
         if self._pending:
             # A process group that is destroyed waits for its works, perhaps for a peer that is lost.
+            if self._workers:
+                self._workers[0].submit(self._end, 0)
             return
         atexit.unregister(self.close)
         for worker in self._workers:
             worker.close()
         self._workers, self._steps = [], []
+
+    def _end(self, number: int) -> None:
+        """End the threads, each after all that the one before it has passed on."""
+        self._workers[number].end()
+        if number + 1 < len(self._workers):
+            self._workers[number + 1].submit(self._end, number + 1)
+        else:
+            atexit.unregister(self.close)
+            self._workers, self._steps = [], []
 
     def _codec(self, hop: Hop, wide: torch.dtype) -> Codec:
         if hop.narrow:
@@ -274,7 +299,11 @@ class ScatteredSum:
         bucket = segment.bucket
         try:
             payload = self._checked(segment, segment.arrived())
-            segment.write(partial(self._codec(self.route.hops[-1], bucket.wide).read, payload))
+            codec = self._codec(self.route.hops[-1], bucket.wide)
+            if codec.lossy:
+                lost = codec.lost(payload)
+                self._lost = lost if self._lost is None else self._lost | lost
+            segment.write(partial(codec.read, payload))
         except Exception as error:  # noqa: BLE001 - it is raised by the backward that waits for the bucket
             bucket.error = bucket.error or error
         bucket.remaining -= 1

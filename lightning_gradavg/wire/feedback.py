@@ -72,6 +72,27 @@ class Feedback:
         self._of_bucket: dict[tuple[tuple[int, int], ...], Residuals] = {}
         self._owed: dict[int, Tensor] = {}
 
+    def forget(self, lost: Tensor) -> None:
+        """Owe nothing any more if a step was lost.
+
+        What that step paid back is lost with it, and what it left is that of a gradient that was never used: often a
+        huge one, and in units of a loss scale that is about to fall.
+
+        Args:
+            lost: 0-dim boolean; on an accelerator it is not read.
+        """
+        if lost.device.type == "cpu":
+            if lost:
+                self._of_bucket.clear()
+                self._owed.clear()
+            return
+        for owed in self._owed.values():
+            owed.masked_fill_(lost, 0)
+        for residuals in self._of_bucket.values():
+            for segment in residuals.segments:
+                segment.parts.masked_fill_(lost, 0)
+                segment.total.masked_fill_(lost, 0)
+
     def residuals(self, parameters: Sequence[Tensor], segments: Callable[[], list[Residual]]) -> Residuals:
         """Return the residuals of a bucket.
 

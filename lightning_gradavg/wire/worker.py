@@ -37,6 +37,10 @@ class Worker:
         """Run `call(*arguments)` after all that was submitted before; what it raises, it must handle itself."""
         self._calls.put((call, arguments))
 
+    def end(self) -> None:
+        """End the thread after what was submitted, without waiting for it."""
+        self._end()
+
     def close(self) -> None:
         """End the thread after what was submitted, and wait for it."""
         self._end()
