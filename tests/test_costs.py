@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gradavg.costs.allreduce import ALGORITHMS, SEGMENT_BYTES, Cost, Layout, cost_of
+from lightning_gradavg.costs.allreduce import ALGORITHMS, MOST_ON_NODE, SEGMENT_BYTES, Cost, Layout, cost_of
 from lightning_gradavg.costs.links import BYTES_PER_NUMBER, Link, Links, Stages, fit_link
 from lightning_gradavg.costs.overlap import FIRST_BUCKET_BYTES, bucket_sizes, step_seconds
 from lightning_gradavg.costs.plot import plot_predictions
@@ -44,7 +44,7 @@ links_of = st.builds(
 def test_bytes_per_number_are_those_of_the_codecs():
     """What a codec adds per number is what the model counts, headers apart."""
     assert {"float32", *WIRE_DTYPES} == set(BYTES_PER_NUMBER)
-    assert SEGMENT_BYTES == exchange.SEGMENT_BYTES
+    assert (SEGMENT_BYTES, MOST_ON_NODE) == (exchange.SEGMENT_BYTES, exchange.MOST_ON_NODE)
     for name, size in BYTES_PER_NUMBER.items():
         codec = CODECS.get(name, Plain(torch.float32))
         assert 1024 * size == codec.row_bytes(2048) - codec.row_bytes(1024)

@@ -14,10 +14,13 @@ from types import MappingProxyType
 
 from lightning_gradavg.costs.links import BYTES_PER_NUMBER, Link, Links, Stages
 
-__all__ = ["ALGORITHMS", "SEGMENT_BYTES", "Cost", "Layout", "cost_of"]
+__all__ = ["ALGORITHMS", "MOST_ON_NODE", "SEGMENT_BYTES", "Cost", "Layout", "cost_of"]
 
 SEGMENT_BYTES = 2**21
 """Of `wire.exchange`, whose steps work on different segments of a bucket at the same time."""
+
+MOST_ON_NODE = 4
+"""Of `wire.exchange`: ranks of a node up to which a segment is that many times as large."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,7 @@ def node_by_node(numbers: float, wire_dtype: str, layout: Layout, links: Links) 
         processor += numbers / L * _hop(M, stages, links)
         sent = 2 * half
     processor += numbers * (stages.encode / layout.world_size + stages.decode)
-    return Cost(wire, processor, sent, _segments(numbers * widest))
+    return Cost(wire, processor, sent, _segments(numbers * widest / min(L, MOST_ON_NODE)))
 
 
 def _segments(size: float) -> int:

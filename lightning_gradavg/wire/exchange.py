@@ -37,6 +37,9 @@ __all__ = ["Exchange", "ScatteredSum"]
 SEGMENT_BYTES = 2**21
 """Size of a segment on the wire: below 0.5 MB an unlimited link slows down, beyond 4 MB a full-duplex one does."""
 
+MOST_ON_NODE = 4
+"""Ranks of a node up to which a segment is that many times as large, for what is left of it between nodes."""
+
 _IN_FLIGHT = 8
 
 
@@ -184,8 +187,9 @@ class ScatteredSum:
         multiple = max(codec.multiple for codec in codecs)
         units = -(-bucket.flat.numel() // (self.route.parts * multiple))
         unit_bytes = self.route.parts * max(codec.row_bytes(multiple) - codec.row_bytes(0) for codec in codecs)
+        size = SEGMENT_BYTES * min(self.route.parts // len(self.route.hops[-1].ranks), MOST_ON_NODE)
         # Without threads nothing is gained by cutting.
-        count = 1 if self._stream is not None else min(units, -(-units * unit_bytes // SEGMENT_BYTES))
+        count = 1 if self._stream is not None else min(units, -(-units * unit_bytes // size))
         bounds = [number * units // count * multiple for number in range(count + 1)]
         for start, stop in pairwise(bounds):
             yield Segment(bucket, start * self.route.parts, stop - start, self.route.parts)
