@@ -151,12 +151,13 @@ class SentBytes(Callback):
             self._sent.append(2 * (world_size - 1) / world_size * tensor.nbytes)
             return all_reduce(tensor, *args, **options)
 
-        def counted_scatter(transport: GlooTransport, payload: Tensor) -> Any:
+        def counted_scatter(transport: GlooTransport, payload: Tensor, received: Tensor) -> Any:
             self._sent.append(payload.nbytes)
-            return scatter(transport, payload)
+            return scatter(transport, payload, received)
 
         def counted_gather(transport: GlooTransport, payload: Tensor) -> Any:
-            self._sent.append((dist.get_world_size() - 1) * payload.nbytes)
+            world_size = dist.get_world_size()
+            self._sent.append((world_size - 1) / world_size * payload.nbytes)
             return gather(transport, payload)
 
         with (

@@ -48,11 +48,12 @@ class Echo:
     def __init__(self, group: Any) -> None:
         self.group = group
 
-    def scatter(self, payload: Tensor) -> tuple[Tensor, None]:
-        return payload.clone(), None
+    def scatter(self, payload: Tensor, received: Tensor) -> None:
+        received.copy_(payload)
 
-    def gather(self, payload: Tensor) -> tuple[Tensor, None]:
-        return torch.cat([payload.flatten()] * RANKS), None
+    def gather(self, payload: Tensor) -> None:
+        blocks = payload.unflatten(0, (RANKS, -1))
+        blocks.copy_(blocks[1].clone())
 
 
 RANKS = 3
@@ -183,7 +184,7 @@ def test_codecs_read_nothing(wire_dtype):
 class Jammed(Echo):
     """A transport whose first message cannot be made."""
 
-    def scatter(self, payload: Tensor) -> tuple[Tensor, None]:
+    def scatter(self, payload: Tensor, received: Tensor) -> None:
         raise MemoryError("no memory")
 
 

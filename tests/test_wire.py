@@ -11,6 +11,7 @@ import torch
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.place import places_on_nodes
+from lightning_gradavg.wire.buffers import Buffers
 from lightning_gradavg.wire.codecs import BLOCK, CODECS, Float16, Int8, Plain, fault_of
 from lightning_gradavg.wire.feedback import Feedback, Residual
 from lightning_gradavg.wire.options import WIRE_DTYPES, WireOptions
@@ -172,16 +173,6 @@ def test_feedback_pays_everything_back():
     assert (said / 50 - rows).norm() <= 0.02 * (codec.decode(codec.encode(rows)) - rows).norm() * 2
 
 
-def test_feedback_survives_a_lost_step():
-    """A step with a number that is not finite leaves what was owed as it was."""
-    residual, rows = torch.zeros(1, BLOCK), random_rows(1, BLOCK)
-    say(rows, residual)
-    before, broken = residual.clone(), rows.clone()
-    broken[0, 7] = math.inf
-    say(broken, residual)
-    assert torch.equal(before, residual)
-
-
 def test_what_is_owed_moves_with_its_parameter():
     """When DDP arranges its buckets anew, every parameter takes along what it was owed, from both stages."""
     a, b, c = torch.zeros(3), torch.zeros(2), torch.zeros(4)
@@ -276,6 +267,15 @@ def test_reason_why_a_wish_has_no_effect(options, nodes, nccl, reason):
     assert reason is None or reason in found
 
 
+def test_what_each_rank_holds():
+    """After a hop, ranks that it does not join hold different parts, and after the last one each a part of its own."""
+    places = places_on_nodes([0, 1, 0, 1])
+    routes = [route_of(WireOptions(), places, rank, nccl=False) for rank in range(4)]
+    assert [slice(0, 4)] * 4 == [route.held(0) for route in routes]
+    assert [slice(0, 2), slice(0, 2), slice(2, 4), slice(2, 4)] == [route.held(1) for route in routes]
+    assert [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 4)] == [route.held(2) for route in routes]
+
+
 def test_parts_are_as_many_as_ranks():
     """Each rank holds one part of the sum."""
     assert 4 == route_of(WireOptions("int8"), places_on_nodes([0, 0, 1, 1]), 2, nccl=False).parts
@@ -313,6 +313,19 @@ def test_options_that_cannot_be_are_refused(options, message):
     """Case 30: an unknown value is quoted with those that are known, and two that contradict each other are named."""
     with pytest.raises(ValueError, match=message):
         GradAvgStrategy(**options)
+
+
+def test_memory_is_used_again():
+    """What was given back is taken by the next one of about its size, and by nobody else meanwhile."""
+    buffers = Buffers()
+    first, second = buffers.take(1000), buffers.take(1000)
+    assert 1000 == len(first)
+    assert first.data_ptr() != second.data_ptr()
+    memory = first.data_ptr()
+    buffers.give(first)
+    assert memory != buffers.take(100).data_ptr()
+    assert (memory, 900) == ((taken := buffers.take(900)).data_ptr(), len(taken))
+    assert memory != buffers.take(900).data_ptr()
 
 
 def test_worker_runs_in_order_and_ends():

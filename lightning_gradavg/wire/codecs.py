@@ -8,6 +8,7 @@ go over a piece that fits a processor's caches. Of the reductions of torch, `ama
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
@@ -52,7 +53,7 @@ class Codec(ABC):
             payload: As many rows of bytes, of which the fault is left as it is.
             factor: Not 0.
             owed: Of a lossy codec: what earlier payloads did not say, which is added, and then what this one does not
-                say. Where that is not finite, what was owed is kept: the step is lost, and what it owed is not.
+                say. After numbers that are not finite it is of no use.
         """
 
     @abstractmethod
@@ -70,10 +71,14 @@ class Codec(ABC):
     def blank(self, rows: int, width: int, fault: int, device: torch.device) -> Tensor:
         """Return a payload whose headers say a fault and a factor of 1, and whose numbers are not written."""
         payload = torch.empty(rows, self.row_bytes(width), dtype=torch.uint8, device=device)
+        self.address(payload, fault)
+        return payload
+
+    def address(self, payload: Tensor, fault: int) -> None:
+        """Write headers that say a fault and a factor of 1."""
         header = payload[:, :HEADER].view(torch.float32)
         header[:, 0] = fault
         header[:, 1] = 1
-        return payload
 
     def encode(self, rows: Tensor, fault: int = 0) -> Tensor:
         """Return the payload of a matrix of `dtype`."""
@@ -106,7 +111,10 @@ class Plain(Codec):
             numbers.copy_(rows)
             return
         for piece in _pieces(rows):
-            torch.mul(rows[:, piece], factor, out=numbers[:, piece])
+            if self.wire == self.dtype:
+                torch.mul(rows[:, piece], factor, out=numbers[:, piece])
+            else:
+                numbers[:, piece].copy_(torch.mul(rows[:, piece], factor, out=_scratch.like(rows[:, piece])))
 
     def read(self, payload: Tensor, rows: Tensor) -> None:
         """As in `Codec`."""
@@ -141,20 +149,40 @@ class Float16(Codec):
         payload[:, 4:HEADER].view(torch.float32)[:, 0] = _power_of_two(-power)
         halves, scale = payload[:, HEADER:].view(torch.float16), _power_of_two(power)[:, None]
         for piece in _pieces(rows):
-            numbers = rows[:, piece] if factor == 1 else rows[:, piece] * factor
-            torch.mul(numbers, scale, out=halves[:, piece])
+            scratch = _scratch.like(rows[:, piece])
+            numbers = rows[:, piece] if factor == 1 else torch.mul(rows[:, piece], factor, out=scratch)
+            halves[:, piece].copy_(torch.mul(numbers, scale, out=scratch))
 
     def read(self, payload: Tensor, rows: Tensor) -> None:
         """As in `Codec`."""
         halves, scale = payload[:, HEADER:].view(torch.float16), payload[:, 4:HEADER].view(torch.float32)
         for piece in _pieces(halves):
-            torch.mul(halves[:, piece], scale, out=rows[:, piece])
+            scratch = _scratch.like(halves[:, piece]) if rows.dtype != torch.float32 else rows[:, piece]
+            torch.mul(scratch.copy_(halves[:, piece]), scale, out=rows[:, piece])
 
     def decode(self, payload: Tensor) -> Tensor:
         """As in `Codec`."""
         rows = torch.empty(payload.shape[0], (payload.shape[1] - HEADER) // 2, device=payload.device)
         self.read(payload, rows)
         return rows
+
+
+class _Scratch(threading.local):
+    """Memory of a thread for one piece: the C library would fetch it from the system again and again."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def like(self, rows: Tensor) -> Tensor:
+        """Return float32 in the shape of a piece, not written, until the thread asks again."""
+        if rows.device.type != "cpu":
+            return torch.empty(rows.shape, device=rows.device)
+        if self._memory.numel() < rows.numel():
+            self._memory = torch.empty(rows.numel())
+        return self._memory[: rows.numel()].view(rows.shape)
+
+
+_scratch = _Scratch()
 
 
 def _pieces(rows: Tensor) -> Iterator[slice]:
@@ -192,35 +220,32 @@ class Int8(Codec):
         """As in `Codec`."""
         scale, integers = self._parts(payload)
         for piece in _pieces(rows):
-            blocks = slice(piece.start // BLOCK, piece.stop // BLOCK)
-            old = None if owed is None else owed[:, piece]
-            if old is None:
-                numbers = rows[:, piece] if factor == 1 else rows[:, piece] * factor
+            of_piece = slice(piece.start // BLOCK, piece.stop // BLOCK)
+            if owed is not None:
+                numbers = owed[:, piece].add_(rows[:, piece], alpha=factor)
             else:
-                numbers = torch.add(old, rows[:, piece], alpha=factor)
-            unsaid = self._write(numbers.unflatten(1, (-1, BLOCK)), scale[:, blocks], integers[:, blocks])
-            if old is not None:
-                old.copy_(unsaid.flatten(1) if self._is_finite(scale[:, blocks]) else _replaced(old, unsaid.flatten(1)))
-
-    def _write(self, blocks: Tensor, scale: Tensor, integers: Tensor) -> Tensor:
-        """Write blocks, and return what that does not say of them."""
-        largest = _magnitude(blocks)[..., None]
-        # A scale that is not a normal number has no reciprocal; such a block is sent as 0 and fed back.
-        exact = (largest / 127).masked_fill_(~largest.isfinite(), torch.nan)
-        exact.masked_fill_(exact < torch.finfo(torch.float32).tiny, 0)
-        inverse = exact.reciprocal().nan_to_num_(0, posinf=0)
-        whole = torch.mul(blocks, inverse).round_()
-        scale.copy_(exact)
-        # Where a number is not finite, neither is this product, and its integer is anything: NaN is the scale.
-        integers.copy_(whole)
-        return torch.addcmul(blocks, whole, exact, value=-1)
+                numbers = rows[:, piece] if factor == 1 else rows[:, piece] * factor
+            blocks = numbers.unflatten(1, (-1, BLOCK))
+            largest = _magnitude(blocks)[..., None]
+            # A scale that is not a normal number has no reciprocal; such a block is sent as 0 and fed back.
+            exact = (largest / 127).masked_fill_(~largest.isfinite(), torch.nan)
+            exact.masked_fill_(exact < torch.finfo(torch.float32).tiny, 0)
+            inverse = exact.reciprocal().nan_to_num_(0, posinf=0)
+            whole = torch.mul(blocks, inverse, out=_scratch.like(blocks)).round_()
+            scale[:, of_piece] = exact
+            # Where a number is not finite, neither is this product, and its integer is anything: NaN is the scale.
+            integers[:, of_piece] = whole
+            if owed is not None:
+                blocks.addcmul_(whole, exact, value=-1)
 
     def read(self, payload: Tensor, rows: Tensor) -> None:
         """As in `Codec`."""
         scale, integers = self._parts(payload)
         for piece in _pieces(rows):
-            blocks = slice(piece.start // BLOCK, piece.stop // BLOCK)
-            torch.mul(integers[:, blocks], scale[:, blocks], out=rows[:, piece].unflatten(1, (-1, BLOCK)))
+            of_piece = slice(piece.start // BLOCK, piece.stop // BLOCK)
+            blocks = rows[:, piece].unflatten(1, (-1, BLOCK))
+            scratch = blocks if rows.dtype == torch.float32 else _scratch.like(blocks)
+            torch.mul(scratch.copy_(integers[:, of_piece]), scale[:, of_piece], out=blocks)
 
     def decode(self, payload: Tensor) -> Tensor:
         """As in `Codec`."""
@@ -228,10 +253,6 @@ class Int8(Codec):
         rows = torch.empty(payload.shape[0], width, device=payload.device)
         self.read(payload, rows)
         return rows
-
-    def _is_finite(self, scale: Tensor) -> bool:
-        """Return whether a block is known to be finite, its largest integer too; on an accelerator it is not known."""
-        return scale.device.type == "cpu" and bool((scale * 127).isfinite().all())
 
     def lost(self, payload: Tensor) -> Tensor:
         """As in `Codec`."""
@@ -243,11 +264,6 @@ class Int8(Codec):
         middle = HEADER + 4 * blocks
         scale = payload[:, HEADER:middle].view(torch.float32)
         return scale[:, :, None], payload[:, middle:].view(torch.int8).unflatten(1, (blocks, BLOCK))
-
-
-def _replaced(old: Tensor, new: Tensor) -> Tensor:
-    """Return the new numbers, and the old ones where they are not finite."""
-    return torch.where(new.isfinite(), new, old)
 
 
 CODECS: dict[str, Codec] = {"bfloat16": Plain(torch.bfloat16), "float16": Float16(), "int8": Int8()}

@@ -4,9 +4,9 @@ A bucket is cut into as many equal parts as there are ranks, and each part is se
 of the sum. All ranks read the sum from the same bytes, so they hold the same bits, and the error does not grow with the
 number of ranks: each number is rounded once before the sum and once after it.
 
-On gloo each step of this, for all buckets, has a thread and a process group of its own (`Worker` says why). A bucket
-goes through them in segments, several at a time: one large message leaves half of a full-duplex link idle. On NCCL the
-steps follow one another on a CUDA stream.
+On gloo each step of this, for all buckets, has a thread and a process group of its own (`Worker` says why), and ranks
+send each other messages. A bucket goes through the steps in segments, some at a time, so that all steps work at once.
+On NCCL they follow one another on a CUDA stream.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from lightning_gradavg.rules import Weight
+from lightning_gradavg.wire.buffers import Buffers
 from lightning_gradavg.wire.codecs import CODECS, Codec, Plain, fault_of
 from lightning_gradavg.wire.feedback import Feedback, Residual
 from lightning_gradavg.wire.route import Hop, Route
 from lightning_gradavg.wire.segments import Segment, Travelling
-from lightning_gradavg.wire.transport import NcclTransport, Transport, Work, gloo_transports
+from lightning_gradavg.wire.transport import NcclTransport, Transport, gloo_transports
 from lightning_gradavg.wire.worker import Worker
 
 __all__ = ["Exchange", "ScatteredSum"]
 
 SEGMENT_BYTES = 2**21
-"""Size of a segment on the wire: below 0.5 MB an unlimited link slows down, beyond 4 MB a full-duplex one does."""
+"""Size of a segment on the wire: smaller ones cost more calls, larger ones come later to the next step."""
 
 MOST_ON_NODE = 4
 """Ranks of a node up to which a segment is that many times as large, for what is left of it between nodes."""
 
-_IN_FLIGHT = 8
+_IN_FLIGHT = 4
+"""Segments of a rank that are between the steps: with 8, what the next step needs has left the processor's caches."""
 
 
 class Exchange(Protocol):
@@ -101,6 +103,7 @@ class ScatteredSum:
             self._arrive,
         ]
         self._window = threading.Semaphore(_IN_FLIGHT)
+        self._buffers = Buffers()
 
     def begin(self) -> None:
         """As in `Exchange`."""
@@ -206,19 +209,22 @@ class ScatteredSum:
         else:
             self._window.release()
 
+    def _columns(self, number: int, segment: Segment) -> int:
+        """Return how many numbers a hop sends to each rank."""
+        return segment.columns * len(range(self.route.parts)[self.route.held(number + 1)])
+
     def _scatter(self, number: int, transport: Transport, segment: Segment) -> None:
         """Send each other member of a hop its rows."""
         hop = self.route.hops[number]
         codec = self._codec(hop, segment.bucket.wide)
-        members, columns = len(hop.ranks), segment.columns
-        for following in self.route.hops[number + 1 :]:
-            columns *= len(following.ranks)
+        members, columns = len(hop.ranks), self._columns(number, segment)
 
-        def payload() -> Tensor:
+        def encode() -> Tensor:
             source, factor = segment.read() if number == 0 else (self._summed(number - 1, segment), 1.0)
             rows = source.view(members, columns)
             segment.own = rows[hop.index : hop.index + 1], factor
-            encoded = codec.blank(members - 1, columns, segment.bucket.fault, self._device)
+            encoded = self._empty(segment, members - 1, codec.row_bytes(columns))
+            codec.address(encoded, segment.bucket.fault)
             others = (slice(0, hop.index), encoded[: hop.index]), (slice(hop.index + 1, None), encoded[hop.index :])
             for of_others, sent in others:
                 if len(sent) == 0:
@@ -227,59 +233,57 @@ class ScatteredSum:
                 codec.write(rows[of_others], sent, factor, owed)
             return encoded
 
-        shape = members - 1, codec.row_bytes(columns)
-        self._send(segment, payload, transport.scatter, shape, shape)
+        # Whatever fails on this rank, the others get what they wait for, and are told.
+        try:
+            encoded = encode()
+        except Exception as error:  # noqa: BLE001 - it is raised by the backward that waits for the bucket
+            encoded = self._spoilt(segment, self._empty(segment, members - 1, codec.row_bytes(columns)), error)
+        segment.received = self._empty(segment, members - 1, codec.row_bytes(columns))
+        try:
+            segment.work = transport.scatter(encoded, segment.received)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._spoilt(segment, segment.received, error)
 
     def _gather(self, number: int, transport: Transport, segment: Segment) -> None:
         """Send the members of a hop what this rank has of the sum; hops are gone through backwards."""
-        hop = self.route.hops[-1 - number]
+        depth = len(self.route.hops) - number
         codec = self._codec(self.route.hops[-1], segment.bucket.wide)
-        rows = 1
-        for following in self.route.hops[len(self.route.hops) - number :]:
-            rows *= len(following.ranks)
-
-        def payload() -> Tensor:
+        if number == 0:
+            segment.gathered = self._empty(segment, self.route.parts, codec.row_bytes(segment.columns))
+        mine = segment.gathered[self.route.held(depth)]
+        try:
             if number > 0:
-                return self._checked(segment, segment.arrived().view(rows, -1))
-            total = self._summed(len(self.route.hops) - 1, segment)
-            encoded = codec.blank(1, segment.columns, segment.bucket.fault, self._device)
-            codec.write(total, encoded, owed=None if segment.residual is None else segment.residual.total)
-            return encoded
-
-        row_bytes = codec.row_bytes(segment.columns)
-        arriving = len(hop.ranks) * rows, row_bytes
-        self._send(segment, payload, transport.gather, (rows, row_bytes), arriving)
-
-    def _send(
-        self,
-        segment: Segment,
-        payload: Callable[[], Tensor],
-        collective: Callable[[Tensor], tuple[Tensor, Work | None]],
-        sent: tuple[int, int],
-        arriving: tuple[int, int],
-    ) -> None:
-        """Start a collective. Whatever fails on this rank, the others get what they wait for, and are told."""
+                self._checked(segment, segment.arrived())
+            else:
+                total = self._summed(depth - 1, segment)
+                codec.address(mine, segment.bucket.fault)
+                codec.write(total, mine, owed=None if segment.residual is None else segment.residual.total)
+        except Exception as error:  # noqa: BLE001 - as in `_scatter`
+            self._spoilt(segment, mine, error)
+        segment.received = segment.gathered[self.route.held(depth - 1)]
         try:
-            encoded = payload()
-        except Exception as error:  # noqa: BLE001 - it is raised by the backward that waits for the bucket
-            encoded = self._faulty(segment, sent, error)
-        try:
-            received, segment.work = collective(encoded)
-            segment.received = received.view(arriving)
+            segment.work = transport.gather(segment.received)
         except Exception as error:  # noqa: BLE001 - as above
-            segment.received = self._faulty(segment, arriving, error)
+            self._spoilt(segment, segment.received, error)
 
-    def _faulty(self, segment: Segment, shape: tuple[int, int], error: Exception) -> Tensor:
-        """Return a payload that only says that this rank failed: by its header, on an accelerator by NaN."""
+    def _empty(self, segment: Segment, rows: int, row_bytes: int) -> Tensor:
+        """Return memory for a payload, until the segment has arrived."""
+        if self._stream is not None:
+            return torch.empty(rows, row_bytes, dtype=torch.uint8, device=self._device)
+        taken = self._buffers.take(rows * row_bytes)
+        segment.taken.append(taken)
+        return taken.view(rows, row_bytes)
+
+    def _spoilt(self, segment: Segment, payload: Tensor, error: Exception) -> Tensor:
+        """Make a payload one that only says that this rank failed: by its header, on an accelerator by NaN."""
         bucket = segment.bucket
         bucket.error = bucket.error or error
         bucket.fault = max(bucket.fault, self._rank + 1)
         segment.own = None
         if self._stream is not None:
             # Nobody reads the header, so what came of a failure must not look like a sum: all bits are NaN in any type.
-            return torch.full(shape, 255, dtype=torch.uint8, device=self._device)
-        payload = torch.zeros(shape, dtype=torch.uint8, device=self._device)
-        payload[:, :4].view(torch.float32).fill_(bucket.fault)
+            return payload.fill_(255)
+        payload.zero_()[:, :4].view(torch.float32).fill_(bucket.fault)
         return payload
 
     def _checked(self, segment: Segment, payload: Tensor) -> Tensor:
@@ -290,8 +294,15 @@ class ScatteredSum:
 
     def _summed(self, number: int, segment: Segment) -> Tensor:
         """Return the sum of what came in a hop and of what this rank has itself, as one row."""
-        codec = self._codec(self.route.hops[number], segment.bucket.wide)
-        rows = codec.decode(self._checked(segment, segment.arrived()))
+        hop = self.route.hops[number]
+        codec = self._codec(hop, segment.bucket.wide)
+        payload = self._checked(segment, segment.arrived())
+        if hop.narrow:
+            size = len(payload), self._columns(number, segment) * codec.dtype.itemsize
+            rows = self._empty(segment, *size).view(codec.dtype)
+            codec.read(payload, rows)
+        else:
+            rows = codec.decode(payload)
         total = rows if len(rows) == 1 else rows.sum(0, keepdim=True)
         own, segment.own = segment.own, None
         if own is not None:
@@ -310,6 +321,10 @@ class ScatteredSum:
             segment.write(partial(codec.read, payload))
         except Exception as error:  # noqa: BLE001 - it is raised by the backward that waits for the bucket
             bucket.error = bucket.error or error
+        # After a failure on this rank, messages may still be under way.
+        if bucket.error is None:
+            for taken in segment.taken:
+                self._buffers.give(taken)
         bucket.remaining -= 1
         if bucket.remaining > 0:
             return

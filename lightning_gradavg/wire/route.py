@@ -50,6 +50,14 @@ class Route:
             parts *= len(hop.ranks)
         return parts
 
+    def held(self, depth: int) -> slice:
+        """Return the parts that this rank has of a bucket that was scattered in the first `depth` hops."""
+        start, length = 0, self.parts
+        for hop in self.hops[:depth]:
+            length //= len(hop.ranks)
+            start += hop.index * length
+        return slice(start, start + length)
+
 
 def route_of(options: WireOptions, places: Sequence[Place], rank: int, *, nccl: bool) -> Route:
     """Return the way of buckets on this rank.

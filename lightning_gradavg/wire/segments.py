@@ -57,7 +57,9 @@ class Segment:
         own: What this rank itself adds to the sum of the current hop, and what that is to be multiplied by; it is not
             read from the wire, and so is exact. None if something failed.
         received: What came last.
+        gathered: The sum, of which parts that are not there yet are not written.
         work: Its arrival, or None.
+        taken: Memory of `Buffers` that it travels in.
     """
 
     bucket: Travelling
@@ -67,7 +69,9 @@ class Segment:
     residual: Residual | None = None
     own: tuple[Tensor, float] | None = None
     received: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.uint8))
+    gathered: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.uint8))
     work: Work | None = None
+    taken: list[Tensor] = field(default_factory=list)
 
     def arrived(self) -> Tensor:
         """Return what came last, waiting for it."""
