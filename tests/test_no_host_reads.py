@@ -262,7 +262,7 @@ def reduce_window(rule: Any, weights: Sequence[Sequence[float]], names: Sequence
 
 
 @pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("rule", [*RULES, root_weighted], ids=str)
+@pytest.mark.parametrize("rule", [*RULES, root_weighted], ids=[*RULES, "root_weighted"])
 def test_rules_read_nothing(rule, window):
     """Weights that are tensors go through a window, its totals and the factor of its buckets unread, under any rule."""
     reduce_window(rule, [[1.0 + step] for step in range(window)], [WHOLE_LOSS])
