@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: lint  ## Lint, check types, run all tests; PYTEST_ARGS is passed on
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(READY)  ## Lint, check the formatting and the types
 	$(BIN)/ruff check
