@@ -2,7 +2,6 @@
 
 # DDP compares the hook's annotations with the real objects, so this module must not postpone their evaluation.
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,8 +38,6 @@ class _Closed:
         folded: Whether every normalizer is already in the gradient, so that buckets are only summed.
         factor: What buckets are multiplied by before the sum, once it is known.
         waiting: The buckets that came before the totals, with what their hooks returned.
-        started: Whether those were started, after which no other waits.
-        starting: Held while buckets are started, so that they start in the order of their hooks.
     """
 
     window: Window
@@ -49,9 +46,7 @@ class _Closed:
     work: dist.Work | None = None
     folded: bool = False
     factor: Weight | None = None
-    waiting: list[tuple[Tensor, Future[Any]]] = field(default_factory=list)
-    started: bool = False
-    starting: threading.Lock = field(default_factory=threading.Lock)
+    waiting: list[tuple[Tensor, Future[Tensor]]] = field(default_factory=list)
 
 
 class Reducer:
@@ -136,10 +131,8 @@ class Reducer:
             self.exchanged += 1
             if len(self.places) > 1:
                 work = dist.all_reduce(summary, group=self.group, async_op=True)
-        closed = self._closed = _Closed(self.window, loss_divisor, summary, work)
+        self._closed = _Closed(self.window, loss_divisor, summary, work)
         self.window = self.window.anew()
-        if work is not None and self._bucket_group is not None:
-            work.get_future().add_done_callback(partial(self._start_waiting, closed))
 
     def term_factors(self) -> dict[str, Weight]:
         """Return each loss term's factor of the closed window, waiting for the totals; buckets are then only summed.
@@ -156,37 +149,22 @@ class Reducer:
         if self.accumulating:
             return unchanged(bucket.buffer())
         closed = self._require_closed()
+        if self._comes_early(closed, bucket):
+            promise: Future[Tensor] = Future()
+            closed.waiting.append((bucket.buffer(), promise))
+            return promise
         buffer = bucket.buffer()
         if self._exchange is not None and not buffer.is_sparse:
             return self._exchange.sum(bucket, partial(self._factor, closed))
+        factor = self._factor(closed)
         if self._averaging_hook is not None:
-            scale(buffer, self._factor(closed) * len(self.places))
+            scale(buffer, factor * len(self.places))
             return self._averaging_hook(bucket)
-        if self._bucket_group is None:
-            return sum_scaled(buffer, self._factor(closed), self.group)
-        with closed.starting:
-            if self._comes_early(closed):
-                promise: Future[Any] = Future()
-                closed.waiting.append((buffer, promise))
-                return promise
-            return sum_scaled(buffer, self._factor(closed), self._bucket_group)
-
-    def _start_waiting(self, closed: _Closed, totals: Future[Any]) -> None:
-        """Start the buckets that came before the totals, which have come, or failed."""
-        with closed.starting:
-            closed.started = True
-            waiting, closed.waiting = closed.waiting, []
-            try:
-                totals.value()
-                # On gloo the work ends after the callbacks of its future: to wait for it here would be for ever.
-                closed.work = None
-                sums = [sum_scaled(buffer, self._factor(closed), self._bucket_group) for buffer, _ in waiting]
-            except Exception as error:  # noqa: BLE001 - it is raised by the backward that waits for the buckets
-                for _, promise in waiting:
-                    promise.set_exception(error)
-                return
-            for (_, promise), total in zip(waiting, sums, strict=True):
-                total.add_done_callback(partial(keep, promise))
+        group = self.group if self._bucket_group is None else self._bucket_group
+        waiting, closed.waiting = closed.waiting, []
+        for early, promise in waiting:
+            sum_scaled(early, factor, group).add_done_callback(partial(keep, promise))
+        return sum_scaled(buffer, factor, group)
 
     def _factor(self, closed: _Closed) -> Weight:
         """Return what buckets are multiplied by before the sum, waiting for the totals where they are needed."""
@@ -194,13 +172,20 @@ class Reducer:
             closed.factor = 1.0 if closed.folded else self._factor_of(closed, WHOLE_LOSS, 0)
         return closed.factor
 
-    def _comes_early(self, closed: _Closed) -> bool:
-        """Return whether a bucket is to wait until the totals are there.
+    def _comes_early(self, closed: _Closed, bucket: GradBucket) -> bool:
+        """Return whether a bucket is to wait until the hook of another one finds the totals there.
 
         The backward goes on meanwhile. How many buckets wait is another number on every rank, but all start in the
         order of their hooks; in a group that other collectives of the backward share, they would meet those.
         """
-        return not (closed.started or closed.folded or closed.work is None)
+        return (
+            self._bucket_group is not None
+            and closed.factor is None
+            and not closed.folded
+            and not bucket.is_last()
+            and closed.work is not None
+            and not closed.work.is_completed()
+        )
 
     def finish(self) -> None:
         """End the window and raise, on all ranks, what is wrong with it.
