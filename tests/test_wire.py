@@ -48,6 +48,26 @@ def test_own_type_is_exact(dtype):
     torch.testing.assert_close(codec.decode(codec.encode(rows)), rows, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", WIRE_DTYPES)
+def test_numbers_are_read_into_the_type_of_a_bucket(name, dtype):
+    """What is read into a bucket is what is decoded, rounded once to the bucket's type; over several pieces."""
+    payload = CODECS[name].encode(random_rows(2, 2**17 + 2 * BLOCK))
+    rows = torch.full((2, 2**17 + 2 * BLOCK), math.nan, dtype=dtype)
+    CODECS[name].read(payload, rows)
+    assert torch.equal(CODECS[name].decode(payload).to(dtype), rows)
+
+
+@pytest.mark.parametrize("name", WIRE_DTYPES)
+def test_factor_is_applied_before_the_rounding(name):
+    """Numbers times a factor are written as the products would be, and stay as they were; over several pieces."""
+    codec, rows = CODECS[name], random_rows(2, 2**17 + 2 * BLOCK)
+    before, payload = rows.clone(), codec.blank(2, rows.shape[1], 0, rows.device)
+    codec.write(rows, payload, 0.3)
+    assert torch.equal(codec.encode(rows * 0.3), payload)
+    assert torch.equal(before, rows)
+
+
 @pytest.mark.parametrize("exponent", [-120, -60, 0, 60, 120])
 @pytest.mark.parametrize("name", ROUNDING)
 def test_rounding_is_that_of_the_type_at_any_magnitude(name, exponent):

@@ -62,7 +62,7 @@ class GlooTransport:
 
     def _exchange(self, messages: Sequence[tuple[int, Tensor, Tensor]]) -> Work:
         """Begin to send to, and to receive from, each of some ranks."""
-        # Gloo takes an int32 of which it leaves no part to others; so many messages are never under way.
+        # A tag is an int32; before one is used again, its first message has long arrived.
         tag = next(self._numbers) % 2**30
         works = [self._backend.recv([received], other, tag) for other, _, received in messages]
         works += [self._backend.send([sent], other, tag) for other, sent, _ in messages]
