@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from lightning_gradavg.rules import RULES, Rule, resolve_rule, rule_of_replica_losses, rule_of_split_batches
 
-__all__ = ["PRESETS", "Plan", "Preset", "plan_of"]
+__all__ = ["PRESETS", "Plan", "Preset", "StrategyFacts", "plan_of"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,35 @@ class Plan:
     def replicated(self) -> bool:
         """Whether a training step is run once per replica, each with its own buffers and random numbers."""
         return self.preset is not None or self.num_replicas is not None
+
+
+@dataclass(frozen=True)
+class StrategyFacts:
+    """What decides the mathematics of a run, as `GradAvgStrategy.facts()` tells it.
+
+    Attributes:
+        rule: The reduction rule.
+        splits_batches: Whether the loader's batches are the global batches, of which each rank takes its chunk.
+        accumulation: Loader batches per optimizer step.
+        micro_batches: Micro-batches that a rank takes of each loader batch.
+        replicas: Chunks of each loader batch with batch statistics of their own; None where the whole batch has one, or
+            a rank's batch is its own.
+        replicated: Whether a training step is run once per replica, and gradients of one rank's loss reach another.
+        counts_replicas: Whether every replica has the same say, however many samples it has.
+        scales_rates: Whether the learning rate follows the global batch.
+        samples: Samples of the micro-batch in training that count, where the strategy knows: 0 for one that only keeps
+            the rank busy; None where it does not.
+    """
+
+    rule: Rule
+    splits_batches: bool
+    accumulation: int
+    micro_batches: int
+    replicas: int | None
+    replicated: bool
+    counts_replicas: bool
+    scales_rates: bool
+    samples: float | None
 
 
 def plan_of(

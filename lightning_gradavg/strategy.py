@@ -20,7 +20,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from typing_extensions import override
 
 from lightning_gradavg.data.batches import Split
-from lightning_gradavg.presets import plan_of
+from lightning_gradavg.presets import StrategyFacts, plan_of
 from lightning_gradavg.rates.run_recipe import RunRecipe
 from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.ddp_options import changed_options
@@ -249,6 +249,22 @@ class GradAvgStrategy(ReplicatingStrategy):
             f"{type(self).__name__}(reduction={self._rule.name!r})"
             " [a strategy for lightning.pytorch.Trainer, of the package `lightning`;"
             " pytorch_lightning.Trainer, of the package `pytorch-lightning`, cannot use it]"
+        )
+
+    def facts(self) -> StrategyFacts:
+        """Return what decides the mathematics of the run, while it trains."""
+        data, plan = self._data, self._plan
+        shared = plan.preset is not None and plan.preset.synchronizes_statistics
+        return StrategyFacts(
+            rule=self._rule,
+            splits_batches=data is not None,
+            accumulation=self._trainer.accumulate_grad_batches if data is None else data.accumulation,
+            micro_batches=1 if data is None else data.micro_batches,
+            replicas=self.num_replicas if plan.replicated and not shared else None,
+            replicated=plan.replicated,
+            counts_replicas=plan.counts_replicas,
+            scales_rates=self._recipe.rates is not None,
+            samples=self._samples(),
         )
 
     @override

@@ -1,0 +1,284 @@
+"""The public contract: what code, configs, scripts and checkpoints of users rely on. A change here breaks theirs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import StrategyRegistry
+from ranks import make_trainer
+from torch.utils.data import DataLoader
+from toys import Toy
+
+import lightning_gradavg
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.cli import main
+
+
+def words(text: str) -> list[str]:
+    """Return the names in a text."""
+    return text.split()
+
+
+DATA = Path(__file__).parent / "data"
+
+OWN_OPTIONS = {
+    "reduction": "mean",
+    "equivalent_to": None,
+    "num_replicas": None,
+    "recompute_replicas": False,
+    "split_batches": None,
+    "max_device_batch_size": None,
+    "lr_scaling": "none",
+    "base_batch_size": None,
+    "base_world_size": 1,
+    "lr_warmup_steps": 0,
+    "allow_recipe_change": False,
+    "exact_evaluation": None,
+    "wire_dtype": None,
+    "wire_scope": "all",
+    "node_aware": None,
+    "power_sgd_rank": None,
+    "power_sgd_start_step": 1000,
+}
+OPTIONS_OF_DDP_STRATEGY = words(
+    "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin ddp_comm_state ddp_comm_hook"
+    " ddp_comm_wrapper model_averaging_period process_group_backend timeout start_method"
+)
+OPTIONS_OF_DDP = words(
+    "output_device dim broadcast_buffers init_sync process_group bucket_cap_mb find_unused_parameters check_reduction"
+    " gradient_as_bucket_view static_graph delay_all_reduce_named_params param_to_hook_all_reduce mixed_precision"
+    " device_mesh skip_all_reduce_unused_params bucket_cap_mb_list batched_grad_copy forward_sync_buffers"
+)
+
+
+def parameters_of(function: Any) -> dict[str, Any]:
+    """Return the defaults by name; of a parameter without one `inspect.Parameter.empty`."""
+    return {name: one.default for name, one in signature(function).parameters.items()}
+
+
+def test_the_constructor():
+    """Every option stands in the signature, by keyword only, with its type and its default."""
+    parameters = signature(GradAvgStrategy).parameters
+    assert [*OWN_OPTIONS, *OPTIONS_OF_DDP_STRATEGY, *OPTIONS_OF_DDP] == list(parameters)
+    assert OWN_OPTIONS == {name: parameters[name].default for name in OWN_OPTIONS}
+    assert {inspect.Parameter.KEYWORD_ONLY} == {one.kind for one in parameters.values()}
+    assert inspect.Parameter.empty not in {one.annotation for one in parameters.values()}
+
+
+def test_the_names_of_the_package():
+    """What `from lightning_gradavg import` gives."""
+    expected = (
+        "GradAvgMonitor GradAvgProfiler GradAvgStrategy GradAvgVerifier GradientNoiseScale Place Share"
+        " average_gradients gather verify"
+    )
+    assert words(expected) == sorted(lightning_gradavg.__all__)
+
+
+def test_the_registered_names():
+    """The values of `Trainer(strategy=...)`."""
+    expected = (
+        "gradavg gradavg_data_parallel gradavg_fork gradavg_notebook gradavg_single_device gradavg_spawn gradavg_sum"
+        " gradavg_weighted"
+    )
+    assert words(expected) == sorted(name for name in StrategyRegistry if name.startswith("gradavg"))
+
+
+def test_the_functions():
+    """Names and defaults of the functions' parameters."""
+    empty = inspect.Parameter.empty
+    of_reduction = {"reduction": "mean", "weight": None, "group": None}
+    assert {"module_or_parameters": empty, **of_reduction, "wire_dtype": None} == parameters_of(
+        lightning_gradavg.average_gradients
+    )
+    assert {"tensors": empty, **of_reduction} == parameters_of(lightning_gradavg.gather)
+    assert {
+        "module",
+        "data",
+        "strategy",
+        "devices",
+        "steps",
+        "accelerator",
+        "double",
+        "tolerance",
+        "seed",
+        "ignore",
+        "trainer_options",
+    } <= {*parameters_of(lightning_gradavg.verify), "trainer_options"}
+
+
+def test_what_the_strategy_answers():
+    """Properties and methods beside those of Lightning's strategies."""
+    for name in ("global_batch_size", "lr_scale", "num_replicas", "observing", "report", "observe_next_step", "facts"):
+        assert hasattr(GradAvgStrategy, name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["plan", "--batch-size", "8", "--lr", "0.1", "--devices-per-node", "2"], 0),
+        (["plan", "--batch-size", "0", "--lr", "0.1", "--devices-per-node", "2"], 2),
+        (["verify"], 2),
+        (["nothing"], 2),
+    ],
+)
+def test_exit_codes(arguments, code, capsys):
+    """0 for an answer, 2 for wrong usage with one line on standard error."""
+    assert code == main(arguments)
+    assert code == len([line for line in capsys.readouterr().err.splitlines() if line]) * 2
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "plan", "verify"])
+def test_commands(command, capsys):
+    """Every command stands in the help."""
+    main([])
+    assert f"\n  {command} " in capsys.readouterr().out
+
+
+def keys_of(value: Any, path: str = "") -> set[str]:
+    """Return the paths of all keys, of lists those of their first item."""
+    if isinstance(value, dict):
+        return {path, *(key for name, item in value.items() for key in keys_of(item, f"{path}.{name}".strip(".")))}
+    return keys_of(value[0], f"{path}[]") if isinstance(value, list) and value else {path}
+
+
+def test_the_json_of_plan(capsys):
+    """The keys of `gradavg plan --json`, schema 1."""
+    arguments = "plan --batch-size 8 --lr 0.1 --optimizer adamw --weight-decay 0.1 --devices-per-node 3 --nodes 2"
+    assert 0 == main([*arguments.split(), "--noise-scale", "40", "--dataset-size", "99", "--epochs", "2", "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    assert 1 == plan["schema"]
+    of_run = words(
+        "world_size loader_batch_size chunks accumulate global_batch_size scale steps_per_epoch steps warmup_steps"
+        " mean_loss_gradient sum_loss_gradient sum_loss_divisor scalings"
+    )
+    of_recipe = words(
+        "batch_size lr devices accumulate_grad_batches optimizer betas alpha eps weight_decay steps epochs"
+        " dataset_size warmup_steps"
+    )
+    assert of_recipe == list(plan["recipe"])
+    assert ["nodes", "devices_per_node"] == list(plan["cluster"])
+    assert all(of_run == list(plan[name]) for name in ("base", "gradavg", "stock_ddp"))
+    assert ["samples", "devices", "micro_batch_size"] == list(plan["gradavg"]["chunks"][0])
+    assert ["text", "lr", "gradavg", "stock_ddp"] == list(plan["advice"][0])
+    assert ["noise_scale", "linear_scaling_limit", "gradavg_lr", "stock_ddp_lr"] == list(plan["noise"])
+    assert words(
+        "lr_scaling feasible problem lr_factor hyperparameters weight_decay lr_warmup_steps largest_global_batch_size"
+    ) == list(plan["gradavg"]["scalings"][0])
+    assert {"notes", "code", "nearest_even_batch_sizes"} < set(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"reduction": "median"}, ValueError),
+        ({"reduction": 3}, TypeError),
+        ({"equivalent_to": "dp"}, ValueError),
+        ({"lr_scaling": "cubic"}, ValueError),
+        ({"lr_scaling": 2}, TypeError),
+        ({"lr_warmup_steps": -1}, ValueError),
+        ({"max_device_batch_size": 2}, ValueError),
+        ({"num_replicas": 0}, ValueError),
+        ({"base_world_size": 0}, ValueError),
+        ({"wire_dtype": "fp8"}, ValueError),
+        ({"wire_scope": "rack", "wire_dtype": "bfloat16"}, ValueError),
+        ({"model_averaging_period": 3}, ValueError),
+        ({"equivalent_to": "data_parallel", "split_batches": False}, ValueError),
+        ({"process_group": object(), "device_mesh": object()}, ValueError),
+        ({"nonsense": 1}, TypeError),
+    ],
+)
+def test_error_classes(options, error):
+    """A wrong value is a ValueError, a wrong type a TypeError, at construction."""
+    with pytest.raises(error):
+        GradAvgStrategy(**options)
+
+
+class Kept(Toy):
+    """The run whose checkpoint is kept: shuffled, accumulated, with a scaled and scheduled learning rate."""
+
+    def __init__(self) -> None:
+        super().__init__(kind="s", lr=0.02)
+        self.rates: list[float] = []
+
+    def train_dataloader(self) -> Any:
+        data: Any = torch.arange(1, 27, dtype=torch.float64) / 26
+        return DataLoader(data, 4, shuffle=True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.5)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class SaveAt(Callback):
+    """Writes a checkpoint after a step, and ends the run there."""
+
+    def __init__(self, path: str, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step and not trainer.fit_loop._should_accumulate():
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def train_kept(resume: str | None, save: str | None = None) -> Any:
+    """Body: train the kept run, from a checkpoint or to one."""
+    seed_everything(11, verbose=False)
+    model = Kept()
+    trainer = make_trainer(
+        GradAvgStrategy(
+            reduction="weighted_mean",
+            split_batches=True,
+            max_device_batch_size=1,
+            lr_scaling="linear",
+            base_batch_size=2,
+            lr_warmup_steps=5,
+        ),
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        callbacks=[SaveAt(save, 3)] if save is not None else [],
+    )
+    # lightning 2.5 has no such argument, and loads everything.
+    plain_data_only: Any = {"weights_only": True} if "weights_only" in signature(trainer.fit).parameters else {}
+    trainer.fit(model, ckpt_path=resume, **plain_data_only)
+    return model.w.item(), model.rates
+
+
+def test_a_kept_checkpoint_resumes(world):
+    """What version 0.1.0 saved in the middle of an epoch on 2 ranks goes on, on 1 and on 3, as if never interrupted.
+
+    The file was written by `world(2).run(train_kept, None, "tests/data/version_0_1_0.ckpt")` at b540b95.
+    """
+    weight, rates = world(1).run(train_kept, None)[0]
+    for size in (1, 3):
+        for found, remaining in world(size).run(train_kept, str(DATA / "version_0_1_0.ckpt")):
+            assert rates[3:] == [pytest.approx(rate, rel=1e-12) for rate in remaining]
+            assert weight == pytest.approx(found, rel=1e-12)
+
+
+def test_the_keys_of_a_checkpoint():
+    """What a checkpoint holds of the strategy, beside what Lightning's own hold."""
+    kept = torch.load(DATA / "version_0_1_0.ckpt", weights_only=True)["lightning_gradavg"]
+    assert {"recipe", "rates", "micro_batches", "loaders"} == set(kept)
+    assert words(
+        "reduction split_batches equivalent_to num_replicas global_batch_size lr_scaling base_batch_size"
+        " lr_warmup_steps"
+    ) == list(kept["recipe"])
+    assert ["steps"] == list(kept["rates"])
+    assert words(
+        "format complete batches samples epoch_batches digest passes generators objects seeded random"
+    ) == list(kept["loaders"][0])
