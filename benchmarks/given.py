@@ -18,7 +18,7 @@ from typing_extensions import override
 from benchmarks.models import MODELS, Measured
 from benchmarks.ways import live_places
 from lightning_gradavg import average_gradients
-from lightning_gradavg.reduction.reduce import combine
+from lightning_gradavg.reduction.combine import combine
 from lightning_gradavg.rules import RULES, Rule
 
 __all__ = ["STEPS", "WINDOW", "Given", "Gradients", "Look", "average", "fit", "give", "gradients_of", "weight_of"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_gradavg.place import Place, node_from_environment
-from lightning_gradavg.reduction.groups import gather_places
+from lightning_gradavg.ranks import gather_places
 from lightning_gradavg.wire.options import WIRE_DTYPES, WireOptions
 from lightning_gradavg.wire.route import Route, route_of
 

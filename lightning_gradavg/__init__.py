@@ -2,12 +2,12 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_gradavg.collectives.average import average_gradients
-from lightning_gradavg.collectives.gather import gather
-from lightning_gradavg.monitoring.monitor import GradAvgMonitor
-from lightning_gradavg.monitoring.noise_scale import GradientNoiseScale
+from lightning_gradavg.monitor import GradAvgMonitor
 from lightning_gradavg.place import Place
 from lightning_gradavg.profiling.profiler import GradAvgProfiler
+from lightning_gradavg.reduction.average import average_gradients
+from lightning_gradavg.reduction.gather import gather
+from lightning_gradavg.report.noise_scale import GradientNoiseScale
 from lightning_gradavg.rules import Share
 from lightning_gradavg.strategy import GradAvgStrategy
 from lightning_gradavg.verification import GradAvgVerifier, verify

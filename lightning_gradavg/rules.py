@@ -17,27 +17,9 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from torch import Tensor
-
 from lightning_gradavg.place import Place
 
-__all__ = [
-    "RULES",
-    "Rule",
-    "RuleFunction",
-    "Scalar",
-    "Share",
-    "Weight",
-    "resolve_rule",
-    "rule_of_replica_losses",
-    "rule_of_split_batches",
-]
-
-Weight: TypeAlias = float | Tensor
-"""A micro-batch's count of loss terms: a number >= 0, on an accelerator a 0-dim float64 tensor."""
-
-Scalar: TypeAlias = float | Fraction | Tensor
-"""A share's part of the normalizer. A fraction keeps sums such as W * (1/W) exact."""
+__all__ = ["RULES", "Rule", "RuleFunction", "Share", "resolve_rule", "rule_of_replica_losses", "rule_of_split_batches"]
 
 
 class Share(NamedTuple):
@@ -48,12 +30,16 @@ class Share(NamedTuple):
         normalizer: `z` in the same formula; finite and >= 0.
     """
 
-    multiplier: Weight
-    normalizer: Scalar
+    multiplier: Any
+    normalizer: Any
 
 
 RuleFunction: TypeAlias = Callable[[Place, Any], Share]
-"""`(place, weight) -> Share`. Pure, the same on all ranks, and arithmetic only: a weight may be a tensor."""
+"""`(place, weight) -> Share`. Pure, the same on all ranks, and arithmetic only.
+
+A weight is a number >= 0: a float, or while training a 0-dim float64 tensor. So are the numbers of a share; a `Fraction`
+keeps sums such as W * (1/W) exact.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,31 +59,31 @@ class Rule:
     formula: str
 
 
-def _mean(place: Place, weight: Weight) -> Share:
+def _mean(place: Place, weight: Any) -> Share:
     return Share(1.0, 1.0)
 
 
-def _sum(place: Place, weight: Weight) -> Share:
+def _sum(place: Place, weight: Any) -> Share:
     return Share(1.0, Fraction(1, place.world_size))
 
 
-def _weighted_mean(place: Place, weight: Weight) -> Share:
+def _weighted_mean(place: Place, weight: Any) -> Share:
     return Share(weight, weight)
 
 
-def _normalized_sum(place: Place, weight: Weight) -> Share:
+def _normalized_sum(place: Place, weight: Any) -> Share:
     return Share(1.0, weight)
 
 
-def _mean_of_node_sums(place: Place, weight: Weight) -> Share:
+def _mean_of_node_sums(place: Place, weight: Any) -> Share:
     return Share(1.0, Fraction(1, place.ranks_on_node))
 
 
-def _mean_of_node_means(place: Place, weight: Weight) -> Share:
+def _mean_of_node_means(place: Place, weight: Any) -> Share:
     return Share(1.0 / place.ranks_on_node, Fraction(1, place.ranks_on_node))
 
 
-def _sum_of_node_means(place: Place, weight: Weight) -> Share:
+def _sum_of_node_means(place: Place, weight: Any) -> Share:
     return Share(1.0 / place.ranks_on_node, Fraction(1, place.world_size))
 
 
@@ -135,7 +121,7 @@ def rule_of_split_batches(rule: Rule) -> Rule:
     Raises:
         ValueError: If the rule gives every rank of a node the same say.
     """
-    if rule is RULES["mean"]:
+    if rule == RULES["mean"]:
         return _MEAN_OVER_SAMPLES
     if rule.name in _PER_RANK:
         raise ValueError(

@@ -1,7 +1,12 @@
-"""The strategy that users name: its options, and how Lightning finds it."""
+"""The strategy that users name: its options, and DDPStrategy's methods in the order in which Lightning calls them.
+
+Each of them is handed on to the parts that have something to say to it. What one part needs of another is an argument
+here; where the order of two parts matters, it stands here.
+"""
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -10,25 +15,40 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import _StrategyRegistry
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gradavg.data.batches import Split
-from lightning_gradavg.presets import StrategyFacts, plan_of
+from lightning_gradavg.batches.order import random_state, restore_random_state
+from lightning_gradavg.batches.part import Batches, SplitBatches
+from lightning_gradavg.batches.sources import loader_batch_size
+from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
+from lightning_gradavg.lightning_internals import leave_batch_norm_alone
+from lightning_gradavg.options import Options, StrategyFacts, check_groups, options_of_ddp
+from lightning_gradavg.part import Part, Run, Saved
+from lightning_gradavg.ranks import World
+from lightning_gradavg.rates.part import Rates
 from lightning_gradavg.rates.run_recipe import RunRecipe
 from lightning_gradavg.rates.scaling import ScaleFunction
-from lightning_gradavg.reduction.ddp_options import changed_options
-from lightning_gradavg.reduction.reducer import Reducer
-from lightning_gradavg.replication.replicating import ReplicatingStrategy
+from lightning_gradavg.reduction.gather import gathers_of, require_allowed
+from lightning_gradavg.reduction.loss import WeighedLoss
+from lightning_gradavg.reduction.reduction import Reduction
+from lightning_gradavg.replicas.part import ManyReplicas, Replicas
+from lightning_gradavg.report.part import Reports
+from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.rules import RULES, RuleFunction
 from lightning_gradavg.termination import Termination
-from lightning_gradavg.wire.options import WireOptions
+from lightning_gradavg.wire.route import WireOptions
 
 __all__ = ["GradAvgStrategy"]
 
@@ -47,10 +67,12 @@ PresetName = Literal["data_parallel", "single_device"]
 
 ScalingName = Literal["none", "linear", "sqrt", "adam_sde"]
 
-WireName = Literal["bfloat16", "float16", "int8"]
+WireName = Literal["bfloat16", "float16"]
+
+_CHECKPOINT_KEY = "lightning_gradavg"
 
 
-class GradAvgStrategy(ReplicatingStrategy):
+class GradAvgStrategy(DDPStrategy):
     """Data-parallel training whose reduced gradient is that of a stated rule, over all ranks and micro-batches.
 
     With no option it is stock DDP: the same bits, no communication hook. The one difference is a last accumulation
@@ -89,22 +111,20 @@ class GradAvgStrategy(ReplicatingStrategy):
             Otherwise the differences are an error.
         exact_evaluation: True to have validation, test and prediction see each sample exactly once, and log the values
             of one process. See docs/evaluation.md. None for what `equivalent_to` says, and False without it.
-        wire_dtype: What gradients are sent as between ranks: `"bfloat16"` or `"float16"`, half the bytes, or `"int8"`,
-            a quarter, with error feedback. They are summed in float32, and all ranks get the same bits. None for their
-            own type. See docs/communication.md.
+        wire_dtype: What gradients are sent as between ranks: `"bfloat16"` or `"float16"`, half the bytes. They are summed
+            in float32, and all ranks get the same bits. None for their own type. See docs/communication.md.
         wire_scope: `"all"` to use `wire_dtype` between any ranks, `"nodes"` only between nodes.
         node_aware: True to sum within each node before anything is sent between nodes, False not to, None to do so
-            where it pays: on gloo, under a rule that has a hook anyway, with nodes of equally many ranks, two or more.
-        power_sgd_rank: To send matrices of this rank instead of gradients, by torch's PowerSGD.
-        power_sgd_start_step: Optimizer steps before PowerSGD begins.
+            where it pays: with nodes of equally many ranks, two or more, on gloo under a rule that has a hook anyway,
+            and on NCCL with a `wire_dtype`.
         accelerator: As in `DDPStrategy`.
         parallel_devices: As in `DDPStrategy`.
         cluster_environment: As in `DDPStrategy`.
         checkpoint_io: As in `DDPStrategy`.
         precision_plugin: As in `DDPStrategy`.
         ddp_comm_state: State of `ddp_comm_hook`.
-        ddp_comm_hook: Reduces each bucket, which the rule has scaled before; it must return the mean over the ranks. It
-            is used on CPU too.
+        ddp_comm_hook: Reduces each bucket; it must return the mean over the ranks, which the rule then scales. It is used
+            on CPU too.
         ddp_comm_wrapper: Wraps `ddp_comm_hook`, or a plain all-reduce.
         model_averaging_period: Refused: averaging models is not reducing gradients.
         process_group_backend: As in `DDPStrategy`.
@@ -114,8 +134,8 @@ class GradAvgStrategy(ReplicatingStrategy):
         dim: See above.
         broadcast_buffers: See above.
         init_sync: See above.
-        process_group: See above. Its ranks are the data-parallel ones: the rule counts them, data are dealt to them,
-            and what is logged is reduced over them. Every rank of the run is in one group. See docs/reduction.md.
+        process_group: See above. The rule counts its ranks. Data, logs and metrics are those of all ranks, as in stock
+            DDP, so `split_batches`, `equivalent_to`, `exact_evaluation` and `lr_scaling` are refused beside it.
         bucket_cap_mb: See above, in MiB.
         find_unused_parameters: See above.
         check_reduction: See above.
@@ -153,8 +173,6 @@ class GradAvgStrategy(ReplicatingStrategy):
         wire_dtype: WireName | None = None,
         wire_scope: Literal["all", "nodes"] = "all",
         node_aware: bool | None = None,
-        power_sgd_rank: int | None = None,
-        power_sgd_start_step: int = 1000,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -186,22 +204,12 @@ class GradAvgStrategy(ReplicatingStrategy):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
-        given = locals()
-        plan = plan_of(
-            reduction=reduction,
-            equivalent_to=equivalent_to,
-            num_replicas=num_replicas,
-            recompute_replicas=recompute_replicas,
-            split_batches=split_batches,
-            max_device_batch_size=max_device_batch_size,
-            exact_evaluation=exact_evaluation,
-            broadcast_buffers=broadcast_buffers,
-            forward_sync_buffers=forward_sync_buffers,
-        )
-        Split(max_samples=max_device_batch_size)
+        given = dict(locals())
+        options = Options.of(**{name: given[name] for name in _OF_OPTIONS})
+        check_groups(options, given)
         recipe = RunRecipe(
-            plan.rule,
-            split_batches=plan.split_batches,
+            options.rule,
+            split_batches=options.split_batches,
             lr_scaling=lr_scaling,
             base_batch_size=base_batch_size,
             base_world_size=base_world_size,
@@ -213,20 +221,15 @@ class GradAvgStrategy(ReplicatingStrategy):
                 f"model_averaging_period={model_averaging_period} averages weights instead of reducing gradients."
                 " Leave it out, or use lightning.pytorch.strategies.DDPStrategy."
             )
-        wire = WireOptions(wire_dtype, wire_scope, node_aware, power_sgd_rank, power_sgd_start_step)
+        wire = WireOptions(wire_dtype, wire_scope, node_aware)
         of_user = [name for name in ("ddp_comm_hook", "ddp_comm_wrapper") if given[name] is not None]
         if of_user and wire.asked_for is not None:
             raise ValueError(
                 f"{wire.asked_for} says how gradients are reduced, and so does {of_user[0]}. Leave one of them out."
             )
-        hooked = [*([wire.asked_for] if wire.asked_for is not None else []), *of_user]
-        if plan.rule is not RULES["mean"]:
-            hooked = [f"reduction={plan.rule.name!r}"]
+        stock_rule = options.rule == RULES["mean"]
+        hooked = next(iter(of_user), wire.asked_for) if stock_rule else f"reduction={options.rule.name!r}"
         super().__init__(
-            plan,
-            recipe,
-            wire=wire,
-            allow_recipe_change=allow_recipe_change,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -238,62 +241,37 @@ class GradAvgStrategy(ReplicatingStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            **changed_options(given, hook_of=hooked[0] if hooked else None),
+            **options_of_ddp(given, GradAvgStrategy.__init__, hooked),
         )
-
-        self._termination: Termination | None = None
+        self._options = options
+        hook = ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper
+        self._reports = Reports(options.rule, crosses_ranks=options.replicated)
+        self._reduction = Reduction(
+            options.rule, wire, hook, timeout, crosses_ranks=options.replicated, on_weighed=self._reports.weighed
+        )
+        self._batches = SplitBatches(options) if options.split_batches else Batches()
+        self._rates = Rates(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
+        self._replicas = ManyReplicas(options, static_graph=static_graph) if options.replicated else Replicas(options)
+        self._evaluation = ExactEvaluation(timeout) if options.exact_evaluation else Evaluation()
+        self._parts: tuple[Part, ...] = (
+            self._reduction,
+            self._batches,
+            self._rates,
+            self._replicas,
+            self._evaluation,
+            self._reports,
+            Termination(),
+        )
+        self._prepares: str | None = None
+        self._saved: Saved | None = None
 
     def __repr__(self) -> str:
         # pytorch_lightning quotes a strategy of lightning.pytorch by its repr when it refuses it.
         return (
-            f"{type(self).__name__}(reduction={self._rule.name!r})"
+            f"{type(self).__name__}(reduction={self._options.rule.name!r})"
             " [a strategy for lightning.pytorch.Trainer, of the package `lightning`;"
             " pytorch_lightning.Trainer, of the package `pytorch-lightning`, cannot use it]"
         )
-
-    def facts(self) -> StrategyFacts:
-        """Return what decides the mathematics of the run, while it trains."""
-        data, plan = self._data, self._plan
-        shared = plan.preset is not None and plan.preset.synchronizes_statistics
-        return StrategyFacts(
-            rule=self._rule,
-            splits_batches=data is not None,
-            accumulation=self._trainer.accumulate_grad_batches if data is None else data.accumulation,
-            micro_batches=1 if data is None else data.micro_batches,
-            replicas=self.num_replicas if plan.replicated and not shared else None,
-            replicated=plan.replicated,
-            counts_replicas=plan.counts_replicas,
-            scales_rates=self._recipe.rates is not None,
-            samples=self._samples(),
-        )
-
-    @override
-    def setup_distributed(self) -> None:
-        ours = not dist.is_initialized()
-        super().setup_distributed()
-        if ours and dist.is_initialized() and dist.get_backend() != "nccl":
-            # Lightning does it for NCCL alone. Gloo's threads, left to the interpreter's end, can abort the process.
-            atexit.register(_destroy_process_group)
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1 and Termination.applies_to(trainer):
-            self._termination = Termination(trainer, self.root_device, self._reducer_of_all)
-
-    @property
-    def _reducer_of_all(self) -> Reducer | None:
-        """What exchanges totals over all ranks of the run, or None."""
-        if self._accumulator is None or len(self._accumulator.reducer.places) < self.world_size:
-            return None
-        return self._accumulator.reducer
-
-    @override
-    def teardown(self) -> None:
-        if self._termination is not None:
-            self._termination.remove()
-            self._termination = None
-        super().teardown()
 
     @classmethod
     @override
@@ -303,6 +281,395 @@ class GradAvgStrategy(ReplicatingStrategy):
             description = f"{cls.__name__} with {options}" if options else cls.__name__
             strategy_registry.register(name, cls, description=description, override=True, **options)
 
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of one optimizer step, over ranks and window; None before `fit` or where no loader tells."""
+        return self._rates.recipe.global_batch_size
+
+    @property
+    def lr_scale(self) -> float:
+        """What `lr_scaling` multiplies the learning rate by, the warm-up being over."""
+        return self._rates.recipe.lr_scale
+
+    @property
+    def num_replicas(self) -> int:
+        """Chunks that each loader batch is computed in."""
+        return self._replicas.num_replicas(self.world_size)
+
+    @property
+    def _shaping_replicas(self) -> int | None:
+        """Chunks of each loader batch that have batch statistics of their own, so that their number is in the result."""
+        return self.num_replicas if self._options.replicated and not self._options.one_device else None
+
+    def observe_next_step(self, *, cosines: bool = True) -> None:
+        """Observe the optimizer step whose window begins next; `report()` returns it once its gradients are reduced.
+
+        A collective operation: every rank must call it before the same step. The observed step exchanges one vector of
+        240 numbers and, on an accelerator, waits for its gradients.
+
+        Args:
+            cosines: Whether to measure the angle between local and reduced gradients, which takes a copy of the
+                gradients for the length of a backward.
+        """
+        self._reports.observe_next_step(copies=cosines)
+
+    @property
+    def observing(self) -> bool:
+        """Whether a step that was asked for has not been reported yet."""
+        return self._reports.observing
+
+    def report(self) -> StepReport:
+        """Return what was observed of the last observed step, the same on all ranks.
+
+        Raises:
+            RuntimeError: If no step was observed.
+        """
+        return self._reports.report()
+
+    def facts(self) -> StrategyFacts:
+        """Return what decides the mathematics of the run, while it trains."""
+        options = self._options
+        return StrategyFacts(
+            rule=options.rule,
+            splits_batches=self._batches.splits,
+            accumulation=self._batches.accumulation,
+            micro_batches=self._batches.micro_batches,
+            replicas=self._shaping_replicas,
+            replicated=options.replicated,
+            counts_replicas=options.counts_replicas,
+            scales_rates=self._rates.recipe.rates is not None,
+            samples=self._replicas.samples(self._batches.chunk),
+        )
+
+    @override
+    def setup_distributed(self) -> None:
+        """Join the process group, and see to its end."""
+        state, ours = random_state(), not dist.is_initialized()
+        super().setup_distributed()
+        if self._options.replicated:
+            # Lightning starts random numbers anew from the seed here, so that ranks draw alike, which loaders see to
+            # themselves: a script goes on drawing as on one device.
+            restore_random_state(state)
+        if ours and dist.is_initialized() and dist.get_backend() != "nccl":
+            # Lightning does it for NCCL alone. Gloo's threads, left to the interpreter's end, can abort the process.
+            atexit.register(_destroy_process_group)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.lightning_module is not None
+        run = Run(trainer, self.lightning_module, self.root_device, World.of(None))
+        for part in self._parts:
+            part.setup(run)
+        if self._options.one_device:
+            leave_batch_norm_alone(self)  # ours serves CPUs and idle ranks, too
+        super().setup(trainer)
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        """Register the reduction, on CPU as on CUDA, where Lightning would drop a hook without a word."""
+        model, module = self.model, self.lightning_module
+        assert isinstance(model, DistributedDataParallel)
+        assert module is not None
+        places = World.of(model.process_group).places(self.node_rank)
+        run = Run(module.trainer, module, self.root_device, World.of(None), model, places)
+        for part in self._parts:
+            part.configure_ddp(run)
+        self._rates.recipe.num_replicas = self._shaping_replicas
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self._rates.setup_optimizers(self.optimizers, self._schedulers)
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        return [config.scheduler for config in self.lr_scheduler_configs]
+
+    @override
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks. Lightning names the loaders here that it is about to prepare."""
+        super().barrier(name, *args, **kwargs)
+        if name is not None and name.endswith("_dataloader()"):
+            self._prepares = name.removesuffix("_dataloader()")
+            for part in self._parts:
+                part.prepare_loaders(self._prepares)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        module = self.lightning_module
+        if self._evaluation.prepares:
+            return self._evaluation.process_dataloader(dataloader)
+        if self._prepares != "train" or module is None or module.trainer.state.fn != TrainerFn.FITTING:
+            return dataloader
+        size = loader_batch_size(dataloader)
+        dataloader = self._batches.process_dataloader(dataloader)
+        self._rates.add_loader(size, self._batches.accumulation)
+        return dataloader
+
+    def on_train_start(self) -> None:
+        """Begin with the training loaders, which are known now."""
+        super().on_train_start()
+        self._batches.on_train_start()
+        for message in self._rates.begin(self._schedulers, self._batches.accumulation):
+            self._reduction.warn(message)
+        if self._saved is not None and self._ddp_comm_state is not None:
+            rank_zero_info("GradAvgStrategy: ddp_comm_state is not part of a checkpoint and begins anew")
+        self._saved = None
+        rank_zero_info(self._start_line())
+
+    def _start_line(self) -> str:
+        run, rule, size = self._reduction.run, self._options.rule, self.global_batch_size
+        ranks, nodes = len(run.places), run.num_nodes
+        return (
+            f"GradAvgStrategy: reduction={rule.name!r}, g = {rule.formula};"
+            f" {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
+            f" ({dist.get_backend(run.ddp.process_group)});"
+            f" global batch {size if size is not None else 'unknown'}, windows of"
+            f" {run.trainer.accumulate_grad_batches} micro-batches{''.join(part.describe() for part in self._parts)}"
+        )
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self.lightning_module is not None and self.lightning_module.trainer.training:
+            self._batches.on_train_batch_start()
+            self._rates.follow(self._schedulers, self._batches.accumulation)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        automatic = self.lightning_module.automatic_optimization
+        self._reduction.begin_step(args[0] if args else next(iter(kwargs.values()), None))
+        self._reports.begin_step()
+        try:
+            with self._replicas.step(self._reduction, self._batches), gathers_of(self._reduction.weighs):
+                output = super().training_step(*args, **kwargs)
+            return self._replicas.read(output, self._reduction, self._batches.chunk) if automatic else output
+        except ValueError as error:
+            # Of a chunk of one sample. Raised here, the other ranks would wait for this one; in manual optimization
+            # there is no loss that could carry the news.
+            if not (automatic and self._options.rule.uses_weight and "more than 1 value per channel" in str(error)):
+                raise
+            return self._reduction.fail_together(str(error))
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Keep the gradients of a micro-batch local."""
+        end = self._reduction.withhold()
+        if end is None:
+            with super().block_backward_sync():
+                yield
+            return
+        try:
+            yield
+        finally:
+            end()
+
+    @override
+    def backward(
+        self, closure_loss: Any, optimizer: Optimizer | None, *args: Any, weight: Any = None, **kwargs: Any
+    ) -> Tensor:
+        """Run the backward of a step's loss, or of the loss of each of its replicas one after another."""
+        module, precision = self.lightning_module, self.precision_plugin
+        assert module is not None
+        if not module.automatic_optimization:
+            closure_loss = self._reduction.add(closure_loss, weight, self._replicas.samples(self._batches.chunk)).value
+        losses = self._reduction.take()
+        self.pre_backward(closure_loss)
+        roots = [precision.pre_backward(closure_loss, module)]
+        if len(losses) > 1:
+            # Hooks see one backward, of the mean of the replicas' losses.
+            scaler, window = getattr(precision, "scaler", None), module.trainer.accumulate_grad_batches
+            divided = [loss.value / window for loss in losses]
+            roots = divided if scaler is None else [scaler.scale(root) for root in divided]
+        for index, (loss, root) in enumerate(zip(losses, roots, strict=True)):
+            first, final = index == 0, index == len(losses) - 1
+            self._backward_of(loss, root, optimizer, args, kwargs, first=first, final=final)
+        # The first backward of a static graph in manual optimization is reduced in post_backward.
+        deferred = not module.automatic_optimization and self._reduction.defers
+        if not deferred:
+            self._end_backward()
+        closed: Tensor = precision.post_backward(roots[0] if len(losses) == 1 else closure_loss, module)
+        self.post_backward(closed)
+        if deferred:
+            self._end_backward()
+        return closed
+
+    def _backward_of(
+        self, loss: WeighedLoss, root: Tensor, optimizer: Optimizer | None, args: Any, kwargs: Any, **position: bool
+    ) -> None:
+        """Run the backward of one of a step's losses."""
+
+        def run(**extra: Any) -> None:
+            assert self.lightning_module is not None
+            self.precision_plugin.backward(root, self.lightning_module, optimizer, *args, **kwargs, **extra)
+
+        with self._reports.backward(loss, last=self._reduction.ends_window(final=position["final"])):
+            self._reduction.backward(loss, root, run, **position)
+
+    def _end_backward(self) -> None:
+        """End a micro-batch, once its gradients are there."""
+        if self._reports.measures:
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            loss_scale = float(scaler.get_scale()) if scaler is not None else 1.0
+            self._reports.end_window(self._reduction.closed, self.optimizers, lr_scale=self.lr_scale, loss_scale=loss_scale)
+        # It adds what was accumulated in earlier windows, which is no part of the report.
+        self._reduction.end_backward()
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            self._reduction.require_reduced(optimizer)
+        step = super().optimizer_step
+        return self._rates.optimizer_step(optimizer, lambda: step(optimizer, closure, model, **kwargs))
+
+    @override
+    def on_train_end(self) -> None:
+        """Check the weights of the last step, which no further step does."""
+        super().on_train_end()
+        self._reduction.check()
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._start_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._start_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._start_evaluation()
+
+    def _start_evaluation(self) -> None:
+        for part in self._parts:
+            part.on_evaluation_start()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        step = super().validation_step if self._evaluation.through_ddp else self._validation_step
+        context = self.precision_plugin.val_step_context
+        output: STEP_OUTPUT = self._replicas.evaluate("validation", step, context, args, kwargs)
+        return output
+
+    def _validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        # Not through DDP, whose forward broadcasts buffers: ranks with fewer batches would not take part.
+        assert self.lightning_module is not None
+        with self.precision_plugin.val_step_context():
+            return self.lightning_module.validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        context = self.precision_plugin.test_step_context
+        output: STEP_OUTPUT = self._replicas.evaluate("test", super().test_step, context, args, kwargs)
+        return output
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Tensor:
+        """Reduce a tensor over the ranks, in exact evaluation over those that have a batch of what is evaluated.
+
+        Where the ranks share batches, the mean of integers, such as batch sizes, is exact. Stock floors it on gloo.
+        """
+        integral = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
+        averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        if integral and averages and (self._options.split_batches or self._options.exact_evaluation):
+            tensor = tensor.double()
+        return super().reduce(tensor, self._evaluation.group() if group is None else group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        require_allowed()
+        # Of no group, `LightningModule.all_gather` makes that of all ranks.
+        if group in (None, dist.group.WORLD):
+            group = self._evaluation.group()
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._end_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        super().on_test_end()
+        self._end_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self._end_evaluation()
+
+    def _end_evaluation(self) -> None:
+        for part in self._parts:
+            part.on_evaluation_end()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._rates.optimizer_state(optimizer, super().optimizer_state(optimizer))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        load = super().load_optimizer_state_dict
+        self._rates.load_optimizers(checkpoint.get(_CHECKPOINT_KEY), lambda: load(checkpoint))
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        # What is wrong with the last step must not get into a file.
+        self._reduction.check()
+        saved: Saved = {}
+        for part in self._parts:
+            part.save(saved, checkpoint)
+        super().save_checkpoint({**checkpoint, _CHECKPOINT_KEY: saved}, *args, **kwargs)
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        self._saved = checkpoint.get(_CHECKPOINT_KEY)
+        module = self.lightning_module
+        if self._saved is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            for part in self._parts:
+                part.load(self._saved)
+        return checkpoint
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Name the parameters that DDP only counts when it misses their gradients."""
+        advice = self._reduction.advice(exception)
+        if advice is None:
+            super().on_exception(exception)
+        else:
+            exception.args = (advice,)
+
+    @override
+    def teardown(self) -> None:
+        for part in reversed(self._parts):
+            part.teardown()
+        super().teardown()
+
+
+_OF_OPTIONS = (
+    "reduction",
+    "equivalent_to",
+    "num_replicas",
+    "recompute_replicas",
+    "split_batches",
+    "max_device_batch_size",
+    "exact_evaluation",
+    "broadcast_buffers",
+    "forward_sync_buffers",
+)
 
 _NAMES: dict[str, dict[str, Any]] = {
     "gradavg": {},

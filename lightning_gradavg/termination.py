@@ -3,9 +3,7 @@
 Lightning 2.6 has rank 0 broadcast at the begin of every batch whether it is to end, and every rank read that on the
 host. So the ranks wait for each other once more per step, and an accelerator runs empty. Here the flags of all ranks
 are added up while a step runs, and the sum is read one step later, when it is long there: all ranks end at the same
-step, at the latest the second one to begin after the signal, whichever rank received it. Where a step exchanges the
-totals of its weights anyway, the flags travel with them, and cost nothing; on an accelerator these are read a step
-later, and it is the third.
+step, at the latest the second one to begin after the signal, whichever rank received it.
 """
 
 from __future__ import annotations
@@ -19,105 +17,85 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor
 
-from lightning_gradavg.reduction.reducer import Reducer
+from lightning_gradavg.device import HostCopy, current_stream, new_stream, on_device, within
+from lightning_gradavg.lightning_internals import SigtermHooks
+from lightning_gradavg.part import Part, Run
 
 __all__ = ["Termination"]
-
-_BROADCAST = "_broadcast_sigterm_tensor"
-_NOTIFIER = "_sigterm_notifier_fn"
 
 _log = logging.getLogger(__name__)
 
 
-class _Flag:
-    """The sum of all ranks' flags, on its way to the host."""
+class Termination(Part):
+    """Takes the place of Lightning's agreement on termination in one fit, until `teardown`."""
 
-    def __init__(self, raised: bool, device: torch.device) -> None:
-        flag = torch.full((1,), int(raised), dtype=torch.int32, device=device)
-        self._value: Tensor = flag
-        self._work = dist.all_reduce(flag, async_op=True)
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            assert self._work is not None
-            self._work.wait()  # of the stream, not of the host
-            copy = torch.empty(1, dtype=torch.int32, pin_memory=True)
-            self._value = copy.copy_(flag, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+    def __init__(self) -> None:
+        self._hooks: SigtermHooks | None = None
+        self._under_way: tuple[dist.Work, torch.Tensor, HostCopy | None] | None = None
 
-    def read(self) -> bool:
-        if self._event is not None:
-            self._event.synchronize()
-        elif self._work is not None:
-            self._work.wait()
-        return bool(self._value.item())
+    def configure_ddp(self, run: Run) -> None:
+        """Take its place, before the trainer registers its signal handlers."""
+        super().configure_ddp(run)
+        self._received, self._under_way = False, None
+        self._stream = new_stream(run.device)
+        if run.world.size > 1:
+            self._hooks = SigtermHooks.of(run.trainer)
+        if self._hooks is not None:
+            self._hooks.replace(self._agree, self._notice)
 
-
-class Termination:
-    """Takes the place of Lightning's agreement on termination in one trainer, until `remove`.
-
-    Args:
-        trainer: The trainer, before it registers its signal handlers.
-        device: Where the collectives of the process group work.
-        reducer: What exchanges totals over the same ranks, perhaps not in every step; or None.
-    """
-
-    def __init__(self, trainer: Trainer, device: torch.device, reducer: Reducer | None = None) -> None:
-        self._trainer = trainer
-        self._device = device
-        self._reducer = reducer
-        self._exchanged = 0
-        self._received = False
-        self._under_way: _Flag | None = None
-        self._loop: Any = trainer.fit_loop.epoch_loop
-        self._connector: Any = trainer._signal_connector
-        setattr(self._loop, _BROADCAST, self._agree)
-        setattr(self._connector, _NOTIFIER, self._notice)
-
-    @staticmethod
-    def applies_to(trainer: Trainer) -> bool:
-        """Return whether the trainer's ranks agree on termination as those of lightning 2.6 do."""
-        loop, connector = type(trainer.fit_loop.epoch_loop), type(getattr(trainer, "_signal_connector", None))
-        return hasattr(loop, _BROADCAST) and hasattr(connector, _NOTIFIER)
-
-    def remove(self) -> None:
+    def teardown(self) -> None:
         """Leave the trainer as it was."""
-        for owner, name in ((self._loop, _BROADCAST), (self._connector, _NOTIFIER)):
-            vars(owner).pop(name, None)
+        hooks, self._hooks = self._hooks, None
+        if hooks is None:
+            return
+        hooks.restore()
         # Every rank began it.
-        flag, self._under_way = self._under_way, None
-        if flag is not None and dist.is_initialized():
-            flag.read()
+        if dist.is_initialized():
+            self._read()
 
     def _agree(self) -> None:
         """Begin a batch, or raise `SIGTERMException` on all ranks."""
-        before, self._under_way = self._under_way, None
-        if not self._travels():
-            self._under_way = _Flag(self._received, self._device)
-        raised = before is not None and before.read()
-        if raised or (self._reducer is not None and self._reducer.flagged):
-            self._connector.received_sigterm = True
+        raised = self._read()
+        self._under_way = self._send()
+        if raised:
+            assert self._hooks is not None
+            self._hooks.received = True
             raise SIGTERMException
 
-    def _travels(self) -> bool:
-        """Return whether the batch before this one exchanged totals, the same on all ranks, and the flags with them."""
-        if self._reducer is None:
+    def _send(self) -> tuple[dist.Work, torch.Tensor, HostCopy | None]:
+        """Begin to add up the flags of all ranks."""
+        device = self.run.device
+        flag = on_device(torch.tensor([self._received], dtype=torch.int32), device)
+        work = dist.all_reduce(flag, async_op=True)
+        if self._stream is None:
+            return work, flag, None
+        # Not the stream of the model, which would wait for the other ranks before its forward.
+        self._stream.wait_stream(current_stream(device))
+        with within(self._stream):
+            work.wait()
+            return work, flag, HostCopy(flag)
+
+    def _read(self) -> bool:
+        """Return whether any rank's flag of the batch before was up; false before there is one."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
             return False
-        before, self._exchanged = self._exchanged, self._reducer.exchanged
-        return self._exchanged > before
+        work, flag, copy = under_way
+        if copy is None:
+            work.wait()
+            copy = HostCopy(flag)
+        return bool(copy.read()[0])
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         """Take notice of SIGTERM: no collective, which would meet any other one on the other ranks."""
         del frame
-        _log.info("rank %d received %s", self._trainer.global_rank, signal.Signals(number).name)
-        launcher = self._trainer.strategy.launcher
+        trainer: Trainer = self.run.trainer
+        _log.info("rank %d received %s", trainer.global_rank, signal.Signals(number).name)
+        launcher: Any = trainer.strategy.launcher
         if launcher is not None and not self._received:
             launcher.kill(number)
         self._received = True
-        if self._reducer is not None:
-            self._reducer.flag = True
-        if not self._trainer.training:
+        if not trainer.training and self._hooks is not None:
             # Evaluation knows no agreement, in Lightning neither.
-            self._connector.received_sigterm = True
+            self._hooks.received = True

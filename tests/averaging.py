@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_gradavg.collectives.average import average_gradients
+from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.place import Place
 from lightning_gradavg.rules import Share
 

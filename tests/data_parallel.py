@@ -412,7 +412,7 @@ class _Observer(Callback):
         self.run = Run()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        data = getattr(trainer.strategy, "_data", None)
+        data = trainer.strategy._batches
         pl_module.notes = data is None or not data.chunk.stand_in
         pl_module.replica_losses.append([])
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_gradavg.place import Place, places_on_nodes
-from lightning_gradavg.reduction.reduce import combine, window_factor
+from lightning_gradavg.reduction.combine import combine, window_factor
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Totals, Window
 from lightning_gradavg.rules import RULES, Rule, Share, Weight, resolve_rule
 

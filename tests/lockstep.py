@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_gradavg.data.batches import Chunk, Split
-from lightning_gradavg.data.loaders import BatchSplitter, SplitLoader
+from lightning_gradavg.batches.chunks import Chunk, Split
+from lightning_gradavg.batches.loaders import BatchSplitter, SplitLoader
 
 Body = Callable[[BatchSplitter], Any]
 

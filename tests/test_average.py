@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_gradavg.collectives import buckets
-from lightning_gradavg.collectives.agreement import Header, on_ranks
-from lightning_gradavg.collectives.average import average_gradients, rank_factors
-from lightning_gradavg.collectives.buckets import WIRE_DTYPES, sum_dense
-from lightning_gradavg.collectives.contribution import Contribution, form_dtype, form_sparse_dim, form_text
+from lightning_gradavg.ranks import Header, on_ranks
+from lightning_gradavg.reduction.average import average_gradients, rank_factors
+from lightning_gradavg.reduction.buckets import WIRE_DTYPES, sum_dense
+from lightning_gradavg.reduction.contribution import Contribution, form_dtype, form_sparse_dim, form_text
 from lightning_gradavg.place import Place, node_from_environment
-from lightning_gradavg.reduction.reduce import combine
+from lightning_gradavg.reduction.combine import combine
 from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule
 
 WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-6, 1e6), st.integers(0, 2**40).map(float))

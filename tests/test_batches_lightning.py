@@ -18,8 +18,8 @@ from lockstep import take_all
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_gradavg.data.batches import Chunk, Split
-from lightning_gradavg.data.loaders import BatchSplitter, SplitLoader
+from lightning_gradavg.batches.chunks import Chunk, Split
+from lightning_gradavg.batches.loaders import BatchSplitter, SplitLoader
 
 
 class Pair(NamedTuple):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lockstep import epochs, global_batches, on_ranks
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
-from lightning_gradavg.data.batches import Split, chunk_bounds
+from lightning_gradavg.batches.chunks import Split, chunk_bounds
 
 sizes = st.integers(min_value=1, max_value=40)
 worlds = st.integers(min_value=1, max_value=6)

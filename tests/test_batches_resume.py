@@ -23,8 +23,8 @@ from lockstep import Taken, global_batches, on_ranks
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
-from lightning_gradavg.data.batches import Split
-from lightning_gradavg.data.loaders import BatchSplitter
+from lightning_gradavg.batches.chunks import Split
+from lightning_gradavg.batches.loaders import BatchSplitter
 
 Make = Callable[[], list[Any]]
 

@@ -16,8 +16,8 @@ from lockstep import Taken, on_ranks, take_all
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
-from lightning_gradavg.data.batches import Split
-from lightning_gradavg.data.loaders import BatchSplitter, SplitLoader
+from lightning_gradavg.batches.chunks import Split
+from lightning_gradavg.batches.loaders import BatchSplitter, SplitLoader
 
 SIZE, BATCH = 22, 8
 

@@ -45,8 +45,6 @@ OWN_OPTIONS = {
     "wire_dtype": None,
     "wire_scope": "all",
     "node_aware": None,
-    "power_sgd_rank": None,
-    "power_sgd_start_step": 1000,
 }
 OPTIONS_OF_DDP_STRATEGY = words(
     "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin ddp_comm_state ddp_comm_hook"

@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Place, Share, average_gradients, gather
 from lightning_gradavg.place import places_on_nodes
-from lightning_gradavg.reduction.reduce import combine
+from lightning_gradavg.reduction.combine import combine
 from lightning_gradavg.reduction.reducer import Reducer
 from lightning_gradavg.rules import RULES, resolve_rule
 from lightning_gradavg.termination import Termination

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gradavg.monitoring.measure import LocalGradients, squared_norm
+from lightning_gradavg.report.measure import LocalGradients, squared_norm
 
 CPU = torch.device("cpu")
 

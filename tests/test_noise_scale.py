@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from examples.digits import NUM_TRAIN, DigitsClassifier, DigitsData
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, GradientNoiseScale
-from lightning_gradavg.planning.noise import GradientSpread, estimate_noise, linear_scaling_limit, optimal_lr_ratio
+from lightning_gradavg.report.noise import GradientSpread, estimate_noise, linear_scaling_limit, optimal_lr_ratio
 
 
 def approx(value, tolerance=1e-12):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_gradavg.data.batches import Split
+from lightning_gradavg.batches.chunks import Split
 from lightning_gradavg.place import Place
 from lightning_gradavg.planning.plans import Plan, make_plan
 from lightning_gradavg.planning.recipe import OPTIMIZERS, Cluster, Recipe

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.presets import PRESETS, plan_of
+from lightning_gradavg.options import PRESETS, plan_of
 from lightning_gradavg.rules import RULES, Share, rule_of_replica_losses
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_gradavg
-from lightning_gradavg.replication.random_streams import ReplicaStreams
+from lightning_gradavg.replicas.random_streams import ReplicaStreams
 
 CPU = torch.device("cpu")
 
@@ -126,7 +126,7 @@ package = sys.modules["lightning_gradavg"] = types.ModuleType("lightning_gradavg
 package.__path__ = {list(lightning_gradavg.__path__)!r}
 warnings.simplefilter("ignore")  # torch's about the missing NumPy
 import torch
-from lightning_gradavg.replication.random_streams import ReplicaStreams
+from lightning_gradavg.replicas.random_streams import ReplicaStreams
 with ReplicaStreams(3, torch.device("cpu")).of(1, 2):
     print(torch.rand(()).item(), random.random())
 """

@@ -15,7 +15,7 @@ from averaging import Gradients, approx, draw_gradients, literal, reduce_given, 
 from torch import Tensor, nn
 
 from lightning_gradavg.collectives import buckets
-from lightning_gradavg.collectives.average import average_gradients
+from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.rules import RULES
 
 LAYOUTS = {1: [[0]], 2: [[0, 0], [0, 1]], 3: [[0, 0, 0], [1, 0, 1]], 4: [[0, 0, 1, 1], [0, 0, 0, 1], [7, 3, 5, 3]]}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gradavg.collectives.average import average_gradients
+from lightning_gradavg.reduction.average import average_gradients
 
 
 def test_none_on_some_ranks_counts_as_zero(world):

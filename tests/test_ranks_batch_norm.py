@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gradavg.replication.batch_norm import (
+from lightning_gradavg.replicas.batch_norm import (
     not_counted,
     restore_batch_norm,
     synchronize_batch_norm,

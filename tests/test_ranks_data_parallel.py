@@ -274,7 +274,7 @@ class Noisy(LightningModule):
         noise = torch.randn(x.shape, dtype=x.dtype)
         numbers = [noise[0, 0].item(), random.random(), float(np.random.rand())]  # noqa: NPY002  # what users draw from
         strategy: Any = self.trainer.strategy
-        if not strategy._data.chunk.stand_in:
+        if not strategy._batches.chunk.stand_in:
             self.drawn.setdefault(int(x[0, 0]), numbers)
         return (self.network(x + 0.1 * noise).square().mean(dim=1) * (1 + sum(numbers[1:]))).mean()
 

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from lightning_gradavg import GradAvgStrategy, average_gradients
-from lightning_gradavg.collectives.gather import gather
+from lightning_gradavg.reduction.gather import gather
 from lightning_gradavg.rules import RULES
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "contrastive.md").read_text("utf-8")

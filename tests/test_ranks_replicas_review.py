@@ -250,7 +250,7 @@ class LogsOften(Net):
     @property
     def num_replicas(self) -> int:
         strategy: Any = self.trainer.strategy
-        return strategy._plan.num_replicas or 1
+        return strategy._options.num_replicas or 1
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from toys import Toy, loader
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Place, Share
-from lightning_gradavg.monitoring.step_report import StepReport
+from lightning_gradavg.report.report import StepReport
 
 WEIGHTED = {"reduction": "weighted_mean"}
 ITEM_2 = [[[1, 2, 3]], [[4]]]
@@ -58,7 +58,7 @@ class Manual(Toy):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
         last = (batch_idx + 1) % self.window == 0
-        divisor = self.window if getattr(self.trainer.strategy, "_divided_by_hand", False) else 1
+        divisor = self.window if self.trainer.strategy.facts().rule.name == "mean" else 1
         with optimizer.toggle_model(sync_grad=last):
             losses = self.losses(batch)
             self.manual_backward((losses.mean() if self.loss == "mean" else losses.sum()) / divisor)

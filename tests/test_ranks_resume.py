@@ -40,7 +40,7 @@ class Resumed(Toy):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         strategy: Any = self.trainer.strategy
-        chunk = strategy._data.chunk
+        chunk = strategy._batches.chunk
         self.samples.append([] if chunk.stand_in else batch.tolist())
         return super().training_step(batch, batch_idx)
 

@@ -12,7 +12,7 @@ from ranks import Raised
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg.collectives.gather import gather
+from lightning_gradavg.reduction.gather import gather
 
 DTYPES = [
     torch.float64,

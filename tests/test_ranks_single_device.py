@@ -116,7 +116,7 @@ class Shuffled(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         strategy: Any = self.trainer.strategy
-        data = getattr(strategy, "_data", None)
+        data = getattr(strategy, "_batches", None)
         self.samples.append([] if data is not None and data.chunk.stand_in else batch[0].tolist())
         return (self.w * batch[0]).mean()
 

@@ -34,7 +34,7 @@ class Samples(Toy):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         strategy: Any = self.trainer.strategy
-        chunk = strategy._data.chunk
+        chunk = strategy._batches.chunk
         self.samples.append([] if chunk.stand_in else batch.tolist())
         self.log("loss", self.losses(batch).mean(), on_epoch=True, on_step=False, sync_dist=True)
         return super().training_step(batch, batch_idx)

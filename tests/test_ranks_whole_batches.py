@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from toys import Toy
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.data.training_data import SplitTraining
+from lightning_gradavg.batches.part import SplitTraining
 
 SIZE, BATCH, EPOCHS = 22, 8, 2
 

@@ -19,7 +19,7 @@ from toys import Toy, loader, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.place import places_on_nodes
-from lightning_gradavg.reduction.reduce import combine
+from lightning_gradavg.reduction.combine import combine
 from lightning_gradavg.rules import RULES
 from lightning_gradavg.wire import codecs, exchange, transport
 from lightning_gradavg.wire.options import WIRE_DTYPES, WireOptions

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from laws import CUSTOM, EVERY_RULE, NODE_LAYOUTS, WEIGHTED_RULES, assert_windows_equal_combine
 
 from lightning_gradavg.place import places_on_nodes
-from lightning_gradavg.reduction.reduce import combine, constant_normalizer, depends_on_window, share_of, window_factor
+from lightning_gradavg.reduction.combine import combine, constant_normalizer, depends_on_window, share_of, window_factor
 from lightning_gradavg.rules import RULES, Rule, Share
 
 WEIGHTS = st.sampled_from([0.0, 0.0, 1.0, 3.0, 0.125, 4096.0, 1e-3])

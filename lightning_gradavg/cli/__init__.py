@@ -46,9 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in _LIGHTNING:
         _run_lightning(arguments)
         return 0
-    print(
-        f"gradavg: error: {command!r} is not a command; choose from {', '.join([*_LIGHTNING, *_OWN])}", file=sys.stderr
-    )
+    print(f"gradavg: error: {command!r} is not a command; choose from {', '.join([*_LIGHTNING, *_OWN])}", file=sys.stderr)
     return 2
 
 

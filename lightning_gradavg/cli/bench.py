@@ -251,9 +251,7 @@ def _ranks_to_measure(args: argparse.Namespace) -> int:
         raise ValueError(f"--repeats must be 1 or more, got {args.repeats}.")
     interfaces = [name for _, name in socket.if_nameindex()]
     if args.interface is not None and args.interface not in interfaces:
-        raise ValueError(
-            f"--interface={args.interface!r} is not a network interface of this machine; it has {interfaces}."
-        )
+        raise ValueError(f"--interface={args.interface!r} is not a network interface of this machine; it has {interfaces}.")
     if nodes == 1:
         _given_link(args.alpha_us, args.bandwidth_mbit, None, "")
     elif args.alpha_us is not None:

@@ -66,9 +66,7 @@ def _noise_scale(text: str) -> float:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(
-            f"must be a number or a CSVLogger's metrics.csv, got {text!r}: {error}"
-        ) from None
+        raise argparse.ArgumentTypeError(f"must be a number or a CSVLogger's metrics.csv, got {text!r}: {error}") from None
     columns = [name for name in (rows[0] if rows else ()) if name is not None and name.endswith("/noise_scale")]
     measured = [row[columns[0]] for row in rows if row[columns[0]]] if columns else []
     if not measured:
@@ -88,16 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_integer,
         default=1,
         metavar="N",
-        help="DDP ranks it ran on, each with its own loader batch; 1 for DataParallel on any number of GPUs"
-        " (default: 1)",
+        help="DDP ranks it ran on, each with its own loader batch; 1 for DataParallel on any number of GPUs (default: 1)",
     )
     base.add_argument(
         "--accumulate-grad-batches", type=_integer, default=1, metavar="N", help="its accumulation (default: 1)"
     )
     base.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="sgd", help="its optimizer (default: sgd)")
-    base.add_argument(
-        "--betas", type=_number, nargs=2, metavar=("B1", "B2"), help="of adam, adamw (default: 0.9 0.999)"
-    )
+    base.add_argument("--betas", type=_number, nargs=2, metavar=("B1", "B2"), help="of adam, adamw (default: 0.9 0.999)")
     base.add_argument("--alpha", type=_number, metavar="X", help="of rmsprop (default: 0.99)")
     base.add_argument("--eps", type=_number, metavar="X", help="of adam, adamw, rmsprop (default: 1e-8)")
     base.add_argument("--weight-decay", type=_number, metavar="X", help="its weight decay; read for adamw")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from lightning_gradavg.data.collated import fingerprint
+from lightning_gradavg.tree import fingerprint
 
 __all__ = [
     "EvaluationLoader",

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_gradavg.planning.noise import linear_scaling_limit, optimal_lr_ratio
 from lightning_gradavg.planning.recipe import Cluster, Recipe
 from lightning_gradavg.planning.runs import Run, gradavg_run, stock_ddp_run
 from lightning_gradavg.rates.global_batch import BatchScale, contradictions, nearest_even_batches
 from lightning_gradavg.rates.scaling import scale_factor
+from lightning_gradavg.report.noise import linear_scaling_limit, optimal_lr_ratio
 
 __all__ = ["Advice", "NoiseAdvice", "Plan", "make_plan"]
 
@@ -37,7 +37,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class NoiseAdvice:
-    """What a measured gradient noise scale says about the learning rate; see `lightning_gradavg.planning.noise`.
+    """What a measured gradient noise scale says about the learning rate; see `lightning_gradavg.report.noise`.
 
     Attributes:
         noise_scale: The noise scale, in samples.

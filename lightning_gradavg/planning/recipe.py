@@ -94,18 +94,14 @@ class Recipe:
 
     def _check_length(self) -> None:
         if self.epochs is not None and self.steps is not None:
-            raise ValueError(
-                f"steps={self.steps} and epochs={self.epochs} both give the length. Leave one of them out."
-            )
+            raise ValueError(f"steps={self.steps} and epochs={self.epochs} both give the length. Leave one of them out.")
         if self.epochs is not None and self.dataset_size is None:
             raise ValueError(f"epochs={self.epochs} needs the size of the data set to become steps. Give dataset_size.")
         if self.warmup_steps is not None:
             if self.warmup_steps < 0:
                 raise ValueError(f"warmup_steps must be an integer >= 0, got {self.warmup_steps!r}.")
             if self.total_steps is not None and self.warmup_steps > self.total_steps:
-                raise ValueError(
-                    f"warmup_steps={self.warmup_steps} is longer than the recipe's {self.total_steps} steps."
-                )
+                raise ValueError(f"warmup_steps={self.warmup_steps} is longer than the recipe's {self.total_steps} steps.")
 
     @property
     def global_batch_size(self) -> int:

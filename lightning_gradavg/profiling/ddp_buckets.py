@@ -46,9 +46,7 @@ def reduced_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Par
     return [(names[id(parameter)], parameter) for parameter in parameters]
 
 
-def bucket_layout(
-    model: DistributedDataParallel, parameters: Sequence[nn.Parameter]
-) -> tuple[BucketLayout, ...] | None:
+def bucket_layout(model: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> tuple[BucketLayout, ...] | None:
     """Return the buckets in the order in which DDP reduces them.
 
     DDP forms its buckets anew after its first iteration, in the order in which gradients became ready, and says so when

@@ -83,9 +83,7 @@ class GradAvgProfiler(Callback):
             )
         other = trainer.profiler  # type: ignore[attr-defined]  # set by a connector
         if isinstance(other, PyTorchProfiler) or torch.autograd._profiler_enabled():
-            who = (
-                f"profiler={type(other).__name__}" if isinstance(other, PyTorchProfiler) else "a profiler around fit()"
-            )
+            who = f"profiler={type(other).__name__}" if isinstance(other, PyTorchProfiler) else "a profiler around fit()"
             raise ValueError(
                 f"{type(self).__name__} and {who} both record with torch.profiler, of which a process can run one at a"
                 " time. Leave one of them out; where a run failed while it was recorded, start a new process."

@@ -226,9 +226,7 @@ def _draw_rank(axes: Axes, step: Step, lane: int, origin: int) -> None:
         bar(lane, backward.interval.start, backward.last_gradient, "#9fc5e8", "backward")
         bar(lane, backward.last_gradient, backward.interval.end, "#f6c6a0", "until reduced")
         for index, reduction in enumerate(backward.reductions):
-            bar(
-                lane + 1, *reduction, _COLORS[index % len(_COLORS)], f"bucket {index}" if index < _BUCKETS_NAMED else ""
-            )
+            bar(lane + 1, *reduction, _COLORS[index % len(_COLORS)], f"bucket {index}" if index < _BUCKETS_NAMED else "")
         for bucket in backward.buckets:
             if bucket.ready is not None:
                 moment = (bucket.ready - origin) / 1e6

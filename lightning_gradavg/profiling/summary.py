@@ -249,9 +249,7 @@ def notes_of(profile: Profile, summary: Summary) -> list[str]:
             "On a CPU communication is computed by the cores that also train: the larger of both is out of reach, and"
             " the sum is the bound to compare with."
         )
-    if any(
-        not any(backward.reductions for backward in step.backwards) for rank in profile.ranks for step in rank.steps
-    ):
+    if any(not any(backward.reductions for backward in step.backwards) for rank in profile.ranks for step in rank.steps):
         notes.append(
             "The trace has no collective of some reductions, as of a hook that issues them from a thread of its own:"
             " communication is understated, and the bounds with it."

@@ -1,21 +1,27 @@
-"""A user's own DDP communication hook, made to serve any rule: it averages what the reducer scaled before."""
+"""What sums a bucket over the ranks: an all-reduce, the exchange, or a user's own DDP communication hook."""
 
-from collections.abc import Callable, Iterable
-from types import FunctionType
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 
-from lightning_gradavg.reduction.groups import twin_group
-from lightning_gradavg.reduction.reducer import AveragingHook
-from lightning_gradavg.wire.worker import Worker
+from lightning_gradavg.lightning_internals import backend_name
+from lightning_gradavg.place import Place
+from lightning_gradavg.ranks import World, subgroups
+from lightning_gradavg.reduction.reducer import BucketSum
+from lightning_gradavg.reduction.sums import start_sum
+from lightning_gradavg.wire.codecs import CODECS, Codec, refuse_double_precision
+from lightning_gradavg.wire.exchange import Exchange, InOrder
+from lightning_gradavg.wire.route import WireOptions, route_of
 
-__all__ = ["adapt_hook", "power_sgd"]
+__all__ = ["OwnGroups", "exchange_sum", "plain_sum", "user_mean"]
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
@@ -33,24 +39,80 @@ _REFUSED_ON_GLOO = {
 }
 
 
-def adapt_hook(
+class OwnGroups:
+    """Process groups that nobody else uses, and what runs on them; to be closed when training ends.
+
+    Args:
+        world: The ranks that DDP reduces over.
+        device: Where the gradients are.
+        timeout: How long a process group waits for a rank.
+    """
+
+    def __init__(self, world: World, device: torch.device, timeout: timedelta | None) -> None:
+        self._world, self._device, self._timeout = world, device, timeout
+        self._in_order: InOrder | None = None
+        self._groups: list[dist.ProcessGroup] = []
+
+    def submit(self, call: Callable[[], Tensor]) -> Future[Tensor]:
+        """Run a call after all that were submitted before, where the backward does not wait for it."""
+        self._in_order = self._in_order or InOrder(self._device, "gradavg-exchange")
+        return self._in_order.submit(call)
+
+    def make(self, wanted: Iterable[tuple[int, ...]], needed_by: str) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """Return a process group for each set of ranks. A collective operation of all ranks of the run.
+
+        Raises:
+            ValueError: If DDP reduces over some of the run's ranks only. Torch names a group that its members make
+                alone by how many groups a rank has, which need not be alike on them, and then they wait for ever.
+        """
+        if self._world.size != dist.get_world_size():
+            raise ValueError(
+                f"{needed_by} needs process groups of its own, which are made with all ranks of the run; but"
+                f" process_group= or device_mesh= has only {self._world.size} of {dist.get_world_size()}. Leave one of"
+                " them out."
+            )
+        made = subgroups(self._world, wanted, self._timeout)
+        self._groups += [group for ranks, group in made.items() if self._world.rank in ranks]
+        return made
+
+    def close(self) -> None:
+        """End the thread and the groups, unless a peer may be lost: a group that is destroyed waits for its works."""
+        idle = self._in_order is None or self._in_order.close()
+        for group in self._groups if idle else ():
+            dist.destroy_process_group(group)
+        self._groups, self._in_order = [], None
+
+
+def plain_sum(group: dist.ProcessGroup) -> BucketSum:
+    """Return an all-reduce."""
+    return lambda bucket: start_sum(bucket.buffer(), group)
+
+
+def user_mean(
     hook: Callable[..., Any],
-    state: object,
+    state: Any,
     wrapper: Callable[..., Any] | None,
-    group: dist.ProcessGroup | None,
-) -> AveragingHook:
-    """Return a user's communication hook as a function of the bucket alone.
+    group: dist.ProcessGroup,
+    device: torch.device,
+    own: OwnGroups,
+) -> BucketSum:
+    """Return a user's communication hook as a function of the bucket alone. It returns the mean over the ranks.
+
+    What PowerSGD adds to the next step, because a step did not send it, is in units of this step's normalizer, and used
+    with the next one's: right as far as steps have weights alike.
 
     Args:
         hook: `(state, bucket) -> Future`, returning the mean over the ranks as DDP asks of a hook.
         state: The hook's state.
         wrapper: A function of the hook that returns a hook, such as `fp16_compress_wrapper`.
         group: The process group that DDP reduces over.
+        device: Where the gradients are.
+        own: Runs PowerSGD on gloo.
 
     Raises:
         ValueError: If the hook owns the optimizer or the averaging, or cannot work on the group's backend.
     """
-    gloo = dist.get_backend(group) == "gloo"
+    gloo = backend_name(group, device) == "gloo"
     name = getattr(hook, "__qualname__", repr(hook))
     reason = _REFUSED_MODULES.get(getattr(hook, "__module__", "")) or _REFUSED_MODULES.get(type(state).__module__)
     if reason:
@@ -63,101 +125,70 @@ def adapt_hook(
             f"ddp_comm_hook={name} does not work on gloo: {_REFUSED_ON_GLOO[hook.__name__]}. Use NCCL, or another hook."
         )
     wrapped = wrapper(hook) if wrapper is not None else hook
-    if gloo and type(state).__name__ == "PowerSGDState":
-        return _in_order(wrapped, state, group)
-    return lambda bucket: wrapped(state, bucket)
+    if not (gloo and type(state).__name__ == "PowerSGDState"):
+        return lambda bucket: wrapped(state, bucket)
+    # It starts collectives when others complete, which is at another moment on every rank: on gloo they would meet
+    # others. Bucket by bucket, in a thread and on a process group of its own, each meets itself.
+    everyone = tuple(range(dist.get_world_size(group)))
+    state.process_group = own.make([everyone], f"ddp_comm_hook={name} on gloo")[everyone]
+    return lambda bucket: own.submit(lambda: wrapped(state, bucket).wait())
 
 
-def power_sgd(
-    rank: int, start_step: int, group: dist.ProcessGroup | None, parameters: Iterable[tuple[str, Tensor]]
-) -> AveragingHook:
-    """Return torch's PowerSGD with error feedback, its state new.
+def exchange_sum(
+    options: WireOptions,
+    places: Sequence[Place],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    parameters: Iterable[tuple[str, Tensor]],
+    own: OwnGroups,
+) -> tuple[BucketSum | None, str | None]:
+    """Return what sums the buckets as the user asks, or None for an all-reduce; and why it is not that, or None.
+
+    Call it on all ranks of the run.
 
     Args:
-        rank: Rank of the matrices that stand for gradients.
-        start_step: Reductions until it begins; those before are plain.
+        options: What the user asks for.
+        places: The places of all ranks of the group, in rank order.
         group: The process group that DDP reduces over.
+        device: Where the gradients are.
         parameters: The parameters that DDP reduces, by name.
+        own: Runs the exchange.
 
     Raises:
-        ValueError: If a parameter has no dimension or no numbers, which torch's hook fails on.
+        ValueError: If gradients would be rounded more than anyone who chose their type can want, if more bytes would be
+            sent than without, or if the backend has no way for it.
     """
-    odd = [f"{name!r} of shape {tuple(p.shape)}" for name, p in parameters if p.ndim == 0 or p.numel() == 0]
-    if odd:
+    for name, parameter in parameters if options.dtype is not None else ():
+        refuse_double_precision(str(options.dtype), repr(name), parameter.dtype)
+    backend = backend_name(group, device)
+    supported = (device.type == "cpu") == (backend == "gloo")
+    if options.asked_for is not None and not supported:
         raise ValueError(
-            f"power_sgd_rank={rank} cannot be used with parameters that torch's PowerSGD cannot view as matrices:"
-            f" {', '.join(odd)}. Give a scalar the shape (1,) and leave out what is empty, or use wire_dtype='int8'."
+            f"{options.asked_for} works on gloo for CPUs and on NCCL and its like for accelerators; this is {backend}"
+            f" on {device.type}. Choose process_group_backend accordingly, or leave the option out."
         )
-    state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=start_step)
-    return adapt_hook(_robust_power_sgd(), state, None, group)
+    partial = len(places) != dist.get_world_size()
+    if not supported or (partial and options.asked_for is None):
+        return None, None
+    routes = [route_of(options, places, place.rank, lays_own_ways=device.type != "cpu") for place in places]
+    route = routes[dist.get_rank(group)]
+    if not route.hops:
+        return None, route.reason
+    wanted = {hop.ranks for of_rank in routes for hop in of_rank.hops}
+    made = own.make(wanted, options.asked_for or "node by node")
+    codec = Codec(torch.float32) if options.dtype is None else CODECS[options.dtype]
+    exchange = Exchange(route, codec, [made[hop.ranks] for hop in route.hops])
+    all_reduce = plain_sum(group)
 
+    def exchange_of(bucket: GradBucket) -> Future[Tensor]:
+        buffer = bucket.buffer()
+        if buffer.is_sparse or buffer.numel() == 0:
+            return all_reduce(bucket)
 
-def _orthonormalize(matrices: Tensor, epsilon: float = 0.0) -> None:
-    """Replace a batch of matrices by orthonormal bases, whatever their ranks.
+        def run() -> Tensor:
+            exchange.sum_(buffer)
+            return buffer
 
-    Up to rank 2, and in half precision, torch's hook divides columns by their norms: of a gradient of lower rank that
-    makes NaN, or a second copy of the first column out of rounding errors, which doubles the gradient.
-    """
-    del epsilon
-    matrices.copy_(torch.linalg.qr(matrices.float())[0])
+        return own.submit(run)
 
-
-def _robust_power_sgd() -> Callable[..., Any]:
-    """Return torch's PowerSGD hook with another orthogonalization; it begins anew after a step that was lost.
-
-    What PowerSGD adds to the next step after a number that is not finite would be NaN for ever. Sparse and complex
-    buckets are averaged: the matrices are neither.
-    """
-    original = powerSGD_hook.powerSGD_hook
-    hook = FunctionType(original.__code__, {**original.__globals__, "_orthogonalize": _orthonormalize})
-    lost = False
-
-    def power_sgd_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
-        nonlocal lost
-        if bucket.index() == 0 and lost:
-            lost = False
-            for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-                memory.clear()
-        # Of complex parameters DDP makes buckets of their real and imaginary parts, and misstates their gradients.
-        if bucket.buffer().is_sparse or any(parameter.is_complex() for parameter in bucket.parameters()):
-            state.maybe_increase_iter(bucket)
-            return default_hooks.allreduce_hook(state.process_group, bucket)
-
-        def check(done: Future[Any]) -> Tensor:
-            nonlocal lost
-            total: Tensor = done.value()
-            # The same on all ranks. On an accelerator torch's hook waits for it in any case.
-            lost = lost or not bool(torch.maximum(total.amax(), total.amin().neg()).isfinite())
-            return total
-
-        checked: Future[Tensor] = hook(state, bucket).then(check)
-        return checked
-
-    return power_sgd_hook
-
-
-def _in_order(hook: Callable[..., Any], state: Any, group: dist.ProcessGroup | None) -> AveragingHook:
-    """Run a hook of several collectives bucket by bucket, in a thread and a process group of its own."""
-    ours = group if group is not None else dist.group.WORLD
-    assert ours is not None
-    timeout = ours._get_backend(torch.device("cpu")).options._timeout
-    twin = twin_group(ours, timeout)
-    if twin is None:
-        # Torch names a group that its members make alone by how many groups each has, which must then be alike.
-        ranks = dist.get_process_group_ranks(ours)
-        twin = dist.new_group(ranks, timeout, use_local_synchronization=True)
-    state.process_group = twin
-    worker = Worker("gradavg-hook")
-
-    def run(bucket: GradBucket, result: Future[Any]) -> None:
-        try:
-            result.set_result(hook(state, bucket).wait())
-        except Exception as error:  # noqa: BLE001 - whatever it is belongs to the backward that waits for the bucket
-            result.set_exception(RuntimeError(f"the result of ddp_comm_hook={hook.__name__}, which failed: {error!r}"))
-
-    def ordered(bucket: GradBucket) -> Future[Tensor]:
-        result: Future[Any] = Future()
-        worker.submit(run, bucket, result)
-        return result
-
-    return ordered
+    return exchange_of, route.reason

@@ -1,10 +1,13 @@
-"""The DDP communication hook that reduces a window by a rule, with one small exchange per optimizer step."""
+"""The DDP communication hook that reduces a window by a rule, with one small exchange per optimizer step.
+
+Buckets are summed as they come, and multiplied after the sum by what all ranks together know: no bucket waits for the
+totals, which were begun before it and are long there when its sum is.
+"""
 
 # DDP compares the hook's annotations with the real objects, so this module must not postpone their evaluation.
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,209 +16,218 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from lightning_gradavg.device import HostCopy
 from lightning_gradavg.place import Place
-from lightning_gradavg.reduction.reduce import constant_normalizer, depends_on_window, window_factor
-from lightning_gradavg.reduction.sums import keep, scale, sum_scaled, unchanged
-from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Totals, Window
-from lightning_gradavg.rules import Rule, Weight
-from lightning_gradavg.wire.exchange import Exchange
+from lightning_gradavg.ranks import World
+from lightning_gradavg.reduction.combine import after_sum, constant_normalizer, depends_on_window
+from lightning_gradavg.reduction.sums import as_real, done
+from lightning_gradavg.reduction.window import MicroBatch, Totals, Window
+from lightning_gradavg.rules import Rule
 
-__all__ = ["AveragingHook", "Reducer"]
+__all__ = ["BucketSum", "Reducer"]
 
-AveragingHook = Callable[[GradBucket], Future[Tensor]]
-"""A hook that returns the mean of a bucket over the ranks, which is what DDP asks of a communication hook."""
+BucketSum = Callable[[GradBucket], Future[Tensor]]
+"""Begins the sum of a bucket over the ranks; the future holds it in the bucket's memory or in memory of its own."""
 
 
 @dataclass
 class _Closed:
-    """A window whose totals are on their way.
+    """A window that is being reduced.
 
     Attributes:
         window: The window.
         loss_divisor: What every loss of the window was already divided by.
-        summary: This rank's summary, being summed over the ranks in place; None if nothing is exchanged.
-        work: The sum under way, or None.
-        folded: Whether every normalizer is already in the gradient, so that buckets are only summed.
-        factor: What buckets are multiplied by before the sum, once it is known.
-        waiting: The buckets that came before the totals, with what their hooks returned.
+        totals: The sum of the ranks' summaries, which is under way; None if nothing is exchanged.
+        work: Its arrival.
+        scale: The future of what sums of buckets are multiplied by; None once it is in the gradients themselves.
     """
 
     window: Window
     loss_divisor: float
-    summary: Tensor | None = None
-    work: dist.Work | None = None
-    folded: bool = False
-    factor: Weight | None = None
-    waiting: list[tuple[Tensor, Future[Tensor]]] = field(default_factory=list)
+    totals: Totals | None
+    work: dist.Work | None
+    scale: Future[Any] | None = None
 
 
 class Reducer:
     """Reduces the gradients of a DDP module by a rule.
 
-    A window goes through `accumulate` once per micro-batch, `close` before the backward of its last micro-batch,
-    `hook` once per bucket during that backward, and `finish` after it.
+    A window goes through `window.add` once per micro-batch, `close` before the backward of its last micro-batch, `hook`
+    once per bucket during that backward, and `finish` after it.
 
     Args:
         rule: The reduction rule.
         places: The places of all ranks of the process group, in rank order.
-        rank: This rank in the process group.
         group: The process group that DDP reduces over; None for the default one.
         device: Where the gradients are.
-        averaging_hook: Reduces each scaled bucket instead of a plain sum.
+        bucket_sum: Sums a bucket.
+        averages: Whether `bucket_sum` returns the mean over the ranks, as DDP asks of a communication hook.
         windows_may_differ: Whether ranks may accumulate different numbers of micro-batches, so that the numbers must
             be compared even where the rule uses no weight.
-        relative: As in `Window`.
-        exchange: Sums each bucket instead of a plain all-reduce; sparse ones excepted.
-        bucket_group: The same ranks as `group`, for the buckets alone. With it the backward does not stop to wait for
-            the totals. Without it buckets go through `group`.
 
     Attributes:
-        flag: News of this rank for all others, which travels with the totals.
-        flagged: Whether any rank's flag was up in totals that `finish` has looked at.
-        exchanged: Number of windows whose totals were exchanged.
+        window: The window that is open.
+        accumulating: While true, DDP runs the hook but the gradient is to stay local.
+        kept: While a tensor, whether this rank's gradient counts: buckets are zeroed where it is false, unread.
     """
 
     def __init__(
         self,
         rule: Rule,
         places: Sequence[Place],
-        rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        averaging_hook: AveragingHook | None = None,
-        windows_may_differ: bool = False,
-        relative: bool = True,
+        bucket_sum: BucketSum,
         *,
-        exchange: Exchange | None = None,
-        bucket_group: dist.ProcessGroup | None = None,
+        averages: bool = False,
+        windows_may_differ: bool = False,
     ) -> None:
-        self.rule = rule
-        self.places = tuple(places)
-        self.group = group
-        self.device = device
-        self.window = Window(rule, self.places[rank], relative=relative)
-        self._averaging_hook = averaging_hook
-        self._exchange = exchange
-        self._bucket_group = bucket_group
-        self.flag = False
-        self.flagged = False
-        self.exchanged = 0
-        self._constants: dict[int, float] = {}
+        self.rule, self.places, self.device = rule, tuple(places), device
+        self.world = World.of(group)
+        self.window = Window(rule, self.places, self.world.rank)
+        self.accumulating = False
+        self.kept: Tensor | None = None
+        self._bucket_sum = bucket_sum
+        self._summands = len(self.places) if averages else 1
         self._exchanges = rule.uses_weight or windows_may_differ
         self._depends_on_window = depends_on_window(rule, self.places)
-        # While true, DDP runs the hook but the gradient is to stay local.
-        self.accumulating = False
+        self._unit: Tensor | None = None
+        self._constants: dict[int, tuple[float, float]] = {}
         self._closed: _Closed | None = None
-        self._unchecked: _Copy | None = None
+        self._unchecked: tuple[Window, HostCopy] | None = None
 
     def reset(self) -> None:
         """Forget a window that was begun and never reduced."""
-        self.window = self.window.anew()
-        self._closed = None
+        self.window, self._closed, self.kept = self.window.anew(), None, None
 
-    def accumulate(self, micro_batch: MicroBatch) -> dict[str, Weight]:
-        """Add a micro-batch to the window and return what each loss term's gradient is to be multiplied by.
+    def unit(self, micro_batch: MicroBatch) -> Any:
+        """Return what multipliers are relative to: a power of two above the weights, the same on all ranks.
 
-        A coefficient of 0 means that the gradient is to be discarded, whatever it is.
+        A collective operation the first time, before any loss is multiplied, and remembered from then on. To multiply
+        and to divide by it is exact, so it does not matter which weights it was taken from; only that losses become
+        neither so large that half precision overflows, nor much smaller than they are.
         """
-        self.window.add(micro_batch)
-        return {term: self.window.coefficient(term) for term in sorted(micro_batch.weights)}
+        if not self.rule.uses_weight:
+            return 1.0
+        if self._unit is None:
+            largest = torch.stack(list(micro_batch.weights.values())).nan_to_num(0, 0, 0).amax()
+            if self.world.group is not None:
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.world.group)
+            # Its mantissa has 52 bits, without which it is a power of two: a computed power may be off by a rounding.
+            power = (largest.view(torch.int64) >> 52 << 52).view(torch.float64)
+            self._unit = torch.where(largest > 0, 2 * power, 1.0)
+        return self._unit
 
     def close(self, loss_divisor: float) -> None:
         """Begin the exchange of the totals; every rank must call this before its buckets are reduced."""
-        summary, work = None, None
-        if self._exchange is not None:
-            self._exchange.begin()
+        window, self.window = self.window, self.window.anew()
+        closed = self._closed = _Closed(window, loss_divisor, None, None)
         if self._exchanges:
-            summary = self.window.summary(self.device, flag=self.flag)
-            self.exchanged += 1
-            if len(self.places) > 1:
-                work = dist.all_reduce(summary, group=self.group, async_op=True)
-        self._closed = _Closed(self.window, loss_divisor, summary, work)
-        self.window = self.window.anew()
+            summary = window.summary(self.device)
+            closed.totals = Totals(summary, len(self.places))
+            if self.world.group is not None:
+                closed.work = dist.all_reduce(summary, group=self.world.group, async_op=True)
+        closed.scale = self._future_scale(closed)
 
-    def term_factors(self) -> dict[str, Weight]:
+    def _future_scale(self, closed: _Closed) -> Future[Any]:
+        """Return the future of what every bucket is multiplied by, for all buckets computed once."""
+
+        def scale(_: Any = None) -> Any:
+            factor = self._factor(closed, 0) * self._summands
+            return factor.tolist() if isinstance(factor, Tensor) and factor.device.type == "cpu" else factor
+
+        if closed.work is not None:
+            # On an accelerator the future notes the stream, and whoever waits for it waits on his own stream for that.
+            return closed.work.get_future().then(scale)
+        future: Future[Any] = Future() if self.device.type == "cpu" else Future(devices=[self.device])
+        future.set_result(scale())
+        return future
+
+    def _factor(self, closed: _Closed, index: int) -> Any:
+        """Return what the sum of one term's gradients is multiplied by, once the totals are there."""
+        length = closed.window.length
+        if length not in self._constants:
+            constant = 0.0 if self.rule.uses_weight else constant_normalizer(self.rule, self.places, length)
+            self._constants[length] = constant, closed.window.ratio
+        normalizer, ratio = self._constants[length]
+        if not self.rule.uses_weight:
+            return after_sum(normalizer=normalizer, ratio=ratio, loss_divisor=closed.loss_divisor)
+        assert closed.totals is not None
+        total = closed.totals.normalizer(index)
+        return after_sum(normalizer=total, unit=self._unit, ratio=ratio, loss_divisor=closed.loss_divisor)
+
+    def term_factors(self) -> dict[str, Any]:
         """Return each loss term's factor of the closed window, waiting for the totals; buckets are then only summed.
 
         Different normalizers cannot be applied to a bucket that holds the gradients of all terms.
         """
         closed = self._require_closed()
-        closed.folded = True
-        return {term: self._factor_of(closed, term, index) for index, term in enumerate(closed.window.terms)}
+        if closed.work is not None:
+            closed.work.wait()
+        closed.scale = None
+        return {term: self._factor(closed, index) for index, term in enumerate(closed.window.terms)}
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
-        """Scale a bucket by this rank's factor and sum it over the ranks: a DDP communication hook."""
+        """Sum a bucket over the ranks, and scale the sum: a DDP communication hook."""
         del state
-        if self.accumulating:
-            return unchanged(bucket.buffer())
-        closed = self._require_closed()
-        if self._comes_early(closed, bucket):
-            promise: Future[Tensor] = Future()
-            closed.waiting.append((bucket.buffer(), promise))
-            return promise
         buffer = bucket.buffer()
-        if self._exchange is not None and not buffer.is_sparse:
-            return self._exchange.sum(bucket, partial(self._factor, closed))
-        factor = self._factor(closed)
-        if self._averaging_hook is not None:
-            scale(buffer, factor * len(self.places))
-            return self._averaging_hook(bucket)
-        group = self.group if self._bucket_group is None else self._bucket_group
-        waiting, closed.waiting = closed.waiting, []
-        for early, promise in waiting:
-            sum_scaled(early, factor, group).add_done_callback(partial(keep, promise))
-        return sum_scaled(buffer, factor, group)
+        if self.accumulating:
+            return done(buffer)
+        scale = self._require_closed().scale
+        if self.kept is not None:
+            # A product of 0 and NaN is NaN: a gradient is discarded by selection.
+            (buffer._values() if buffer.is_sparse else buffer).masked_fill_(~self.kept, 0)
 
-    def _factor(self, closed: _Closed) -> Weight:
-        """Return what buckets are multiplied by before the sum, waiting for the totals where they are needed."""
-        if closed.factor is None:
-            closed.factor = 1.0 if closed.folded else self._factor_of(closed, WHOLE_LOSS, 0)
-        return closed.factor
+        def scaled(future: Future[Tensor]) -> Tensor:
+            total: Tensor = future.value()
+            factor = self._summands if scale is None else scale.wait()
+            if not (isinstance(factor, (int, float)) and factor == 1):
+                as_real(total._values() if total.is_sparse else total).mul_(factor)
+            return total if total.is_sparse or total.dtype == buffer.dtype else buffer.copy_(total)
 
-    def _comes_early(self, closed: _Closed, bucket: GradBucket) -> bool:
-        """Return whether a bucket is to wait until the hook of another one finds the totals there.
-
-        The backward goes on meanwhile. How many buckets wait is another number on every rank, but all start in the
-        order of their hooks; in a group that other collectives of the backward share, they would meet those.
-        """
-        return (
-            self._bucket_group is not None
-            and closed.factor is None
-            and not closed.folded
-            and not bucket.is_last()
-            and closed.work is not None
-            and not closed.work.is_completed()
-        )
+        summed: Future[Tensor] = self._bucket_sum(bucket).then(scaled)
+        return summed
 
     def finish(self) -> None:
         """End the window and raise, on all ranks, what is wrong with it.
 
         Raises:
             ValueError: If a rank had an unusable weight or share, or some micro-batches had a weight and some had not;
-                on an accelerator one optimizer step later, because the totals are not waited for.
+                on an accelerator one optimizer step later, because the totals are not waited for. A faulty window
+                leaves gradients of zero.
         """
-        closed, self._closed = self._require_closed(), None
+        closed, self._closed, self.kept = self._require_closed(), None, None
         self.check()
-        if closed.summary is None:
+        if closed.totals is None:
             return
-        self._wait(closed)
-        copy = _Copy(closed.window, closed.summary)
+        if closed.work is not None:
+            closed.work.wait()
+        self._unchecked = closed.window, HostCopy(closed.totals.values)
         if self.device.type == "cpu":
-            self._check(copy)
-        else:
-            self._unchecked = copy
+            self.check()
 
     def check(self) -> None:
-        """Raise what `finish` would raise with the next window: to be called when training ends."""
-        previous, self._unchecked = self._unchecked, None
-        if previous is not None:
-            self._check(previous)
+        """Raise what `finish` would raise with the next window: when training ends, or before it is saved."""
+        unchecked, self._unchecked = self._unchecked, None
+        if unchecked is None:
+            return
+        window, copy = unchecked
+        totals = Totals(copy.read(), len(self.places))
+        problem = totals.problem
+        if problem is None and totals.uneven and self._depends_on_window:
+            problem = f"the ranks accumulated different numbers of micro-batches, which {self.rule.name!r} depends on"
+        if problem is None:
+            return
+        found = self.world.gather_objects(window.problems())
+        culprits = "".join(f"\n  rank {rank}: {text}" for rank, problems in enumerate(found) for text in problems)
+        raise ValueError(f"reduction {self.rule.name!r}: {problem}.{culprits}")
 
     @property
     def closed(self) -> tuple[Window, float]:
-        """The window that is being reduced, and what its losses were divided by; from `close` to `finish`."""
+        """The window that is being reduced, and what its losses were divided by; from `close` to `finish`. Waits."""
         closed = self._require_closed()
-        return closed.window, closed.loss_divisor
+        unit = 1.0 if self._unit is None else float(self._unit)
+        return closed.window, closed.loss_divisor * unit * closed.window.ratio
 
     def _require_closed(self) -> _Closed:
         if self._closed is None:
@@ -224,67 +236,3 @@ class Reducer:
                 " In manual optimization call self.manual_backward(loss, weight=...) instead of loss.backward()."
             )
         return self._closed
-
-    def _wait(self, closed: _Closed) -> None:
-        # A thread of the exchange may wait at the same time.
-        work = closed.work
-        if work is not None:
-            work.wait()
-            closed.work = None
-
-    def _factor_of(self, closed: _Closed, term: str, index: int) -> Weight:
-        window = closed.window
-        length = len(window.micro_batches)
-        normalizer: Weight
-        if self.rule.uses_weight:
-            assert closed.summary is not None
-            self._wait(closed)
-            total = closed.summary[Totals.NORMALIZERS + index]
-            normalizer = float(total) if self.device.type == "cpu" else total
-        else:
-            if length not in self._constants:
-                self._constants[length] = constant_normalizer(self.rule, self.places, length)
-            normalizer = self._constants[length]
-        reference = window.reference(term, whole=True)
-        return window_factor(
-            reference=reference,
-            normalizer=normalizer,
-            live=window.live(term),
-            loss_divisor=closed.loss_divisor,
-        )
-
-    def _check(self, copy: "_Copy") -> None:
-        totals = Totals(copy.read(), len(self.places))
-        self.flagged |= totals.flagged
-        problem = totals.problem
-        if problem is None and totals.uneven and self._depends_on_window:
-            problem = f"the ranks accumulated different numbers of micro-batches, which {self.rule.name!r} depends on"
-        if problem is None:
-            return
-        found: list[Any] = [None] * len(self.places)
-        if len(self.places) > 1:
-            dist.all_gather_object(found, copy.window.problems, group=self.group)
-        else:
-            found = [copy.window.problems]
-        culprits = "".join(f"\n  rank {rank}: {text}" for rank, problems in enumerate(found) for text in problems)
-        raise ValueError(f"reduction {self.rule.name!r}: {problem}.{culprits}")
-
-
-class _Copy:
-    """A summed summary on its way to the host, and the window that it closes."""
-
-    def __init__(self, window: Window, summary: Tensor) -> None:
-        self.window = window
-        self._event: torch.cuda.Event | None = None
-        if summary.device.type == "cuda":
-            self._values = torch.empty(summary.shape, dtype=summary.dtype, pin_memory=True)
-            self._values.copy_(summary, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._values = summary
-
-    def read(self) -> list[float]:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._values.tolist()

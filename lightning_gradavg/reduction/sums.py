@@ -1,7 +1,12 @@
-"""Buckets scaled and summed over the ranks by one all-reduce each."""
+"""Sums of gradients over the ranks, in no fewer than 32 bits: dense ones by one all-reduce, sparse ones gathered.
+
+Half precision is summed in float32: a sum of float16 overflows and a pre-divided one underflows where the result does
+neither, and bfloat16 loses bits at every addition.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,59 +14,105 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_gradavg.rules import Weight
+from lightning_gradavg.ranks import World
 
-__all__ = ["keep", "scale", "sum_scaled", "unchanged"]
+__all__ = ["SUM_DTYPES", "as_real", "done", "start_sum", "sum_sparse", "zero_gradient"]
 
-_HALF_PRECISION = (torch.float16, torch.bfloat16)
+SUM_DTYPES = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.complex64: torch.complex64,
+    torch.complex128: torch.complex128,
+}
+"""The dtypes that a gradient may have, and the dtype that each is summed in."""
 
 
-def keep(promise: Future[Any], done: Future[Tensor]) -> None:
-    """Keep a promise with what a future holds, once it is done."""
-    try:
-        promise.set_result(done.value())
-    except Exception as error:  # noqa: BLE001 - whatever it is belongs to the backward that waits for the bucket
-        promise.set_exception(error)
-
-
-def unchanged(buffer: Tensor) -> Future[Tensor]:
-    """Return a bucket as the result of its own reduction."""
-    future: Future[Tensor] = Future()
-    future.set_result(buffer)
+def done(value: Tensor) -> Future[Tensor]:
+    """Return the future of a tensor that is there."""
+    future: Future[Tensor] = Future() if value.device.type == "cpu" else Future(devices=[value.device])
+    future.set_result(value)
     return future
 
 
-def scale(buffer: Tensor, factor: Weight) -> None:
-    """Multiply a bucket in place; a factor of 0 discards it, non-finite numbers included."""
-    if isinstance(factor, Tensor):
-        buffer.mul_(factor).masked_fill_(factor == 0, 0)
-    elif factor == 0:
-        buffer.zero_()
-    elif factor != 1:
-        buffer.mul_(factor)
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a view of real numbers: a complex product would make NaN of an infinite part, its factor's being 0."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def sum_scaled(buffer: Tensor, factor: Weight, group: dist.ProcessGroup | None) -> Future[Tensor]:
-    """Return the sum over ranks of a bucket times each rank's factor.
-
-    Half precision is summed in float32: a sum of float16 overflows and a pre-divided one underflows where the result
-    does neither, and bfloat16 loses bits at every addition.
-    """
+def start_sum(buffer: Tensor, group: dist.ProcessGroup | None) -> Future[Tensor]:
+    """Return the future sum over the ranks of a bucket: in its memory, or of half precision in float32."""
     if buffer.is_sparse:
-        return _sum_scaled_sparse(buffer, factor, group)
-    wide = buffer.float() if buffer.dtype in _HALF_PRECISION else buffer
-    scale(wide, factor)
-    future = dist.all_reduce(wide, group=group, async_op=True).get_future()
-    result: Future[Tensor] = future.then(
-        lambda done: done.value()[0] if wide is buffer else buffer.copy_(done.value()[0])
+        return done(sum_sparse([buffer], World.of(group))[0])
+    wide = buffer.to(SUM_DTYPES[buffer.dtype])
+    future: Future[Any] = dist.all_reduce(wide, group=group, async_op=True).get_future()
+    # Each backend returns something else: gloo a list of tensors, a later release perhaps the tensor.
+    return future.then(lambda _: wide)
+
+
+def sum_sparse(gradients: Sequence[Tensor], world: World, factor: float = 1.0) -> list[Tensor]:
+    """Return `sum over ranks of factor * gradient` of every sparse gradient, coalesced, in the dtype of the gradient.
+
+    Every rank gathers the others' entries and adds them in rank order: gloo and NCCL agree on no sparse collective.
+
+    Args:
+        gradients: COO tensors, coalesced or not; the same shapes, sparse dimensions and dtypes, in the same order, on
+            all ranks. The number of entries may differ.
+        world: The ranks.
+        factor: What this rank's gradients are multiplied by; 0 discards them, whatever they hold.
+    """
+    wide = [_scaled(gradient, factor) for gradient in gradients]
+    of_ranks = world.gather_integers([tensor._nnz() for tensor in wide])
+    counts = zip(*of_ranks, strict=True)
+    totals = [_gathered(tensor, of_tensor, world.group) for tensor, of_tensor in zip(wide, counts, strict=True)]
+    return [
+        _coo(total.indices(), total.values().to(gradient.dtype), gradient.shape, coalesced=True)
+        for total, gradient in zip(totals, gradients, strict=True)
+    ]
+
+
+def _scaled(gradient: Tensor, factor: float) -> Tensor:
+    """Return the gradient scaled and coalesced, with nothing added up in fewer than 32 bits."""
+    indices, values = gradient._indices(), gradient._values()
+    if factor == 0:
+        indices, values = indices[:, :0], values[:0]
+    values = values.to(SUM_DTYPES[values.dtype], copy=True).resolve_conj().resolve_neg()
+    as_real(values).mul_(factor)
+    return _coo(indices, values, gradient.shape).coalesce()
+
+
+def _gathered(tensor: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Return the sum of all ranks' entries, each padded to the longest on the way."""
+    if group is None or max(counts) == 0:
+        return tensor
+    indices, values = (
+        torch.cat([part[:count] for part, count in zip(_padded_rows(rows, counts, group), counts, strict=True)])
+        for rows in (tensor.indices().t(), tensor.values())
     )
-    return result
+    return _coo(indices.t(), values, tensor.shape).coalesce()
 
 
-def _sum_scaled_sparse(buffer: Tensor, factor: Weight, group: dist.ProcessGroup | None) -> Future[Tensor]:
-    values = buffer._values().clone()
-    scale(values, factor)
-    scaled = torch.sparse_coo_tensor(buffer._indices(), values, buffer.shape, check_invariants=False).coalesce()
-    future = dist.all_reduce(scaled, group=group, async_op=True).get_future()
-    result: Future[Tensor] = future.then(lambda done: done.value()[0])
-    return result
+def _padded_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    received = [torch.empty_like(padded) for _ in counts]
+    if padded.numel() > 0:
+        dist.all_gather([as_real(one) for one in received], as_real(padded), group=group)
+    return received
+
+
+def zero_gradient(parameter: Tensor, sparse_dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the gradient of a loss that `parameter` does not change; with sparse dimensions it has no entries."""
+    if sparse_dim == 0:
+        return torch.zeros_like(parameter, dtype=dtype)
+    values = parameter.new_empty((0, *parameter.shape[sparse_dim:]), dtype=dtype)
+    indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
+    return _coo(indices, values, parameter.shape)
+
+
+def _coo(indices: Tensor, values: Tensor, shape: torch.Size, *, coalesced: bool | None = None) -> Tensor:
+    # The invariants hold by construction; looking at them would wait for the device.
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=coalesced)

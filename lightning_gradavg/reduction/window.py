@@ -1,29 +1,61 @@
-"""The window: the micro-batches whose gradients one optimizer step reduces, and the totals that the ranks exchange."""
+"""The window: the micro-batches whose gradients one optimizer step reduces, and the totals that the ranks exchange.
+
+Weights are 0-dim tensors where the gradients are, and nothing here reads one: on an accelerator the host does not wait.
+The window's shares are stacked once, so that its bookkeeping costs the same number of kernels whatever its length.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from lightning_gradavg.device import on_device
 from lightning_gradavg.place import Place
-from lightning_gradavg.reduction.reduce import share_of
-from lightning_gradavg.rules import Rule, Scalar, Share, Weight
-from lightning_gradavg.weights import weight_problem
+from lightning_gradavg.reduction.combine import depends_on_window, is_number, share_of, window_ratio
+from lightning_gradavg.rules import Rule, Share
 
-__all__ = ["MOST_TERMS", "WHOLE_LOSS", "MicroBatch", "Totals", "Window"]
+__all__ = ["MOST_TERMS", "WHOLE_LOSS", "MicroBatch", "Totals", "Window", "as_weight"]
 
 WHOLE_LOSS = ""
 """The name of the only loss term of a loss that is one tensor."""
 
-MOST_TERMS = 57
+MOST_TERMS = 58
 """The most loss terms of a window: the summary's length must not depend on what a rank found."""
 
+_HEADER = 6
 _TOLERANCE = 1e-9
+
+
+def as_weight(value: Any, device: torch.device) -> Tensor:
+    """Return `value` as a detached 0-dim float64 tensor on `device`, without waiting for an accelerator.
+
+    Args:
+        value: An int, a float, a NumPy scalar, or a tensor with one element, of any dtype and on any device.
+        device: Where the gradients are.
+
+    Raises:
+        TypeError: If `value` is not one number.
+    """
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+        raise TypeError(f"a weight is one number, got a tensor of shape {tuple(value.shape)} and {value.dtype}")
+    if isinstance(value, Tensor) and value.device.type != "cpu" and device.type != "cpu":
+        return value.detach().reshape(()).to(device=device, dtype=torch.float64, non_blocking=True)
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"a weight is one number, got {value!r} of type {type(value).__name__}")
+    try:
+        # Filled, and not copied: a copy from ordinary memory would be waited for.
+        return torch.full((), float(value), dtype=torch.float64, device=device)
+    except OverflowError:
+        raise TypeError(f"a weight is one number, got {type(value).__name__} too large for a float") from None
+    except (TypeError, ValueError):
+        raise TypeError(f"a weight is one number, got {value!r} of type {type(value).__name__}") from None
 
 
 @dataclass(frozen=True)
@@ -33,60 +65,58 @@ class MicroBatch:
     Attributes:
         weights: The weight of every loss term by name; the one name `WHOLE_LOSS` for an undivided loss.
         explicit: Whether the user gave the weight; otherwise the number of samples was taken.
-        absent: Whether its gradient is to be discarded under any rule: it only kept the rank busy.
         problem: Why the weights cannot be used, or None. Raised on all ranks when the window closes.
+        absent: Whether its gradient is to be discarded under any rule: it only kept the rank busy.
     """
 
-    weights: Mapping[str, Weight]
+    weights: Mapping[str, Tensor]
     explicit: bool = False
     problem: str | None = None
     absent: bool = False
 
+    def shares(self, rule: Rule, place: Place) -> dict[str, Share]:
+        """Return the share of every loss term; NaN, which is found in the totals, where the rule fails."""
+        try:
+            shares = {term: share_of(rule, place, weight) for term, weight in self.weights.items()}
+        except ValueError:
+            shares = dict.fromkeys(self.weights, Share(math.nan, math.nan))
+        if self.problem is not None:
+            return dict.fromkeys(shares, _NOTHING)
+        return {term: share._replace(multiplier=0.0) for term, share in shares.items()} if self.absent else shares
 
-@dataclass
+
 class Window:
     """This rank's micro-batches since the last reduction.
 
-    Attributes:
+    Args:
         rule: The reduction rule.
-        place: This rank's place.
-        micro_batches: What was accumulated, in order.
-        relative: Whether losses are multiplied relative to this rank's first multiplier, so that mostly nothing is
-            multiplied at all. Not so where gradients cross ranks within the backward, as in batch norm over all ranks:
-            they must be comparable.
+        places: The places of all ranks, in rank order.
+        rank: This rank.
     """
 
-    rule: Rule
-    place: Place
-    micro_batches: list[MicroBatch] = field(default_factory=list)
-    relative: bool = True
-    # By term and by the length of the window that the place counts; asked for several times in every step.
-    _shares: dict[tuple[str, int], list[Share]] = field(default_factory=dict, repr=False)
+    def __init__(self, rule: Rule, places: Sequence[Place], rank: int) -> None:
+        self.rule, self.places, self.rank = rule, tuple(places), rank
+        self.micro_batches: list[MicroBatch] = []
+        self._alone: list[dict[str, Share]] = []
+        self._depends_on_length = depends_on_window(rule, self.places)
 
     def anew(self) -> Window:
         """Return the window after this one."""
-        return Window(self.rule, self.place, relative=self.relative)
+        following = copy.copy(self)
+        following.micro_batches, following._alone = [], []
+        return following
 
-    def add(self, micro_batch: MicroBatch) -> None:
-        """Append a micro-batch. One with a fault is kept as absent, and its fault remembered."""
-        problem = micro_batch.problem
-        if problem is None and self.rule.uses_weight:
-            faults = ((term, self._fault_of(weight)) for term, weight in micro_batch.weights.items())
-            problem = next((f"{_of_term(term)}{fault}" for term, fault in faults if fault), None)
-        if problem is not None:
-            problem = f"micro-batch {len(self.micro_batches)} of the window: {problem}"
-            micro_batch = replace(micro_batch, weights=dict.fromkeys(micro_batch.weights, 0.0), problem=problem)
+    def add(self, micro_batch: MicroBatch) -> dict[str, Share]:
+        """Append a micro-batch, and return the share of each of its loss terms as far as it is known now."""
+        shares = micro_batch.shares(self.rule, self.places[self.rank])
         self.micro_batches.append(micro_batch)
-        self._shares.clear()
+        self._alone.append(shares)
+        return shares
 
-    def _fault_of(self, weight: Weight) -> str | None:
-        fault = weight_problem(weight)
-        if fault is None:
-            try:
-                share_of(self.rule, self.place.over_window(len(self.micro_batches) + 1), weight)
-            except ValueError as error:
-                fault = str(error)
-        return fault
+    @property
+    def length(self) -> int:
+        """Number of micro-batches."""
+        return len(self.micro_batches)
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -94,127 +124,110 @@ class Window:
         return tuple(sorted({term for micro_batch in self.micro_batches for term in micro_batch.weights}))
 
     @property
+    def place(self) -> Place:
+        """This rank's place as the rule sees it at the end of the window."""
+        return self.places[self.rank].over_window(max(self.length, 1))
+
+    def shares(self, term: str) -> list[Share]:
+        """Return the shares of one term's micro-batches at the end of the window; one without the term is absent."""
+        whole = self._alone
+        if self.length > 1 and (self._depends_on_length or not self.rule.uses_weight):
+            whole = [micro_batch.shares(self.rule, self.place) for micro_batch in self.micro_batches]
+        return [shares.get(term, _NOTHING) for shares in whole]
+
+    @property
+    def ratio(self) -> float:
+        """What multipliers are at the end of the window, relative to what they were when losses were multiplied.
+
+        NaN where there is no such number, which `problems` tells of.
+        """
+        try:
+            depends = self._depends_on_length and self.length > 1
+            return window_ratio(self.rule, self.places, self.length) if depends else 1.0
+        except ValueError:
+            return math.nan
+
     def problems(self) -> list[str]:
-        """The faults found on this rank."""
-        return [micro_batch.problem for micro_batch in self.micro_batches if micro_batch.problem is not None]
+        """Return the faults of this rank's weights and shares. Reads them."""
+        found = []
+        for index, micro_batch in enumerate(self.micro_batches):
+            judged = micro_batch.weights.items() if self.rule.uses_weight else ()
+            faults = (micro_batch.problem, *(self._fault(*item) for item in judged))
+            found += [f"micro-batch {index} of the window: {fault}" for fault in faults if fault is not None][:1]
+        return found
 
-    def shares(self, term: str, *, whole: bool) -> list[Share]:
-        """Return the shares of one term's micro-batches.
+    def _fault(self, term: str, weight: Tensor) -> str | None:
+        number, of_term = float(weight), f"loss term {term!r}: " if term != WHOLE_LOSS else ""
+        if not is_number(number):
+            return f"{of_term}weight {number!r} is not a finite number >= 0"
+        try:
+            alone, whole = (share_of(self.rule, place, number) for place in (self.places[self.rank], self.place))
+            ratio = window_ratio(self.rule, self.places, self.length)
+        except ValueError as error:
+            return f"{of_term}{error}"
+        if abs(whole.multiplier - ratio * alone.multiplier) > _TOLERANCE * whole.multiplier:
+            return f"{of_term}the multiplier of weight {number:g} follows the length of the window by a factor of its own"
+        return None
 
-        Args:
-            term: The loss term. A micro-batch without it is absent.
-            whole: Whether the place counts the micro-batches of the window, whose number is only known at its end.
-        """
-        length = len(self.micro_batches) if whole else 1
-        shares = self._shares.get((term, length))
-        if shares is None:
-            place = self.place.over_window(length) if length > 1 else self.place
-            shares = [self._share(micro_batch, term, place) for micro_batch in self.micro_batches]
-            self._shares[term, length] = shares
-        return shares
-
-    def _share(self, micro_batch: MicroBatch, term: str, place: Place) -> Share:
-        share = share_of(self.rule, place, micro_batch.weights.get(term, 0.0))
-        return share._replace(multiplier=0.0) if micro_batch.absent else share
-
-    def reference(self, term: str, *, whole: bool) -> Weight:
-        """Return the first multiplier of a term that is not 0, or 1: what its losses are relative to.
-
-        While all multipliers so far are 0 it is 1, which changes nothing: they contribute nothing.
-        """
-        reference: Weight = 1.0
-        if not self.relative:
-            return reference
-        for share in reversed(self.shares(term, whole=whole)):
-            if isinstance(share.multiplier, Tensor):
-                reference = torch.where(share.multiplier > 0, share.multiplier, reference)
-            elif share.multiplier != 0:
-                reference = share.multiplier
-        return reference
-
-    def coefficient(self, term: str) -> Weight:
-        """Return the newest micro-batch's multiplier of a term relative to the reference: 0 means discard it."""
-        return self.shares(term, whole=False)[-1].multiplier / self.reference(term, whole=False)
-
-    def live(self, term: str) -> bool | Tensor:
-        """Return whether any multiplier of a term is above 0, or others' losses have gradients through this rank."""
-        if not self.relative:
-            return any(not micro_batch.absent for micro_batch in self.micro_batches)
-        multipliers = [share.multiplier for share in self.shares(term, whole=False)]
-        tensors = [multiplier > 0 for multiplier in multipliers if isinstance(multiplier, Tensor)]
-        if any(not isinstance(multiplier, Tensor) and multiplier > 0 for multiplier in multipliers):
-            return True
-        return torch.stack(tensors).any() if tensors else False
-
-    def summary(self, device: torch.device, *, flag: bool = False) -> Tensor:
+    def summary(self, device: torch.device) -> Tensor:
         """Return the float64 vector whose sum over ranks `Totals` reads.
 
         Args:
             device: Where the ranks' summaries are added up.
-            flag: News that travels along.
         """
-        terms, count = self.terms, float(len(self.micro_batches))
-        signature = float(crc32("\0".join(terms).encode()) % 2**20)
-        explicit = float(sum(micro_batch.explicit for micro_batch in self.micro_batches))
-        faults: Weight = float(len(self.problems))
-        normalizers: list[Weight] = []
-        for term in terms:
-            shares = self.shares(term, whole=True)
-            normalizers.append(_sum(share.normalizer for share in shares))
-            faults = faults + self._faults_of_shares(term, shares)
-        values: list[Weight] = [faults, count, count**2, explicit, signature, signature**2, float(flag), *normalizers]
-        values += [0.0] * (Totals.NORMALIZERS + MOST_TERMS - len(values))
-        if device.type == "cpu":
-            return torch.tensor([float(value) for value in values], dtype=torch.float64)
-        # A tensor made from a list is copied with a wait for the stream; one that is filled is not. Each number that is
-        # not 0 is a kernel: about eight.
-        summary = torch.zeros(len(values), dtype=torch.float64, device=device)
-        for index, value in enumerate(values):
-            if isinstance(value, Tensor):
-                summary[index].copy_(value)
-            elif value != 0:
-                summary[index].fill_(value)
+        terms, length = self.terms, self.length
+        signature = crc32("\0".join(terms).encode()) % 2**20
+        explicit = sum(micro_batch.explicit for micro_batch in self.micro_batches)
+        faults = sum(micro_batch.problem is not None for micro_batch in self.micro_batches)
+        header = [faults, length, length * length, explicit, signature, signature * signature]
+        summary = on_device(torch.tensor([*header, *([0] * MOST_TERMS)], dtype=torch.float64), device)
+        if not (self.rule.uses_weight and terms):
+            return summary
+        # Shape (terms, micro-batches, 2).
+        shares = _stacked([self.shares(term) for term in terms], device)
+        usable = (shares >= 0) & (shares < math.inf)
+        if self._depends_on_length and length > 1:
+            alone = _stacked([[shares.get(term, _NOTHING) for shares in self._alone] for term in terms], device)
+            drift = (shares - self.ratio * alone)[..., 0].abs()
+            usable &= (drift <= _TOLERANCE * shares[..., 0])[..., None]
+        summary[_HEADER : _HEADER + len(terms)] = shares[..., 1].sum(1)
+        summary[0] += usable.logical_not().sum()
         return summary
 
-    def _faults_of_shares(self, term: str, shares: Sequence[Share]) -> Weight:
-        """Count shares that are no numbers >= 0, or whose ratios depend on the length of the window."""
-        faults: Weight = 0.0
-        for share in shares:
-            for value in share:
-                if isinstance(value, Tensor):
-                    faults = faults + (~(value.isfinite() & (value >= 0))).double()
-        if len(shares) == 1:
-            return faults
-        before, after = (self.reference(term, whole=whole) for whole in (False, True))
-        for early, late in zip(self.shares(term, whole=False), shares, strict=True):
-            drift = early.multiplier * after - late.multiplier * before
-            allowed = _TOLERANCE * early.multiplier * after
-            wrong: Tensor | bool = (drift > allowed) | (-drift > allowed)
-            faults = faults + (wrong.double() if isinstance(wrong, Tensor) else float(wrong))
-        return faults
+
+_NOTHING = Share(0.0, 0.0)
 
 
-@dataclass(frozen=True)
-class Totals:
-    """The sum of all ranks' summaries, on the host.
+def _stacked(shares: Sequence[Sequence[Share]], device: torch.device) -> Tensor:
+    """Return the numbers of all shares in one tensor of shape `(len(shares), len(shares[0]), 2)`."""
+    numbers = [as_weight(value, device) for of_term in shares for share in of_term for value in share]
+    return torch.stack(numbers).view(len(shares), -1, 2)
+
+
+class Totals(NamedTuple):
+    """The sum of all ranks' summaries: of a window that is being reduced, and on the host later.
 
     Attributes:
         values: The summed vector.
         world_size: Number of ranks that were summed.
     """
 
-    NORMALIZERS: ClassVar[int] = 7
-
-    values: Sequence[float]
+    values: Any
     world_size: int
+
+    def normalizer(self, index: int) -> Any:
+        """Return Z of a term by its index; 0 where the window is faulty, so that nothing is stepped on."""
+        faults, total = self.values[0], self.values[_HEADER + index]
+        return total.masked_fill(faults != 0, 0) if isinstance(total, Tensor) else total * (faults == 0)
 
     @property
     def problem(self) -> str | None:
-        """What makes the window unusable as seen by every rank alike, or None."""
-        faults, pairs, _, explicit, signature, signatures = self.values[:6]
+        """What makes the window unusable as seen by every rank alike, or None. On the host."""
+        faults, pairs, _, explicit, signature, signatures = self.values[:_HEADER]
         if faults != 0:
             return "a weight or a share is not usable"
-        if signature**2 != self.world_size * signatures:
+        # x * x is rounded once, as the product on the other side is; x**2 need not be.
+        if signature * signature != self.world_size * signatures:
             return "the ranks' losses have different terms"
         if explicit not in (0, pairs):
             return (
@@ -224,23 +237,7 @@ class Totals:
         return None
 
     @property
-    def flagged(self) -> bool:
-        """Whether any rank raised its flag."""
-        return self.values[6] > 0
-
-    @property
     def uneven(self) -> bool:
-        """Whether the ranks accumulated different numbers of micro-batches."""
+        """Whether the ranks accumulated different numbers of micro-batches. On the host."""
         _, pairs, squares, *_ = self.values
-        return pairs**2 != self.world_size * squares
-
-
-def _sum(normalizers: Iterable[Scalar]) -> Weight:
-    total: Weight = 0.0
-    for normalizer in normalizers:
-        total = total + (normalizer if isinstance(normalizer, Tensor) else float(normalizer))
-    return total
-
-
-def _of_term(term: str) -> str:
-    return f"loss term {term!r}: " if term != WHOLE_LOSS else ""
+        return bool(pairs * pairs != self.world_size * squares)

@@ -35,9 +35,7 @@ def default_tolerance(run: Run) -> float:
     return 1e-10 if types == {torch.float64} else 1e-5
 
 
-def compare(
-    runs: Sequence[Run], reference: Run, *, stream: Stream | None = None, tolerance: float | None = None
-) -> Report:
+def compare(runs: Sequence[Run], reference: Run, *, stream: Stream | None = None, tolerance: float | None = None) -> Report:
     """Return how a run on several processes differs from its reference, and why.
 
     Args:
@@ -107,9 +105,7 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 def _initial(comparison: Comparison) -> tuple[Stage, list[Finding]]:
     name = "initial weights"
     trained = set(comparison.runs[0].steps[0].weights_before)
-    apart = across_ranks(
-        comparison.runs, lambda run: {key: value for key, value in run.initial.items() if key in trained}
-    )
+    apart = across_ranks(comparison.runs, lambda run: {key: value for key, value in run.initial.items() if key in trained})
     if apart is not None:
         detail = f"{apart.name} is not the same on all ranks when training begins"
         return Stage(name, "differs", 0, apart, detail), [Finding("unsynchronised replicas", name, detail, 0, apart)]
@@ -240,9 +236,7 @@ def _update(comparison: Comparison) -> tuple[Stage, list[Finding]]:
         beyond = comparison.beyond(found)
         if beyond:
             rates = [(a.get("lr"), b.get("lr")) for a, b in zip(mine.groups, other.groups, strict=True)]
-            scaled = [
-                (float(a), float(b)) for a, b in rates if a is not None and b is not None and float(a) != float(b)
-            ]
+            scaled = [(float(a), float(b)) for a, b in rates if a is not None and b is not None and float(a) != float(b)]
             if scaled and scaled[0][1] != 0:
                 (a, b), *_ = scaled
                 detail = f"the learning rate is {a:.6g}, on one process {b:.6g}: {a / b:.4g} x"

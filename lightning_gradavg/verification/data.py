@@ -108,14 +108,11 @@ def _order(runs: Sequence[Run], stream: Stream) -> Finding | None:
             continue
         shared = sum((Counter(here) & Counter(there)).values())
         everywhere = {sample for samples in read.values() for sample in samples}
-        changed = (
-            "" if everywhere & set(here) else "; none of them is read there at all: they may be transformed at random"
-        )
+        changed = "" if everywhere & set(here) else "; none of them is read there at all: they may be transformed at random"
         return Finding(
             "data order",
             "samples",
-            f"{shared} of the {len(here)} samples of the global batch are those that one process trains on then"
-            f"{changed}",
+            f"{shared} of the {len(here)} samples of the global batch are those that one process trains on then{changed}",
             position,
         )
     return None

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gradavg.data.batches import chunk_bounds
-from lightning_gradavg.data.collated import slice_batch
+from lightning_gradavg.batches.chunks import chunk_bounds
 from lightning_gradavg.place import places_on_nodes
-from lightning_gradavg.reduction.reduce import share_of
+from lightning_gradavg.reduction.combine import share_of
 from lightning_gradavg.rules import Rule
+from lightning_gradavg.tree import slice_batch
 
 __all__ = ["gather_outputs", "loss_of_pairs", "loss_of_replicas"]
 
@@ -76,9 +76,7 @@ def loss_of_replicas(
 
     The buffers that replica 0 leaves behind are the module's.
     """
-    owners = [
-        (owner, name) for owner in module.modules() for name, buffer in owner._buffers.items() if buffer is not None
-    ]
+    owners = [(owner, name) for owner in module.modules() for name, buffer in owner._buffers.items() if buffer is not None]
     originals = [owner._buffers[name] for owner, name in owners]
     outputs, counts, kept = [], [], None
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gradavg.data.collated import batch_samples, slice_batch
+from lightning_gradavg.tree import batch_samples, slice_batch
 
 __all__ = ["digest", "join_batches", "sample_fingerprints"]
 

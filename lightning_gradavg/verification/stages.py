@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gradavg.place import places_on_nodes
-from lightning_gradavg.reduction.reduce import share_of
+from lightning_gradavg.reduction.combine import share_of
 from lightning_gradavg.verification.measure import Difference, differences
 from lightning_gradavg.verification.records import Run, Step, Tensors
 from lightning_gradavg.verification.report import Stage
@@ -130,7 +130,4 @@ def global_loss(comparison: Comparison, position: int) -> float | None:
     normalizer = float(sum(share.normalizer for share in shares))
     if normalizer == 0:
         return None
-    return (
-        sum(float(s.multiplier) * loss for s, loss in zip(shares, losses, strict=True) if s.multiplier != 0)
-        / normalizer
-    )
+    return sum(float(s.multiplier) * loss for s, loss in zip(shares, losses, strict=True) if s.multiplier != 0) / normalizer

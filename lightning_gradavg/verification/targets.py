@@ -128,9 +128,7 @@ def resolve_strategy(strategy: Any) -> DDPStrategy:
     if isinstance(strategy, str):
         name = "ddp" if strategy == "auto" else strategy
         if name not in StrategyRegistry:
-            raise ValueError(
-                f"strategy={strategy!r} is not registered; use one of {', '.join(sorted(StrategyRegistry))}"
-            )
+            raise ValueError(f"strategy={strategy!r} is not registered; use one of {', '.join(sorted(StrategyRegistry))}")
         strategy = StrategyRegistry.get(name)
     if not isinstance(strategy, DDPStrategy):
         raise ValueError(  # noqa: TRY004  # a wrong choice, not a wrong type: strategies come by name, too

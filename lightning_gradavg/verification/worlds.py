@@ -77,8 +77,7 @@ class Settings:
             raise ValueError(f"accelerator must be 'cpu' or 'cuda', got {self.accelerator!r}")
         if self.accelerator == "cuda" and torch.cuda.device_count() < self.devices:
             raise ValueError(
-                f"{self.devices} ranks need as many GPUs, and there are {torch.cuda.device_count()};"
-                " use accelerator 'cpu'"
+                f"{self.devices} ranks need as many GPUs, and there are {torch.cuda.device_count()}; use accelerator 'cpu'"
             )
 
     def options(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -222,9 +221,7 @@ def _failure(index: int, code: int | None, file: Path) -> str:
 def _without_launcher() -> Iterator[None]:
     """Start processes that take no launcher of this one for theirs."""
     hidden = {
-        name: os.environ.pop(name)
-        for name in list(os.environ)
-        if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHERS)
+        name: os.environ.pop(name) for name in list(os.environ) if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHERS)
     }
     try:
         yield

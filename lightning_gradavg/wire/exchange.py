@@ -1,342 +1,263 @@
-"""The sum of buckets over the ranks: scattered in parts, summed where they arrive, and gathered.
+"""The sum of gradients over the ranks along a route: scattered in parts, summed where they arrive, and gathered.
 
 A bucket is cut into as many equal parts as there are ranks, and each part is sent to the rank that sums it, in the type
 of the sum. All ranks read the sum from the same bytes, so they hold the same bits, and the error does not grow with the
 number of ranks: each number is rounded once before the sum and once after it.
 
-On gloo each step of this, for all buckets, has a thread and a process group of its own (`Worker` says why), and ranks
-send each other messages. A bucket goes through the steps in segments, some at a time, so that all steps work at once.
-On NCCL they follow one another on a CUDA stream.
+A bucket goes through the steps (scatter per hop, gather per hop, arrive) in segments, a few at a time, so that the link
+is busy while numbers are converted and added. Which step of which segment comes next depends on nothing but their
+number (`_in_turn`): ranks start the collectives of a process group in one order, which gloo and NCCL match them by. To
+start one when another *completes*, as a future's callback would, is to start it at another moment on every rank.
+
+On a CPU the steps run in a thread, on process groups that no other thread uses. On an accelerator they are launched at
+once on a stream of their own, where nothing waits on the host, and cutting would only add launches.
 """
 
 from __future__ import annotations
 
-import atexit
+import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import pairwise
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from lightning_gradavg.rules import Weight
-from lightning_gradavg.wire.buffers import Buffers
-from lightning_gradavg.wire.codecs import CODECS, Codec, Plain, fault_of
-from lightning_gradavg.wire.feedback import Feedback, Residual
+from lightning_gradavg.device import current_stream, new_stream, within
+from lightning_gradavg.wire.codecs import Codec
 from lightning_gradavg.wire.route import Hop, Route
-from lightning_gradavg.wire.segments import Segment, Travelling
-from lightning_gradavg.wire.transport import NcclTransport, Transport, gloo_transports
-from lightning_gradavg.wire.worker import Worker
 
-__all__ = ["Exchange", "ScatteredSum"]
+__all__ = ["Exchange", "InOrder", "Step"]
 
-SEGMENT_BYTES = 2**21
-"""Size of a segment on the wire: smaller ones cost more calls, larger ones come later to the next step."""
+SEGMENT_BYTES = 2**20
+"""Of a segment on the wire: smaller ones cost more calls, larger ones come later to the next step."""
 
-MOST_ON_NODE = 4
-"""Ranks of a node up to which a segment is that many times as large, for what is left of it between nodes."""
+IN_FLIGHT = 2
+"""Segments of a bucket between one step and the next: gloo runs two collectives of a process group at a time."""
 
-_IN_FLIGHT = 4
-"""Segments of a rank that are between the steps: with 8, what the next step needs has left the processor's caches."""
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Renamed in torch 2.13, which warns of the old name."""
 
 
-class Exchange(Protocol):
-    """Sums buckets over the ranks."""
+@dataclass(eq=False)
+class _Segment:
+    """Consecutive numbers of a bucket, cut into equal parts, one for each rank.
 
-    def begin(self) -> None:
-        """Begin a window, before its first bucket and after the last one of the window before has arrived."""
-        ...
+    Attributes:
+        numbers: What the bucket has of it, in one dimension; the last parts of the last segment may be shorter.
+        columns: Numbers in a part.
+        memory: Lends what the segment travels in.
+        total: The sum so far of the parts that this rank holds: shape `(1, numbers of these parts)`.
+        received: What is arriving: of a scattering the others' payloads, of a gathering all parts known by then.
+        work: Its arrival.
+    """
 
-    def sum(self, bucket: GradBucket, factor: Callable[[], Weight]) -> Future[Tensor]:
-        """Return the sum over the ranks of a dense bucket times each rank's factor, the same bits on all ranks.
+    numbers: Tensor
+    columns: int
+    memory: Callable[..., Tensor]
+    total: Tensor
+    received: Tensor = field(default_factory=lambda: torch.empty(0))
+    work: dist.Work | None = None
 
-        Buckets come in the same order on all ranks. The factor may be asked for in another thread, so that the backward
-        does not wait for it. A factor of 0 discards the bucket, whatever is in it.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release threads and process groups."""
-        ...
+    def arrived(self) -> Tensor:
+        """Return what came last, waiting for it: the host on a CPU, else the current stream."""
+        assert self.work is not None
+        self.work.wait()
+        return self.received
 
 
-class ScatteredSum:
-    """Sums buckets along a route.
+Step = Callable[[_Segment], None]
+
+
+class Exchange:
+    """Sums tensors over the ranks along a route, each in one order on all ranks. Not for two threads at once.
 
     Args:
         route: The route, with one hop or more.
-        wire_dtype: The key in `CODECS` of what is sent in narrow hops, or None.
-        rank: This rank in the process group of DDP.
-        group: The process group of DDP.
-        device: Where the gradients are.
+        codec: What narrow hops send by.
+        groups: The process group of each hop's ranks.
     """
 
-    def __init__(
-        self, route: Route, wire_dtype: str | None, rank: int, group: dist.ProcessGroup | None, device: torch.device
-    ) -> None:
-        self.route = route
-        self._wire_dtype, self._rank, self._device = wire_dtype, rank, device
-        self._feedback = Feedback()
-        # Whether what arrived of this window in a lossy type is not finite, which all ranks see alike.
-        self._lost: Tensor | None = None
-        self._pending: set[Travelling] = set()
-        hops = route.hops
-        way = (*hops, *reversed(hops))
-        self._stream: torch.cuda.Stream | None = None
-        self._workers: list[Worker] = []
-        if device.type == "cpu":
-            transports = gloo_transports(way, group)
-            self._workers = [Worker(f"gradavg-wire-{number}") for number in range(len(way) + 1)]
-            # Of a process that ends without `close`; gloo's threads would abort it.
-            atexit.register(self.close)
-        else:
-            transports = [NcclTransport(group)] * len(way)
-            self._stream = torch.cuda.Stream(device)
-        self._steps: list[Callable[[Segment], None]] = [
-            *(partial(self._scatter, number, transports[number]) for number in range(len(hops))),
-            *(partial(self._gather, number, transports[len(hops) + number]) for number in range(len(hops))),
+    def __init__(self, route: Route, codec: Codec, groups: Sequence[dist.ProcessGroup]) -> None:
+        self.route, self._codec = route, codec
+        self._memory: dict[tuple[int, str], Tensor] = {}
+        numbers = range(len(route.hops))
+        self._steps: list[Step] = [
+            *(lambda segment, number=number: self._scatter(number, groups[number], segment) for number in numbers),
+            *(lambda segment, number=number: self._gather(number, groups[number], segment) for number in reversed(numbers)),
             self._arrive,
         ]
-        self._window = threading.Semaphore(_IN_FLIGHT)
-        self._buffers = Buffers()
 
-    def begin(self) -> None:
-        """As in `Exchange`."""
-        lost, self._lost = self._lost, None
-        if lost is not None:
-            # The stream, if any, on which all of this is.
-            with torch.cuda.stream(self._stream):
-                self._feedback.forget(lost)
+    def sum_(self, tensor: Tensor) -> None:
+        """Replace a dense, contiguous tensor by its sum over the ranks. A collective operation."""
+        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+        with torch.no_grad():
+            for step, segment in _in_turn(self._steps, list(self._cut(flat))):
+                step(segment)
 
-    def sum(self, bucket: GradBucket, factor: Callable[[], Weight]) -> Future[Tensor]:
-        """As in `Exchange`."""
-        buffer = bucket.buffer()
-        flat = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).flatten()
-        future: Future[Any] = Future() if self._stream is None else Future(devices=[self._device])
-        if flat.numel() == 0:
-            future.set_result(buffer)
-            return future
+    def _cut(self, flat: Tensor) -> Iterator[_Segment]:
+        """Yield the segments of a bucket, all but the last of one size."""
         wide = torch.promote_types(flat.dtype, torch.float32)
-        travelling = Travelling(buffer, flat, factor, wide, future)
-        segments = list(self._cut(travelling))
-        travelling.remaining = len(segments)
-        self._pending.add(travelling)
+        parts, multiple = self.route.parts, self._codec.multiple
+        most = SEGMENT_BYTES // (self._codec.wire.itemsize * parts) if flat.device.type == "cpu" else flat.numel()
+        columns = max(min(most, -(-flat.numel() // parts)), 1)
+        columns = -(-columns // multiple) * multiple
+        for index, numbers in enumerate(flat.split(parts * columns)):
+            # On an accelerator torch keeps freed memory by itself.
+            slot = index % (IN_FLIGHT * len(self._steps)) if flat.device.type == "cpu" else None
+            whole = numbers if len(numbers) == parts * columns else _padded(numbers, parts * columns)
+            yield _Segment(numbers, columns, self._lender(slot, flat.device), whole.to(wide).view(1, -1))
+
+    def _lender(self, slot: int | None, device: torch.device) -> Callable[..., Tensor]:
+        """Return what lends memory for one segment, under a name for each use.
+
+        The C library returns freed memory of megabytes to the system, and every page of what comes instead is cleared
+        and mapped at its first use: a fifth of the processor time of a sum.
+        """
+
+        def lend(name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+            if slot is None:
+                return torch.empty(rows, width, dtype=dtype, device=device)
+            size = rows * width * dtype.itemsize
+            kept = self._memory.get((slot, name))
+            if kept is None or len(kept) < size:
+                kept = self._memory[slot, name] = torch.empty(size, dtype=torch.uint8)
+            return kept[:size].view(dtype).view(rows, width)
+
+        return lend
+
+    def _codec_of(self, hop: Hop, segment: _Segment) -> Codec:
+        return self._codec if hop.narrow else Codec(segment.total.dtype)
+
+    def _scatter(self, number: int, group: dist.ProcessGroup, segment: _Segment) -> None:
+        """Send each other member of a hop its rows of what was summed so far."""
+        hop = self.route.hops[number]
+        codec, others = self._codec_of(hop, segment), len(hop.ranks) - 1
+        if number > 0:
+            self._add(number - 1, segment)
+        rows = segment.total.view(len(hop.ranks), -1)
+        payload, segment.received = (
+            segment.memory(f"{name} {number}", others, codec.header + rows.shape[1], codec.wire)
+            for name in ("sent", "received")
+        )
+        # What a rank keeps for itself is neither copied nor rounded.
+        codec.encode(rows[: hop.index], payload[: hop.index])
+        codec.encode(rows[hop.index + 1 :], payload[hop.index :])
+        segment.total = rows[hop.index : hop.index + 1]
+        counts = [int(index != hop.index) for index in range(len(hop.ranks))]
+        segment.work = dist.all_to_all_single(segment.received, payload, counts, counts, group=group, async_op=True)
+
+    def _add(self, number: int, segment: _Segment) -> None:
+        """Add what came in a hop to what this rank has itself."""
+        codec = self._codec_of(self.route.hops[number], segment)
+        payload = segment.arrived()
+        rows = segment.memory(f"rows {number}", len(payload), segment.total.shape[1], segment.total.dtype)
+        codec.decode(payload, rows)
+        summed = rows if len(rows) == 1 else rows.sum(0, keepdim=True)
+        segment.total = summed.add_(segment.total)
+
+    def _gather(self, number: int, group: dist.ProcessGroup, segment: _Segment) -> None:
+        """Send the members of a hop what this rank has of the sum; hops are gone through backwards."""
+        codec = self._codec_of(self.route.hops[-1], segment)
+        if number == len(self.route.hops) - 1:
+            self._add(number, segment)
+            width = codec.header + segment.columns
+            gathered = segment.memory("gathered", self.route.parts, width, codec.wire)
+            codec.encode(segment.total, gathered[self.route.held(number + 1)])
+        else:
+            gathered = segment.arrived()
+        mine, all_of_hop = gathered[self.route.held(number + 1)], gathered[self.route.held(number)]
+        segment.received = gathered
+        segment.work = all_gather_into(all_of_hop, mine, group=group, async_op=True)
+
+    def _arrive(self, segment: _Segment) -> None:
+        """Put the sum into the bucket."""
+        codec = self._codec_of(self.route.hops[-1], segment)
+        payload, numbers = segment.arrived(), segment.numbers
+        if len(numbers) == self.route.parts * segment.columns:
+            codec.decode(payload, numbers.view(self.route.parts, segment.columns))
+            return
+        rows = segment.memory("rows 0", self.route.parts, segment.columns, segment.total.dtype)
+        codec.decode(payload, rows)
+        numbers.copy_(rows.view(-1)[: len(numbers)])
+
+
+def _padded(numbers: Tensor, size: int) -> Tensor:
+    return torch.cat([numbers, numbers.new_zeros(size - len(numbers))])
+
+
+def _in_turn(steps: Sequence[Step], segments: Sequence[_Segment]) -> Iterator[tuple[Step, _Segment]]:
+    """Yield every step of every segment, in an order that keeps `IN_FLIGHT` segments between any two steps."""
+    for tick in range(len(segments) + IN_FLIGHT * (len(steps) - 1)):
+        # The segment that is furthest on goes first: it frees what the others travel in.
+        for number, step in reversed(list(enumerate(steps))):
+            index = tick - IN_FLIGHT * number
+            if 0 <= index < len(segments):
+                yield step, segments[index]
+
+
+class InOrder:
+    """Runs calls on buckets one after another, where the backward does not wait for them.
+
+    On a CPU that is a thread; it ends when it is closed or collected. On an accelerator it is a stream.
+
+    Args:
+        device: Where the buckets are.
+        name: Of the thread.
+    """
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self._device = device
+        self._latest: Future[Any] | None = None
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._stream = new_stream(device)
         if self._stream is None:
-            self._find_residuals(bucket, segments)
-            self._workers[0].submit(self._depart, segments)
-            return future
-        factor()  # while the stream of the gradients is current, which made the totals
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            # Made here and freed here: memory of the backward's stream would be given away there while it is read here.
-            self._find_residuals(bucket, segments)
-            for segment in segments:
-                for step in self._steps:
-                    step(segment)
+            # A daemon: where a peer is lost in the middle of a collective, the interpreter must not wait for it.
+            thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
+            thread.start()
+            self._thread = thread
+        self._end = weakref.finalize(self, self._calls.put, None)
+
+    def submit(self, call: Callable[[], Tensor]) -> Future[Tensor]:
+        """Return the future of what `call` returns: a tensor on the device."""
+        if self._stream is not None:
+            return self._launch(call, self._stream)
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001 - whatever it is belongs to the backward that waits for the bucket
+                future.set_exception(RuntimeError(f"the sum of a bucket over the ranks failed: {error!r}"))
+
+        self._latest = future
+        self._calls.put(run)
         return future
 
-    def close(self) -> None:
-        """As in `Exchange`; while buckets are under way, as after an error, it is left to the threads themselves."""
-        if self._pending:
-            # A process group that is destroyed waits for its works, perhaps for a peer that is lost.
-            if self._workers:
-                self._workers[0].submit(self._end, 0)
-            return
-        atexit.unregister(self.close)
-        for worker in self._workers:
-            worker.close()
-        self._workers, self._steps = [], []
+    def _launch(self, call: Callable[[], Tensor], stream: torch.Stream) -> Future[Tensor]:
+        future: Future[Any] = Future(devices=[self._device])
+        stream.wait_stream(current_stream(self._device))
+        with within(stream):
+            # What is made here is freed here: memory of the backward's stream would be given away there while this
+            # stream reads it. The future notes the stream, and whoever waits for it waits for that.
+            future.set_result(call())
+        return future
 
-    def _end(self, number: int) -> None:
-        """End the threads, each after all that the one before it has passed on."""
-        self._workers[number].end()
-        if number + 1 < len(self._workers):
-            self._workers[number + 1].submit(self._end, number + 1)
-        else:
-            atexit.unregister(self.close)
-            self._workers, self._steps = [], []
+    def close(self) -> bool:
+        """End the thread after what was submitted, and return whether it has ended: not where a peer may be lost."""
+        self._end()
+        idle = self._latest is None or self._latest.done()
+        if self._latest is not None and idle:
+            self._thread.join()
+        return idle
 
-    def _codec(self, hop: Hop, wide: torch.dtype) -> Codec:
-        if hop.narrow:
-            assert self._wire_dtype is not None
-            return CODECS[self._wire_dtype]
-        return Plain(wide, wide)
 
-    def _find_residuals(self, bucket: GradBucket, segments: Sequence[Segment]) -> None:
-        """Have segments know what a lossy codec owes of them."""
-        travelling = segments[0].bucket
-        if not any(self._codec(hop, travelling.wide).lossy for hop in self.route.hops):
-            return
-        travelling.residuals = self._feedback.residuals(
-            bucket.parameters(), lambda: [self._residual(segment) for segment in segments]
-        )
-        for segment, residual in zip(segments, travelling.residuals.segments, strict=True):
-            segment.residual = residual
-
-    def _residual(self, segment: Segment) -> Residual:
-        *before, last = self.route.hops
-        parts = torch.zeros(len(last.ranks), segment.columns, device=self._device)
-        first = segment.start + (before[0].index * parts.numel() if before else 0)
-        return Residual(parts, torch.zeros_like(parts[:1]), first, last.index)
-
-    def _cut(self, bucket: Travelling) -> Iterator[Segment]:
-        """Yield the segments of a bucket, of nearly equal size."""
-        codecs = [self._codec(hop, bucket.wide) for hop in self.route.hops]
-        multiple = max(codec.multiple for codec in codecs)
-        units = -(-bucket.flat.numel() // (self.route.parts * multiple))
-        unit_bytes = self.route.parts * max(codec.row_bytes(multiple) - codec.row_bytes(0) for codec in codecs)
-        size = SEGMENT_BYTES * min(self.route.parts // len(self.route.hops[-1].ranks), MOST_ON_NODE)
-        # Without threads nothing is gained by cutting.
-        count = 1 if self._stream is not None else min(units, -(-units * unit_bytes // size))
-        bounds = [number * units // count * multiple for number in range(count + 1)]
-        for start, stop in pairwise(bounds):
-            yield Segment(bucket, start * self.route.parts, stop - start, self.route.parts)
-
-    def _depart(self, segments: Sequence[Segment]) -> None:
-        for segment in segments:
-            self._window.acquire()
-            self._advance(0, segment)
-
-    def _advance(self, number: int, segment: Segment) -> None:
-        self._steps[number](segment)
-        if number + 1 < len(self._steps):
-            self._workers[number + 1].submit(self._advance, number + 1, segment)
-        else:
-            self._window.release()
-
-    def _columns(self, number: int, segment: Segment) -> int:
-        """Return how many numbers a hop sends to each rank."""
-        return segment.columns * len(range(self.route.parts)[self.route.held(number + 1)])
-
-    def _scatter(self, number: int, transport: Transport, segment: Segment) -> None:
-        """Send each other member of a hop its rows."""
-        hop = self.route.hops[number]
-        codec = self._codec(hop, segment.bucket.wide)
-        members, columns = len(hop.ranks), self._columns(number, segment)
-
-        def encode() -> Tensor:
-            source, factor = segment.read() if number == 0 else (self._summed(number - 1, segment), 1.0)
-            rows = source.view(members, columns)
-            segment.own = rows[hop.index : hop.index + 1], factor
-            encoded = self._empty(segment, members - 1, codec.row_bytes(columns))
-            codec.address(encoded, segment.bucket.fault)
-            others = (slice(0, hop.index), encoded[: hop.index]), (slice(hop.index + 1, None), encoded[hop.index :])
-            for of_others, sent in others:
-                if len(sent) == 0:
-                    continue
-                owed = segment.residual.parts[of_others] if codec.lossy and segment.residual is not None else None
-                codec.write(rows[of_others], sent, factor, owed)
-            return encoded
-
-        # Whatever fails on this rank, the others get what they wait for, and are told.
-        try:
-            encoded = encode()
-        except Exception as error:  # noqa: BLE001 - it is raised by the backward that waits for the bucket
-            encoded = self._spoilt(segment, self._empty(segment, members - 1, codec.row_bytes(columns)), error)
-        segment.received = self._empty(segment, members - 1, codec.row_bytes(columns))
-        try:
-            segment.work = transport.scatter(encoded, segment.received)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._spoilt(segment, segment.received, error)
-
-    def _gather(self, number: int, transport: Transport, segment: Segment) -> None:
-        """Send the members of a hop what this rank has of the sum; hops are gone through backwards."""
-        depth = len(self.route.hops) - number
-        codec = self._codec(self.route.hops[-1], segment.bucket.wide)
-        if number == 0:
-            segment.gathered = self._empty(segment, self.route.parts, codec.row_bytes(segment.columns))
-        mine = segment.gathered[self.route.held(depth)]
-        try:
-            if number > 0:
-                self._checked(segment, segment.arrived())
-            else:
-                total = self._summed(depth - 1, segment)
-                codec.address(mine, segment.bucket.fault)
-                codec.write(total, mine, owed=None if segment.residual is None else segment.residual.total)
-        except Exception as error:  # noqa: BLE001 - as in `_scatter`
-            self._spoilt(segment, mine, error)
-        segment.received = segment.gathered[self.route.held(depth - 1)]
-        try:
-            segment.work = transport.gather(segment.received)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._spoilt(segment, segment.received, error)
-
-    def _empty(self, segment: Segment, rows: int, row_bytes: int) -> Tensor:
-        """Return memory for a payload, until the segment has arrived."""
-        if self._stream is not None:
-            return torch.empty(rows, row_bytes, dtype=torch.uint8, device=self._device)
-        taken = self._buffers.take(rows * row_bytes)
-        segment.taken.append(taken)
-        return taken.view(rows, row_bytes)
-
-    def _spoilt(self, segment: Segment, payload: Tensor, error: Exception) -> Tensor:
-        """Make a payload one that only says that this rank failed: by its header, on an accelerator by NaN."""
-        bucket = segment.bucket
-        bucket.error = bucket.error or error
-        bucket.fault = max(bucket.fault, self._rank + 1)
-        segment.own = None
-        if self._stream is not None:
-            # Nobody reads the header, so what came of a failure must not look like a sum: all bits are NaN in any type.
-            return payload.fill_(255)
-        payload.zero_()[:, :4].view(torch.float32).fill_(bucket.fault)
-        return payload
-
-    def _checked(self, segment: Segment, payload: Tensor) -> Tensor:
-        # Written by several threads, but never back to 0.
-        if self._stream is None and (fault := fault_of(payload)):
-            segment.bucket.fault = max(segment.bucket.fault, fault)
-        return payload
-
-    def _summed(self, number: int, segment: Segment) -> Tensor:
-        """Return the sum of what came in a hop and of what this rank has itself, as one row."""
-        hop = self.route.hops[number]
-        codec = self._codec(hop, segment.bucket.wide)
-        payload = self._checked(segment, segment.arrived())
-        if hop.narrow:
-            size = len(payload), self._columns(number, segment) * codec.dtype.itemsize
-            rows = self._empty(segment, *size).view(codec.dtype)
-            codec.read(payload, rows)
-        else:
-            rows = codec.decode(payload)
-        total = rows if len(rows) == 1 else rows.sum(0, keepdim=True)
-        own, segment.own = segment.own, None
-        if own is not None:
-            total.add_(own[0], alpha=own[1])
-        return total
-
-    def _arrive(self, segment: Segment) -> None:
-        """Put a segment of the sum into the bucket, and with the last one complete the bucket's future."""
-        bucket = segment.bucket
-        try:
-            payload = self._checked(segment, segment.arrived())
-            codec = self._codec(self.route.hops[-1], bucket.wide)
-            if codec.lossy:
-                lost = codec.lost(payload)
-                self._lost = lost if self._lost is None else self._lost | lost
-            segment.write(partial(codec.read, payload))
-        except Exception as error:  # noqa: BLE001 - it is raised by the backward that waits for the bucket
-            bucket.error = bucket.error or error
-        # After a failure on this rank, messages may still be under way.
-        if bucket.error is None:
-            for taken in segment.taken:
-                self._buffers.give(taken)
-        bucket.remaining -= 1
-        if bucket.remaining > 0:
-            return
-        if bucket.residuals is not None:
-            bucket.residuals.carried = None
-        self._pending.discard(bucket)
-        if bucket.error is not None:
-            bucket.future.set_exception(
-                RuntimeError(f"the sum of a bucket over the ranks, which failed: {bucket.error!r}")
-            )
-        elif bucket.fault:
-            where = f"rank {bucket.fault - 1}, whose own error tells more"
-            bucket.future.set_exception(RuntimeError(f"the sum of a bucket over the ranks, which failed on {where}"))
-        else:
-            bucket.future.set_result(bucket.buffer)
+def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        # What the call held must not live until the next one comes.
+        del call

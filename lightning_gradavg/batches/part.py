@@ -1,0 +1,309 @@
+"""Training loaders whose batches are split over the ranks, and the Trainer's options that count batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_gradavg.batches.chunks import Chunk, Split
+from lightning_gradavg.batches.loaders import BatchSplitter, SplitLoader
+from lightning_gradavg.options import Options
+from lightning_gradavg.part import Part, Run, Saved
+from lightning_gradavg.tree import batch_samples, slice_batch
+
+__all__ = ["Batches", "ReplicaSlice", "SplitBatches", "as_one_stand_in"]
+
+
+class ReplicaSlice(NamedTuple):
+    """One replica's part of the batch in training.
+
+    Attributes:
+        replica: The replica, from 0, over all ranks; None for a stand-in.
+        samples: Number of samples that count: 0 for a stand-in.
+        batch: Its part of the batch.
+    """
+
+    replica: int | None
+    samples: int
+    batch: Any
+
+
+class Batches(Part):
+    """Every rank has batches of its own, as in stock DDP.
+
+    Attributes:
+        chunk: What stands behind the batch in training; None where it is the rank's own.
+    """
+
+    chunk: Chunk | None = None
+
+    @property
+    def accumulation(self) -> int:
+        """Loader batches per optimizer step, which is what the user's `accumulate_grad_batches` counts."""
+        return self.run.trainer.accumulate_grad_batches
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per loader batch."""
+        return 1
+
+    @property
+    def splits(self) -> bool:
+        """Whether loaders are split in this run."""
+        return False
+
+    def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
+        """Save that there is nothing to go on with."""
+        saved |= {"micro_batches": 1, "loaders": None}
+
+
+class SplitBatches(Batches):
+    """Splits the training loaders of a run.
+
+    Lightning counts what a loader yields, which are this rank's micro-batches. The options that a user gave in loader
+    batches are multiplied by the micro-batches of each, and put back at the end of the run.
+
+    Args:
+        options: What the user's options come to.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._saved: Saved | None = None
+        self.splitter: BatchSplitter | None = None
+        Split(max_samples=options.max_device_batch_size)
+
+    def configure_ddp(self, run: Run) -> None:
+        """Begin to split the loaders of a run."""
+        trainer, module, options = run.trainer, run.module, self._options
+        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            raise ValueError(
+                "split_batches=True cannot serve a training_step(dataloader_iter): it takes batches past the strategy."
+                " Let training_step take (batch, batch_idx), or set split_batches=False."
+            )
+        super().configure_ddp(run)
+        self._trainer, self._module = trainer, module
+        world = run.world
+        self.splitter = BatchSplitter(
+            Split(world.rank, world.size, options.num_replicas, options.max_device_batch_size),
+            None if world.size == 1 else world.from_first,
+            None if world.size == 1 else self._agree,
+            options.replicated,
+        )
+        self.splitter.epoch_ended = trainer.fit_loop.epoch_loop._num_ready_batches_reached
+        self._saved_micro_batches: int | None = None
+        connector = trainer._accelerator_connector
+        self._injects_samplers = connector.use_distributed_sampler
+        self._accumulation = trainer.accumulate_grad_batches
+        self._limit, self._val_interval = trainer.limit_train_batches, trainer.val_check_interval
+        self._scheduled = any(
+            isinstance(callback, GradientAccumulationScheduler)
+            for callback in trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        )
+        self._epoch: int | None = None
+        self.chunk = None
+        saved, self._saved = self._saved, None
+        if saved is not None and saved["loaders"] is not None:
+            self.splitter.resume(saved["loaders"])
+            self._saved_micro_batches = saved["micro_batches"]
+
+    @property
+    def accumulation(self) -> int:
+        """Loader batches per optimizer step, which is what the user's `accumulate_grad_batches` counts."""
+        return self._accumulation
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per loader batch."""
+        return 1 if self.splitter is None else self.splitter.micro_batches
+
+    @property
+    def splits(self) -> bool:
+        """Whether loaders are split in this run."""
+        return self.splitter is not None
+
+    def prepare_loaders(self, stage: str) -> None:
+        """Have Lightning leave the samplers of training loaders alone.
+
+        The only moment at which training and evaluation loaders can be told apart and their samplers kept.
+        """
+        if self.splitter is not None:
+            self._trainer._accelerator_connector.use_distributed_sampler = self._injects_samplers and stage != "train"
+
+    def process_dataloader(self, loader: Any) -> SplitLoader:
+        """Return a training loader of this rank's micro-batches. A collective operation."""
+        split = self._splitter.wrap(loader)
+        count = self.micro_batches
+        if count > 1 and not self._module.automatic_optimization:
+            raise ValueError(
+                f"max_device_batch_size={self._splitter.split.max_samples} cuts every batch into {count} micro-batches,"
+                " between which a training_step in manual optimization would step. Use automatic optimization, or cut"
+                " the batches in training_step."
+            )
+        self._count_micro_batches(split, count)
+        rank_zero_info(f"GradAvgStrategy: {split.describe()}")
+        return split
+
+    @property
+    def _splitter(self) -> BatchSplitter:
+        assert self.splitter is not None
+        return self.splitter
+
+    def on_train_batch_start(self) -> None:
+        """Note what stands behind the batch to train on now."""
+        if self._epoch != self._trainer.current_epoch:
+            self._epoch = self._trainer.current_epoch
+            self._round_validation()  # Lightning computes it anew where it reloads the loaders
+            if self._scheduled:
+                # The callback writes it at the start of every epoch, in loader batches.
+                self._accumulation = self._trainer.accumulate_grad_batches
+                self._accumulate()
+        self.chunk = self._splitter.take(self._trainer.fit_loop._combined_loader)
+
+    def training_step(self) -> AbstractContextManager[None]:
+        """Have a step whose samples do not count leave no trace."""
+        stand_in = self.chunk is not None and self.chunk.stand_in
+        return as_one_stand_in(self._module) if stand_in else nullcontext()
+
+    def slices(self, batch: Any) -> list[ReplicaSlice]:
+        """Cut the rank's batch in training, as `training_step` gets it, into its replicas.
+
+        Returns:
+            The replicas in order, each with its part of the batch; of several loaders' batches each with its part of
+            every one, in the same structure. For a stand-in the batch itself, of no replica and no samples.
+
+        Raises:
+            ValueError: If the batch no longer has the structure or the number of samples that the loaders yielded.
+        """
+        assert self.chunk is not None, "slices() needs a batch that take() has noted"
+        if self._splitter.split.replicas is None:
+            return [ReplicaSlice(self.chunk.replica, self.chunk.samples, batch)]
+        loaders: Any = self._trainer.fit_loop._combined_loader
+        spec, chunks = loaders._spec, self._splitter.taken
+        try:
+            parts = spec.flatten_up_to(batch)
+        except ValueError as error:
+            raise ValueError(
+                f"the batch of type {type(batch).__name__} that training_step gets does not have the structure of the"
+                " train loaders any more, so it cannot be cut into replicas. Have on_before_batch_transfer and"
+                " on_after_batch_transfer keep one batch for each loader."
+            ) from error
+        for chunk, part in zip(chunks, parts, strict=True):
+            # On ranks without samples, too: all raise, or none.
+            if chunk is not None and batch_samples(part) != chunk.stop - chunk.start:
+                raise ValueError(
+                    f"training_step gets a batch of {batch_samples(part)} samples where the train loader yielded"
+                    f" {chunk.stop - chunk.start}, so it cannot be cut into replicas. Have on_before_batch_transfer and"
+                    " on_after_batch_transfer keep the number of samples, or change it in training_step."
+                )
+        if self.chunk.stand_in:
+            return [ReplicaSlice(None, 0, batch)]
+        return [
+            ReplicaSlice(
+                piece.replica,
+                piece.stop - piece.start,
+                spec.unflatten(
+                    None if chunk is None else _cut_out(part, chunk, position)
+                    for chunk, part in zip(chunks, parts, strict=True)
+                ),
+            )
+            for position, piece in enumerate(self.chunk.pieces)
+        ]
+
+    def on_train_start(self) -> None:
+        """Begin training, with the loaders set up and the progress of a checkpoint restored."""
+        self._splitter.end_set_up(self._trainer.fit_loop._combined_loader)
+        saved, self._saved_micro_batches = self._saved_micro_batches, None
+        if saved is None:
+            return
+        # Lightning's progress counts micro-batches of the run that saved the checkpoint.
+        loop = self._trainer.fit_loop
+        epochs: Any = loop.epoch_progress
+        if epochs.total.ready == epochs.total.processed:
+            # Resumed at the last batch of an epoch, Lightning 2.6 ends it in `reset`, but takes itself to be within it:
+            # the next epoch would not be counted as begun, and not be gone on with after another checkpoint.
+            loop.reset_restart_stage()
+        progress = loop.epoch_loop.batch_progress
+        current: Any = progress.current
+        processed = current.processed
+        taken = self._splitter.batches_taken or processed // saved
+        now = taken * self.micro_batches
+        for name in ("ready", "started", "processed", "completed"):
+            ahead = getattr(current, name) - processed
+            setattr(progress.total, name, getattr(progress.total, name) + now - processed)
+            setattr(current, name, now + ahead)
+
+    def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
+        """Save the loaders' states here: Lightning would load them only within an epoch, and not if they were there."""
+        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        saved |= {"micro_batches": self.micro_batches, "loaders": progress.pop("combined_loader", None)}
+
+    def load(self, saved: Saved) -> None:
+        """Go on, in the next run, where a checkpoint was written."""
+        self._saved = saved
+
+    def teardown(self) -> None:
+        """Put the Trainer's options back to what the user gave."""
+        if self.splitter is None:
+            return
+        self.splitter, self.chunk = None, None
+        trainer = self._trainer
+        trainer._accelerator_connector.use_distributed_sampler = self._injects_samplers
+        trainer.accumulate_grad_batches = self._accumulation
+        trainer.limit_train_batches, trainer.val_check_interval = self._limit, self._val_interval
+
+    def _round_validation(self) -> None:
+        """Validate after whole loader batches where the user gave a part of the epoch."""
+        total, count = self._trainer.fit_loop.max_batches, self.micro_batches
+        if isinstance(self._val_interval, float) and total != float("inf"):
+            self._trainer.val_check_batch = max(1, int(total // count * self._val_interval)) * count
+
+    def _accumulate(self) -> None:
+        self._trainer.accumulate_grad_batches = self._accumulation * self.micro_batches
+        self._splitter.window_batches = self._accumulation
+
+    def _count_micro_batches(self, loader: Any, count: int) -> None:
+        trainer = self._trainer
+        if not self._scheduled:  # the callback insists on 1 until training begins
+            self._accumulate()
+        if isinstance(self._limit, int):
+            trainer.limit_train_batches = self._limit * count
+        elif self._limit != 1.0 and count > 1:
+            # A part of the micro-batches could end within a loader batch.
+            trainer.limit_train_batches = int(len(loader) // count * self._limit) * count
+        if isinstance(self._val_interval, int):
+            trainer.val_check_interval = self._val_interval * count
+
+    def _agree(self, value: bytes) -> bool:
+        return len(set(self.run.world.gather_objects(value))) == 1
+
+
+def _cut_out(batch: Any, chunk: Chunk, position: int) -> Any:
+    """Return the samples of one of the rank's replicas."""
+    _, start, stop = chunk.pieces[position]
+    return slice_batch(batch, start - chunk.start, stop - chunk.start)
+
+
+@contextmanager
+def as_one_stand_in(module: LightningModule) -> Iterator[None]:
+    """Run a training step whose samples do not count: buffers are put back, and what it logs has batch size 0."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    log: Callable[..., None] = module.log
+
+    def log_nothing(*args: Any, **kwargs: Any) -> None:
+        log(*args, **{**kwargs, "batch_size": 0})
+
+    module.log = log_nothing  # type: ignore[method-assign]  # for this step only
+    try:
+        yield
+    finally:
+        del module.log
+        for buffer, before in buffers:
+            # Past autograd, whose backward is still to come: what it computes from the buffers is discarded.
+            buffer.data.copy_(before)

@@ -1,1 +1,0 @@
-"""Collectives for plain loops and for losses over all ranks' rows."""

@@ -1,0 +1,62 @@
+"""Copies between host and device that nobody waits for, and streams, on any accelerator or none."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["HostCopy", "current_stream", "new_stream", "on_device", "within"]
+
+_ON_HOST = ("cpu", "meta")
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a CPU tensor on a device. A copy from ordinary memory would be waited for; one from pinned memory is not."""
+    if device.type in _ON_HOST:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """The values of a tensor on their way to the host, begun now and read later.
+
+    Args:
+        tensor: Copied as the current stream finds it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: Any = None
+        self._values = tensor
+        if tensor.device.type not in _ON_HOST:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._event = current_stream(tensor.device).record_event()
+
+    def read(self) -> Any:
+        """Return the values as Python numbers, waiting for the copy if it is not there yet."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
+
+
+def new_stream(device: torch.device) -> torch.Stream | None:
+    """Return a stream of an accelerator; None for a device that has none."""
+    return None if device.type in _ON_HOST else torch.Stream(device)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the stream that an accelerator's operators are launched on now."""
+    # torch.accelerator came with torch 2.6. Before, CUDA is the only accelerator that is served.
+    module: Any = getattr(torch, "accelerator", torch.cuda)
+    stream: torch.Stream = module.current_stream(device)
+    return stream
+
+
+def within(stream: torch.Stream) -> AbstractContextManager[Any]:
+    """Launch on a stream inside."""
+    # A torch.Stream is a context manager since torch 2.7.
+    older: Any = torch.cuda.stream
+    return stream if hasattr(stream, "__enter__") else older(stream)

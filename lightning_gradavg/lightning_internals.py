@@ -1,0 +1,114 @@
+"""Every private name of Lightning, torch and torchmetrics that this package touches, each with its reason.
+
+Public interfaces do not offer what is done here. Names were read in lightning 2.5.0 and 2.6.6, torch 2.4.0 and 2.13.0 and
+torchmetrics 1.4.0 and 1.9.0, unless another version stands beside them. `missing()` tells which of them an installed
+release has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = [
+    "SigtermHooks",
+    "backend_name",
+    "defers_reduction",
+    "flushes_static_graph",
+    "leave_batch_norm_alone",
+    "reduced_parameters",
+    "syncs_batch_norm",
+]
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return what serves a device in a process group: the group's own name may be `cpu:gloo,cuda:nccl`.
+
+    `ProcessGroup._get_backend`: `torch.distributed.get_backend` returns the name of the whole configuration.
+    """
+    backend: Any = group._get_backend(device)
+    name: str = backend.name()
+    return name
+
+
+def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
+    """Return the parameters that DDP reduces, in the order in which its messages count them.
+
+    `DistributedDataParallel._build_params_for_reducer`: nothing public tells them.
+    """
+    parameters: list[nn.Parameter] = model._build_params_for_reducer()[0]
+    return parameters
+
+
+def flushes_static_graph(strategy: Any) -> bool:
+    """Return whether Lightning starts the reduction of a static graph's first backward in manual optimization.
+
+    `DDPStrategy._pl_static_graph_delay_done`, there since lightning 2.6.
+    """
+    return hasattr(strategy, "_pl_static_graph_delay_done")
+
+
+def defers_reduction(strategy: Any) -> bool:
+    """Return whether the reduction of the backward that runs now happens in Lightning's `post_backward`: see above."""
+    return not getattr(strategy, "_pl_static_graph_delay_done", True)
+
+
+def syncs_batch_norm(strategy: Any) -> bool:
+    """Return whether Lightning is about to turn batch norm into SyncBatchNorm.
+
+    `ParallelStrategy._layer_sync`: what `Trainer(sync_batchnorm=True)` sets.
+    """
+    return strategy._layer_sync is not None
+
+
+class SigtermHooks:
+    """Where Lightning asks all ranks whether to end, and what it does on SIGTERM.
+
+    `_TrainingEpochLoop._broadcast_sigterm_tensor`, `_SignalConnector._sigterm_notifier_fn` and `received_sigterm`, there
+    since lightning 2.6, which blocks every rank at every batch (docs/sigterm.md).
+
+    Args:
+        loop: The training epoch loop.
+        connector: The signal connector.
+    """
+
+    _BROADCAST, _NOTIFIER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
+
+    def __init__(self, loop: Any, connector: Any) -> None:
+        self._loop, self._connector = loop, connector
+
+    @classmethod
+    def of(cls, trainer: Any) -> SigtermHooks | None:
+        """Return those of a trainer, None if it has none."""
+        loop, connector = trainer.fit_loop.epoch_loop, getattr(trainer, "_signal_connector", None)
+        there = hasattr(type(loop), cls._BROADCAST) and hasattr(type(connector), cls._NOTIFIER)
+        return cls(loop, connector) if there else None
+
+    def replace(self, agree: Callable[[], None], notice: Callable[..., None]) -> None:
+        """Have these called instead."""
+        setattr(self._loop, self._BROADCAST, agree)
+        setattr(self._connector, self._NOTIFIER, notice)
+
+    def restore(self) -> None:
+        """Leave the trainer as it was."""
+        for owner, name in ((self._loop, self._BROADCAST), (self._connector, self._NOTIFIER)):
+            vars(owner).pop(name, None)
+
+    @property
+    def received(self) -> bool:
+        """Whether the run is to end."""
+        return bool(self._connector.received_sigterm)
+
+    @received.setter
+    def received(self, value: bool) -> None:
+        self._connector.received_sigterm = value
+
+
+def leave_batch_norm_alone(strategy: Any) -> None:
+    """Have Lightning not turn batch norm into SyncBatchNorm: see `syncs_batch_norm`."""
+    strategy._layer_sync = None

@@ -1,0 +1,252 @@
+"""A callback that logs what the strategy observes, and warns of ranks that do not train as one."""
+
+import math
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_gradavg.report.drift import SameData, drifted_parameter
+from lightning_gradavg.report.noise_scale import GradientNoiseScale
+from lightning_gradavg.report.report import StepReport
+from lightning_gradavg.strategy import GradAvgStrategy
+from lightning_gradavg.tree import fingerprint
+
+__all__ = ["GradAvgMonitor"]
+
+_DATA_CHECKS = 3
+
+
+class GradAvgMonitor(Callback):
+    """Logs every n-th optimizer step: the loss of the global batch, and the gradients on both sides of the reduction.
+
+    The values go to all loggers of the Trainer, and to `trainer.callback_metrics`. Steps that are not logged take no
+    part: no hook, no exchange, no wait for an accelerator. See docs/monitor.md for every value.
+
+    It also compares the first three batches of the ranks and warns if all of them read the same data, and it can check
+    that the ranks hold the same parameters.
+
+    Args:
+        every_n_steps: Optimizer steps from one logged step to the next; None for the Trainer's `log_every_n_steps`.
+        prefix: What the names of all values begin with.
+        prog_bar: Whether the loss and the gradient norm are shown in the progress bar.
+        per_rank: Whether the values of every rank are logged, next to their mean, least and largest.
+        cosines: Whether to measure the angle between local and reduced gradients, which takes a copy of the gradients
+            for the length of the backward of a logged step.
+        noise_scale: True to log the gradient noise scale, or the `GradientNoiseScale` to keep it in, such as one with
+            a `decay`; it is not synchronized, as all ranks measure the same. Checkpoints hold it.
+        check_data: Whether to compare the first batches.
+        check_parameters_every_n_steps: Optimizer steps from one comparison of the parameters to the next; None for no
+            comparison. Ranks that drifted apart are a `RuntimeError` on all of them.
+
+    Raises:
+        ValueError: If a number of steps is below 1.
+        TypeError: When training starts, if the Trainer's strategy is no `GradAvgStrategy`.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        *,
+        prefix: str = "gradavg",
+        prog_bar: bool = False,
+        per_rank: bool = False,
+        cosines: bool = True,
+        noise_scale: bool | GradientNoiseScale = False,
+        check_data: bool = True,
+        check_parameters_every_n_steps: int | None = None,
+    ) -> None:
+        steps = {"every_n_steps": every_n_steps, "check_parameters_every_n_steps": check_parameters_every_n_steps}
+        for name, value in steps.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be None or an integer >= 1, got {value!r}.")
+        self.every_n_steps = every_n_steps
+        self.prefix, self.prog_bar, self.per_rank, self.cosines = prefix, prog_bar, per_rank, cosines
+        self.noise_scale: GradientNoiseScale | None = None
+        if not isinstance(noise_scale, bool) or noise_scale:
+            self.noise_scale = GradientNoiseScale() if isinstance(noise_scale, bool) else noise_scale
+            # Every rank of a group is fed the same numbers: there is nothing to add up over the ranks. What compute()
+            # asks was taken from `sync_on_compute` when the metric was made.
+            self.noise_scale.sync_on_compute = self.noise_scale._to_sync = False
+        self.check_data = check_data
+        self.check_parameters_every_n_steps = check_parameters_every_n_steps
+        self._asked_at: int | None = None
+        self._waits = False
+        self._since: tuple[int, float] | None = None
+        self._paused_at = 0.0
+        self._data: SameData | None = None
+        self._batches_seen = 0
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and not isinstance(trainer.strategy, GradAvgStrategy):
+            raise TypeError(
+                "GradAvgMonitor reads what a GradAvgStrategy observes, but the Trainer has a"
+                f" {type(trainer.strategy).__name__}. Use Trainer(strategy='gradavg'), which trains as 'ddp' does, or"
+                " leave the monitor out."
+            )
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._asked_at, self._waits, self._since = None, False, None
+        several = trainer.world_size > 1 and dist.get_world_size(_group_of(_strategy_of(trainer))) > 1
+        self._data = SameData() if self.check_data and several else None
+        self._batches_seen = 0
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        strategy, step = _strategy_of(trainer), _step_of(trainer)
+        if self._data is not None:
+            self._compare_data(strategy, batch)
+        # A window has several batches and is asked for once.
+        if self._asked_at != step and _is_due(step, self._steps_between(trainer)):
+            self._asked_at, self._waits = step, True
+            strategy.observe_next_step(cosines=self.cosines)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        strategy, step = _strategy_of(trainer), _step_of(trainer)
+        if self._waits and not strategy.observing:
+            self._waits = False
+            self._log(trainer, pl_module, strategy.report(), step)
+        if _is_due(step, self.check_parameters_every_n_steps) and not trainer.fit_loop._should_accumulate():
+            self._check_parameters(strategy, pl_module)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._paused_at = time.perf_counter()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._since is not None:
+            step, clock = self._since
+            self._since = step, clock + time.perf_counter() - self._paused_at
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.noise_scale is None else {"noise_scale": self.noise_scale.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.noise_scale is not None and "noise_scale" in state_dict:
+            self.noise_scale.load_state_dict(state_dict["noise_scale"])
+
+    def _steps_between(self, trainer: Trainer) -> int | None:
+        if self.every_n_steps is not None:
+            return self.every_n_steps
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+        return every or None  # 0 is Lightning's way to log nothing
+
+    def _log(self, trainer: Trainer, module: LightningModule, report: StepReport, step: int) -> None:
+        values = self._values_of(report)
+        values |= self._throughput(trainer, report, step)
+        if self.noise_scale is not None and report.spread is not None:
+            spread = report.spread
+            self.noise_scale.update(
+                spread.squared_local_norms, spread.batch_sizes, spread.squared_global_norm, spread.fractions
+            )
+            noise = float(self.noise_scale.compute())
+            values |= {} if math.isnan(noise) else {"noise_scale": noise}
+        named = {f"{self.prefix}/{name}": value for name, value in values.items()}
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics(named, step=step)
+        if self.prog_bar:
+            for name in ("loss", "gradient_norm"):
+                module.log(f"{self.prefix}/{name}", values[name], prog_bar=True, logger=False, batch_size=1)
+
+    def _values_of(self, report: StepReport) -> dict[str, float]:
+        values = {"loss": report.loss}
+        of_ranks: dict[str, Sequence[float]] = {}
+        for term in report.terms:
+            of_term = f"/{term.name}" if term.name else ""
+            values |= {f"loss{of_term}": term.loss, f"normalizer{of_term}": term.normalizer}
+            of_ranks[f"weight{of_term}"] = term.weights
+        values |= {"gradient_norm": report.gradient_norm, "lr_scale": report.lr_scale}
+        values |= {f"lr/group_{index}": lr for index, lr in enumerate(report.learning_rates)}
+        if report.global_batch_size is not None:
+            values["global_batch_size"] = report.global_batch_size
+        of_ranks["local_gradient_norm"] = report.local_gradient_norms
+        if report.cosines is not None:
+            of_ranks["cosine"] = report.cosines
+        if report.communication is not None:
+            of_ranks["communication_seconds"] = [times.total for times in report.communication]
+            of_ranks["communication_exposed_seconds"] = [times.exposed for times in report.communication]
+            of_ranks["communication_overlapped_seconds"] = [times.overlapped for times in report.communication]
+        for name, each in of_ranks.items():
+            values |= {
+                f"{name}/mean": sum(each) / len(each),
+                f"{name}/min": min(each),
+                f"{name}/max": max(each),
+            }
+            if self.per_rank:
+                values |= {f"{name}/rank_{rank}": value for rank, value in enumerate(each)}
+        return values
+
+    def _throughput(self, trainer: Trainer, report: StepReport, step: int) -> dict[str, float]:
+        """Return the samples per second since the step logged before, without the time that validation took."""
+        now, since = time.perf_counter(), self._since
+        self._since = step, now
+        size = report.global_batch_size or getattr(trainer.strategy, "global_batch_size", None)
+        module = trainer.lightning_module
+        # In manual optimization the user alone knows how many steps were made.
+        if since is None or size is None or not module.automatic_optimization:
+            return {}
+        return {"samples_per_second": (step - since[0]) * size / (now - since[1])}
+
+    def _compare_data(self, strategy: GradAvgStrategy, batch: Any) -> None:
+        assert self._data is not None
+        # Of tensors on an accelerator a fingerprint reads no values, which is right for every step but these.
+        digest = None if strategy.facts().samples == 0 else fingerprint(move_data_to_device(batch, "cpu"))
+        if self._data.compare(digest, _group_of(strategy), strategy.root_device):
+            self._data = None
+            if dist.get_rank(_group_of(strategy)) == 0:
+                warnings.warn(
+                    "all ranks read the same training batches: every sample counts once per rank, and the global batch"
+                    " is smaller than it seems. Split the data over the ranks by torch.distributed.get_rank(), or use"
+                    " GradAvgStrategy(split_batches=True), which gives every rank its part of each batch.",
+                    stacklevel=2,
+                )
+            return
+        self._batches_seen += 1
+        if self._batches_seen == _DATA_CHECKS:
+            self._data = None
+
+    def _check_parameters(self, strategy: GradAvgStrategy, module: LightningModule) -> None:
+        name = drifted_parameter(module, _group_of(strategy), strategy.root_device)
+        if name is not None:
+            raise RuntimeError(
+                f"the ranks drifted apart: after {module.trainer.global_step} optimizer steps parameter {name!r} is not"
+                " the same on all of them. Something trains outside of the strategy, such as loss.backward() instead of"
+                " self.manual_backward(loss), a module that is no part of the LightningModule, or an assignment on one"
+                " rank."
+            )
+
+
+def _strategy_of(trainer: Trainer) -> GradAvgStrategy:
+    strategy = trainer.strategy
+    assert isinstance(strategy, GradAvgStrategy)
+    return strategy
+
+
+def _group_of(strategy: GradAvgStrategy) -> dist.ProcessGroup | None:
+    return strategy.model.process_group if isinstance(strategy.model, DistributedDataParallel) else None
+
+
+def _step_of(trainer: Trainer) -> int:
+    """Return the step that Lightning's own callbacks log with: the optimizer steps before this one."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and (step + 1) % every == 0

@@ -1,0 +1,118 @@
+"""A part of the strategy: one concern, and the moments of a run that it answers.
+
+Moments are named as Lightning names its hooks, and come in the order in which they stand here. A part overrides those
+that it has something to say to. The part that does nothing is `Part` itself. Parts do not know each other: what one needs
+of another the strategy passes as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_gradavg.place import Place
+from lightning_gradavg.ranks import World
+
+__all__ = ["Part", "Run", "Saved"]
+
+Saved = dict[str, Any]
+"""What a checkpoint holds of the strategy, by name: plain data, free of the world size."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every part is told of a run of the Trainer.
+
+    Attributes:
+        trainer: The Trainer.
+        module: The user's module.
+        device: This rank's device.
+        world: All ranks of the run.
+        model: The wrapper that reduces the gradients, and
+        places: the places of the ranks that it reduces over, in rank order; None and empty where nothing is trained.
+    """
+
+    trainer: Trainer
+    module: LightningModule
+    device: torch.device
+    world: World
+    model: DistributedDataParallel | None = None
+    places: tuple[Place, ...] = ()
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        """The wrapper, of a run that trains."""
+        assert self.model is not None
+        return self.model
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes that gradients are reduced over."""
+        return len({place.node for place in self.places})
+
+
+class Part:
+    """The part that does nothing."""
+
+    _run: Run | None = None
+
+    @property
+    def run(self) -> Run:
+        """The run that began last."""
+        assert self._run is not None
+        return self._run
+
+    def setup(self, run: Run) -> None:
+        """Begin any run of the Trainer, before the module is moved and wrapped."""
+        self._run = run
+
+    def configure_ddp(self, run: Run) -> None:
+        """Begin a run that trains, with the module wrapped."""
+        self._run = run
+
+    def prepare_loaders(self, stage: str) -> None:
+        """Get ready for the loaders that Lightning is about to prepare: `"train"`, `"val"`, `"test"` or `"predict"`."""
+
+    def process_dataloader(self, loader: Any) -> Any:
+        """Return what is read instead of a loader. A collective operation."""
+        return loader
+
+    def on_train_start(self) -> None:
+        """Begin training: the loaders are set up, and the progress of a checkpoint is restored."""
+
+    def on_train_batch_start(self) -> None:
+        """Note that a batch is about to be trained on."""
+
+    def training_step(self) -> AbstractContextManager[Any]:
+        """Surround a training step's forward."""
+        return nullcontext()
+
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Surround an optimizer step."""
+        return step()
+
+    def on_evaluation_start(self) -> None:
+        """Begin one pass over evaluation loaders, which are set up."""
+
+    def on_evaluation_end(self) -> None:
+        """End it, when its results are computed."""
+
+    def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
+        """Add to what a checkpoint holds."""
+
+    def load(self, saved: Saved) -> None:
+        """Take what a checkpoint held; before `configure_ddp`."""
+
+    def describe(self) -> str:
+        """Return what the line at the start of a run says of this part."""
+        return ""
+
+    def teardown(self) -> None:
+        """End the run, and put everything back."""

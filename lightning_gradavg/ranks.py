@@ -1,0 +1,181 @@
+"""A world of ranks, and the small exchanges by which all of them see the same, or the same error."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_gradavg.place import Place, places_on_nodes
+
+__all__ = ["Header", "World", "by_value", "digest", "on_ranks", "ranks_by_value", "subgroups"]
+
+_RANKS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that do something together.
+
+    Attributes:
+        group: Their process group; None for a rank that is alone.
+        rank: This rank in the group.
+        size: Number of ranks in the group.
+    """
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> World:
+        """Return the world of a process group, of the default one if None, or of one rank without any.
+
+        Raises:
+            ValueError: If `group` is no process group, or this process is not a member of it.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            if group is None:
+                return cls()
+            raise ValueError(f"group={group!r}, but torch.distributed is not initialized: initialize it, or pass None")
+        if group is None:
+            group = dist.group.WORLD
+        # What new_group returns to a process that it leaves out is no process group, whatever its annotation says.
+        left_out: object = dist.GroupMember.NON_GROUP_MEMBER
+        if not isinstance(group, dist.ProcessGroup) and group is not left_out:
+            raise ValueError(
+                f"group must be a process group, as torch.distributed.new_group returns it, or None; got {group!r}"
+            )
+        rank = -1 if group is left_out else dist.get_rank(group)
+        if rank < 0:
+            raise ValueError(
+                f"the process of global rank {dist.get_rank()} is not a member of the group: only members may reduce"
+                " over it. Pass a group that this process belongs to."
+            )
+        size = dist.get_world_size(group)
+        return cls(group if size > 1 else None, rank, size)
+
+    def gather_integers(self, row: Sequence[int]) -> list[list[int]]:
+        """Return every rank's row in rank order. All rows are of one length."""
+        return self._gather(torch.tensor(row, dtype=torch.int64))
+
+    def gather_floats(self, row: Sequence[float]) -> list[list[float]]:
+        """Return every rank's row of float64 in rank order. All rows are of one length."""
+        return self._gather(torch.tensor(row, dtype=torch.float64))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's value in rank order. Slow: for what happens once, or makes a message."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """Return rank 0's value on every rank."""
+        if self.group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, dist.get_global_rank(self.group, 0), group=self.group)
+        return values[0]
+
+    def places(self, node: int) -> tuple[Place, ...]:
+        """Return the places of all ranks, each bringing the node that it runs on."""
+        return places_on_nodes(self.gather_objects(node))
+
+    @property
+    def device_types(self) -> tuple[str, ...] | None:
+        """The types of device that the group's backends serve; None for a rank that is alone."""
+        if self.group is None:
+            return None
+        return tuple(entry.split(":")[0] for entry in dist.get_backend_config(self.group).split(","))
+
+    def _gather(self, row: torch.Tensor) -> list[Any]:
+        if self.group is None:
+            return [row.tolist()]
+        # Chosen by what all ranks share, the group: their parameters may differ, which is what an exchange finds out.
+        types = self.device_types or ("cpu",)
+        mine = row.to("cpu" if "cpu" in types else types[0])
+        rows = mine.new_empty(self.size, len(row))
+        dist.all_gather(list(rows.unbind()), mine, group=self.group)
+        return rows.tolist()
+
+
+def subgroups(
+    world: World, wanted: Iterable[tuple[int, ...]], timeout: timedelta | None
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make process groups of some of the ranks of the default group. A collective operation of all of them.
+
+    Args:
+        world: The world of the default process group.
+        wanted: Sets of ranks, in increasing order and each once; the same on all ranks.
+        timeout: As in `torch.distributed.new_group`.
+
+    Returns:
+        The process group of each set; no process group for a rank that is not in it.
+    """
+    assert world.size == dist.get_world_size()
+    return {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted(wanted)}
+
+
+def ranks_by_value(values: Iterable[object]) -> dict[object, list[int]]:
+    """Return the ranks that hold each value: {a: [0], b: [1, 2]} for the values a, b, b of three ranks."""
+    ranks: dict[object, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def by_value(values: Iterable[object]) -> str:
+    """Return "a on rank 0; b on ranks 1, 2" for the values a, b, b of three ranks."""
+    return "; ".join(f"{value} {on_ranks(ranks)}" for value, ranks in ranks_by_value(values).items())
+
+
+def on_ranks(ranks: Sequence[int]) -> str:
+    """Return "on rank 0" or "on ranks 1, 2", and a number instead of a long list."""
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+    more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
+    return f"on rank{'s' * (len(ranks) > 1)} {shown}{more}"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank tells of itself in the one exchange that a collective call begins with.
+
+    Attributes:
+        failed: Whether the rank met a problem; then nothing else is meant.
+        call: Digest of what must be the same on all ranks.
+        forms: Digest of what should be, and is exchanged in full where it is not.
+        node: The node, or None if it is not known.
+        weight: The weight, or None if it was not given.
+    """
+
+    failed: bool
+    call: int = 0
+    forms: int = 0
+    node: int | None = None
+    weight: float | None = None
+
+    def pack(self) -> list[int]:
+        """Return the header as integers; the weight keeps all its bits."""
+        (bits,) = struct.unpack("<q", struct.pack("<d", self.weight or 0.0))
+        node = -1 if self.node is None else self.node
+        return [self.failed, self.call, self.forms, node, self.weight is not None, bits]
+
+    @classmethod
+    def unpack(cls, row: Sequence[int]) -> Header:
+        """Return the header that `pack` made integers of."""
+        failed, call, forms, node, weighted, bits = row
+        (weight,) = struct.unpack("<d", struct.pack("<q", bits))
+        return cls(bool(failed), call, forms, None if node < 0 else node, weight if weighted else None)
+
+
+def digest(text: str) -> int:
+    """Return 64 bits that stand for a text."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)

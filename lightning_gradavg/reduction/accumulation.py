@@ -1,0 +1,221 @@
+"""Local accumulation: one backward per micro-batch, each weighed on its own, reduced at the end of the window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gradavg.reduction.loss import WeighedLoss, gradients_discarded
+from lightning_gradavg.reduction.reducer import Reducer
+from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch
+
+__all__ = ["Accumulation"]
+
+Gradients = list[Tensor | None]
+
+
+class Accumulation:
+    """Accumulates the weighed gradients of a module on this rank, and has the reducer combine them.
+
+    A weight that is on an accelerator is read on the host where something is to be decided by it: under accumulation,
+    where a gradient of weight 0 must not be added; among named terms, where one of weight 0 must be left out of the
+    backward; and where gradients cross ranks. The host then waits once per micro-batch. Otherwise the micro-batch is its
+    window, and the buckets themselves are selected.
+
+    Args:
+        reducer: Combines the accumulated gradients during the last backward of a window.
+        parameters: The parameters that the reducer sees.
+        preserves_gradients: Whether gradients that were there before the window are kept out of the reduction and
+            added to its result, as they must be when a user accumulates gradients that were already reduced.
+        crosses_ranks: Whether gradients of one rank's loss reach another within the backward, as through batch norm
+            over all ranks: samples whose own loss does not count still enter the losses of others.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        parameters: Sequence[nn.Parameter],
+        *,
+        preserves_gradients: bool,
+        crosses_ranks: bool = False,
+    ) -> None:
+        self.reducer = reducer
+        self.parameters = list(parameters)
+        self._preserves, self._crosses_ranks = preserves_gradients, crosses_ranks
+        self._before: Gradients | None = None
+        self._trained: tuple[bool, ...] = ()
+        self._left: list[tuple[Tensor | None, int]] = []
+        self._of_term: dict[str, Gradients] = {}
+        rule, place = reducer.rule, reducer.window.place
+        self._multiplies = rule.uses_weight or rule.share(place, 1.0).multiplier != 1
+
+    def reset(self) -> None:
+        """Forget a window that was begun and never reduced."""
+        self.reducer.reset()
+        self._before, self._left, self._of_term = None, [], {}
+
+    @property
+    def pending(self) -> int:
+        """Number of micro-batches accumulated and not yet reduced."""
+        return self.reducer.window.length
+
+    def weigh(self, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
+        """Return the loss to run the backward from.
+
+        Args:
+            terms: The loss terms by name.
+            micro_batch: Their weights; the one name `WHOLE_LOSS` if all terms share a weight.
+        """
+        weighed = self._multiplies or micro_batch.absent
+        return WeighedLoss.of(terms, micro_batch) if weighed else WeighedLoss.plain(terms, micro_batch)
+
+    def backward(self, loss: WeighedLoss, run: Callable[..., None], *, last: bool, loss_divisor: float) -> None:
+        """Run a micro-batch's backward; after the last one of the window the gradients are the reduced ones.
+
+        Args:
+            loss: What `weigh` returned.
+            run: Runs the backward of the loss; takes `retain_graph=True`.
+            last: Whether the reducer's hook runs during this backward.
+            loss_divisor: What the training loop divides every loss of this window by.
+        """
+        if self._preserves and self.pending and self._cleared():
+            self.reset()
+        if self._preserves and self._before is None:
+            # A gradient may live in a bucket of DDP, which the next reduction overwrites.
+            self._before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+            self._set_gradients(None)
+        alone = last and self.pending == 0
+        micro_batch = self._checked(loss.micro_batch)
+        unit = self.reducer.unit(micro_batch)
+        shares = self.reducer.window.add(micro_batch)
+        coefficients = {term: shares[term].multiplier / unit for term in sorted(shares)}
+        self.reducer.accumulating = not last
+        if last:
+            self.reducer.close(loss_divisor)
+        named = tuple(coefficients) != (WHOLE_LOSS,)
+        if alone and not named and not self._crosses_ranks and _is_unread(coefficients[WHOLE_LOSS]):
+            self._select(loss, coefficients[WHOLE_LOSS], run)
+            return
+        counted = {term: value if _counts(value) else None for term, value in _on_host(coefficients).items()}
+        if named and last:
+            # Each term has its own normalizer, and one backward, on top of what was accumulated of each.
+            factors = self._fold()
+            counted = {term: None if value is None else value * factors[term] for term, value in counted.items()}
+        if micro_batch.problem is not None or all(value is None for value in counted.values()):
+            self._discard(loss, run, micro_batch)
+        elif named and not last:
+            self._run_each_term(loss, counted, run)
+        else:
+            self._run(loss, list(counted.values()), run)
+
+    def pause(self) -> None:
+        """End a micro-batch that is not the last one of its window."""
+        self.reducer.accumulating = False
+        if self._preserves:
+            self._left = [(p.grad, 0 if p.grad is None else p.grad._version) for p in self.parameters]
+
+    def finish(self) -> None:
+        """End the window after its last backward: check it, and add what was there before it."""
+        self._left = []
+        self.reducer.finish()
+        before, self._before = self._before, None
+        for parameter, gradient in zip(self.parameters, before or (), strict=before is not None):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _checked(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Find fault with a micro-batch that trains other parameters than its window."""
+        trained = tuple(parameter.requires_grad for parameter in self.parameters)
+        if not self._preserves or self.pending == 0 or trained == self._trained:
+            self._trained = trained
+            return micro_batch
+        problem = (
+            "it trains other parameters than the micro-batches before it, which were not reduced yet:"
+            " reduce the window of one optimizer before the backward of another"
+        )
+        return replace(micro_batch, problem=micro_batch.problem or problem)
+
+    def _cleared(self) -> bool:
+        """Return whether the user zeroed the gradients of a window that was not reduced, which gives it up."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        touched = [
+            now is not left or (now is not None and now._version != version)
+            for now, (left, version) in zip(gradients, self._left, strict=True)
+        ]
+        # Only gradients that someone touched are looked at, which waits for an accelerator.
+        return any(touched) and not any(
+            bool((gradient._values() if gradient.is_sparse else gradient).any())
+            for gradient in gradients
+            if gradient is not None
+        )
+
+    def _select(self, loss: WeighedLoss, coefficient: Tensor, run: Callable[..., None]) -> None:
+        """Run the only backward of a window, and have the reducer discard the buckets where it is of weight 0."""
+        self.reducer.kept = coefficient > 0
+        self._run(loss, [coefficient], run)
+
+    def _run(self, loss: WeighedLoss, coefficients: Sequence[Any], run: Callable[..., None], **extra: Any) -> None:
+        if loss.coefficients is not None:
+            loss.coefficients.values = list(coefficients)
+        run(**extra)
+
+    def _discard(self, loss: WeighedLoss, run: Callable[..., None], micro_batch: MicroBatch) -> None:
+        """Run a backward whose own loss does not count, so that DDP sees it, and keep what others' losses left.
+
+        The loss's own gradient is stopped at its root: through a gather even 0 times NaN would reach the other ranks.
+        """
+        keeps = self._crosses_ranks and not micro_batch.absent and micro_batch.problem is None
+        with nullcontext() if keeps else gradients_discarded(self.parameters):
+            self._run(loss, [None] * len(micro_batch.weights), run)
+
+    def _run_each_term(self, loss: WeighedLoss, counted: Mapping[str, Any], run: Callable[..., None]) -> None:
+        """Accumulate each term's gradient apart, since its normalizer is known only at the end of the window."""
+        terms = list(counted)
+        for term in terms:
+            self._set_gradients(self._of_term.get(term))
+            values = [counted[term] if other == term else None for other in terms]
+            discards = counted[term] is None and not self._crosses_ranks
+            with gradients_discarded(self.parameters) if discards else nullcontext():
+                self._run(loss, values, run, retain_graph=term != terms[-1])
+            self._of_term[term] = [parameter.grad for parameter in self.parameters]
+        # Something to be zeroed, where the user gives the window up.
+        self._set_gradients(self._of_term[terms[0]])
+
+    def _fold(self) -> dict[str, Any]:
+        """Let the gradients be those accumulated of all terms, normalized; return each term's factor."""
+        factors = self.reducer.term_factors()
+        total: Gradients = [None] * len(self.parameters)
+        for term, gradients in self._of_term.items():
+            for index, gradient in enumerate(gradients):
+                if gradient is not None:
+                    scaled = (gradient * factors[term]).to(gradient.dtype)
+                    before = total[index]
+                    total[index] = scaled if before is None else before + scaled
+        self._set_gradients(total if self._of_term else [parameter.grad for parameter in self.parameters])
+        self._of_term = {}
+        return factors
+
+    def _set_gradients(self, gradients: Gradients | None) -> None:
+        for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters), strict=True):
+            parameter.grad = gradient
+
+
+def _is_unread(number: Any) -> bool:
+    return isinstance(number, Tensor) and number.device.type != "cpu"
+
+
+def _on_host(numbers: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers, read in one go."""
+    values = [number for number in numbers.values() if isinstance(number, Tensor)]
+    read = iter(torch.stack(values).tolist() if values else ())
+    return {name: next(read) if isinstance(number, Tensor) else number for name, number in numbers.items()}
+
+
+def _counts(coefficient: float) -> bool:
+    """Return whether a gradient is to be added; one that is not a number is a fault, which the totals tell."""
+    return 0 < coefficient < float("inf")

@@ -1,0 +1,390 @@
+"""`gather`: all ranks' rows for a loss that does not split over samples, with the gradient that the rule means.
+
+Rank q computes a loss `l_q` of all ranks' features `x = [x_0, ..., x_(W-1)]`. What is meant is the gradient of the rule
+applied to the losses,
+
+    g = d/dtheta sum over q of  w_q * l_q / Z
+      = sum over r of  (dx_r/dtheta)^T  sum over q of  (w_q / Z) * dl_q/dx_r .
+
+The strategy multiplies each rank's loss by `w_q` before its backward, and the sum over ranks by `1/Z` after it: what comes
+back to the rows of rank r is then the plain sum over ranks, the adjoint of the gather. `average_gradients` multiplies
+each rank's gradient by `w_r / Z` after the backward, so there it has to be
+
+    sum over q of  (w_q / w_r) * dl_q/dx_r ,
+
+which is the plain sum where all multipliers are equal (mean, sum, normalized sum).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gradavg.place import node_from_environment
+from lightning_gradavg.ranks import Header, World, digest, on_ranks, ranks_by_value
+from lightning_gradavg.reduction.average import agreed_factors, checked_weight
+from lightning_gradavg.reduction.sums import SUM_DTYPES
+from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
+from lightning_gradavg.tree import leaves, rebuilt
+
+__all__ = ["collectives_refused", "gather", "gathers_of", "require_allowed"]
+
+T = TypeVar("T")
+
+_REFUSED: ContextVar[str | None] = ContextVar("refused", default=None)
+_WEIGHED: ContextVar[bool] = ContextVar("weighed", default=False)
+
+
+def gather(
+    tensors: T,
+    *,
+    reduction: str | RuleFunction | Rule = "mean",
+    weight: float | Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> T:
+    """Return the ranks' tensors concatenated along dimension 0 in rank order, with gradient. Call it on every rank.
+
+    The reduced gradient is that of the rule applied to the ranks' losses, in all parameters alike.
+    `docs/contrastive.md` says which loss is right under which rule. `reduction` and `weight` matter only with
+    `average_gradients`, where the rule multiplies the gradients of some ranks by more than those of others:
+    `"weighted_mean"` with unequal weights, one vote per node on uneven nodes, or a rule of your own. There pass what
+    `average_gradients` gets. In a `training_step` under `GradAvgStrategy` leave both out, or pass them: it knows.
+
+    - Ranks may bring different numbers of rows, or none.
+    - If any rank's tensor requires grad, the result requires grad on all ranks, and every rank must run its backward
+      through it, in the same order if there are several: the backward is a collective operation, too. Gather what
+      belongs together in one call; then it is enough that one of the results is used.
+    - Gradients of fewer than 32 bits are summed in float32. The order of the sum is that of the ranks.
+    - Under `torch.no_grad`, on all ranks, the result has no gradient, and there is no backward.
+    - Without an initialized process group, and in a group of one rank, the result is a copy.
+
+    Args:
+        tensors: A dense tensor of shape `(rows, ...)`, or tuples, lists and dicts of such, nested in any way. All ranks
+            bring the same structure, dtypes and shapes beyond the rows. Any dtype; integers have no gradient.
+        reduction: The rule that reduces the gradients afterwards.
+        weight: This rank's weight under a rule that uses weights: a number >= 0 of any type, or a tensor with one
+            element, which is copied to the host.
+        group: The process group; the default group if None.
+
+    Returns:
+        New tensors in the same structure, each of shape `(sum of all ranks' rows, ...)`, dtype and device kept.
+
+    Raises:
+        ValueError: On all ranks alike, if an argument is not usable on some rank, if the ranks' arguments do not fit
+            together, if only some ranks run under `torch.no_grad`, or if a rank has rows but the rule discards its
+            gradient. On this process alone, if it is not a member of `group`.
+    """
+    require_allowed()
+    if torch.is_inference_mode_enabled():
+        # Gloo of torch 2.4 cannot write into tensors that were made in inference mode, as Lightning validates.
+        with torch.inference_mode(False), torch.no_grad():
+            return gather(tensors, reduction=reduction, weight=weight, group=group)
+    world = World.of(group)
+    call, error = None, None
+    try:
+        call = _Call.of(tensors, reduction, weight, world.device_types)
+    except Exception as failure:  # noqa: BLE001  # whatever this rank meets: the others would wait for it for ever
+        error = failure
+    header = Header(failed=True) if call is None else call.header
+    entries = [0] if call is None else call.entries
+    table = world.gather_integers([*header.pack(), torch.is_grad_enabled(), entries[0]])
+    headers = [Header.unpack(row[:-2]) for row in table]
+    if call is None or any(one.failed for one in headers):
+        text = None if error is None else str(error)
+        raise ValueError(f"gather cannot proceed, {_named(world.gather_objects(text))}.") from error
+    if len({one.call for one in headers}) > 1:
+        raise ValueError(
+            f"the ranks call gather differently: {_named(world.gather_objects(call.description))}."
+            " Pass the same structure, dtypes, shapes beyond dimension 0 and reduction= on all ranks."
+        )
+    of_ranks = [row[-1:] for row in table]
+    if len(entries) > 1:
+        of_ranks = [a + b for a, b in zip(of_ranks, world.gather_integers(entries[1:]), strict=True)]
+    wanted = [any(entry & 1 for entry in of_leaf) for of_leaf in zip(*of_ranks, strict=True)]
+    disabled = [rank for rank, row in enumerate(table) if not row[-2]]
+    if any(wanted) and disabled:
+        raise ValueError(
+            f"gather runs under torch.no_grad {on_ranks(disabled)}, but other ranks need a gradient, for which those"
+            " would wait for ever. Use torch.no_grad on all ranks or on none."
+        )
+    rows = [[entry >> 1 for entry in of_rank] for of_rank in of_ranks]
+    factors = agreed_factors(call.rule, headers)
+    if any(wanted):
+        _require_kept(call.rule, factors, [any(of_rank) for of_rank in rows])
+    if _WEIGHED.get():
+        factors = [float(factor > 0) for factor in factors]
+    gathered = _gather_leaves(world, call.leaves, rows, wanted, factors if len(set(factors)) > 1 else None)
+    result: T = rebuilt(tensors, iter(gathered))
+    return result
+
+
+def require_allowed() -> None:
+    """Raise a RuntimeError within `collectives_refused`."""
+    refused = _REFUSED.get()
+    if refused is not None:
+        raise RuntimeError(f"{refused}.")
+
+
+@contextmanager
+def collectives_refused(reason: str) -> Iterator[None]:
+    """Have `gather` raise a RuntimeError within the context, on every rank that calls it."""
+    token = _REFUSED.set(reason)
+    try:
+        yield
+    finally:
+        _REFUSED.reset(token)
+
+
+@contextmanager
+def gathers_of(weighed: bool) -> Iterator[None]:
+    """Say of what `gather` is called for within the context whether losses are multiplied before their backward."""
+    token = _WEIGHED.set(weighed)
+    try:
+        yield
+    finally:
+        _WEIGHED.reset(token)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One rank's arguments, checked.
+
+    Attributes:
+        rule: The reduction rule.
+        leaves: The tensors in the order of the structure.
+        description: What must be the same on all ranks, in words.
+        weight: The weight, or None.
+    """
+
+    rule: Rule
+    leaves: list[Tensor]
+    description: str
+    weight: float | None
+
+    @classmethod
+    def of(cls, tensors: Any, reduction: Any, weight: Any, device_types: Sequence[str] | None) -> _Call:
+        rule = resolve_rule(reduction)
+        labeled = list(leaves(tensors))
+        if not labeled:
+            raise ValueError(f"there is no tensor in {tensors!r}: pass at least one")
+        for label, leaf in labeled:
+            _check(label, leaf, device_types)
+        if len({leaf.device for _, leaf in labeled}) > 1:
+            devices = ", ".join(f"tensors{label} on {leaf.device}" for label, leaf in labeled)
+            raise ValueError(f"the tensors of one call must be on one device, got {devices}")
+        if rule.uses_weight and weight is None:
+            raise ValueError(
+                f"reduction={rule.name!r}, {rule.formula}, needs a weight: pass the same weight= as for the loss"
+            )
+        number = checked_weight(weight) if rule.uses_weight else None
+        # The rank's own structure counts, and so does every shape but the number of rows.
+        forms = "; ".join(f"tensors{label} of shape (rows, {_sizes(leaf)}) and {leaf.dtype}" for label, leaf in labeled)
+        return cls(rule, [leaf for _, leaf in labeled], f"{forms}, reduction={rule.name!r}", number)
+
+    @property
+    def header(self) -> Header:
+        return Header(False, digest(self.description), 0, node_from_environment(), self.weight)
+
+    @property
+    def entries(self) -> list[int]:
+        """Per tensor, twice its rows plus 1 if it requires grad."""
+        grad = torch.is_grad_enabled()
+        return [2 * leaf.shape[0] + (leaf.requires_grad and grad) for leaf in self.leaves]
+
+
+def _require_kept(rule: Rule, factors: Sequence[float], present: Sequence[bool]) -> None:
+    """Raise where other ranks' losses need the gradient of rows whose rank will have its gradient discarded."""
+    lost = [rank for rank, factor in enumerate(factors) if factor == 0 and present[rank]]
+    if lost and any(factors):
+        raise ValueError(
+            f"reduction={rule.name!r} discards the gradient of a rank of weight 0, but there are rows {on_ranks(lost)}"
+            " that count in the other ranks' losses. Gather no rows there (tensor[:0]); or use reduction='sum' with"
+            " losses that are divided by the count of all ranks."
+        )
+
+
+def _named(values: Sequence[object]) -> str:
+    return "; ".join(f"{on_ranks(ranks)}: {value}" for value, ranks in ranks_by_value(values).items() if value)
+
+
+def _check(label: str, leaf: Any, device_types: Sequence[str] | None) -> None:
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"tensors{label} must be a tensor, or a tuple, list or dict of tensors; got {leaf!r} of type"
+            f" {type(leaf).__name__}"
+        )
+    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+        raise ValueError(f"tensors{label} must be a dense tensor, got layout {leaf.layout} and {leaf.dtype}")
+    if leaf.ndim == 0:
+        raise ValueError(f"tensors{label} has no dimension to concatenate along: pass tensor.reshape(1), one row")
+    if device_types is not None and leaf.device.type not in device_types:
+        raise ValueError(
+            f"tensors{label} is on {leaf.device}, but the process group serves {', '.join(device_types)}: move it"
+        )
+
+
+def _sizes(leaf: Tensor) -> str:
+    return ", ".join(map(str, leaf.shape[1:]))
+
+
+def _gather_leaves(
+    world: World,
+    tensors: Sequence[Tensor],
+    rows: Sequence[Sequence[int]],
+    wanted: Sequence[bool],
+    factors: Sequence[float] | None,
+) -> list[Tensor]:
+    if world.size == 1:
+        return [tensor.clone() for tensor in tensors]
+    gathered: dict[int, Tensor] = {}
+    # What needs no gradient on any rank stays out of the backward.
+    for differentiable in (True, False):
+        indices = [index for index, of_leaf in enumerate(wanted) if of_leaf is differentiable]
+        exchange = _Rows(world, [[of_rank[index] for index in indices] for of_rank in rows], factors)
+        chosen = [tensors[index] for index in indices]
+        if differentiable and indices:
+            gathered |= zip(indices, _apply(_Gather, exchange, False, *chosen), strict=True)
+        elif indices:
+            gathered |= zip(indices, exchange.gather([tensor.detach() for tensor in chosen]), strict=True)
+    return [gathered[index] for index in range(len(tensors))]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Moves rows between ranks and back, as bytes: every dtype travels, on every backend.
+
+    Attributes:
+        world: The ranks.
+        rows: `rows[q][i]`, the rows that rank q has of tensor i.
+        factors: Per rank, what the reduction will multiply its gradient by; None if that is the same for all.
+    """
+
+    world: World
+    rows: Sequence[Sequence[int]]
+    factors: Sequence[float] | None = None
+
+    def gather(self, tensors: Sequence[Tensor], *, weigh: bool = False) -> list[Tensor]:
+        """Return the ranks' tensors along dimension 0; with `weigh`, the adjoint of `sum_back`.
+
+        Args:
+            tensors: This rank's rows of every tensor.
+            weigh: Whether to multiply the rows of rank r by this rank's factor over that of rank r.
+        """
+        mine = _pack(tensors)
+        sizes = [_bytes(tensors, of_rank) for of_rank in self.rows]
+        slots = mine.new_empty(self.world.size, max(sizes))
+        padded = torch.cat([mine, mine.new_zeros(max(sizes) - len(mine))])
+        if max(sizes) > 0:
+            dist.all_gather(list(slots.unbind()), padded, group=self.world.group)
+        blocks = [_unpack(slot[:size], tensors, n) for slot, size, n in zip(slots, sizes, self.rows, strict=True)]
+        if weigh:
+            blocks = [
+                [_times(block, self._ratio(self.world.rank, rank)) for block in of_rank]
+                for rank, of_rank in enumerate(blocks)
+            ]
+        return [torch.cat(of_leaf) for of_leaf in zip(*blocks, strict=True)]
+
+    def sum_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sum over ranks of their gradients of this rank's rows, each times its factor over this rank's.
+
+        Args:
+            gradients: This rank's gradients of all ranks' rows.
+        """
+        cut = [gradient.split([of_rank[i] for of_rank in self.rows]) for i, gradient in enumerate(gradients)]
+        send = torch.cat([_pack(blocks) for blocks in zip(*cut, strict=True)])
+        mine = self.rows[self.world.rank]
+        size, sizes = _bytes(gradients, mine), [_bytes(gradients, of_rank) for of_rank in self.rows]
+        received = send.new_empty(self.world.size * size)
+        # Not reduce_scatter: on gloo that moves twice the bytes, and sums half precision in half precision.
+        dist.all_to_all_single(received, send, [size] * self.world.size, sizes, group=self.world.group)
+        totals = [
+            gradient.new_zeros((n, *gradient.shape[1:]), dtype=_wide(gradient))
+            for gradient, n in zip(gradients, mine, strict=True)
+        ]
+        for rank, block in enumerate(received.view(self.world.size, size)):
+            ratio = self._ratio(rank, self.world.rank)
+            if ratio == 0:  # nothing behind its loss, which may be NaN
+                continue
+            for total, part in zip(totals, _unpack(block, gradients, mine), strict=True):
+                total.add_(part.to(total.dtype), alpha=ratio)
+        return [total.to(gradient.dtype) for total, gradient in zip(totals, gradients, strict=True)]
+
+    def _ratio(self, rank: int, other: int) -> float:
+        if self.factors is None:
+            return 1.0
+        # A rank without factor has no rows: what it receives is empty.
+        return self.factors[rank] / self.factors[other] if self.factors[other] else 1.0
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: _Rows, weigh: bool, _anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(exchange.gather(tensors, weigh=weigh))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *_apply(_SumBack, ctx.exchange, *gradients)
+
+
+class _SumBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: _Rows, _anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(exchange.sum_back(gradients))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weigh = ctx.exchange.factors is not None
+        return None, None, *_apply(_Gather, ctx.exchange, weigh, *gradients)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor, ...]:
+    """Apply a function with an anchor before its tensors.
+
+    Without a leaf of its own that requires grad, a rank whose tensors need no gradient would not join the backward of
+    the others.
+    """
+    settings = [argument for argument in arguments if not isinstance(argument, Tensor)]
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
+    outputs: tuple[Tensor, ...] = function.apply(*settings, anchor, *tensors)
+    return outputs
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return SUM_DTYPES.get(tensor.dtype, tensor.dtype)
+
+
+def _bytes(like: Sequence[Tensor], rows: Sequence[int]) -> int:
+    return sum(n * math.prod(leaf.shape[1:]) * leaf.element_size() for leaf, n in zip(like, rows, strict=True))
+
+
+def _pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of the tensors, one after the other."""
+    whole = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+    # One expanded element is contiguous with a stride of 0, which cannot be viewed as bytes.
+    return torch.cat([tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in whole])
+
+
+def _unpack(data: Tensor, like: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
+    """Return the tensors that `_pack` made bytes of, with the dtypes and shapes of `like` apart from the rows."""
+    tensors, start = [], 0
+    for leaf, n in zip(like, rows, strict=True):
+        stop = start + _bytes([leaf], [n])
+        # A copy, because a slice may start where no number of this dtype may.
+        tensors.append(data[start:stop].clone().view(leaf.dtype).reshape(n, *leaf.shape[1:]))
+        start = stop
+    return tensors
+
+
+def _times(tensor: Tensor, ratio: float) -> Tensor:
+    return tensor.to(_wide(tensor)).mul(ratio).to(tensor.dtype) if ratio else torch.zeros_like(tensor)

@@ -1,0 +1,197 @@
+"""The loss of a training step: its terms and their weights, and what multiplies their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gradavg.reduction.sums import zero_gradient
+from lightning_gradavg.reduction.window import MOST_TERMS, WHOLE_LOSS, MicroBatch, as_weight
+from lightning_gradavg.rules import Rule
+from lightning_gradavg.tree import batch_samples
+
+__all__ = [
+    "Coefficients",
+    "WeighedLoss",
+    "gradients_discarded",
+    "loss_terms",
+    "read_weights",
+    "weigh_terms",
+    "zero_loss",
+]
+
+
+def loss_terms(loss: Any) -> Mapping[str, Tensor]:
+    """Return the terms of a loss by name; the one name `WHOLE_LOSS` for a loss that is one tensor.
+
+    Raises:
+        TypeError: If a term is no tensor.
+        ValueError: If there are no terms, or too many.
+    """
+    terms: Mapping[str, Tensor] = loss if isinstance(loss, Mapping) else {WHOLE_LOSS: loss}
+    for term in terms.values():
+        if not isinstance(term, Tensor):
+            raise TypeError(f"a loss is a tensor with a graph, got {term!r} of type {type(term).__name__}")
+    if not 0 < len(terms) <= MOST_TERMS:
+        raise ValueError(f"a loss has 1 to {MOST_TERMS} named terms, got {len(terms)}: add some of them up")
+    return {name: terms[name] for name in sorted(terms)}
+
+
+def read_weights(
+    rule: Rule,
+    terms: Iterable[str],
+    weight: Any,
+    batch: Any,
+    device: torch.device,
+    samples: float | None = None,
+) -> MicroBatch:
+    """Return the weights of a micro-batch; what is wrong with them is noted in it, for all ranks to raise together.
+
+    Args:
+        rule: The rule, which may use no weight.
+        terms: The names of the loss terms.
+        weight: What the user gave: nothing, one number for all terms, or one per term by name.
+        batch: The batch, whose samples are counted where no weight was given.
+        device: Where the gradients are.
+        samples: The number of samples, where it is known; 0 if those of the batch do not count.
+    """
+    terms, explicit = sorted(terms), weight is not None
+    nothing, named = as_weight(0.0, device), rule.uses_weight and isinstance(weight, Mapping)
+    if samples == 0:
+        return MicroBatch(dict.fromkeys(terms if named else [WHOLE_LOSS], nothing), explicit, absent=True)
+    if not rule.uses_weight:
+        return MicroBatch({WHOLE_LOSS: as_weight(1.0, device)})
+    try:
+        if not explicit:
+            counted = batch_samples(batch) if samples is None else samples
+            return MicroBatch({WHOLE_LOSS: as_weight(counted, device)})
+        if not named:
+            return MicroBatch({WHOLE_LOSS: as_weight(weight, device)}, explicit)
+        if set(weight) == set(terms):
+            return MicroBatch({term: as_weight(weight[term], device) for term in terms}, explicit)
+        problem = f"its weights are named {sorted(weight)}, but its loss terms {list(filter(None, terms))}"
+    except TypeError as error:
+        problem = str(error)
+    except ValueError:
+        problem = (
+            f"the number of samples cannot be read from a batch of type {type(batch).__name__}:"
+            ' return {"loss": loss, "weight": n} from training_step'
+        )
+    return MicroBatch(dict.fromkeys(terms, nothing), explicit, problem)
+
+
+class Coefficients:
+    """What `weigh_terms` multiplies each term's gradient by; set before every backward.
+
+    Attributes:
+        values: One number per term, in the order of the terms. None stops that term's gradient.
+    """
+
+    def __init__(self, values: Iterable[Any] = ()) -> None:
+        self.values: list[Any] = list(values)
+
+
+class _WeighTerms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, coefficients: Coefficients, *terms: Tensor) -> Tensor:
+        ctx.coefficients = coefficients
+        ctx.like = [(term.dtype, term.shape) for term in terms]
+        return sum(terms[1:], terms[0].clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        weighed = [
+            None if value is None else (grad * value).to(dtype).reshape(shape)
+            for value, (dtype, shape) in zip(ctx.coefficients.values, ctx.like, strict=True)
+        ]
+        return None, *weighed
+
+
+def weigh_terms(coefficients: Coefficients, terms: Iterable[Tensor]) -> Tensor:
+    """Return the sum of the terms, whose gradients `coefficients` multiplies when the backward runs.
+
+    The value is the plain sum: only gradients are weighed. The backward may run several times with other coefficients
+    (`retain_graph=True`).
+
+    Args:
+        coefficients: Read at each backward.
+        terms: 0-dim losses.
+    """
+    weighed: Tensor = _WeighTerms.apply(coefficients, *terms)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return weighed
+
+
+@dataclass
+class WeighedLoss:
+    """A loss whose terms are weighed when its backward runs.
+
+    Attributes:
+        value: The sum of the terms, with graph. Its value is not weighed.
+        micro_batch: The weights.
+        coefficients: What the backward multiplies each term by; None if it multiplies by nothing.
+    """
+
+    value: Tensor
+    micro_batch: MicroBatch
+    coefficients: Coefficients | None = None
+
+    @classmethod
+    def plain(cls, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
+        """Return a loss that is not weighed."""
+        first, *rest = terms.values()
+        return cls(sum(rest, first), micro_batch)
+
+    @classmethod
+    def of(cls, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
+        """Return a loss to be weighed, of which terms that share a weight are one term."""
+        coefficients = Coefficients([1.0] * len(micro_batch.weights))
+        whole = tuple(micro_batch.weights) == (WHOLE_LOSS,)
+        losses = [cls.plain(terms, micro_batch).value] if whole else list(terms.values())
+        return cls(weigh_terms(coefficients, losses), micro_batch, coefficients)
+
+
+class _ZeroGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sparse: Container[int], *parameters: Tensor) -> Tensor:
+        ctx.like = [(parameter, int(id(parameter) in sparse)) for parameter in parameters]
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        del grads
+        return None, *(zero_gradient(parameter, sparse_dim) for parameter, sparse_dim in ctx.like)
+
+
+def zero_loss(parameters: Sequence[nn.Parameter], sparse: Container[int]) -> Tensor:
+    """Return a loss of 0 that gives every parameter a zero gradient, whatever the parameter's value.
+
+    Args:
+        parameters: One or more leaves.
+        sparse: The `id` of those whose gradients are sparse.
+    """
+    loss: Tensor = _ZeroGradients.apply(sparse, *parameters)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return loss
+
+
+@contextmanager
+def gradients_discarded(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Replace by zeros every gradient that reaches `parameters` within the context, before it is accumulated.
+
+    A gradient is replaced and not multiplied: 0 times NaN is NaN.
+    """
+
+    def zeros(gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else torch.zeros_like(gradient)
+
+    handles = [parameter.register_hook(zeros) for parameter in parameters if parameter.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,378 @@
+"""The reduction of a run: between Lightning's loop, which hands over losses, and the accumulation of their gradients."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.optim import Optimizer
+
+from lightning_gradavg.lightning_internals import defers_reduction, flushes_static_graph, reduced_parameters
+from lightning_gradavg.part import Part, Run
+from lightning_gradavg.ranks import World
+from lightning_gradavg.reduction.accumulation import Accumulation
+from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum, plain_sum, user_mean
+from lightning_gradavg.reduction.loss import WeighedLoss, loss_terms, read_weights, zero_loss
+from lightning_gradavg.reduction.reducer import BucketSum, Reducer
+from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Window, as_weight
+from lightning_gradavg.rules import RULES, Rule
+from lightning_gradavg.wire.route import WireOptions
+
+__all__ = ["Reduction"]
+
+
+class Reduction(Part):
+    """Weighs each micro-batch's loss, and reduces the gradients of a window by a rule.
+
+    Stock DDP is the mean; a hook of any kind would change how it divides, and so its bits. So the mean without another
+    option has neither hook nor accumulation, and only its short windows are completed.
+
+    Args:
+        rule: The reduction rule.
+        wire: How buckets travel.
+        hook: The user's communication hook, its state and its wrapper.
+        timeout: How long a process group waits for a rank.
+        crosses_ranks: Whether gradients of one rank's loss reach another within the backward.
+        on_weighed: Called with each loss, its weighed form, its samples if they are known, and its batch.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        wire: WireOptions,
+        hook: tuple[Callable[..., Any] | None, object, Callable[..., Any] | None],
+        timeout: timedelta | None,
+        *,
+        crosses_ranks: bool,
+        on_weighed: Callable[..., None],
+    ) -> None:
+        self.rule, self._on_weighed = rule, on_weighed
+        self._wire, self._hook, self._timeout, self._crosses_ranks = wire, hook, timeout, crosses_ranks
+        hooked = hook[0] is not None or hook[2] is not None or wire.asked_for is not None
+        self.is_stock = rule == RULES["mean"] and not hooked
+        self.batch: Any = None
+        self._accumulation: Accumulation | None = None
+        self._own: OwnGroups | None = None
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._reduced: list[str] = []
+        self._sparse: set[int] = set()
+        self._pending: list[WeighedLoss] = []
+        self._withheld = self._unprepared = self._static_graph_seen = False
+        self._reductions = 0
+        self._reductions_at_step: dict[int, int] = {}
+        self._end: Callable[[], None] = _nothing
+        self._warned: set[str] = set()
+
+    def setup(self, run: Run) -> None:
+        """Forget an earlier run."""
+        super().setup(run)
+        self._accumulation = None
+        self._pending, self.batch = [], None
+        self._withheld = self._unprepared = self._static_graph_seen = False
+        self._reductions, self._reductions_at_step = 0, {}
+
+    def configure_ddp(self, run: Run) -> None:
+        """Register the reduction, on CPU as on CUDA, where Lightning would drop a hook without a word."""
+        super().configure_ddp(run)
+        model, manual = run.ddp, not run.module.automatic_optimization
+        if manual and model.static_graph and not flushes_static_graph(run.trainer.strategy):
+            raise ValueError(
+                "static_graph=True with manual optimization needs a lightning that starts the reduction of the first"
+                f" backward, as 2.6 does; in lightning {lightning.__version__} it would not be reduced."
+                " Leave static_graph out, or use a newer lightning."
+            )
+        named = dict(model.module.named_parameters())
+        self._frozen = [(name, p) for name, p in named.items() if not p.requires_grad]
+        names = {p: name for name, p in named.items()}
+        # Now: a user may toggle which parameters require gradients.
+        self._reduced = [names[p] for p in reduced_parameters(model)]
+        if self.is_stock and not (model.static_graph and self._accumulates):
+            return
+        self._sparse = {
+            id(layer.weight)
+            for layer in model.modules()
+            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+        }
+        group, trained = model.process_group, [(name, p) for name, p in named.items() if p.requires_grad]
+        self._own = OwnGroups(World.of(group), run.device, self._timeout)
+        bucket_sum, averages = self._bucket_sum(trained)
+        reducer = Reducer(
+            self.rule,
+            run.places,
+            group,
+            run.device,
+            bucket_sum or plain_sum(group),
+            averages=averages,
+            windows_may_differ=manual,
+        )
+        self._accumulation = Accumulation(
+            reducer, [p for _, p in trained], preserves_gradients=manual, crosses_ranks=self._crosses_ranks
+        )
+        model.register_comm_hook(None, reducer.hook)
+
+    def _bucket_sum(self, trained: list[tuple[str, nn.Parameter]]) -> tuple[BucketSum | None, bool]:
+        """Return what sums buckets, None for an all-reduce, and whether it averages them."""
+        run, (hook, state, wrapper) = self.run, self._hook
+        assert self._own is not None
+        group = run.ddp.process_group
+        if hook is not None or wrapper is not None:
+            return user_mean(hook or allreduce_hook, state, wrapper, group, run.device, self._own), True
+        if self.is_stock:
+            return None, False
+        bucket_sum, obstacle = exchange_sum(self._wire, run.places, group, run.device, trained, self._own)
+        if obstacle is not None:
+            self.warn(obstacle)
+        return bucket_sum, False
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether a window may have several micro-batches."""
+        trainer = self.run.trainer
+        return trainer.accumulate_grad_batches > 1 or any(
+            isinstance(callback, GradientAccumulationScheduler)
+            for callback in trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        )
+
+    @property
+    def weighs(self) -> bool:
+        """Whether losses are multiplied before their backward, so that gradients that cross ranks are comparable."""
+        return self._accumulation is not None
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that the reduction sees."""
+        return [] if self._accumulation is None else self._accumulation.parameters
+
+    @property
+    def sparse(self) -> set[int]:
+        """The `id` of those whose gradients are sparse."""
+        return self._sparse
+
+    @property
+    def closed(self) -> tuple[Window, float] | None:
+        """The window that is being reduced, and what its losses were divided by; None under stock DDP."""
+        return None if self._accumulation is None else self._accumulation.reducer.closed
+
+    def prepare_later(self) -> None:
+        """Leave it to the last backward of the step to have DDP expect its gradients: the forward has not done it."""
+        self._unprepared = True
+
+    def withhold(self) -> Callable[[], None] | None:
+        """Keep a micro-batch's gradients local where DDP must run its hook all the same; return what ends that.
+
+        With a static graph DDP must see its first backward, or an assertion of torch's reducer fails; there the hook
+        runs, and leaves the buckets as they are. None where DDP may skip its hook.
+        """
+        model = self.run.model
+        if model is None or not model.static_graph or self._accumulation is None or self._static_graph_seen:
+            return None
+        self._withheld = True
+
+        def end() -> None:
+            self._withheld = False
+
+        return end
+
+    def begin_step(self, batch: Any) -> None:
+        """Note the batch of a training step, and forget losses whose backward was never run."""
+        self.batch, self._pending = batch, []
+
+    def read(self, output: Any, samples: float | None) -> Any:
+        """Return a training step's output with one loss to run the backward from, and remember its weights.
+
+        Args:
+            output: What `training_step` returned.
+            samples: The number of samples, where it is known; 0 for a batch that does not count.
+        """
+        named = isinstance(output, Mapping)
+        loss, weight = (output.get("loss"), output.get("weight")) if named else (output, None)
+        accumulates = self.run.trainer.accumulate_grad_batches > 1
+        if loss is None:
+            if accumulates:
+                raise RuntimeError(
+                    "training_step returned no loss within an accumulation window, which would then not be reduced."
+                    ' Return {"loss": loss, "weight": 0} for a micro-batch that is not to count.'
+                )
+            return output
+        value = self.add(loss, weight, samples).value
+        if not named:
+            return value
+        return output if value is loss else {**output, "loss": value}
+
+    def add(self, loss: Any, weight: Any, samples: float | None) -> WeighedLoss:
+        """Return a loss that is weighed when its backward runs, which is to be run next, or after those added before."""
+        terms = loss_terms(loss)
+        if weight is not None and not self.rule.uses_weight:
+            self.warn(f'a "weight" was given, but reduction={self.rule.name!r} does not use weights: it is ignored.')
+        weighed = WeighedLoss.plain(terms, MicroBatch({WHOLE_LOSS: as_weight(1.0, self.run.device)}))
+        if self._accumulation is not None:
+            micro_batch = read_weights(self.rule, terms, weight, self.batch, self.run.device, samples)
+            weighed = self._weighed(self._accumulation, terms, micro_batch)
+        self._on_weighed(loss, weighed, samples, self.batch)
+        self._pending.append(weighed)
+        return weighed
+
+    def _weighed(self, accumulation: Accumulation, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
+        run = self.run
+        # Looked at on the host only: an accelerator would be waited for.
+        weights = micro_batch.weights.values() if run.device.type == "cpu" else ()
+        if any(weight == 0 for weight in weights) and micro_batch.explicit and not micro_batch.absent:
+            self.warn(
+                f"rank {run.trainer.global_rank} has a micro-batch of weight 0, which contributes nothing to the"
+                " gradient. Further ones are not reported.",
+                everywhere=True,
+            )
+        if tuple(micro_batch.weights) != (WHOLE_LOSS,) and run.ddp.static_graph and self._accumulates:
+            raise ValueError(
+                "static_graph=True needs the same backward in every micro-batch, but named loss terms take one per term"
+                " in all but the last of a window. Leave static_graph out, or do not accumulate."
+            )
+        without_graph = not any(term.requires_grad for term in terms.values())
+        if without_graph and all(weight == 0 for weight in micro_batch.weights.values()):
+            terms = dict.fromkeys(terms, zero_loss(accumulation.parameters, self._sparse))
+            prepare_for_backward(run.ddp, terms)
+        weighed = accumulation.weigh(terms, micro_batch)
+        sparse = [parameter for parameter in accumulation.parameters if id(parameter) in self._sparse]
+        if sparse and all(weight == 0 for weight in micro_batch.weights.values()):
+            # Its gradient is stopped at the loss, but DDP takes no sparse gradient that is undefined.
+            weighed.value = weighed.value + zero_loss(sparse, self._sparse).to(weighed.value.dtype)
+        return weighed
+
+    def fail_together(self, problem: str) -> Tensor:
+        """Return a loss whose window ends with an error on all ranks."""
+        assert self._accumulation is not None
+        zero = zero_loss(self._accumulation.parameters, self._sparse)
+        prepare_for_backward(self.run.ddp, zero)
+        advice = "Batch norm needs two values per channel: choose a batch size that leaves no rank a single sample"
+        nothing = as_weight(0.0, self.run.device)
+        self._pending = [WeighedLoss(zero, MicroBatch({WHOLE_LOSS: nothing}, problem=f"{problem} {advice}"))]
+        return zero
+
+    def take(self) -> list[WeighedLoss]:
+        """Return the losses whose backward is to be run now."""
+        pending, self._pending = self._pending, []
+        return pending
+
+    @property
+    def defers(self) -> bool:
+        """Whether the backward that runs now is reduced after it, in Lightning's `post_backward`."""
+        return self.run.ddp.static_graph and defers_reduction(self.run.trainer.strategy)
+
+    def ends_window(self, *, final: bool) -> bool:
+        """Return whether the next backward, the final one of its step or not, is reduced."""
+        model = self.run.model
+        return model is not None and model.require_backward_grad_sync and not self._withheld and final
+
+    def backward(
+        self, loss: WeighedLoss, root: Tensor, run: Callable[..., None], *, first: bool = True, final: bool = True
+    ) -> None:
+        """Run the backward of one of a step's losses, the first and the final one or one between.
+
+        Args:
+            loss: The loss.
+            root: What the backward runs from.
+            run: Runs it; takes `retain_graph=True`.
+            first: Whether it is the first of its step.
+            final: Whether it is the last.
+        """
+        model, trainer = self.run.ddp, self.run.trainer
+        automatic = self.run.module.automatic_optimization
+        divisor = trainer.accumulate_grad_batches if automatic else 1
+        length = trainer.fit_loop.epoch_loop.batch_idx % divisor + 1
+        last = self.ends_window(final=final)
+        self._reductions += last
+        self._refuse_unfrozen()
+        if final and self._unprepared:
+            self._unprepared = False
+            prepare_for_backward(model, root)
+        accumulation = self._accumulation
+        if accumulation is None:
+            run()
+            if last and length < divisor:
+                _multiply_gradients(model, divisor / length)
+        else:
+            if automatic and length == 1 and first:
+                accumulation.reset()
+            if not automatic and self.rule == RULES["mean"]:
+                # As in stock DDP, the user divides the losses of a window in manual optimization.
+                divisor = accumulation.pending + 1
+            accumulation.backward(loss, run, last=last, loss_divisor=divisor)
+            self._end = accumulation.finish if last else accumulation.pause
+        self._static_graph_seen = True
+
+    def end_backward(self) -> None:
+        """End a micro-batch, once its gradients are there."""
+        end, self._end = self._end, _nothing
+        end()
+
+    def _refuse_unfrozen(self) -> None:
+        if self._accumulation is None and self.run.world.size == 1:
+            return
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name!r} was frozen when training began and now requires a gradient, which DDP does not"
+                    " reduce: the ranks would drift apart. Freeze it by a learning rate of 0 until then, or start"
+                    " another fit() with it unfrozen."
+                )
+
+    def require_reduced(self, optimizer: Optimizer) -> None:
+        """Raise where a manual loop steps on gradients that no manual_backward reduced: the ranks would drift apart."""
+        before = self._reductions_at_step.get(id(optimizer), 0)
+        self._reductions_at_step[id(optimizer)] = self._reductions
+        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        if before < self._reductions or self.run.world.size == 1 or all(gradient is None for gradient in gradients):
+            return
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() was called on gradients that were not reduced since its last step."
+            " In manual optimization call self.manual_backward(loss) instead of loss.backward(), and end every window"
+            " with a backward outside of toggle_model(sync_grad=False)."
+        )
+
+    def check(self) -> None:
+        """Raise what was found out about the last window, which no further one does: before it is saved, at the end."""
+        if self._accumulation is not None:
+            self._accumulation.reducer.check()
+
+    def warn(self, message: str, *, everywhere: bool = False) -> None:
+        """Warn once in the life of the strategy, on rank 0 or everywhere."""
+        if message not in self._warned:
+            self._warned.add(message)
+            (warnings.warn if everywhere else rank_zero_warn)(message, stacklevel=2)
+
+    def advice(self, exception: BaseException) -> str | None:
+        """Return the names of the parameters that DDP only counts when it misses their gradients, and what to do."""
+        indices = re.search(r"Parameter indices which did not receive grad for rank (\d+): ([\d ]+)", str(exception))
+        if indices is None or not self._reduced:
+            return None
+        unused = ", ".join(self._reduced[int(index)] for index in indices[2].split())
+        return (
+            f"parameters without gradient on rank {indices[1]}: {unused}. They are not used in the loss that"
+            " training_step returns. If that is meant, use GradAvgStrategy(find_unused_parameters=True), or freeze"
+            " them with requires_grad_(False)."
+        )
+
+    def teardown(self) -> None:
+        """End what runs beside the backward."""
+        if self._own is not None:
+            self._own.close()
+            self._own = None
+
+
+def _nothing() -> None:
+    """End a backward that ends no window."""
+
+
+def _multiply_gradients(module: nn.Module, factor: float) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None and parameter.requires_grad:
+            parameter.grad.mul_(factor)

@@ -1,0 +1,284 @@
+"""Batch norm over the values of all ranks, so that it normalizes a global batch as one process does.
+
+With `x` the values of one channel, `N` of them on all ranks together, and sums over all of them, the forward is
+
+    m = sum(x) / N ,    v = sum((x - m)^2) / N ,    xhat = (x - m) / sqrt(v + eps) ,    y = gamma * xhat + beta
+
+and the gradient of a loss that is the sum over ranks of `l_r` is, with `dy` the gradient of that rank's own loss,
+
+    dx = gamma / sqrt(v + eps) * (dy - sum(dy) / N - xhat * sum(dy * xhat) / N) ,
+
+both from Ioffe and Szegedy, "Batch Normalization" (arXiv:1502.03167), section 3. The gradients of gamma and beta stay
+those of the rank's own rows: what reduces all other gradients sums them, too. So `dx` is right where the reduced
+gradient is the sum over ranks of `d l_r / d theta` times a number that is the same for all.
+
+Each forward is two collectives, and each backward that reaches the input is one. So all ranks must run the same layers
+in the same order, forwards and backwards, also ranks without rows, and also where `torch.utils.checkpoint` runs a
+forward again within the backward. That is so where all ranks run the same model with the same parameters frozen.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_gradavg.ranks import World
+
+__all__ = ["not_counted", "restore_batch_norm", "synchronize_batch_norm", "unsynchronizable_batch_norms"]
+
+_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+_counted: ContextVar[bool] = ContextVar("counted", default=True)
+
+
+def synchronize_batch_norm(module: nn.Module, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Let every batch norm of a module normalize over the values of all ranks. Call it on every rank.
+
+    It applies where a batch norm uses the statistics of the batch: while it is in training mode, and, if it keeps no
+    running statistics, while `module` is. In evaluation a rank normalizes its own batch. The layers stay the objects
+    that they are, with their types, hooks, parameters and buffers; only their attribute `forward` is set. Copies made
+    with `copy.deepcopy` are synchronized, too; pickled ones are not. Torch's `SyncBatchNorm` layers are taken over.
+
+    - Ranks may have different numbers of rows, or none. Inside `not_counted` a rank's rows count for nothing.
+    - Half precision is computed in float32. The dtype of the output is that of the input.
+    - In a group of one rank a batch norm computes what it does without.
+    - There is no second derivative.
+
+    Args:
+        module: The model, the same on all ranks.
+        group: The process group; the default group if None.
+
+    Returns:
+        The names of the synchronized layers, as `module.named_modules()` has them. Those that
+        `unsynchronizable_batch_norms` names are left alone.
+
+    Raises:
+        ValueError: If this process is not a member of `group`. Later, from a forward, on all ranks alike, if all ranks
+            together have one value per channel.
+    """
+    world = World.of(group)
+    names = []
+    for name, norm in module.named_modules():
+        if isinstance(norm, _BatchNorm) and _forward_of(norm) in _FORWARDS:
+            vars(norm)["forward"] = _Synchronized(norm, module, world)
+            names.append(name)
+    return names
+
+
+def restore_batch_norm(module: nn.Module) -> None:
+    """Undo `synchronize_batch_norm` in a module and in all that it contains."""
+    for norm in module.modules():
+        if isinstance(vars(norm).get("forward"), _Synchronized):
+            del vars(norm)["forward"]
+
+
+def unsynchronizable_batch_norms(module: nn.Module) -> list[str]:
+    """Return the names of the batch norms that have a forward of their own, which cannot be synchronized."""
+    return [
+        name for name, norm in module.named_modules() if isinstance(norm, _BatchNorm) and _forward_of(norm) not in _FORWARDS
+    ]
+
+
+@contextmanager
+def not_counted() -> Iterator[None]:
+    """Inside, let this rank's rows count for nothing in synchronized batch norms, on this thread.
+
+    They are normalized with the statistics of the other ranks' rows, and the gradients of other ranks do not depend on
+    them or on the loss of this rank. Enter it around the forward; the backward may be run outside. What
+    `torch.utils.checkpoint` runs again in the backward counts as the layer's last forward before that did.
+    """
+    token = _counted.set(False)
+    try:
+        yield
+    finally:
+        _counted.reset(token)
+
+
+def _forward_of(norm: nn.Module) -> Callable[..., Any]:
+    own = vars(norm).get("forward")
+    forward: Callable[..., Any] = type(norm).forward if own is None or isinstance(own, _Synchronized) else own
+    return getattr(forward, "__func__", forward)
+
+
+class _Synchronized:
+    """The forward of a synchronized batch norm.
+
+    Args:
+        norm: The layer.
+        model: The model that was synchronized; while it is in training mode, evaluation is elsewhere.
+        world: The ranks.
+    """
+
+    def __init__(self, norm: _BatchNorm, model: nn.Module, world: World) -> None:
+        self.norm, self.model, self.world = norm, model, world
+        self.counted = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Synchronized:
+        # A process group cannot be copied. Nor may the copy of one layer drag along the model that it is part of.
+        return _Synchronized(copy.deepcopy(self.norm, memo), memo.get(id(self.model), self.model), self.world)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As a bound method, so that whoever loads the layer needs neither a process group nor this package.
+        return getattr, (self.norm, "forward")
+
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name, by which callers may pass it
+        norm = self.norm
+        # A forward within a backward is a recomputation, perhaps on a thread of autograd without the context.
+        if torch._C._current_graph_task_id() == -1:
+            self.counted = _counted.get()
+        if not self._uses_all_ranks or (self.world.group is None and self.counted):
+            return _BatchNorm.forward(norm, input)
+        norm._check_input_dim(input)
+        if input.shape[1] != norm.num_features and (norm.affine or norm.track_running_stats):
+            raise ValueError(
+                f"a batch norm of {norm.num_features} channels got an input of shape {tuple(input.shape)}, which has"
+                f" {input.shape[1]} in dimension 1: pass num_features={input.shape[1]} to the layer"
+            )
+        output: Tensor = _apply(_Normalize, input, norm.weight, norm.bias, norm, self.world, self.counted)
+        return output
+
+    @property
+    def _uses_all_ranks(self) -> bool:
+        norm = self.norm
+        return norm.training or (norm.running_mean is None and norm.running_var is None and self.model.training)
+
+
+class _Normalize(torch.autograd.Function):
+    # All ranks save the same number of tensors, whatever they count: checkpoint ends a recomputation by that number.
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        norm: _BatchNorm,
+        world: World,
+        counted: bool,
+    ) -> Tensor:
+        shape, dims = _layout(values)
+        wide = _wide(values.dtype)
+        n = values.shape[0] * math.prod(values.shape[2:]) if counted else 0
+        sums = values.sum(dims, dtype=wide) if counted else _zeros(values)
+        number = torch.full((1,), n, dtype=torch.float64, device=values.device)
+        reduced = _sum_over_ranks(torch.cat([sums.double(), number]), world)
+        total = reduced[-1]
+        # Only ranks that may be in it look at the number, because an accelerator is waited for to see it.
+        if n <= 1 and total.item() == 1:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, but the samples of all ranks together have 1, on"
+                f" this rank in an input of shape {tuple(values.shape)}. Use larger batches, or drop_last=True."
+            )
+        mean = reduced[:-1] / total.clamp(min=1)
+        centered = values.to(wide) - mean.to(wide).view(shape)
+        squares = _sum_over_ranks(centered.square().sum(dims).double() if counted else _zeros(values), world)
+        inverse = (squares / total.clamp(min=1) + norm.eps).rsqrt()
+        # Before the tensors are saved, where checkpoint may end a recomputation: so does torch's own batch norm.
+        _move_running_statistics(norm, mean, squares, total)
+        scale = inverse if weight is None else inverse * weight.double()
+        output = centered.mul_(scale.to(wide).view(shape))
+        if bias is not None:
+            output += bias.to(wide).view(shape)
+            ctx.bias_dtype = bias.dtype
+        ctx.world, ctx.counted = world, counted
+        ctx.save_for_backward(values, weight, mean, inverse, total)
+        result: Tensor = output.to(values.dtype)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            results = _gradients(ctx, *gradients)
+        if torch.is_grad_enabled():  # create_graph=True
+            values, weight, *_ = ctx.saved_tensors
+            results = _apply(_OnlyOnce, *results, *gradients, values, weight)
+        return *results, None, None, None
+
+
+class _OnlyOnce(torch.autograd.Function):
+    """Passes on the first three tensors, and says so where a gradient through them is asked for."""
+
+    @staticmethod
+    def forward(_ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if tensor is None else tensor.view_as(tensor) for tensor in tensors[:3])
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "a gradient of a gradient goes through a batch norm that is synchronized over the ranks, which has no"
+            " second derivative. Use a norm that does not depend on other samples there, such as GroupNorm."
+        )
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the values, the weight and the bias."""
+    values, weight, mean, inverse, total = ctx.saved_tensors
+    shape, dims = _layout(values)
+    wide = _wide(values.dtype)
+    dy = gradient.to(wide)
+    normalized = (values.to(wide) - mean.to(wide).view(shape)).mul_(inverse.to(wide).view(shape))
+    of_bias, of_weight = dy.sum(dims), (dy * normalized).sum(dims)
+    of_values = None
+    if ctx.needs_input_grad[0]:
+        own = torch.cat([of_bias, of_weight]).double()
+        # What does not count may be NaN, which no factor removes.
+        sums = _sum_over_ranks(own if ctx.counted else torch.zeros_like(own), ctx.world)
+        if ctx.counted:
+            to_mean, to_deviation = ((part / total.clamp(min=1)).to(wide).view(shape) for part in sums.chunk(2))
+            centered = normalized.mul_(-to_deviation).add_(dy).sub_(to_mean)
+        else:  # the statistics do not depend on these values
+            centered = dy
+        scale = inverse if weight is None else inverse * weight.double()
+        of_values = (centered * scale.to(wide).view(shape)).to(values.dtype)
+    return (
+        of_values,
+        of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+        of_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
+    )
+
+
+def _move_running_statistics(norm: _BatchNorm, mean: Tensor, squares: Tensor, total: Tensor) -> None:
+    if not (norm.training and norm.track_running_stats):
+        return
+    factor: float | Tensor = 0.0 if norm.momentum is None else norm.momentum
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if norm.momentum is None:
+            factor = 1 / norm.num_batches_tracked.double()
+    factor = factor * (total > 0).double()  # as in torch, an empty batch leaves them as they are
+    for running, current in ((norm.running_mean, mean), (norm.running_var, squares / (total - 1).clamp(min=1))):
+        if running is not None:
+            running.copy_((1 - factor) * running.double() + factor * current)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)
+
+
+def _sum_over_ranks(vector: Tensor, world: World) -> Tensor:
+    """Sum a vector of float64, in place: for one number per channel that costs nothing, and it keeps counts exact."""
+    if world.group is not None:
+        dist.all_reduce(vector, group=world.group)
+    return vector
+
+
+def _layout(values: Tensor) -> tuple[list[int], list[int]]:
+    """Return the shape of one number per channel beside the values, and the other dimensions."""
+    return [1, -1, *(1 for _ in values.shape[2:])], [0, *range(2, values.ndim)]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    # A sum of half precision numbers stops to grow at 2048 in float16 and at 256 in bfloat16.
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _zeros(values: Tensor) -> Tensor:
+    return torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)

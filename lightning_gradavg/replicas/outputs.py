@@ -1,0 +1,151 @@
+"""The outputs of all replicas as one, as `nn.DataParallel` gathers them and Lightning 1.x hands them on."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_gradavg.reduction.gather import gather
+from lightning_gradavg.reduction.sums import zero_gradient
+from lightning_gradavg.tree import leaves, rebuilt
+
+__all__ = ["gather_outputs", "join_outputs"]
+
+
+def join_outputs(outputs: Sequence[Any], device: torch.device) -> Any:
+    """Return the outputs of this process's replicas as one, with graph.
+
+    Tensors are concatenated along dimension 0 through dicts, lists, tuples and named tuples. A number, Python's or a
+    0-dim tensor, becomes one entry per replica. None stays None.
+
+    Args:
+        outputs: What each replica returned, in order; one or more.
+        device: Where Python's numbers are put.
+
+    Raises:
+        TypeError: If an output is something else, or the replicas' outputs are not alike.
+    """
+    rows = [_rows(output, device) for output in outputs]
+    different = next((of_replica for of_replica in rows if of_replica.keys() != rows[0].keys()), None)
+    if different is not None:
+        raise TypeError(
+            f"the replicas' outputs cannot be gathered: one has {_names(rows[0])}, another {_names(different)}."
+            " Return the same structure from every training_step."
+        )
+    return _with_rows(outputs[0], [torch.cat([of_replica[label] for of_replica in rows]) for label in rows[0]])
+
+
+def gather_outputs(
+    outputs: Sequence[Any],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    *,
+    counted: bool,
+    numbers: bool = True,
+    sparse: Container[int] = (),
+) -> Any:
+    """Return the outputs of all replicas of all ranks as one, in the order of the replicas. A collective operation.
+
+    Every rank can compute the same loss from the result; `gather` brings each row's gradient home.
+
+    Args:
+        outputs: What each of this rank's replicas returned, in order. A rank without replicas gives the one output of
+            its stand-in, of which the structure is used and no row.
+        device: Where Python's numbers are put.
+        group: The process group.
+        counted: Whether this rank has replicas.
+        numbers: Whether numbers may be gathered, too. On one device there would be one, computed from all samples.
+        sparse: The `id` of the parameters whose gradients are sparse.
+
+    Raises:
+        TypeError: As `join_outputs`.
+        ValueError: If the ranks' outputs do not fit together.
+    """
+    for label, leaf in leaves(outputs[0]) if not numbers else ():
+        if isinstance(leaf, Number) or (isinstance(leaf, Tensor) and leaf.ndim == 0):
+            raise TypeError(
+                f"output{label} of training_step is one number, which each rank has computed from its own samples: on"
+                " one device it would be computed from all. Return rows, one per sample, and compute it in"
+                " training_step_end."
+            )
+    joined = join_outputs(outputs, device)
+    rows = list(_rows(joined, device).values())
+    if not rows:
+        return joined
+    return _with_rows(joined, gather(rows if counted else _no_rows(rows, sparse), group=group))
+
+
+def _rows(value: Any, device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors of an output by their places, each with a dimension to concatenate along."""
+    found = {}
+    for label, leaf in leaves(value):
+        if isinstance(leaf, Tensor):
+            found[label] = leaf.reshape(1) if leaf.ndim == 0 else leaf
+        elif isinstance(leaf, Number):
+            found[label] = torch.tensor([leaf], device=device)
+        elif leaf is not None:
+            raise TypeError(
+                f"output{label}={leaf!r} of type {type(leaf).__name__} cannot be gathered over the replicas: return"
+                " tensors, numbers, None, or dicts, lists and tuples of them from training_step."
+            )
+    return found
+
+
+def _with_rows(value: Any, rows: Sequence[Tensor]) -> Any:
+    """Return an output of the same structure with other tensors; None stays None."""
+    remaining = iter(rows)
+    return rebuilt(value, (None if leaf is None else next(remaining) for _, leaf in leaves(value)))
+
+
+def _names(labels: Sequence[str] | dict[str, Tensor]) -> str:
+    return ", ".join(f"output{label}" for label in labels) or "no tensor"
+
+
+class _NoRows(torch.autograd.Function):
+    """Tensors of no rows, whose backward gives the parameters below them zero gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, like: Sequence[Tensor], sparse: Container[int], *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.parameters = [(parameter, int(id(parameter) in sparse)) for parameter in parameters]
+        return tuple(leaf.new_empty((0, *leaf.shape[1:])) for leaf in like)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        del grads
+        return None, None, *(zero_gradient(parameter, sparse_dim) for parameter, sparse_dim in ctx.parameters)
+
+
+def _no_rows(rows: Sequence[Tensor], sparse: Container[int]) -> list[Tensor]:
+    """Return the tensors without their rows.
+
+    The parameters that a replica's outputs depend on get their gradients below the gather, as on the other ranks: where
+    they came earlier, this rank would reduce them before the others have left the backward of the gather. A slice of no
+    rows would give them gradients, too, but 0 times an infinite derivative is NaN.
+    """
+    live = [tensor for tensor in rows if tensor.requires_grad]
+    parameters = _parameters_below(live)
+    if not parameters:
+        return [tensor[:0] for tensor in rows]
+    detached = [tensor.detach() for tensor in live]
+    empty: Iterator[Tensor] = iter(_NoRows.apply(detached, sparse, *parameters))  # type: ignore[no-untyped-call]  # torch's
+    return [next(empty) if tensor.requires_grad else tensor[:0] for tensor in rows]
+
+
+def _parameters_below(tensors: Sequence[Tensor]) -> list[nn.Parameter]:
+    """Return the leaves that the backward of `tensors` reaches."""
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen, found = set(nodes), {}
+    while nodes:
+        node = nodes.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found[id(variable)] = variable
+        below = {next_node for next_node, _ in getattr(node, "next_functions", ())} - seen
+        seen |= below
+        nodes += below
+    return list(found.values())

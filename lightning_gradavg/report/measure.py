@@ -1,0 +1,126 @@
+"""What one rank measures of an optimizer step: its own gradient before the reduction, and how long that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gradavg.report.report import Communication
+
+__all__ = ["CommunicationTimers", "LocalGradients", "squared_norm"]
+
+_HALF_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class LocalGradients:
+    """Sees every parameter's accumulated gradient during a backward, before DDP takes it to the other ranks.
+
+    A hook that torch runs within `AccumulateGrad` comes before DDP's own, which runs after it. Nothing is changed.
+
+    Args:
+        parameters: The parameters.
+        copies: Whether to keep copies, for the angle to the reduced gradient; without, only norms are kept.
+        accumulated: Whether the parameters hold the gradients of earlier micro-batches of the window.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, copies: bool, accumulated: bool) -> None:
+        self._parameters = parameters
+        self._copies = copies
+        self._accumulated = accumulated
+        self._seen: dict[nn.Parameter, Tensor] = {}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        if self._accumulated:
+            # For the parameters that this backward does not reach.
+            for parameter in self._parameters:
+                self._see(parameter)
+        self._handles = [parameter.register_post_accumulate_grad_hook(self._see) for parameter in self._parameters]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _see(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        if parameter.grad is not None:
+            gradient = parameter.grad.detach()
+            self._seen[parameter] = gradient.clone() if self._copies else squared_norm([gradient])
+
+    def squared_norm(self, device: torch.device) -> Tensor:
+        """Return the squared norm over all parameters, a 0-dim float64 tensor on `device`."""
+        if self._copies:
+            return squared_norm(self._seen.values(), device)
+        return _total(self._seen.values(), device)
+
+    def product(self, device: torch.device) -> Tensor:
+        """Return the inner product of the copies with the gradients that the parameters have now, a float64 tensor."""
+        pairs = ((local, parameter.grad) for parameter, local in self._seen.items())
+        return _total((_product(local, now) for local, now in pairs if now is not None), device)
+
+
+def squared_norm(gradients: Iterable[Tensor | None], device: torch.device | None = None) -> Tensor:
+    """Return the squared norm of all gradients, a 0-dim float64 tensor; half precision is measured in float32."""
+    return _total((_norm(gradient).double().square() for gradient in gradients if gradient is not None), device)
+
+
+def _total(values: Iterable[Tensor], device: torch.device | None) -> Tensor:
+    found = [value.to(device) for value in values]
+    return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    wide = gradient.float() if gradient.dtype in _HALF_PRECISION else gradient
+    norm: Tensor = torch.linalg.vector_norm(wide)
+    return norm
+
+
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    if one.is_sparse or other.is_sparse:
+        if one.is_sparse and other.is_sparse:
+            return (one * other).coalesce().values().double().sum()
+        one, other = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (one, other))
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    if one.dtype in _HALF_PRECISION:
+        one, other = one.float(), other.float()
+    return torch.dot(one.reshape(-1), other.reshape(-1)).double()
+
+
+class CommunicationTimers:
+    """Has DDP time one reduction: by the clock on CPU, by events on an accelerator.
+
+    DDP times the first ten iterations and then each hundredth. Reading an event waits for it, so the rate is put back
+    before the next forward would read the events of a step that is not observed.
+
+    Args:
+        model: The wrapper.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = model
+        self._usual_rate = 100  # torch's kDDPRuntimeLoggingSampleRate, which nothing returns
+
+    def start(self) -> None:
+        """Time the next iteration; to be called before its forward."""
+        self._model._set_ddp_runtime_logging_sample_rate(1)
+
+    def read(self) -> Communication | None:
+        """Return the times of the iteration that just ended, and time no further ones."""
+        assert self._model.logger is not None
+        self._model.logger.set_runtime_stats_and_log()
+        self.stop()
+        times = self._model._get_ddp_logging_data()
+        total = times.get("backward_comm_time", 0) / 1e9
+        overlapped = times.get("backward_compute_comm_overlap_time", 0) / 1e9
+        return Communication(total, overlapped) if total > 0 else None
+
+    def stop(self) -> None:
+        """Put DDP's usual rate back."""
+        self._model._set_ddp_runtime_logging_sample_rate(self._usual_rate)
