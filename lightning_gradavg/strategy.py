@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_gradavg.data.batches import Split
 from lightning_gradavg.presets import StrategyFacts, plan_of
-from lightning_gradavg.rates.run_recipe import RunRecipe
+from lightning_gradavg.rates.recipe import RunRecipe
 from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.ddp_options import changed_options
 from lightning_gradavg.reduction.reducer import Reducer

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from lightning_gradavg.planning.noise import linear_scaling_limit, optimal_lr_ratio
 from lightning_gradavg.planning.recipe import Cluster, Recipe
 from lightning_gradavg.planning.runs import Run, gradavg_run, stock_ddp_run
-from lightning_gradavg.rates.global_batch import BatchScale, contradictions, nearest_even_batches
-from lightning_gradavg.rates.scaling import scale_factor
+from lightning_gradavg.rates.scaling import BatchScale, contradictions, nearest_even_batches, scale_factor
 
 __all__ = ["Advice", "NoiseAdvice", "Plan", "make_plan"]
 
@@ -187,8 +186,9 @@ def _notes(recipe: Recipe, gradavg: Run, stock: Run, max_device_batch_size: int 
             f"A sum loss of the base run was divided by {parts} (ranks times window); reduction='sum' does not do that,"
             f" so its learning rate is the recipe's divided by {parts}: {recipe.lr / parts:.6g} at scale 1."
         )
-    twice = contradictions("sum", "linear", BatchScale(total, recipe.global_batch_size))
-    notes += [f"With a sum loss: {found.message}" for found in twice if found.kind == "counted_twice"]
+    found = contradictions("sum", "linear", BatchScale(total, recipe.global_batch_size))
+    if "counted_twice" in found:
+        notes.append(f"With a sum loss: {found['counted_twice']}")
     for run in {run.global_batch_size: run for run in (gradavg, stock)}.values():
         notes += [
             f"Global batch {run.global_batch_size}: {outcome.problem}"

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from lightning_gradavg.rates.global_batch import global_batch_size
-from lightning_gradavg.rates.scaling import as_positive
+from lightning_gradavg.rates.scaling import as_positive, global_batch_size
 
 __all__ = ["OPTIMIZERS", "Cluster", "Recipe"]
 

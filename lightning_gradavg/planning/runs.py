@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_gradavg.planning.recipe import Recipe
-from lightning_gradavg.rates.global_batch import BatchScale
 from lightning_gradavg.rates.scaling import (
     SCALINGS,
+    BatchScale,
     decoupled_weight_decay,
     scale_factor,
     scale_limit,

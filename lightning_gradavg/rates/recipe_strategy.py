@@ -21,7 +21,7 @@ from lightning_gradavg.data.sources import loader_batch_size
 from lightning_gradavg.data.training_data import SplitTraining, as_one_stand_in
 from lightning_gradavg.evaluation.evaluating import EvaluatingStrategy
 from lightning_gradavg.presets import Plan
-from lightning_gradavg.rates.run_recipe import RunRecipe
+from lightning_gradavg.rates.recipe import RunRecipe
 
 __all__ = ["RecipeStrategy"]
 
@@ -102,7 +102,7 @@ class RecipeStrategy(EvaluatingStrategy):
     ) -> Any:
         rates = None if self._finds_lr else self._recipe.rates
         if rates is not None:
-            rates.refresh(optimizer)
+            rates.refresh()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if rates is not None:
             rates.advance(optimizer)
@@ -123,8 +123,8 @@ class RecipeStrategy(EvaluatingStrategy):
         group = self.model.process_group
         ranks, nodes = dist.get_world_size(group), self._num_nodes_seen
         batch, size = self._recipe.batch, self.global_batch_size
-        scaled = batch is not None and self._recipe.rates is not None
-        scale = f"; scale {batch.scale:g}, learning rate x {self.lr_scale:g}" if batch is not None and scaled else ""
+        scaled = self._recipe.rates is not None
+        scale = f"; scale {batch.scale:g}, learning rate x {self.lr_scale:g}" if scaled else ""
         rank_zero_info(
             f"GradAvgStrategy: reduction={self._rule.name!r}, g = {self._rule.formula};"
             f" {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)} ({dist.get_backend(group)});"

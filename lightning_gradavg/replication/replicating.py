@@ -18,8 +18,8 @@ from typing_extensions import override
 from lightning_gradavg.collectives.gather import require_allowed
 from lightning_gradavg.data.order import random_state, restore_random_state
 from lightning_gradavg.presets import Plan
+from lightning_gradavg.rates.recipe import RunRecipe
 from lightning_gradavg.rates.recipe_strategy import RecipeStrategy
-from lightning_gradavg.rates.run_recipe import RunRecipe
 from lightning_gradavg.replication.equivalence import obstacles, remarks
 from lightning_gradavg.replication.outputs import join_outputs
 from lightning_gradavg.replication.steps import OutputsOfReplicas, ReplicaSteps, evaluate
