@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gradavg.place import Place
-from lightning_gradavg.rates.scaling import (
-    SCALINGS,
-    BatchScale,
-    batch_scale,
-    contradictions,
-    global_batch_size,
-    nearest_even_batches,
-)
+from lightning_gradavg.rates.scaling import SCALINGS, BatchScale, batch_scale, contradictions, global_batch_size
 from lightning_gradavg.rules import RULES
 
 COUNTS = st.integers(1, 64)
@@ -27,24 +20,6 @@ def test_one_global_batch_size() -> None:
     """Case 23: a shared loader batch of 12 is 12 on any number of ranks; 3 on each of 4, accumulated twice, is 24."""
     assert [global_batch_size(12, world_size=ranks, split_batches=True) for ranks in (1, 4, 5)] == [12, 12, 12]
     assert global_batch_size(3, world_size=4, accumulate_grad_batches=2) == 24
-
-
-@given(size=st.integers(1, 10**6), parts=COUNTS)
-def test_nearest_even_batches_are_even_and_nearest(size: int, parts: int) -> None:
-    """Each answer divides evenly, and no other multiple lies between the answers."""
-    nearest = nearest_even_batches(size, parts)
-    assert all(batch % parts == 0 and batch > 0 for batch in nearest)
-    if size % parts == 0:
-        assert nearest == (size,)
-    else:
-        assert nearest[-1] - parts < size < nearest[-1]
-        assert nearest[:-1] == ((nearest[-1] - parts,) if size > parts else ())
-
-
-def test_nearest_even_batches_of_twelve_on_five() -> None:
-    """Case 23: next to 12 samples on 5 ranks stand 10 and 15; below the number of ranks there is only one answer."""
-    assert nearest_even_batches(12, 5) == (10, 15)
-    assert nearest_even_batches(3, 5) == (5,)
 
 
 @given(loader=COUNTS, ranks=COUNTS, base_ranks=COUNTS, window=COUNTS)

@@ -22,7 +22,6 @@ FLOORS = (
     (
         "collectives costs data evaluation monitoring planning profiling rates reduction replication place rules"
         " weights rates.scaling planning.noise monitoring.step_report presets"
-        " planning.recipe planning.runs planning.plans"
         " costs.links costs.allreduce costs.overlap costs.predict costs.plot costs.tables"
     ),
     (
@@ -34,7 +33,7 @@ FLOORS = (
         " data.batches data.collated data.order data.sources data.whole_batches data.loaders data.split_loader"
         " data.resume data.loader_state collectives.gather collectives.rows replication.replicas"
         " replication.buffers replication.outputs rates.groups rates.watched"
-        " rates.recipe replication.batch_norm replication.random_streams monitoring.measure"
+        " rates.recipe plan replication.batch_norm replication.random_streams monitoring.measure"
         " monitoring.rank_measurement monitoring.noise_scale monitoring.drift costs.measure"
     ),
     (

@@ -30,7 +30,6 @@ __all__ = [
     "contradictions",
     "decoupled_weight_decay",
     "global_batch_size",
-    "nearest_even_batches",
     "resolve_scaling",
     "scale_factor",
     "scale_limit",
@@ -335,15 +334,6 @@ def batch_scale(
     )
     base = on_ranks(world_size=base_world_size) if base_batch_size is None else base_batch_size
     return BatchScale(on_ranks(world_size=world_size), base)
-
-
-def nearest_even_batches(size: int, parts: int) -> tuple[int, ...]:
-    """Return the batch sizes nearest to `size` that divide evenly by `parts`: `size` itself, or one on each side of it.
-
-    Where `size` is below `parts` there is only the one above.
-    """
-    below = size - size % parts
-    return (size,) if below == size else tuple(batch for batch in (below, below + parts) if batch)
 
 
 def contradictions(
