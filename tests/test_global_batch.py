@@ -8,6 +8,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonargparse.typing import PositiveInt
 
 from lightning_gradavg.place import Place
 from lightning_gradavg.rates.scaling import SCALINGS, BatchScale, batch_scale, contradictions, global_batch_size
@@ -75,6 +76,11 @@ def test_counts_are_checked(name: str, value: object, error: type[Exception], ki
     """A count below 1, a float and a bool are errors that quote the value."""
     with pytest.raises(error, match=rf"{name} must be an integer >= 1, got {value}{kind}\."):
         batch_scale(8, **{"world_size": 2, name: value})
+
+
+def test_integers_of_a_subclass_are_counts() -> None:
+    """What jsonargparse makes of an option of the type PositiveInt is a count."""
+    assert 24 == global_batch_size(PositiveInt(12), world_size=PositiveInt(2))
 
 
 def gradient_of(rule: str, size: int) -> float:

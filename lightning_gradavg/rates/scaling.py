@@ -111,7 +111,7 @@ def as_positive(name: str, value: Any) -> float:
 
 def as_count(name: str, value: Any, least: int = 1) -> int:
     """Return the int `value`; ValueError if it is below `least`, TypeError if it is no int, such as a bool."""
-    if type(value) is not int:
+    if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer >= {least}, got {value!r} of type {type(value).__name__}.")
     if value < least:
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r}.")
