@@ -38,7 +38,7 @@ from lightning_gradavg.options import Options, StrategyFacts, check_groups, opti
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.ranks import World
 from lightning_gradavg.rates.part import Rates
-from lightning_gradavg.rates.run_recipe import RunRecipe
+from lightning_gradavg.rates.recipe import RunRecipe
 from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.gather import gathers_of, require_allowed
 from lightning_gradavg.reduction.loss import WeighedLoss
@@ -582,7 +582,9 @@ class GradAvgStrategy(DDPStrategy):
 
         Where the ranks share batches, the mean of integers, such as batch sizes, is exact. Stock floors it on gloo.
         """
-        integral = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
+        # Lightning passes on what is not a tensor, too, whatever the annotation says.
+        value: Any = tensor
+        integral = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
         averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if integral and averages and (self._options.split_batches or self._options.exact_evaluation):
             tensor = tensor.double()

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.place import Place
+from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.rules import Share
 
 Gradients = Sequence["Tensor | None"]

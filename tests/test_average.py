@@ -11,14 +11,14 @@ import torch
 from averaging import square_root_of_weight
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
-
 from lightning_gradavg.collectives import buckets
-from lightning_gradavg.ranks import Header, on_ranks
-from lightning_gradavg.reduction.average import average_gradients, rank_factors
 from lightning_gradavg.reduction.buckets import WIRE_DTYPES, sum_dense
 from lightning_gradavg.reduction.contribution import Contribution, form_dtype, form_sparse_dim, form_text
+from torch import Tensor, nn
+
 from lightning_gradavg.place import Place, node_from_environment
+from lightning_gradavg.ranks import Header, on_ranks
+from lightning_gradavg.reduction.average import average_gradients, rank_factors
 from lightning_gradavg.reduction.combine import combine
 from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule
 

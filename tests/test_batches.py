@@ -31,8 +31,8 @@ from torch.utils.data import (
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_gradavg.batches.chunks import Piece, Split, chunk_bounds
-from lightning_gradavg.tree import batch_samples, fingerprint, slice_batch
 from lightning_gradavg.batches.loaders import BatchSplitter, SplitLoader
+from lightning_gradavg.tree import batch_samples, fingerprint, slice_batch
 
 
 class Logged(Dataset[int]):

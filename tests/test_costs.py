@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning_gradavg.wire.options import WIRE_DTYPES
 
 from lightning_gradavg.costs.allreduce import ALGORITHMS, MOST_ON_NODE, SEGMENT_BYTES, Cost, Layout, cost_of
 from lightning_gradavg.costs.links import BYTES_PER_NUMBER, Link, Links, Stages, fit_link
@@ -20,7 +21,6 @@ from lightning_gradavg.costs.plot import plot_predictions
 from lightning_gradavg.costs.predict import Prediction, Way, Work, best, predict, predict_all
 from lightning_gradavg.wire import exchange
 from lightning_gradavg.wire.codecs import CODECS, Plain
-from lightning_gradavg.wire.options import WIRE_DTYPES
 
 WITHIN = Link(1.0, 100.0)
 BETWEEN = Link(3.0, 10.0)

@@ -33,6 +33,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_gradavg.wire.options import WIRE_DTYPES, WireOptions
 from ranks import isolated, make_trainer
 from test_ranks_wire import LARGEST_ERROR, Bucket, relative_error
 from torch import Tensor, nn
@@ -47,7 +48,6 @@ from lightning_gradavg.rules import RULES, resolve_rule
 from lightning_gradavg.termination import Termination
 from lightning_gradavg.wire.codecs import BLOCK, CODECS
 from lightning_gradavg.wire.exchange import ScatteredSum
-from lightning_gradavg.wire.options import WIRE_DTYPES, WireOptions
 from lightning_gradavg.wire.route import route_of
 
 WORLDS = (1, 2, 4)

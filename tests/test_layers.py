@@ -21,8 +21,7 @@ ROOT = Path(SPEC.origin).parent  # the sources, or the installed wheel where tha
 FLOORS = (
     (
         "collectives costs data evaluation monitoring planning profiling rates reduction replication place rules"
-        " weights rates.scaling planning.noise monitoring.step_report rates.global_batch presets"
-        " planning.recipe planning.runs planning.plans"
+        " weights rates.scaling planning.noise monitoring.step_report presets"
         " costs.links costs.allreduce costs.overlap costs.predict costs.plot costs.tables"
     ),
     (
@@ -33,8 +32,8 @@ FLOORS = (
         " profiling.ddp_buckets profiling.recording profiling.summary profiling.report"
         " data.batches data.collated data.order data.sources data.whole_batches data.loaders data.split_loader"
         " data.resume data.loader_state collectives.gather collectives.rows replication.replicas"
-        " replication.buffers replication.outputs rates.learning_rate rates.parameter_groups rates.watched"
-        " rates.run_recipe replication.batch_norm replication.random_streams monitoring.measure"
+        " replication.buffers replication.outputs rates.groups rates.watched"
+        " rates.recipe plan replication.batch_norm replication.random_streams monitoring.measure"
         " monitoring.rank_measurement monitoring.noise_scale monitoring.drift costs.measure"
     ),
     (

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_gradavg.reduction.accumulate import Accumulator
+from lightning_gradavg.reduction.terms import keep_gradients
+from lightning_gradavg.weights import as_weight
+from lightning_gradavg.wire.options import WIRE_DTYPES, WireOptions
 from test_ranks_wire import LARGEST_ERROR, Bucket, gradient_of, relative_error
 from torch import Tensor, nn
 from torch.futures import Future
@@ -17,15 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_gradavg.place import places_on_nodes
-from lightning_gradavg.reduction.accumulate import Accumulator
 from lightning_gradavg.reduction.reducer import Reducer
-from lightning_gradavg.reduction.terms import keep_gradients
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch
 from lightning_gradavg.rules import RULES, Share, resolve_rule
-from lightning_gradavg.weights import as_weight
 from lightning_gradavg.wire import exchange
 from lightning_gradavg.wire.codecs import CODECS
-from lightning_gradavg.wire.options import WIRE_DTYPES, WireOptions
 from lightning_gradavg.wire.route import route_of
 
 META = torch.device("meta")

@@ -15,9 +15,17 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_gradavg.batches.chunks import Split
 from lightning_gradavg.place import Place
-from lightning_gradavg.planning.plans import Plan, make_plan
-from lightning_gradavg.planning.recipe import OPTIMIZERS, Cluster, Recipe
-from lightning_gradavg.planning.runs import Outcome, Run, chunks
+from lightning_gradavg.plan import (
+    OPTIMIZERS,
+    Cluster,
+    Outcome,
+    Plan,
+    Recipe,
+    Run,
+    chunks,
+    make_plan,
+    nearest_even_batches,
+)
 from lightning_gradavg.rates.scaling import SCALINGS
 from lightning_gradavg.rules import RULES
 
@@ -61,19 +69,37 @@ def test_advice_of_the_threads_is_judged() -> None:
     four = {advice.lr: advice.gradavg for advice in make_plan(Recipe(16, 0.01), Cluster(2, 2)).advice}
     assert four == {
         0.01: "right: the base step",
-        0.0025: "wrong: steps 4 times too small",
-        0.04: "wrong: steps 4 times too large",
-        0.02: "wrong: steps 2 times too large",
+        0.0025: "wrong: 0.25 times the base step",
+        0.04: "wrong: 4 times the base step",
+        0.02: "wrong: 2 times the base step",
     }
     two = make_plan(Recipe(16, 0.01), Cluster(2, 1))
     assert two.advice[1].lr == 0.005
-    assert two.advice[1].gradavg == "wrong: steps 2 times too small"
+    assert two.advice[1].gradavg == "wrong: 0.5 times the base step"
     assert [advice.stock_ddp for advice in two.advice] == [
-        "lr_scaling='none'",
-        "no scaling",
-        "lr_scaling='linear'",
-        "lr_scaling='sqrt'",
+        "fits lr_scaling='none'",
+        "fits no lr_scaling",
+        "fits lr_scaling='linear'",
+        "fits lr_scaling='sqrt'",
     ]
+
+
+@given(size=st.integers(1, 10**6), parts=COUNTS)
+def test_nearest_even_batches_are_even_and_nearest(size: int, parts: int) -> None:
+    """Each answer divides evenly, and no other multiple lies between the answers."""
+    nearest = nearest_even_batches(size, parts)
+    assert all(batch % parts == 0 and batch > 0 for batch in nearest)
+    if size % parts == 0:
+        assert nearest == (size,)
+    else:
+        assert nearest[-1] - parts < size < nearest[-1]
+        assert nearest[:-1] == ((nearest[-1] - parts,) if size > parts else ())
+
+
+def test_nearest_even_batches_of_twelve_on_five() -> None:
+    """Case 23: next to 12 samples on 5 ranks stand 10 and 15; below the number of ranks there is only one answer."""
+    assert nearest_even_batches(12, 5) == (10, 15)
+    assert nearest_even_batches(3, 5) == (5,)
 
 
 def test_no_advice_where_the_ranks_stay() -> None:
@@ -90,10 +116,9 @@ def test_a_batch_that_does_not_divide_names_the_nearest() -> None:
     assert [(chunk.samples, chunk.devices) for chunk in plan.gradavg.chunks] == [(3, 4), (0, 1)]
     assert plan.nearest_even_batch_sizes == (10, 15)
     assert plan.gradavg.steps == plan.gradavg.steps_per_epoch == 2
-    assert "10 and 15" in note(plan, "12 samples do not divide evenly by 5 devices")
-    assert (
-        note(plan, "Devices without a sample") == "Devices without a sample of any global batch: 1 of 5. 4 are as fast."
-    )
+    assert "10 and 15" in note(plan, "12 samples cannot be shared evenly by 5 devices")
+    idle = "1 device of 5 would get no sample of any global batch: 4 devices would be as fast."
+    assert idle == note(plan, "1 device of 5")
 
 
 @pytest.mark.parametrize(
@@ -269,11 +294,11 @@ def test_memory_of_a_device() -> None:
     assert not [note for note in limited.notes if note.startswith("A device holds")]
 
 
-def test_a_data_set_smaller_than_the_batch_of_stock_ddp() -> None:
-    """A data set of 24 does not fill 5 x 12, and the sampler repeats one sample to share it."""
-    plan = make_plan(Recipe(12, 0.1, dataset_size=24), Cluster(1, 5))
-    assert note(plan, "The data set of 24 samples does not fill")
-    assert note(plan, "Stock DDP repeats 1 sample(s) per epoch")
+def test_losses_over_tokens_are_reminded_of_their_weight() -> None:
+    """Every plan says that the weight is the number of samples unless training_step returns one."""
+    for ranks in (1, 4):
+        reminder = note(make_plan(Recipe(16, 0.1), Cluster(1, ranks)), "A loss that is a mean over anything other")
+        assert "training_step returns {'loss': loss, 'weight': number of tokens}" in reminder
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -307,12 +332,34 @@ def test_every_plan_answers_every_scaling(optimizer: str, total: int) -> None:
         ({"steps": 0}, "steps must be an integer >= 1, got 0"),
         ({"warmup_steps": -1}, "warmup_steps must be an integer >= 0, got -1"),
         ({"steps": 10, "warmup_steps": 11}, "warmup_steps=11 is longer than the recipe's 10 steps"),
+        ({"epochs": 2, "dataset_size": 64, "warmup_steps": 9}, "warmup_steps=9 is longer than the recipe's 8 steps"),
     ],
 )
 def test_impossible_recipes_are_quoted(options: dict[str, Any], message: str) -> None:
     """A recipe that cannot be is an error that quotes the value and says what is accepted."""
     with pytest.raises(ValueError, match=message):
-        Recipe(**{"batch_size": 16, "lr": 0.1, **options})
+        make_plan(Recipe(**{"batch_size": 16, "lr": 0.1, **options}), Cluster(1, 1))
+
+
+@pytest.mark.parametrize("value", [2.5, True, "4"])
+@pytest.mark.parametrize(
+    "name", ["batch_size", "devices", "accumulate_grad_batches", "steps", "nodes", "total", "most"]
+)
+def test_counts_are_integers(name: str, value: object) -> None:
+    """A float, a bool or a string where a count belongs is an error that quotes it, as on the command line."""
+
+    def planned(*, nodes: int = 1, total: int | None = None, most: int | None = None, **recipe: Any) -> None:
+        recipe = {"batch_size": 16, "lr": 0.1, **recipe}
+        make_plan(Recipe(**recipe), Cluster(nodes, 1), global_batch_size=total, max_device_batch_size=most)
+
+    with pytest.raises(TypeError, match=rf"must be an integer >= 1, got {value!r} of type {type(value).__name__}"):
+        planned(**{name: value})
+
+
+def test_learning_rates_are_numbers() -> None:
+    """A bool is no learning rate."""
+    with pytest.raises(TypeError, match="lr must be a number, got True of type bool"):
+        Recipe(16, True)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from averaging import Gradients, approx, draw_gradients, literal, reduce_given, same_everywhere, square_root_of_weight
+from lightning_gradavg.collectives import buckets
 from torch import Tensor, nn
 
-from lightning_gradavg.collectives import buckets
 from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.rules import RULES
 

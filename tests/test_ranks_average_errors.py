@@ -17,8 +17,8 @@ from ranks import Raised
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.place import Place
+from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.rules import Share
 
 

@@ -17,12 +17,12 @@ from averaging import (
     same_everywhere,
     square_root_of_weight,
 )
+from lightning_gradavg.collectives import buckets
+from lightning_gradavg.reduction.contribution import STATELESS
 from ranks import Raised
 from torch import Tensor, nn
 
-from lightning_gradavg.collectives import buckets
 from lightning_gradavg.reduction.average import average_gradients
-from lightning_gradavg.reduction.contribution import STATELESS
 from lightning_gradavg.rules import RULES
 
 # Relative L2 error of a sum, as in test_ranks_wire.py.

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from toys import Toy, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.rates.run_recipe import RunRecipe
+from lightning_gradavg.rates.recipe import RunRecipe
 from lightning_gradavg.rules import RULES
 
 TRAINER = {"max_epochs": 1, "use_distributed_sampler": False}
@@ -132,13 +132,17 @@ def test_sum_and_linear_scaling_warn(world):
     assert "is 4 times the base step" in said[0][0]
 
 
-@pytest.mark.parametrize("outside", [False, True])
-@pytest.mark.parametrize("warmup", [0, 5])
-@pytest.mark.parametrize("name", SCHEDULERS)
+# That a warm-up and any schedule multiply is shown for every pair of them in test_learning_rate.py.
+@pytest.mark.parametrize(
+    ("name", "warmup", "outside"),
+    [
+        *((name, 5, False) for name in SCHEDULERS),
+        *((name, 0, True) for name in SCHEDULERS if name not in ("none", "ReduceLROnPlateau")),
+        ("none", 0, False),
+    ],
+)
 def test_effective_rate_is_factor_times_schedule(world, name, warmup, outside):
     """Case 22: with every scheduler, Lightning's or the user's own to step, lr at step t is factor(t) x schedule(t)."""
-    if outside and name in ("none", "ReduceLROnPlateau"):
-        pytest.skip("nothing that the user steps")
     model = {"scheduler": name, "outside": outside}
     stock = world(2).run(run, model, {})
     scaled = world(2).run(run, model, {"lr_scaling": "linear", "base_batch_size": 1, "lr_warmup_steps": warmup})
@@ -262,6 +266,12 @@ def test_named_errors() -> None:
         GradAvgStrategy(lr_warmup_steps=5)
     with pytest.raises(ValueError, match="lr_scaling='cubic'"):
         GradAvgStrategy(lr_scaling="cubic")
+    with pytest.raises(TypeError, match=r"base_batch_size must be an integer >= 1, got 2\.5 of type float"):
+        GradAvgStrategy(lr_scaling="linear", base_batch_size=2.5)
+    with pytest.raises(TypeError, match="base_world_size must be an integer >= 1, got True of type bool"):
+        GradAvgStrategy(base_world_size=True)
+    with pytest.raises(TypeError, match="lr_warmup_steps must be an integer >= 0, got '4' of type str"):
+        GradAvgStrategy(lr_scaling="linear", lr_warmup_steps="4")
     with pytest.raises(ValueError, match="max_device_batch_size=4 cuts the chunks of split_batches=True"):
         GradAvgStrategy(max_device_batch_size=4)
     with pytest.raises(ValueError, match="max_device_batch_size must be 1 or more"):

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from toys import Toy, loader, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.reduction import window
 
 WEIGHTED = {"reduction": "weighted_mean"}
 

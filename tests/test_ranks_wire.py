@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_gradavg.wire.options import WIRE_DTYPES, WireOptions
 from ranks import RankPool, make_trainer
 from torch import nn
 from toys import Toy, loader, same_everywhere, train
@@ -22,7 +23,6 @@ from lightning_gradavg.place import places_on_nodes
 from lightning_gradavg.reduction.combine import combine
 from lightning_gradavg.rules import RULES
 from lightning_gradavg.wire import codecs, exchange, transport
-from lightning_gradavg.wire.options import WIRE_DTYPES, WireOptions
 from lightning_gradavg.wire.route import Hop, route_of
 
 # Relative L2 error of a sum: rounded once by all ranks but the one that sums, and once after it. A rounding to p bits

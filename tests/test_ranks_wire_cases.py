@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning_gradavg.wire.transport import GlooTransport
 from ranks import make_trainer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -18,7 +19,6 @@ from toys import Toy, loader, same_everywhere, train
 from typing_extensions import Self
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.wire.transport import GlooTransport
 
 POWER_SGD: dict[str, Any] = {"power_sgd_rank": 3, "power_sgd_start_step": 2}
 

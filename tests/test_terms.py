@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from lightning_gradavg.reduction.terms import Coefficients, keep_gradients, weigh_terms
+from torch import Tensor, nn
 
 
 def leaf(value: float, dtype: torch.dtype = torch.float64) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from lightning_gradavg.weights import as_weight, weight_problem
 
 CPU = torch.device("cpu")

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_gradavg.wire.buffers import Buffers
+from lightning_gradavg.wire.feedback import Feedback, Residual
+from lightning_gradavg.wire.options import WIRE_DTYPES, WireOptions
+from lightning_gradavg.wire.segments import Segment, Travelling
+from lightning_gradavg.wire.worker import Worker
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.place import places_on_nodes
-from lightning_gradavg.wire.buffers import Buffers
 from lightning_gradavg.wire.codecs import BLOCK, CODECS, Float16, Int8, Plain, fault_of
-from lightning_gradavg.wire.feedback import Feedback, Residual
-from lightning_gradavg.wire.options import WIRE_DTYPES, WireOptions
 from lightning_gradavg.wire.route import Hop, route_of
-from lightning_gradavg.wire.segments import Segment, Travelling
-from lightning_gradavg.wire.worker import Worker
 
 # The largest error of one rounding to 8 or 11 significant bits, relative to the number: the unit roundoff of the type.
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_gradavg.part import Part, Run, Saved
-from lightning_gradavg.rates.run_recipe import RunRecipe
+from lightning_gradavg.rates.recipe import RunRecipe
 
 __all__ = ["Rates"]
 
@@ -108,7 +108,7 @@ class Rates(Part):
         rates = None if self._finds_lr else self.recipe.rates
         if rates is None:
             return step()
-        rates.refresh(optimizer)
+        rates.refresh()
         result = step()
         rates.advance(optimizer)
         return result
@@ -152,6 +152,6 @@ class Rates(Part):
     def describe(self) -> str:
         """Return the scale, and what it makes of the learning rate."""
         batch = self.recipe.batch
-        if batch is None or self.recipe.rates is None:
+        if self.recipe.rates is None:
             return ""
         return f"; scale {batch.scale:g}, learning rate x {self.recipe.lr_scale:g}"

@@ -1,8 +1,8 @@
 """Learning rate and batch size: what a change of the global batch asks of the optimizer.
 
-The *scale* `k = B / B0` is the ratio of the global batch `B` to the base batch `B0` that the learning rate was tuned
-for. It follows the global batch alone: four ranks that split one batch of 16 train at scale 1, and one rank that
-accumulates four batches of 16 trains at scale 4. A *scaling* is a choice of the factor `f(k)` of the learning rate.
+The *scale* `k = B / B0` is the ratio of the global batch `B`, all samples of one optimizer step over ranks and window,
+to the base batch `B0` that the learning rate was tuned for. A *scaling* is a choice of the factor `f(k)` of the
+learning rate.
 
 Sources: linear and gradual warm-up, Goyal et al. 2017 (arXiv 1706.02677); square root, Krizhevsky 2014 (arXiv
 1404.5997); Adam and RMSprop, Malladi et al. 2022 (arXiv 2205.10287). All suppose a gradient that is a mean over
@@ -15,15 +15,21 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 __all__ = [
     "SCALINGS",
+    "BatchScale",
     "ScaleFunction",
     "Scaling",
+    "as_count",
     "as_positive",
+    "batch_scale",
+    "contradictions",
     "decoupled_weight_decay",
+    "global_batch_size",
     "resolve_scaling",
     "scale_factor",
     "scale_limit",
@@ -53,83 +59,73 @@ class Scaling:
     formula: str
 
 
-def _unscaled(scale: float) -> float:
+def _one(scale: float) -> float:
     return 1.0
 
 
-def _proportional(scale: float) -> float:
+def _itself(scale: float) -> float:
     return scale
 
 
 SCALINGS: Mapping[str, Scaling] = MappingProxyType(
     {
-        scaling.name: scaling
-        for scaling in (
-            Scaling("none", _unscaled, False, "lr"),
-            Scaling("linear", _proportional, False, "k * lr"),
-            Scaling("sqrt", math.sqrt, False, "sqrt(k) * lr"),
-            Scaling("adam_sde", math.sqrt, True, "sqrt(k) * lr, 1 - k * (1 - beta), eps / sqrt(k)"),
-        )
+        "none": Scaling("none", _one, False, "lr"),
+        "linear": Scaling("linear", _itself, False, "k * lr"),
+        "sqrt": Scaling("sqrt", math.sqrt, False, "sqrt(k) * lr"),
+        "adam_sde": Scaling("adam_sde", math.sqrt, True, "sqrt(k) * lr, 1 - k * (1 - beta), eps / sqrt(k)"),
     }
 )
 """The named scalings. k: scale."""
 
 
 def resolve_scaling(lr_scaling: str | ScaleFunction | Scaling) -> Scaling:
-    """Return the scaling that `lr_scaling` names or is.
-
-    Args:
-        lr_scaling: A key of `SCALINGS`, a function `scale -> factor`, or a `Scaling`.
+    """Return the scaling that `lr_scaling` is, names as a key of `SCALINGS`, or is the function `scale -> factor` of.
 
     Raises:
-        ValueError: If `lr_scaling` is a string that names no scaling.
-        TypeError: If `lr_scaling` is neither a string, a scaling nor callable.
+        ValueError: If it is a string that names no scaling.
+        TypeError: If it is neither a string, a scaling nor callable.
     """
     if isinstance(lr_scaling, Scaling):
         return lr_scaling
-    accepted = f"{', '.join(map(repr, SCALINGS))}, or a function scale -> factor"
-    if isinstance(lr_scaling, str):
-        try:
-            return SCALINGS[lr_scaling]
-        except KeyError:
-            raise ValueError(f"lr_scaling={lr_scaling!r} is not a scaling. Use one of {accepted}.") from None
     if callable(lr_scaling):
         name = getattr(lr_scaling, "__qualname__", type(lr_scaling).__qualname__)
         return Scaling(name, lr_scaling, False, f"{name}(k) * lr")
-    raise TypeError(f"lr_scaling must be one of {accepted}; got {lr_scaling!r} of type {type(lr_scaling).__name__}.")
+    accepted = f"{', '.join(map(repr, SCALINGS))}, or a function scale -> factor"
+    if not isinstance(lr_scaling, str):
+        raise TypeError(
+            f"lr_scaling must be one of {accepted}; got {lr_scaling!r} of type {type(lr_scaling).__name__}."
+        )
+    if lr_scaling not in SCALINGS:
+        raise ValueError(f"lr_scaling={lr_scaling!r} is not a scaling. Use one of {accepted}.")
+    return SCALINGS[lr_scaling]
 
 
 def as_positive(name: str, value: Any) -> float:
-    """Return `value` as a float.
-
-    Raises:
-        ValueError: If it is not finite and > 0; the message calls it `name`.
-        TypeError: If it is not a number.
-    """
-    if isinstance(value, (str, bytes)):
+    """Return the number `value` as a float; ValueError unless it is finite and > 0, TypeError if it is no number."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}.")
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}.") from None
-    if not (math.isfinite(number) and number > 0):
+    if not 0 < float(value) < math.inf:
         raise ValueError(f"{name} must be finite and > 0, got {value!r}.")
-    return number
+    return float(value)
+
+
+def as_count(name: str, value: Any, least: int = 1) -> int:
+    """Return the int `value`; ValueError if it is below `least`, TypeError if it is no int, such as a bool."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer >= {least}, got {value!r} of type {type(value).__name__}.")
+    if value < least:
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}.")
+    return value
 
 
 def scale_factor(lr_scaling: str | ScaleFunction | Scaling, scale: float) -> float:
-    """Return the factor of the learning rate at `scale`.
-
-    Args:
-        lr_scaling: A key of `SCALINGS`, a function `scale -> factor`, or a `Scaling`.
-        scale: Global batch over base batch, finite and > 0; below 1 the factor lowers the learning rate.
+    """Return the factor of the learning rate at `scale`; below scale 1 it lowers the learning rate.
 
     Raises:
         ValueError: If `scale`, or what a user's function returned for it, is not finite and > 0.
         TypeError: If either is not a number.
     """
-    scaling = resolve_scaling(lr_scaling)
-    scale = as_positive("scale", scale)
+    scaling, scale = resolve_scaling(lr_scaling), as_positive("scale", scale)
     return as_positive(f"the factor of lr_scaling {scaling.name!r} at scale {scale:g}", scaling.factor(scale))
 
 
@@ -142,9 +138,9 @@ def _as_written(number: float) -> Fraction:
 def _smoothing(hyperparameters: Mapping[str, Any]) -> dict[str, float]:
     """Return the smoothing constants of an Adam or RMSprop parameter group by the names that messages use."""
     # `eps` must stand beside them: ASGD has an `alpha` and Lion has `betas` that mean something else.
-    if "eps" in hyperparameters and "betas" in hyperparameters:
+    if {"eps", "betas"} <= hyperparameters.keys():
         named = {f"beta{index}": float(beta) for index, beta in enumerate(hyperparameters["betas"], start=1)}
-    elif "eps" in hyperparameters and "alpha" in hyperparameters:
+    elif {"eps", "alpha"} <= hyperparameters.keys():
         named = {"alpha": float(hyperparameters["alpha"])}
     else:
         raise ValueError(
@@ -160,12 +156,10 @@ def _smoothing(hyperparameters: Mapping[str, Any]) -> dict[str, float]:
 def scale_limit(hyperparameters: Mapping[str, Any]) -> Fraction:
     """Return the scale that `lr_scaling="adam_sde"` must stay below: 1 / (1 - the smallest smoothing constant).
 
+    It is exact: 10 for `betas=(0.9, 0.999)`, 100 for RMSprop's `alpha=0.99`. Scale 1 is feasible whatever the limit.
+
     Args:
         hyperparameters: An optimizer's parameter group, with `betas` or `alpha`, and `eps`.
-
-    Returns:
-        The exact limit, itself infeasible: 10 for `betas=(0.9, 0.999)`, 100 for RMSprop's `alpha=0.99`. Only a limit of
-        1 is feasible, because nothing changes there.
 
     Raises:
         ValueError: If the parameter group is not one of Adam or RMSprop, or a smoothing constant is not in [0, 1).
@@ -175,18 +169,15 @@ def scale_limit(hyperparameters: Mapping[str, Any]) -> Fraction:
 
 def _sde_smoothing(scale: float, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return `betas` or `alpha` at `scale`: 1 - beta' = k * (1 - beta), Malladi et al. 2022."""
-    named = _smoothing(hyperparameters)
-    exact_scale = _as_written(scale)
-    limit = scale_limit(hyperparameters)
-    if exact_scale >= limit and exact_scale != 1:
+    named, limit = _smoothing(hyperparameters), scale_limit(hyperparameters)
+    if _as_written(scale) >= limit and scale != 1:
         name, smallest = min(named.items(), key=lambda item: item[1])
-        largest = "1" if limit == 1 else f"just below {float(limit):g}"
         raise ValueError(
             f"lr_scaling='adam_sde' is not feasible at scale {scale:g} with {name}={smallest!r}:"
-            f" 1 - {scale:g} * (1 - {smallest!r}) is not above 0. The largest feasible scale is {largest}: use a"
+            f" 1 - {scale:g} * (1 - {smallest!r}) is not above 0. The scale must stay below {float(limit):g}: use a"
             f" smaller global batch, a {name} closer to 1, or lr_scaling='sqrt'."
         )
-    scaled = tuple(float(1 - exact_scale * (1 - _as_written(value))) for value in named.values())
+    scaled = tuple(float(1 - _as_written(scale) * (1 - _as_written(value))) for value in named.values())
     return {"betas": scaled} if "betas" in hyperparameters else {"alpha": scaled[0]}
 
 
@@ -214,7 +205,7 @@ def scaled_hyperparameters(
 
     Raises:
         ValueError: If `lr` is missing; if `"adam_sde"` meets an optimizer without smoothing constants, or a scale of
-            `scale_limit` or more (the message names the largest feasible scale).
+            `scale_limit` or more.
     """
     scaling = resolve_scaling(lr_scaling)
     factor = scale_factor(scaling, scale)
@@ -232,21 +223,11 @@ def scaled_hyperparameters(
 
 
 def warmup_factor(factor: float, step: int, warmup_steps: int) -> float:
-    """Return the factor of the learning rate at optimizer step `step` of the gradual warm-up of Goyal et al. 2017.
+    """Return the factor of the learning rate after `step` optimizer steps of the gradual warm-up of Goyal et al. 2017.
 
     1 + (f - 1) * t / T for t < T, then f: it starts at the base learning rate, not at 0. A factor below 1 is approached
-    downwards in the same way.
-
-    Args:
-        factor: f, what `scale_factor` returns.
-        step: t, the optimizer steps made so far, from 0.
-        warmup_steps: T; 0 means no warm-up.
-
-    Raises:
-        ValueError: If `step` or `warmup_steps` is negative.
+    downwards in the same way. T = 0 means no warm-up.
     """
-    if step < 0 or warmup_steps < 0:
-        raise ValueError(f"step and warmup_steps must be >= 0, got step={step!r} and warmup_steps={warmup_steps!r}.")
     return 1 + (factor - 1) * step / warmup_steps if step < warmup_steps else factor
 
 
@@ -259,9 +240,7 @@ def scaled_steps(steps: int, scale: float) -> int:
     Raises:
         ValueError: If `steps` is negative, or `scale` is not finite and > 0.
     """
-    if steps < 0:
-        raise ValueError(f"steps must be >= 0, got {steps!r}.")
-    exact = steps / _as_written(as_positive("scale", scale))
+    exact = as_count("steps", steps, least=0) / _as_written(as_positive("scale", scale))
     return max(math.floor(exact + Fraction(1, 2)), min(steps, 1))
 
 
@@ -274,3 +253,129 @@ def decoupled_weight_decay(weight_decay: float, scale: float, factor: float) -> 
     by sqrt(k).
     """
     return weight_decay * scale / factor
+
+
+@dataclass(frozen=True)
+class BatchScale:
+    """The global batch and the base batch, both in samples (or both in tokens) per optimizer step.
+
+    Attributes:
+        global_batch_size: All samples of one optimizer step, over ranks and window.
+        base_batch_size: The global batch that the learning rate was tuned for.
+    """
+
+    global_batch_size: int
+    base_batch_size: int
+
+    def __post_init__(self) -> None:
+        as_count("global_batch_size", self.global_batch_size)
+        as_count("base_batch_size", self.base_batch_size)
+
+    @property
+    def scale(self) -> float:
+        """Global batch over base batch."""
+        return self.global_batch_size / self.base_batch_size
+
+
+def global_batch_size(
+    loader_batch_size: int, *, world_size: int, accumulate_grad_batches: int = 1, split_batches: bool = False
+) -> int:
+    """Return the samples of one optimizer step, over ranks and window.
+
+    Args:
+        loader_batch_size: The `batch_size` of the `DataLoader`.
+        world_size: Ranks that take a batch of their own from the loader.
+        accumulate_grad_batches: Loader batches per optimizer step and rank. The micro-batches into which
+            `max_device_batch_size` cuts a loader batch do not count: they hold the same samples.
+        split_batches: True where all ranks share each loader batch; the world size then does not enter.
+
+    Raises:
+        ValueError: If a count is below 1.
+        TypeError: If a count is not an int.
+    """
+    samples = as_count("loader_batch_size", loader_batch_size)
+    window = as_count("accumulate_grad_batches", accumulate_grad_batches)
+    ranks = as_count("world_size", world_size)
+    return samples * window * (1 if split_batches else ranks)
+
+
+def batch_scale(
+    loader_batch_size: int,
+    *,
+    world_size: int,
+    accumulate_grad_batches: int = 1,
+    split_batches: bool = False,
+    base_batch_size: int | None = None,
+    base_world_size: int = 1,
+) -> BatchScale:
+    """Return the global batch of a run, counted as in `global_batch_size`, and the base batch.
+
+    Without `base_batch_size` the base run is this script, with the same loader and accumulation, on `base_world_size`
+    ranks: where every rank has its own loader batch the scale is world_size / base_world_size, and with
+    `split_batches` it is 1, because there the global batch does not depend on the number of ranks. Only
+    `base_batch_size`, which wins over `base_world_size`, can say that the base run accumulated differently.
+
+    Raises:
+        ValueError: If a count is below 1, or `base_world_size` is given for a run with `split_batches`, where it could
+            not say anything.
+        TypeError: If a count is not an int.
+    """
+    if as_count("base_world_size", base_world_size) > 1 and split_batches and base_batch_size is None:
+        raise ValueError(
+            f"base_world_size={base_world_size} says nothing about a run with split_batches=True: its global batch"
+            " is the loader's batch on any number of ranks. Give base_batch_size, the global batch that the"
+            " learning rate was tuned for."
+        )
+    on_ranks = partial(
+        global_batch_size,
+        loader_batch_size,
+        accumulate_grad_batches=accumulate_grad_batches,
+        split_batches=split_batches,
+    )
+    base = on_ranks(world_size=base_world_size) if base_batch_size is None else base_batch_size
+    return BatchScale(on_ranks(world_size=world_size), base)
+
+
+def contradictions(
+    rule_name: str, lr_scaling: str | ScaleFunction | Scaling, batch: BatchScale, *, nodes: int = 1
+) -> dict[str, str]:
+    """Return what does not fit together in a choice of rule, scaling and batch: messages by what is wrong.
+
+    - `"counted_twice"`: a summed gradient grows with the batch by itself, `"sum"` by the scale, `"mean_of_node_sums"`
+      by the batch of a node, `"sum_of_node_means"` by the number of nodes; a scaled learning rate counts that again.
+      Other rules, a user's own among them, are taken to be means. The base run is taken to be one on a single node.
+    - `"unchanged_batch"`: the global batch is the base batch, so that there is nothing to scale.
+    - `"base_above_global"`: the base batch is the larger one, so that the learning rate becomes smaller.
+
+    Args:
+        rule_name: `Rule.name` of the reduction.
+        lr_scaling: A key of `SCALINGS`, a function `scale -> factor`, or a `Scaling`; with `"none"` all fits.
+        batch: What `batch_scale` returns.
+        nodes: Nodes of this run.
+    """
+    scaling = resolve_scaling(lr_scaling)
+    scale, factor = batch.scale, scale_factor(scaling, batch.scale)
+    growths = {"sum": scale, "mean_of_node_sums": scale / nodes, "sum_of_node_means": float(nodes)}
+    growth = growths.get(rule_name, 1.0)
+    batches = f"global batch {batch.global_batch_size}, base batch {batch.base_batch_size}"
+    found = {}
+    if 1 not in (growth, factor):
+        found["counted_twice"] = (
+            f"reduction={rule_name!r} and lr_scaling={scaling.name!r} count the change of the batch twice"
+            f" ({batches}): the gradient is already {growth:.6g} times the base run's and the learning rate is"
+            f" {factor:.6g} times its own, so an SGD step is {growth * factor:.6g} times the base step. Use"
+            f" lr_scaling='none' with {rule_name!r}, or lr_scaling={scaling.name!r} with a mean such as"
+            " 'normalized_sum' (sum losses) or 'weighted_mean'."
+        )
+    if scale == factor == 1:
+        found["unchanged_batch"] = (
+            f"lr_scaling={scaling.name!r} changes nothing: the global batch is the base batch ({batches}). If the"
+            " learning rate was tuned for another batch, give it as base_batch_size."
+        )
+    if scale < 1:
+        found["base_above_global"] = (
+            f"the base batch is larger than the global batch ({batches}): lr_scaling={scaling.name!r} multiplies"
+            f" the learning rate by {factor:.6g}. If that is not meant, correct base_batch_size or base_world_size:"
+            " both speak of the run that the learning rate was tuned for."
+        )
+    return {} if scaling.name == "none" else found

@@ -3,47 +3,54 @@
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["STEPS", "is_watched", "watched_class"]
+__all__ = ["unwatch", "watch"]
 
 STEPS = ("step", "step_update")
 """Methods by which schedulers write learning rates; the second is that of timm for optimizer steps."""
 
+_REMEDY = "Wrap what writes learning rates in `with learning_rates.in_base_units():` instead."
+
 
 class _Watched:
-    """Marks the classes that `watched_class` makes."""
+    """Marks the classes that `watch` makes."""
 
     __slots__ = ()
 
 
-class _Unregistered:
-    def __init_subclass__(cls, **_options: Any) -> None:
-        """Keep a user's `__init_subclass__`, which may count its classes or ask for options, from being called."""
+def watch(scheduler: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let `step` and `step_update` of a scheduler run within a context, until `unwatch`.
 
+    The object gets a subclass of its class, because `state_dict()` of torch's schedulers saves all that stands in the
+    object's `__dict__`, where a wrapped method would stand. Pickles and copies of it are of its own class.
 
-_set_class = vars(object)["__class__"].__set__
-
-
-def is_watched(scheduler: Any) -> bool:
-    """Return whether the scheduler is of a class that `watched_class` made."""
-    return isinstance(scheduler, _Watched)
-
-
-def watched_class(original: type, context: Callable[[], AbstractContextManager[None]]) -> type:
-    """Return a subclass of a scheduler's class whose objects step within a context.
-
-    It is a class, because `state_dict()` of torch's schedulers saves all that stands in the object's `__dict__`, where
-    a wrapped method would stand. Pickles and copies of an object are of the original class.
-
-    Args:
-        original: The class of the scheduler. Objects may be given the new one: `scheduler.__class__ = ...`.
-        context: Called at each step.
+    Raises:
+        TypeError: If its class has neither method or cannot be changed, the object holds a step of its own, or is
+            watched already.
     """
+    name = type(scheduler).__qualname__
+    steps = [step for step in STEPS if hasattr(type(scheduler), step)]
+    if issubclass(type(scheduler), _Watched):
+        raise TypeError(f"{name} is watched by another LearningRates; call its detach() first.")
+    if not steps:
+        raise TypeError(f"{name} has no method {' or '.join(map(repr, STEPS))}. {_REMEDY}")
+    if own := {*steps} & getattr(scheduler, "__dict__", {}).keys():
+        raise TypeError(f"This {name} holds {' and '.join(own)} in the object, before that of its class. {_REMEDY}")
+    try:
+        scheduler.__class__ = _watched_class(type(scheduler), steps, context)
+    except TypeError as error:
+        raise TypeError(f"A {name} cannot be watched: {error}. {_REMEDY}") from None
 
+
+def unwatch(scheduler: Any) -> None:
+    """Give a watched scheduler its own class back."""
+    scheduler.__class__ = type(scheduler).__bases__[0]
+
+
+def _watched_class(original: type, steps: Sequence[str], context: Callable[[], AbstractContextManager[None]]) -> type:
     def reduce_ex(self: Any, protocol: Any) -> Any:
         self.__class__ = original
         try:
@@ -51,36 +58,18 @@ def watched_class(original: type, context: Callable[[], AbstractContextManager[N
         finally:
             self.__class__ = watched
 
-    def own_class(_self: Any) -> type:
-        return original
+    def in_context(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def step_in_context(*args: Any, **kwargs: Any) -> Any:
+            with context():
+                return step(*args, **kwargs)
 
-    def stepping(name: str) -> property:
-        # A property goes before a `step` in the object's own `__dict__`, where another library may have put one.
-        def get(self: Any) -> Any:
-            step = getattr(self, "__dict__", {}).get(name) or getattr(super(watched, self), name)
+        return step_in_context
 
-            @functools.wraps(step)
-            def step_in_context(*args: Any, **kwargs: Any) -> Any:
-                with context():
-                    return step(*args, **kwargs)
-
-            return step_in_context
-
-        def put(self: Any, step: Any) -> None:
-            self.__dict__[name] = step
-
-        def delete(self: Any) -> None:
-            del self.__dict__[name]
-
-        return property(get, put, delete)
-
-    body: dict[str, Any] = {name: stepping(name) for name in STEPS if hasattr(original, name)}
+    body: dict[str, Any] = {name: in_context(getattr(original, name)) for name in steps}
     body |= {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     # pickle compares the class that `__reduce_ex__` names with `__class__`.
-    body |= {"__slots__": (), "__reduce_ex__": reduce_ex, "__class__": property(own_class, _set_class)}
-    # `_Unregistered` only where it is needed: to a class with such a first base, an object can change only if it has a
-    # `__dict__`.
-    registers = hasattr(original.__init_subclass__, "__func__")
-    bases = (_Unregistered, original, _Watched) if registers else (original, _Watched)
-    watched = types.new_class(original.__name__, bases, exec_body=lambda space: space.update(body))
+    own_class = property(lambda _: original, vars(object)["__class__"].__set__)
+    body |= {"__slots__": (), "__reduce_ex__": reduce_ex, "__class__": own_class}
+    watched = type(original.__name__, (original, _Watched), body)
     return watched

@@ -1,0 +1,511 @@
+"""From a recipe that works to a cluster: the batches, steps and learning rates of `gradavg plan`.
+
+Three runs stand side by side: the base run of the recipe, the run of this package that keeps (or names) the global
+batch, and what stock DDP does with the unchanged script. Everything here is arithmetic. The fields are those of the
+JSON, and docs/scaling.md lists them: batches in samples, lengths in optimizer steps, None for what is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from lightning_gradavg.batches.chunks import chunk_bounds
+from lightning_gradavg.rates.scaling import (
+    SCALINGS,
+    BatchScale,
+    as_count,
+    as_positive,
+    contradictions,
+    decoupled_weight_decay,
+    global_batch_size,
+    scale_factor,
+    scale_limit,
+    scaled_hyperparameters,
+    scaled_steps,
+)
+from lightning_gradavg.report.noise import linear_scaling_limit, optimal_lr_ratio
+
+__all__ = [
+    "OPTIMIZERS",
+    "Advice",
+    "Chunks",
+    "Cluster",
+    "NoiseAdvice",
+    "Outcome",
+    "Plan",
+    "Recipe",
+    "Run",
+    "chunks",
+    "counted",
+    "make_plan",
+    "nearest_even_batches",
+]
+
+_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
+
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"sgd": {}, "adam": _ADAM, "adamw": _ADAM, "rmsprop": {"alpha": 0.99, "eps": 1e-8}}
+)
+"""The optimizers that a recipe may name, with the defaults of `torch.optim` for what a scaling may change."""
+
+_COUNTS = ("batch_size", "devices", "accumulate_grad_batches", "steps", "epochs", "dataset_size", "warmup_steps")
+
+_Given = TypeVar("_Given")
+_Answer = TypeVar("_Answer")
+
+_WARMUP_EPOCHS = 5  # Goyal et al. 2017, section 2.2
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training run whose learning rate is known to work.
+
+    Attributes:
+        batch_size: The `batch_size` of its `DataLoader`.
+        lr: Its learning rate.
+        devices: DDP ranks that it ran on, each with its own loader batch. One process is 1, and so is `DataParallel` on
+            any number of GPUs, which shares one loader batch.
+        accumulate_grad_batches: Loader batches per optimizer step and rank.
+        optimizer: A key of `OPTIMIZERS`; `betas`, `alpha` and `eps` are its own, None for those of `torch.optim`.
+        weight_decay: Its weight decay; read for AdamW, whose decay depends on the batch.
+        steps: Its length, or `epochs` with `dataset_size`.
+        warmup_steps: The warm-up of its schedule.
+
+    Raises:
+        ValueError: If a value is out of range, or does not belong to the optimizer or beside another one.
+        TypeError: If a value is of another type.
+    """
+
+    batch_size: int
+    lr: float
+    devices: int = 1
+    accumulate_grad_batches: int = 1
+    optimizer: str = "sgd"
+    betas: tuple[float, float] | None = None
+    alpha: float | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    steps: int | None = None
+    epochs: int | None = None
+    dataset_size: int | None = None
+    warmup_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        as_positive("lr", self.lr)
+        given = self._given
+        for name in _COUNTS:
+            as_count(name, given.get(name, 1), least=int(name != "warmup_steps"))
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer {self.optimizer!r} is not known. Use one of {', '.join(OPTIMIZERS)}.")
+        if stray := sorted({"betas", "alpha", "eps"} & given.keys() - OPTIMIZERS[self.optimizer].keys()):
+            users = ", ".join(user for user, defaults in OPTIMIZERS.items() if stray[0] in defaults)
+            raise ValueError(
+                f"{stray[0]}={given[stray[0]]!r} has no meaning for optimizer {self.optimizer!r}. Leave it out, or use"
+                f" one of {users}."
+            )
+        if "eps" in self.hyperparameters:
+            scale_limit(self.hyperparameters)  # raises ValueError for betas or an alpha that cannot be
+        for name in ("eps", "weight_decay"):
+            if not 0 <= given.get(name, 0) < math.inf:
+                raise ValueError(f"{name} must be finite and >= 0, got {given[name]!r}.")
+        if {"steps", "epochs"} <= given.keys():
+            raise ValueError(
+                f"steps={self.steps} and epochs={self.epochs} both give the length. Leave one of them out."
+            )
+        if "epochs" in given and "dataset_size" not in given:
+            raise ValueError(f"epochs={self.epochs} needs the size of the data set to become steps. Give dataset_size.")
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one optimizer step, the base batch."""
+        return global_batch_size(
+            self.batch_size, world_size=self.devices, accumulate_grad_batches=self.accumulate_grad_batches
+        )
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """What a scaling reads of the optimizer's parameter group."""
+        defaults = OPTIMIZERS[self.optimizer]
+        return {"lr": self.lr, **defaults, **{name: self._given[name] for name in defaults.keys() & self._given.keys()}}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where to train now, on `devices_per_node` devices of each of `nodes` nodes.
+
+    Raises:
+        ValueError: If either is below 1.
+        TypeError: If either is not an int.
+    """
+
+    nodes: int
+    devices_per_node: int
+
+    def __post_init__(self) -> None:
+        as_count("nodes", self.nodes)
+        as_count("devices_per_node", self.devices_per_node)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, one per device."""
+        return self.nodes * self.devices_per_node
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How many devices have this many samples of a full global batch, and how many of them they hold at once."""
+
+    samples: int
+    devices: int
+    micro_batch_size: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one scaling says about one run.
+
+    Attributes:
+        weight_decay: For AdamW whose weight decay is known, the value that keeps the decay per sample. It is not part
+            of any scaling and nothing applies it: see `decoupled_weight_decay`.
+        lr_warmup_steps: Of the gradual warm-up of Goyal et al. 2017 over five epochs, for `"linear"` above scale 1.
+        largest_global_batch_size: Where a smaller global batch would be feasible, the largest one.
+    """
+
+    lr_scaling: str
+    feasible: bool
+    problem: str | None = None
+    lr_factor: float | None = None
+    hyperparameters: dict[str, Any] | None = None
+    weight_decay: float | None = None
+    lr_warmup_steps: int | None = None
+    largest_global_batch_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to run the recipe: its batches, its length, what becomes of the gradient, and what every scaling says."""
+
+    world_size: int
+    loader_batch_size: int
+    chunks: tuple[Chunks, ...]
+    accumulate: int
+    global_batch_size: int
+    scale: float
+    steps_per_epoch: int | None
+    steps: int | None
+    warmup_steps: int | None
+    mean_loss_gradient: str
+    sum_loss_gradient: str
+    sum_loss_divisor: int
+    scalings: tuple[Outcome, ...]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A learning rate that is often recommended for more ranks, and what it does to a mean loss in two runs."""
+
+    text: str
+    lr: float
+    gradavg: str
+    stock_ddp: str
+
+
+@dataclass(frozen=True)
+class NoiseAdvice:
+    """What a gradient noise scale in samples says: the limit of linear scaling, and SGD's optimal rates in two runs."""
+
+    noise_scale: float
+    linear_scaling_limit: float
+    gradavg_lr: float | None
+    stock_ddp_lr: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer of `gradavg plan`: three runs, common advice judged, and how to write it down.
+
+    Attributes:
+        nearest_even_batch_sizes: The global batch, or the nearest ones that divide evenly among the devices.
+        advice: Empty where the number of ranks did not change.
+        notes: What does not fit into a table.
+        code: The `DataLoader` and the `Trainer` of the run of this package, with one feasible `lr_scaling`.
+    """
+
+    recipe: Recipe
+    cluster: Cluster
+    base: Run
+    gradavg: Run
+    stock_ddp: Run
+    nearest_even_batch_sizes: tuple[int, ...]
+    advice: tuple[Advice, ...]
+    noise: NoiseAdvice | None
+    notes: tuple[str, ...]
+    code: tuple[str, ...]
+
+
+def counted(count: int, noun: str) -> str:
+    """Return "1 node" or "2 nodes"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def nearest_even_batches(size: int, parts: int) -> tuple[int, ...]:
+    """Return the batch sizes nearest to `size` that divide evenly by `parts`: `size` itself, or one on each side of it.
+
+    Where `size` is below `parts` there is only the one above.
+    """
+    below = size - size % parts
+    return (size,) if below == size else tuple(batch for batch in (below, below + parts) if batch)
+
+
+def chunks(size: int, devices: int, max_device_batch_size: int | None = None) -> tuple[Chunks, ...]:
+    """Return the chunks of a global batch as `torch.chunk` cuts them, equal ones together, largest first.
+
+    Args:
+        size: Samples of the global batch.
+        devices: Number of devices.
+        max_device_batch_size: Most samples that a device may hold at once; None for no limit. A chunk is computed in
+            as few even micro-batches as keep to it.
+    """
+    counts = Counter(stop - start for start, stop in chunk_bounds(size, devices))
+    micro_batches = {samples: max(1, -(-samples // (max_device_batch_size or size))) for samples in counts}
+    return tuple(Chunks(samples, count, -(-samples // micro_batches[samples])) for samples, count in counts.items())
+
+
+def _if_known(value: _Given | None, function: Callable[[_Given], _Answer]) -> _Answer | None:
+    return None if value is None else function(value)
+
+
+def _outcome(name: str, recipe: Recipe, scale: float, steps_per_epoch: int | None, steps: int | None) -> Outcome:
+    base = recipe.hyperparameters
+    try:
+        values = {**base, **scaled_hyperparameters(name, scale, base)}
+    except ValueError as error:
+        if "eps" not in base:
+            return Outcome(name, feasible=False, problem=str(error))
+        # The limit itself is not feasible, hence the largest integer strictly below it; the base batch always is.
+        below = math.ceil(scale_limit(base) * recipe.global_batch_size) - 1
+        largest = max(below, recipe.global_batch_size)
+        return Outcome(name, feasible=False, problem=str(error), largest_global_batch_size=largest)
+    factor, decay, warmup = scale_factor(name, scale), None, None
+    if recipe.optimizer == "adamw" and recipe.weight_decay is not None:
+        decay = decoupled_weight_decay(recipe.weight_decay, scale, factor)
+    if name == "linear" and factor > 1 and steps_per_epoch is not None:
+        warmup = min(filter(None, (_WARMUP_EPOCHS * steps_per_epoch, steps)))
+    return Outcome(name, True, None, factor, values, decay, warmup)
+
+
+def _run(recipe: Recipe, split: tuple[Chunks, ...], *, loader_batch_size: int, shortened: float = 1) -> Run:
+    """Return the run whose global batches are split in this way, and whose schedule is shortened by this factor."""
+    batch = BatchScale(sum(chunk.samples * chunk.devices for chunk in split), recipe.global_batch_size)
+    total, scale, parts = batch.global_batch_size, batch.scale, batch.global_batch_size // loader_batch_size
+    # Of stock DDP, too: its sampler pads to equal shares, the loader keeps its incomplete last batch, Lightning steps
+    # at the end of an epoch whatever the window holds, and a ceiling of ceilings is the ceiling of the product.
+    per_epoch = _if_known(recipe.dataset_size, lambda size: -(-size // total))
+    steps = _if_known(recipe.steps, lambda count: scaled_steps(count, shortened))
+    if recipe.epochs is not None and per_epoch is not None:
+        steps = recipe.epochs * per_epoch
+    return Run(
+        world_size=sum(chunk.devices for chunk in split),
+        loader_batch_size=loader_batch_size,
+        chunks=split,
+        accumulate=-(-split[0].samples // split[0].micro_batch_size),
+        global_batch_size=total,
+        scale=scale,
+        steps_per_epoch=per_epoch,
+        steps=steps,
+        warmup_steps=_if_known(recipe.warmup_steps, lambda count: scaled_steps(count, shortened)),
+        mean_loss_gradient=f"mean of {parts} means" if parts > 1 else f"mean over {total}",
+        # Lightning divides every loss by the window, and DDP the sum over the ranks by their number.
+        sum_loss_gradient=f"sum over {total}" + f", {parts} times too small" * (parts > 1),
+        sum_loss_divisor=parts,
+        scalings=tuple(_outcome(name, recipe, scale, per_epoch, steps) for name in SCALINGS),
+    )
+
+
+def _stock_ddp_run(recipe: Recipe, world_size: int) -> Run:
+    """Return the run of the recipe's script under stock DDP, with nothing in it changed."""
+    share = Chunks(recipe.batch_size * recipe.accumulate_grad_batches, world_size, recipe.batch_size)
+    return _run(recipe, (share,), loader_batch_size=recipe.batch_size)
+
+
+def _verdict(factor: float, scale: float) -> str:
+    """Return what a learning rate of `factor` times the base value means for a mean loss at this scale."""
+    if scale == 1:
+        return "right: the base step" if factor == 1 else f"wrong: {factor:.4g} times the base step"
+    fitting = (name for name in ("none", "linear", "sqrt") if math.isclose(factor, scale_factor(name, scale)))
+    return next((f"fits lr_scaling={name!r}" for name in fitting), "fits no lr_scaling")
+
+
+def _advice(recipe: Recipe, gradavg: Run, stock: Run) -> tuple[Advice, ...]:
+    ratio = gradavg.world_size / recipe.devices
+    factors = {
+        "keep it": 1.0,
+        f"divide it by {ratio:.4g} (ranks)": 1 / ratio,
+        f"multiply it by {ratio:.4g} (ranks)": ratio,
+        f"multiply it by {math.sqrt(ratio):.4g} (sqrt of ranks)": math.sqrt(ratio),
+    }
+    advice = (
+        Advice(text, recipe.lr * factor, _verdict(factor, gradavg.scale), _verdict(factor, stock.scale))
+        for text, factor in factors.items()
+    )
+    return tuple(advice) if ratio != 1 else ()
+
+
+def _noise_advice(recipe: Recipe, gradavg: Run, stock: Run, noise_scale: float) -> NoiseAdvice:
+    base, limit = recipe.global_batch_size, linear_scaling_limit(noise_scale)
+    if recipe.optimizer != "sgd":  # which the formula is about
+        return NoiseAdvice(noise_scale, limit, None, None)
+    ratios = (optimal_lr_ratio(noise_scale, run.global_batch_size, base) for run in (gradavg, stock))
+    return NoiseAdvice(noise_scale, limit, *(recipe.lr * ratio for ratio in ratios))
+
+
+def _noise_notes(recipe: Recipe, gradavg: Run, stock: Run, noise: NoiseAdvice) -> Iterator[str]:
+    safe = f"linear scaling is safe to a global batch of about {noise.linear_scaling_limit:.3g}"
+    if recipe.global_batch_size >= noise.linear_scaling_limit:
+        base = recipe.global_batch_size
+        safe = f"the base batch of {base} is beyond it, and no linear scaling to a larger batch is safe"
+    yield (
+        f"Your noise scale is about {noise.noise_scale:.3g}: {safe}. By eta(B) = eta_max / (1 + B_noise / B)"
+        " (McCandlish et al. 2018, arXiv 1812.06162) it overshoots the optimal learning rate of SGD by less than 2 up"
+        " to the noise scale, and by ever more beyond."
+    )
+    if noise.gradavg_lr is None:
+        yield (
+            f"For {recipe.optimizer} there is no such formula; the optimal learning rate then grows like B^a with a"
+            " between 0.5 and 1 (same paper), and stops to grow near the noise scale, too."
+        )
+        return
+    for name, run, lr in (("GradAvg", gradavg, noise.gradavg_lr), ("stock DDP", stock, noise.stock_ddp_lr)):
+        if run.scale != 1:
+            yield (
+                f"{name}, global batch {run.global_batch_size}: by that formula lr {lr:.6g}, where linear scaling says"
+                f" {recipe.lr * run.scale:.6g}."
+            )
+
+
+def _batch_notes(recipe: Recipe, gradavg: Run, max_device_batch_size: int | None) -> Iterator[str]:
+    total, ranks, most, least = gradavg.global_batch_size, gradavg.world_size, gradavg.chunks[0], gradavg.chunks[-1]
+    if most != least:
+        even = " and ".join(map(str, nearest_even_batches(total, ranks)))
+        yield (
+            f"{counted(total, 'sample')} cannot be shared evenly by {counted(ranks, 'device')}: they are cut as"
+            " torch.chunk cuts them, which reduction='weighted_mean' makes exact. Nearest global batches that divide"
+            f" evenly: {even}."
+        )
+    if least.samples == 0:
+        yield (
+            f"{counted(least.devices, 'device')} of {ranks} would get no sample of any global batch:"
+            f" {counted(ranks - least.devices, 'device')} would be as fast."
+        )
+    if max_device_batch_size is None and most.micro_batch_size > recipe.batch_size:
+        yield (
+            f"A device holds {most.micro_batch_size} samples at once, and {recipe.batch_size} in the base run. If"
+            f" memory does not allow that, give max_device_batch_size={recipe.batch_size}."
+        )
+    last = (recipe.dataset_size or 0) % total
+    if last:
+        yield f"The last global batch of an epoch holds {last} of {counted(total, 'sample')}; its mean is over those."
+
+
+def _loss_notes(recipe: Recipe, base: Run, gradavg: Run, stock: Run) -> Iterator[str]:
+    parts = base.sum_loss_divisor
+    if parts > 1:
+        yield (
+            f"A sum loss of the base run was divided by {parts} (ranks times window); reduction='sum' does not do that,"
+            f" so its learning rate is the recipe's divided by {parts}: {recipe.lr / parts:.6g} at scale 1."
+        )
+    found = contradictions("sum", "linear", BatchScale(gradavg.global_batch_size, recipe.global_batch_size))
+    if "counted_twice" in found:
+        yield f"With a sum loss: {found['counted_twice']}"
+    for run in {run.global_batch_size: run for run in (gradavg, stock)}.values():
+        refused = (outcome for outcome in run.scalings if outcome.largest_global_batch_size is not None)
+        yield from (f"Global batch {run.global_batch_size}: {outcome.problem}" for outcome in refused)
+    decays = {outcome.lr_scaling: outcome.weight_decay for outcome in gradavg.scalings if outcome.weight_decay}
+    if gradavg.scale != 1 and decays:
+        yield (
+            "No scaling changes AdamW's weight_decay. To keep the decay per sample it would be"
+            f" {', '.join(f'{decay:.6g} with {name!r}' for name, decay in decays.items())}: a derivation of this"
+            " project, not of the cited papers."
+        )
+    yield (
+        "A loss that is a mean over anything other than samples, such as tokens, needs their count as the weight:"
+        " training_step returns {'loss': loss, 'weight': number of tokens}. Without it, the weight is the number of"
+        " samples."
+    )
+
+
+def _code(recipe: Recipe, cluster: Cluster, run: Run, max_device_batch_size: int | None) -> tuple[str, ...]:
+    options = {"reduction": "weighted_mean", "split_batches": True, "max_device_batch_size": max_device_batch_size}
+    if run.scale != 1:
+        # The scaling that was derived for the optimizer, where it is feasible.
+        fit = {outcome.lr_scaling: outcome for outcome in run.scalings if outcome.feasible}
+        name = next(name for name in ("adam_sde", "sqrt") if name in fit) if recipe.optimizer != "sgd" else "linear"
+        options |= {"lr_scaling": name, "base_batch_size": recipe.global_batch_size}
+        options |= {"lr_warmup_steps": fit[name].lr_warmup_steps}
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
+    return (
+        f"DataLoader(dataset, batch_size={run.loader_batch_size})",
+        f"Trainer(num_nodes={cluster.nodes}, devices={cluster.devices_per_node}, strategy=GradAvgStrategy({given}))",
+    )
+
+
+def make_plan(
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    global_batch_size: int | None = None,
+    max_device_batch_size: int | None = None,
+    noise_scale: float | None = None,
+) -> Plan:
+    """Return how to run `recipe` on `cluster`, and what stock DDP would have made of it.
+
+    Args:
+        recipe: The base recipe.
+        cluster: Where to train now.
+        global_batch_size: Samples of one optimizer step from now on; None keeps the base batch.
+        max_device_batch_size: Most samples that a device can hold at once; None for no limit.
+        noise_scale: The gradient noise scale in samples, as `GradientNoiseScale` measures it; None if it is not known.
+
+    Raises:
+        ValueError: If `global_batch_size` or `max_device_batch_size` is below 1, `noise_scale` not finite and > 0, or
+            the warm-up of the recipe longer than its steps.
+        TypeError: If a number is of another type.
+    """
+    total = recipe.global_batch_size if global_batch_size is None else as_count("global_batch_size", global_batch_size)
+    if max_device_batch_size is not None:
+        as_count("max_device_batch_size", max_device_batch_size)
+    base, stock = _stock_ddp_run(recipe, recipe.devices), _stock_ddp_run(recipe, cluster.world_size)
+    if (base.warmup_steps or 0) > (base.steps or math.inf):
+        raise ValueError(f"warmup_steps={base.warmup_steps} is longer than the recipe's {base.steps} steps.")
+    gradavg = _run(
+        recipe,
+        chunks(total, cluster.world_size, max_device_batch_size),
+        loader_batch_size=total,
+        shortened=BatchScale(total, recipe.global_batch_size).scale,
+    )
+    noise = _if_known(noise_scale, lambda noise: _noise_advice(recipe, gradavg, stock, noise))
+    return Plan(
+        recipe=recipe,
+        cluster=cluster,
+        base=base,
+        gradavg=gradavg,
+        stock_ddp=stock,
+        nearest_even_batch_sizes=nearest_even_batches(total, cluster.world_size),
+        advice=_advice(recipe, gradavg, stock),
+        noise=noise,
+        notes=(
+            *(_noise_notes(recipe, gradavg, stock, noise) if noise else ()),
+            *_batch_notes(recipe, gradavg, max_device_batch_size),
+            *_loss_notes(recipe, base, gradavg, stock),
+        ),
+        code=_code(recipe, cluster, gradavg, max_device_batch_size),
+    )

@@ -1,1 +1,0 @@
-"""What `gradavg plan` computes."""

@@ -1,0 +1,136 @@
+"""The recipe of a run: its global batch, the scale that follows from it, and what a checkpoint must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+from lightning_gradavg.rates.groups import LearningRates
+from lightning_gradavg.rates.scaling import (
+    BatchScale,
+    ScaleFunction,
+    batch_scale,
+    contradictions,
+    resolve_scaling,
+    scale_factor,
+)
+from lightning_gradavg.rules import Rule
+
+__all__ = ["RunRecipe"]
+
+
+@dataclass(eq=False)
+class RunRecipe:
+    """What a user stated once, and what it means for the loaders and the world of this run.
+
+    Attributes:
+        rule: The reduction rule.
+        split_batches: Whether the loader's batches are the global batches.
+        lr_scaling: How the learning rate follows the scale.
+        base_batch_size: The global batch that the learning rate was tuned for, or None.
+        base_world_size: Without it, the ranks that the learning rate was tuned for.
+        lr_warmup_steps: Optimizer steps from the base to the scaled learning rate.
+        equivalent_to: The name of the run to be reproduced, or None.
+        num_replicas: Chunks that every loader batch is computed in, where they shape the result; else None.
+        rates: Keeps effective learning rates; None where nothing is scaled.
+        batch: The global and the base batch; of scale 1 until the training loaders are known.
+        global_batch_size: Samples of one optimizer step over ranks and window; None where no loader tells, or none is
+            there yet.
+    """
+
+    rule: Rule
+    _: KW_ONLY
+    split_batches: bool
+    lr_scaling: str | ScaleFunction
+    base_batch_size: int | None
+    base_world_size: int
+    lr_warmup_steps: int
+    equivalent_to: str | None = None
+    num_replicas: int | None = None
+    rates: LearningRates | None = field(init=False)
+    batch: BatchScale = field(init=False, default=BatchScale(1, 1))
+    global_batch_size: int | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._scaling = resolve_scaling(self.lr_scaling)
+        rates = LearningRates(self._scaling, self.lr_warmup_steps)
+        self.rates = None if self._scaling.name == "none" else rates
+        if self.lr_warmup_steps and self.rates is None:
+            raise ValueError(
+                f"lr_warmup_steps={self.lr_warmup_steps} leads to the learning rate that lr_scaling='none' does not"
+                " scale. Choose an lr_scaling, or warm up with a scheduler."
+            )
+        self._batch_scale(1, world_size=1, accumulation=1)  # the same checks, before there is a loader
+
+    def _batch_scale(self, size: int, *, world_size: int, accumulation: int) -> BatchScale:
+        return batch_scale(
+            size,
+            world_size=world_size,
+            accumulate_grad_batches=accumulation,
+            split_batches=self.split_batches,
+            base_batch_size=self.base_batch_size,
+            base_world_size=self.base_world_size,
+        )
+
+    @property
+    def lr_scale(self) -> float:
+        """What the learning rate is multiplied by once the warm-up is over."""
+        return scale_factor(self._scaling, self.batch.scale)
+
+    def set_batch(self, sizes: Sequence[int | None], *, world_size: int, accumulation: int) -> None:
+        """Compute the global batch and apply the scale.
+
+        Args:
+            sizes: The batch size of every training loader.
+            world_size: Ranks of the process group.
+            accumulation: Loader batches per optimizer step and rank.
+
+        Raises:
+            ValueError: If the scale cannot be known or served.
+        """
+        size = sizes[0] if len({*sizes}) == 1 else None
+        if size is None and self.base_batch_size is not None and self.rates is not None:
+            raise ValueError(
+                f"lr_scaling={self._scaling.name!r} with base_batch_size={self.base_batch_size} needs the size of a"
+                f" training batch, but the training loaders have the batch sizes {list(sizes)}. Give the loader, its"
+                " batch sampler or its dataset an attribute `batch_size`, or use base_world_size."
+            )
+        # Without a base batch the scale is a ratio of ranks, for which any size will do.
+        self.batch = self._batch_scale(size or 1, world_size=world_size, accumulation=accumulation)
+        self.global_batch_size = self.batch.global_batch_size if size is not None else None
+        if self.rates is not None:
+            self.rates.set_scale(self.batch.scale)
+
+    def found_here(self) -> None:
+        """Take the current global batch for the base batch: a learning rate was just found with it."""
+        if self.global_batch_size is not None:
+            self.base_batch_size = self.global_batch_size
+            self.batch = BatchScale(self.global_batch_size, self.global_batch_size)
+
+    def contradictions(self, nodes: int) -> list[str]:
+        """Return what does not fit together, with the effective multiplier."""
+        return list(contradictions(self.rule.name, self._scaling, self.batch, nodes=nodes).values())
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what a run that continues this one must agree with, free of the world size."""
+        # Without a scaling the base says nothing, and a search for a learning rate would seem to change the recipe.
+        says_base = self.rates is not None and self.global_batch_size is not None
+        return {
+            "reduction": self.rule.name,
+            "split_batches": self.split_batches,
+            "equivalent_to": self.equivalent_to,
+            "num_replicas": self.num_replicas,
+            "global_batch_size": self.global_batch_size,
+            "lr_scaling": self._scaling.name,
+            "base_batch_size": self.batch.base_batch_size if says_base else None,
+            "lr_warmup_steps": self.lr_warmup_steps,
+        }
+
+    def differences(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return where a saved fingerprint differs from this one."""
+        return [
+            f"{name}: {saved[name]!r} in the checkpoint, now {value!r}"
+            for name, value in self.fingerprint().items()
+            if saved.get(name) not in (None, value)
+        ]
