@@ -7,7 +7,7 @@ from lightning_gradavg.collectives.gather import gather
 from lightning_gradavg.monitoring.monitor import GradAvgMonitor
 from lightning_gradavg.monitoring.noise_scale import GradientNoiseScale
 from lightning_gradavg.place import Place
-from lightning_gradavg.profiling.profiler import GradAvgProfiler
+from lightning_gradavg.profile import GradAvgProfiler
 from lightning_gradavg.rules import Share
 from lightning_gradavg.strategy import GradAvgStrategy
 from lightning_gradavg.verification import GradAvgVerifier, verify

@@ -11,9 +11,9 @@ from structure import MODULES, folder_of, imported_names, own_imports
 
 # A module beside the folders is a folder of its own. Put a new one where its imports allow.
 FLOORS = (
-    "place",
+    "place profile",
     "rules presets weights wire data",
-    "reduction collectives rates planning costs profiling",
+    "reduction collectives rates planning costs",
     "monitoring evaluation replication termination",
     "strategy verification",
     "cli",
@@ -26,7 +26,7 @@ UPWARD = {"rates -> evaluation": "RecipeStrategy inherits from EvaluatingStrateg
 
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 LIGHTNING_IN = (
-    "data.training_data rates.recipe_strategy monitoring.monitor monitoring.observing evaluation profiling.profiler",
+    "data.training_data rates.recipe_strategy monitoring.monitor monitoring.observing evaluation profile",
     "reduction.hooking reduction.outputs reduction.reducing",
     "replication.equivalence replication.log replication.steps replication.replicating",
     "strategy termination verification cli __init__",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
+from torch.profiler import record_function
 
 from lightning_gradavg.place import Place
 from lightning_gradavg.reduction.reduce import constant_normalizer, depends_on_window, window_factor
@@ -146,6 +147,14 @@ class Reducer:
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """Scale a bucket by this rank's factor and sum it over the ranks: a DDP communication hook."""
         del state
+        if not torch.autograd._profiler_enabled():
+            return self._reduce(bucket)
+        # So that a trace names the bucket, from here until it is reduced.
+        with record_function(f"gradavg::bucket {bucket.index()}") as label:
+            named: Future[Tensor] = label._call_end_callbacks_on_future(self._reduce(bucket))
+        return named
+
+    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
         if self.accumulating:
             return unchanged(bucket.buffer())
         closed = self._require_closed()
