@@ -26,9 +26,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
+from benchmarks.ways import WIRE_TYPES
 from lightning_gradavg.place import places_on_nodes
 from lightning_gradavg.wire.exchange import ScatteredSum
-from lightning_gradavg.wire.options import WIRE_DTYPES, WireOptions
+from lightning_gradavg.wire.options import WireOptions
 from lightning_gradavg.wire.route import route_of
 
 __all__ = ["as_bucket", "main"]
@@ -81,17 +82,16 @@ def _errors(kind: str, wire_dtype: str) -> tuple[float, float]:
         mine = gradients[rank]
         found = exchange.sum(as_bucket(mine.clone()), lambda: 1 / world_size).wait()
         ours.append(float((found - exact).norm() / exact.norm()))
-        if wire_dtype != "int8":
-            summed = (mine / world_size).to(getattr(torch, wire_dtype))
-            dist.all_reduce(summed)
-            ring.append(float((summed - exact).norm() / exact.norm()))
+        summed = (mine / world_size).to(getattr(torch, wire_dtype))
+        dist.all_reduce(summed)
+        ring.append(float((summed - exact).norm() / exact.norm()))
     exchange.close()
-    return sum(ours) / SEEDS, sum(ring) / SEEDS if ring else float("nan")
+    return sum(ours) / SEEDS, sum(ring) / SEEDS
 
 
 def _accuracy(arguments: argparse.Namespace) -> None:
     for kind in ("independent", "common"):
-        for wire_dtype in WIRE_DTYPES:
+        for wire_dtype in WIRE_TYPES:
             ours, ring = _errors(kind, wire_dtype)
             if dist.get_rank() == 0:
                 _print(f"{arguments.world_size:2d} ranks  {kind:12s} {wire_dtype:9s} {ours:.2e}  ring {ring:.2e}")
@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("accuracy", "steps"))
     parser.add_argument("--world-size", type=int, default=2, help="number of processes (default: 2)")
-    parser.add_argument("--wire-dtype", default="bfloat16", choices=(*WIRE_DTYPES, "none"), help="of `steps`")
+    parser.add_argument("--wire-dtype", default="bfloat16", choices=(*WIRE_TYPES, "none"), help="of `steps`")
     parser.add_argument("--nodes", type=int, default=1, help="nodes that the processes are said to be on (default: 1)")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--buckets", type=int, default=64)

@@ -128,12 +128,19 @@ def test_what_the_strategy_answers():
         (["plan", "--batch-size", "0", "--lr", "0.1", "--devices-per-node", "2"], 2),
         (["verify"], 2),
         (["nothing"], 2),
+        (["bench", "--ranks", "2"], 2),
     ],
 )
 def test_exit_codes(arguments, code, capsys):
     """0 for an answer, 2 for wrong usage with one line on standard error."""
     assert code == main(arguments)
     assert code == len([line for line in capsys.readouterr().err.splitlines() if line]) * 2
+
+
+def test_a_command_that_has_left_names_what_to_use(capsys):
+    """`gradavg bench` was a command before the cost model became a benchmark."""
+    assert 2 == main(["bench"])
+    assert "'bench' is not a command; run `python -m benchmarks.cost_model`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "plan", "verify"])

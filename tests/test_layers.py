@@ -13,7 +13,7 @@ from structure import MODULES, folder_of, imported_names, own_imports
 FLOORS = (
     "place profile",
     "rules presets weights wire data",
-    "reduction collectives rates planning costs",
+    "reduction collectives rates planning",
     "monitoring evaluation replication termination",
     "strategy verification",
     "cli",
