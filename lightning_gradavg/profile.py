@@ -7,8 +7,10 @@ collectives are in the trace by the names of their backend (`gloo:all_reduce`). 
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel
@@ -32,8 +34,10 @@ _FEWEST_SKIPPED = 2
 _USUAL_RATE = 100  # of DDP's timers: torch's kDDPRuntimeLoggingSampleRate, which nothing returns
 _STEP = "ProfilerStep#"  # of torch.profiler, from one call of its `step` to the next
 _BACKWARD = "gradavg::backward"
-_GRADIENTS = "autograd::engine::evaluate_function"  # a node of a backward, on the host
+_NODE = "autograd::engine::evaluate_function"  # of a backward, on the host
 _GLOO = "gloo:"
+_SEEN = re.compile(f"{_STEP}|{_BACKWARD}|{_NODE}|{_GLOO}")
+_NCCL = "ncclDevKernel"
 
 Interval = tuple[int, int]  # start and end, in nanoseconds
 
@@ -95,7 +99,7 @@ def read_steps(events: Iterable[Any]) -> list[tuple[float, Overlap]]:
     Args:
         events: Of `profile.profiler.kineto_results`.
     """
-    host: dict[str, list[Interval]] = {_STEP: [], _BACKWARD: [], _GRADIENTS: [], _GLOO: []}
+    host: dict[str, list[Interval]] = {_STEP: [], _BACKWARD: [], _NODE: [], _GLOO: []}
     names, device = set(), []
     for event in events:
         name, start = event.name(), event.start_ns()
@@ -104,22 +108,21 @@ def read_steps(events: Iterable[Any]) -> list[tuple[float, Overlap]]:
             device.append((name, interval))
             continue
         names.add(name)
-        for prefix, intervals in host.items():
-            if name.startswith(prefix):
-                intervals.append(interval)
-    # On a device the labels of the host span their kernels, under the same names: they are no work of their own.
-    kernels = [(name.startswith("nccl"), interval) for name, interval in device if name not in names]
-    communication = host[_GLOO] + [interval for nccl, interval in kernels if nccl]
-    computation = [interval for nccl, interval in kernels if not nccl] or host[_GRADIENTS]
+        if (seen := _SEEN.match(name)) is not None:
+            host[seen[0]].append(interval)
     # A thread of gloo closes its event after DDP has gone on with the result, see `_close_events`.
-    limits = host[_STEP] if kernels else host[_STEP] + host[_BACKWARD]
+    limits = host[_STEP] + host[_BACKWARD]
+    communication = [
+        (start, min(last for first, last in [*limits, (start, end)] if first <= start <= last))
+        for start, end in host[_GLOO]
+    ]
+    nccl = {name for name, _ in device if name.startswith(_NCCL)}
+    communication += [interval for name, interval in device if name in nccl]
+    # On a device the labels of the host span their kernels, under the same names: they are no work of their own.
+    computation = [interval for name, interval in device if name not in names | nccl] or host[_NODE]
 
     def within(step: Interval, intervals: Iterable[Interval]) -> list[Interval]:
-        return [
-            (start, min([end, *(last for first, last in limits if first <= start <= last)]))
-            for start, end in intervals
-            if step[0] <= start < step[1]
-        ]
+        return [(start, end) for start, end in intervals if step[0] <= start < step[1]]
 
     return [
         ((step[1] - step[0]) / 1e9, overlap(within(step, communication), within(step, computation)))
@@ -173,11 +176,11 @@ class GradAvgProfiler(Callback):
                 " callback out."
             )
         other = trainer.profiler  # type: ignore[attr-defined]  # set by a connector
-        who = f"profiler={type(other).__name__}" if isinstance(other, PyTorchProfiler) else "a profiler around fit()"
         if isinstance(other, PyTorchProfiler) or torch.autograd._profiler_enabled():
             raise ValueError(
-                f"{type(self).__name__} and {who} both record with torch.profiler, of which a process can run one at a"
-                " time. Leave one of them out; where a run failed while it was recorded, start a new process."
+                f"{type(self).__name__} and another profiler (profiler={type(other).__name__}, or one around fit())"
+                " both record with torch.profiler, of which a process can run one at a time. Leave one of them out;"
+                " where a run failed while it was recorded, start a new process."
             )
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (pl_module.device.type == "cuda")
         # One step more, which the table leaves out: in it the ranks wait for each other.
@@ -185,24 +188,20 @@ class GradAvgProfiler(Callback):
         self.profile = self._running = profile(activities=activities, schedule=when, record_shapes=True)
         self.times, self._model, self._step_before = [], model, trainer.global_step
         self._timers: list[Overlap] = []
-        self._backward: Any = None
+        self._recording = self._within_backward = False
+        self._label = ExitStack()
         self.profile.start()
-
-    @property
-    def _recording(self) -> bool:
-        return self._running is not None and self._running.current_action == ProfilerAction.RECORD
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._within_backward = True
         if self._recording:
-            self._backward = record_function(_BACKWARD)
-            self._backward.__enter__()
+            self._label.enter_context(record_function(_BACKWARD))
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._backward is not None:
-            self._backward.__exit__(None, None, None)
-            self._backward = None
+        self._within_backward = False
+        self._label.close()
 
     @override
     def on_train_batch_end(
@@ -212,10 +211,9 @@ class GradAvgProfiler(Callback):
             return
         self._step_before = trainer.global_step
         if self._recording:
-            if pl_module.device.type == "cuda":
-                torch.cuda.synchronize(pl_module.device)  # the trace's step is that of the host, which runs ahead
             self._timers.append(_read_timers(self._model))
         self._running.step()
+        self._recording = self._running.current_action == ProfilerAction.RECORD
         if self._recording:  # after each step, because GradAvgMonitor puts the usual rate back
             self._model._set_ddp_runtime_logging_sample_rate(1)
         elif self._timers:
@@ -231,7 +229,7 @@ class GradAvgProfiler(Callback):
         running, self._running = self._running, None
         # Within a backward collectives may be under way. The threads of gloo write to the memory of the profiler, and
         # on a device it would wait for ranks that may be gone: it is left alone.
-        if running is not None and self._backward is None:
+        if running is not None and not self._within_backward:
             running.stop()
 
     def _finish(self, trainer: Trainer) -> None:
@@ -259,7 +257,7 @@ class GradAvgProfiler(Callback):
 
 
 def _read_timers(model: DistributedDataParallel) -> Overlap:
-    """Return what DDP timed of the iteration that just ended."""
+    """Return what DDP timed of the iteration that just ended, for whose events this waits on a device."""
     assert model.logger is not None
     model.logger.set_runtime_stats_and_log()
     found = model._get_ddp_logging_data()
@@ -284,9 +282,9 @@ def _close_events(model: DistributedDataParallel) -> None:
 def _table(strategy: str, first: int, everyone: Sequence[Sequence[StepTimes]]) -> Table:
     """Return the steps of rank 0, the medians over them, and the range of all ranks' medians, in ms (80 columns)."""
     title = f"{strategy} on {len(everyone)} rank(s), in ms: communication by trace and by DDP's timers"
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for heading in ("step", "ms", "trace", "overlap", "exposed", "DDP", "overlap", "exposed"):
-        table.add_column(heading, justify="left" if heading == "step" else "right")
+    headings = ("step", "ms", "trace", "overlap", "exposed", "DDP", "overlap", "exposed")
+    columns = [Column(heading, justify="right") for heading in headings]
+    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     medians = [[statistics.median(one) for one in zip(*map(_numbers, steps), strict=True)] for steps in everyone]
     rows = {str(step): _numbers(times) for step, times in enumerate(everyone[0], start=first)}
     rows["rank 0"] = medians[0]
