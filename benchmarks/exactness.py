@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import gc
 import hashlib
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
@@ -32,13 +30,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.run import main as torchrun
 
 from benchmarks.given import STEPS, WINDOW, Given, Gradients, Look, average, fit, give
 from benchmarks.models import MODELS
-from benchmarks.plain import FUNCTION_WIRE_DTYPES, POWER_SGD_RANKS
-from benchmarks.step import World, quiet, slowest
-from benchmarks.ways import FLAT, NODE_BY_NODE, ways
+from benchmarks.plain import POWER_SGD_RANKS
+from benchmarks.trained import hooked
+from benchmarks.ways import FLAT, NODE_BY_NODE, WIRE_TYPES, live_places, ways
+from benchmarks.world import World, is_rank, joined, slowest, start
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.rules import RULES
 
@@ -118,7 +116,7 @@ class _Case:
 
 def _cases() -> Iterator[_Case]:
     """Yield all that can be had on the live process group, rule by rule."""
-    possible = [way for way in ways() if way.obstacle is None]
+    possible = list(ways(live_places(), nccl=dist.get_backend() == "nccl"))
     for reduction in RULES:
         if reduction == "mean":
             yield _Case("Lightning DDPStrategy", reduction, partial(fit, DDPStrategy))
@@ -127,17 +125,16 @@ def _cases() -> Iterator[_Case]:
         # The plain mean is summed flat unless told otherwise, all others node by node where that can be.
         its_own = FLAT if reduction == "mean" else NODE_BY_NODE
         for way in possible:
-            exact = way.wire.dtype is None
-            if way.name != its_own and (exact or reduction in ("mean", "weighted_mean")):
-                yield _ours(reduction, way.name, exact=exact, **way.options)
+            if way.name != its_own and (way.exact or reduction in ("mean", "weighted_mean")):
+                yield _ours(reduction, way.name, exact=way.exact, **way.options)
         if reduction in ("mean", "weighted_mean"):
             for rank in POWER_SGD_RANKS:
-                options = {"power_sgd_rank": rank, "power_sgd_start_step": 2}
-                yield _ours(reduction, f"PowerSGD rank {rank}", exact=False, **options)
+                run = partial(fit, partial(hooked, rank, reduction))
+                yield _Case(f"GradAvg {reduction}, PowerSGD rank {rank}", reduction, run, exact=False)
         function = partial(average, reduction=reduction)
         yield _Case(f"average_gradients, {reduction}", reduction, function, window=1)
         if reduction in ("mean", "weighted_mean"):
-            for dtype in FUNCTION_WIRE_DTYPES:
+            for dtype in WIRE_TYPES:
                 name = f"average_gradients, {reduction}, {dtype} on the wire"
                 yield _Case(name, reduction, partial(function, wire_dtype=dtype), exact=False, window=1)
 
@@ -235,11 +232,8 @@ def _save(results: Sequence[Result], world: World, output: Path) -> None:
 
 def _rank(given: argparse.Namespace) -> bool:
     """Return whether nothing was missed, the same on all ranks."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    quiet()
-    world = World.join()
-    try:
-        results = []
+    results = []
+    with joined() as world:
         for model in given.models:
             for result in _compare(model, world, given):
                 results.append(result)
@@ -248,11 +242,6 @@ def _rank(given: argparse.Namespace) -> bool:
         if dist.get_rank() == 0:
             _print(results, world)
             _save(results, world, given.output)
-        dist.barrier()
-    finally:
-        # A process group that lives on in a cycle would end with the interpreter, and gloo's threads abort it then.
-        gc.collect()
-        dist.destroy_process_group()
     return not any(result.missed for result in results)
 
 
@@ -268,18 +257,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--limit", type=float, default=LIMIT, help=f"of rules that are sent in float32 (default: {LIMIT:g})")
     add("--ranks", type=int, default=2, help="ranks on this machine, where torchrun did not start them (default: 2)")
     add("--output", type=Path, default=Path("benchmarks/results/exactness"), help="file to write, without its ending")
-    for option in ("--interface", "--bandwidth"):
-        add(option, help="ignored; benchmarks.nodes passes it")
     given = parser.parse_args(arguments)
     if given.ranks < 1:
         parser.error(f"--ranks is 1 or more; got {given.ranks}")
-    if "LOCAL_RANK" in os.environ:
-        if not _rank(given):
-            sys.exit(1)
-        return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    passed = list(sys.argv[1:] if arguments is None else arguments)
-    torchrun(["--standalone", f"--nproc-per-node={given.ranks}", "--module", "benchmarks.exactness", *passed])
+    if not is_rank():
+        start("benchmarks.exactness", given.ranks, sys.argv[1:] if arguments is None else arguments)
+    elif not _rank(given):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

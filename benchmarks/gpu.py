@@ -405,8 +405,7 @@ def _summary(checks: dict[str, Any]) -> list[str]:
     lines = []
     for world_size, outcomes in checks.items():
         statuses = {
-            name: "failed" if any(one[0] == "failed" for one in ranks) else ranks[0][0]
-            for name, ranks in outcomes.items()
+            name: "failed" if any(one[0] == "failed" for one in ranks) else ranks[0][0] for name, ranks in outcomes.items()
         }
         counts = ", ".join(f"{list(statuses.values()).count(one)} {one}" for one in ("passed", "skipped", "failed"))
         broken = [name for name, status in statuses.items() if status == "failed"]

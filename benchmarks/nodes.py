@@ -2,9 +2,9 @@
 
 Each node is a network namespace of Linux with one virtual cable to a bridge in a namespace of its own; a token bucket
 filter (`tc ... tbf`) on both ends of the cable limits its rate. The ranks of a node are started in its namespace by
-`torchrun`. What follows `--` goes to `benchmarks.step`, which counts the bytes on the node's cable. Nodes share the
-machine's cores and memory; the cable loses and delays nothing beyond its rate. With one node there is no cable: the
-benchmark runs on a loopback interface that no other process uses.
+`torchrun`. What follows `--` goes to `benchmarks.step`, which counts the bytes on the node's cable: that of
+`GLOO_SOCKET_IFNAME`. Nodes share the machine's cores and memory; the cable loses and delays nothing beyond its rate.
+With one node there is no cable: the benchmark runs on a loopback interface that no other process uses.
 
 Needs root, and `ip` and `tc` of iproute2. The namespaces are made for the run, named after the process, and removed at
 its end with all that still runs in them, also when a rank dies, on an error or an interrupt. What a killed run leaves
@@ -32,8 +32,6 @@ __all__ = ["Network", "main", "network"]
 
 PORT = 29500
 """Of the rendezvous. The first node's namespace has all of its ports to itself."""
-
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 GRACE = 10.0
 """Seconds that a launcher has to end its ranks."""
@@ -128,31 +126,17 @@ def network(nodes: int, rate: str | None) -> Iterator[Network]:
         yield Network(names, addresses, "cable")
 
 
-def _megabits(rate: str) -> float:
-    """Return a rate as `tc` writes it, in Mbit/s."""
-    number, unit = rate[:-4], rate[-4:]
-    try:
-        megabits = float(number) * UNITS[unit] / 1e6
-    except (KeyError, ValueError):
-        megabits = 0.0
-    if not megabits > 0:
-        raise argparse.ArgumentTypeError(f"{rate!r} is not a rate; give a number > 0 and kbit, mbit or gbit: 1gbit")
-    return megabits
-
-
 def _commands(given: argparse.Namespace, made: Network) -> Iterator[list[str]]:
-    options = ["--interface", made.interface, *given.arguments]
-    if given.rate is not None and len(made.namespaces) > 1:
-        options += ["--bandwidth", str(_megabits(given.rate))]
     for index, name in enumerate(made.namespaces):
         launch = ["--nnodes", str(given.nodes), "--node-rank", str(index), "--nproc-per-node", str(given.ranks)]
         launch += ["--master-addr", made.addresses[0], "--master-port", str(PORT)]
-        command = [sys.executable, "-m", "torch.distributed.run", *launch, "--module", given.module, *options]
+        command = [sys.executable, "-m", "torch.distributed.run", *launch, "--module", given.module, *given.arguments]
         yield ["ip", "netns", "exec", name, *command]
 
 
 def _rate(rate: str) -> str:
-    _megabits(rate)
+    if re.fullmatch(r"0*[1-9]\d*(kbit|mbit|gbit)", rate) is None:
+        raise argparse.ArgumentTypeError(f"{rate!r} is not a rate; give a number > 0 and kbit, mbit or gbit: 1gbit")
     return rate
 
 

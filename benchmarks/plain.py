@@ -1,33 +1,29 @@
-"""Variants that a plain PyTorch loop runs: without a reduction, without a computation, our function, and the peers."""
+"""Variants that a plain PyTorch loop runs: no reduction, no computation, DDP with torch's hooks, our function."""
 
 # DDP compares a hook's annotations with the real objects, so this module must not postpone their evaluation.
 
-import copy
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_gradavg.wire.build import build_exchange
+from lightning_gradavg.wire.options import WireOptions
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from benchmarks.block import WARMUP, Clock, Setting, Variant, weight_of_rank
 from benchmarks.models import LEARNING_RATE
-from benchmarks.ways import FLAT, Way
+from benchmarks.ways import FLAT, WIRE_TYPES, Way, live_places
 from benchmarks.wire import as_bucket
 from lightning_gradavg import average_gradients
 from lightning_gradavg.rules import RULES
-from lightning_gradavg.wire.build import build_exchange
 
-__all__ = ["BASELINE", "COMPUTE", "EXCHANGE", "FUNCTION_WIRE_DTYPES", "POWER_SGD_RANKS", "plain_variants"]
+__all__ = ["BASELINE", "COMPUTE", "EXCHANGE", "POWER_SGD_RANKS", "plain_variants", "power_sgd"]
 
 BASELINE = "DDP"
 COMPUTE = "compute only"
@@ -35,13 +31,8 @@ EXCHANGE = "communication only"
 
 POWER_SGD_RANKS = (1, 4)
 
-FUNCTION_WIRE_DTYPES = ("bfloat16", "float16")
-"""Of `average_gradients`, which keeps no error feedback."""
-
 _BUCKET_ELEMENTS = 25 * 2**20 // 4
 """Of DDP's default bucket, in float32."""
-
-_REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
 
 
 def _loop(
@@ -49,21 +40,16 @@ def _loop(
     clock: Clock,
     model: nn.Module,
     reduce: Callable[[], None] = lambda: None,
-    *,
-    optimizer: Optimizer | None = None,
-    backward: Callable[[Tensor], None] = Tensor.backward,
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
     """Train as a plain PyTorch loop does; gradients are dropped between forward and backward, as in Lightning."""
-    optimizer = SGD(model.parameters(), lr=LEARNING_RATE) if optimizer is None else optimizer
+    optimizer = SGD(model.parameters(), lr=LEARNING_RATE)
     inputs, target = setting.batch
     for _ in range(WARMUP + setting.steps):
         clock.tick()
-        with context():
-            logits = model(inputs)
-            loss = nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten())
-            optimizer.zero_grad()
-            backward(loss)
+        logits = model(inputs)
+        loss = nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten())
+        optimizer.zero_grad()
+        loss.backward()
         reduce()
         optimizer.step()
     clock.tick()
@@ -97,7 +83,9 @@ def _exchange(setting: Setting, clock: Clock) -> None:
 
 def _exchange_in(way: Way, setting: Setting, clock: Clock) -> None:
     """The same as our options send it; the numbers are encoded, which is part of it."""
-    exchange, _ = build_exchange(way.wire, way.places, dist.get_rank(), None, setting.device, ())
+    options = {"scope": "all", "node_aware": None, **way.options}
+    wire = WireOptions(options.pop("wire_dtype", None), **options)
+    exchange, _ = build_exchange(wire, live_places(), dist.get_rank(), None, setting.device, ())
     assert exchange is not None
     buckets = [as_bucket(bucket.normal_()) for bucket in _flat_buckets(setting)]
     mean = 1 / dist.get_world_size()
@@ -146,36 +134,9 @@ def _bfloat16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
-def _power_sgd(rank: int) -> PowerSGDState:
+def power_sgd(rank: int) -> PowerSGDState:
+    """Return the state of torch's hook, which begins with the last step that does not count."""
     return PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2, use_error_feedback=True)
-
-
-def _fsdp_replicate(setting: Setting, clock: Clock) -> None:
-    """Data parallelism of the FSDP2 family, which leaves its marks on a module: it gets a copy."""
-    replicate = importlib.import_module(_REPLICATE).replicate
-
-    network = copy.deepcopy(setting.module.network)
-    mesh = init_device_mesh(setting.device.type, (dist.get_world_size(),), mesh_dim_names=("replicate",))
-    for child in network.children():
-        if any(True for _ in child.parameters()):
-            replicate(child, mesh=mesh)
-    replicate(network, mesh=mesh)
-    _loop(setting, clock, network)
-
-
-def _accelerate(setting: Setting, clock: Clock) -> None:
-    accelerator = importlib.import_module("accelerate").Accelerator(cpu=setting.device.type == "cpu")
-    model, optimizer = accelerator.prepare(setting.module, SGD(setting.module.parameters(), lr=LEARNING_RATE))
-    _loop(setting, clock, model, optimizer=optimizer, backward=accelerator.backward)
-    # It keeps what it prepared, DDP's buckets with it.
-    accelerator.free_memory()
-
-
-def _is_missing(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is None
-    except ModuleNotFoundError:  # of a parent
-        return True
 
 
 def plain_variants(ways: Sequence[Way]) -> Iterator[Variant]:
@@ -189,21 +150,17 @@ def plain_variants(ways: Sequence[Way]) -> Iterator[Variant]:
     yield Variant(EXCHANGE, _exchange)
     for way in ways:
         if way.name != FLAT:
-            yield Variant(f"{EXCHANGE}, {way.name}", partial(_exchange_in, way), obstacle=way.obstacle)
+            yield Variant(f"{EXCHANGE}, {way.name}", partial(_exchange_in, way))
     yield Variant("DDP, bucket views", _raw_ddp(gradient_as_bucket_view=True))
     yield Variant("DDP, float16 hook", _raw_ddp(default_hooks.fp16_compress_hook))
     yield Variant("DDP, bfloat16 hook", _raw_ddp(_bfloat16_hook))
     # On gloo the hook's chained collectives need a single bucket: those of two would meet in any order.
     one_bucket = {"bucket_cap_mb": 10_000} if dist.get_backend() == "gloo" else {}
     for rank in POWER_SGD_RANKS:
-        yield Variant(f"DDP, PowerSGD rank {rank}", _raw_ddp(powerSGD_hook, partial(_power_sgd, rank), **one_bucket))
+        yield Variant(f"DDP, PowerSGD rank {rank}", _raw_ddp(powerSGD_hook, partial(power_sgd, rank), **one_bucket))
     yield Variant("all-reduce per parameter", _each_parameter)
     for reduction in ("mean", "weighted_mean"):
         yield Variant(f"average_gradients, {reduction}", partial(_average_gradients, reduction=reduction))
-    for dtype in FUNCTION_WIRE_DTYPES:
+    for dtype in WIRE_TYPES:
         run = partial(_average_gradients, reduction="weighted_mean", wire_dtype=dtype)
         yield Variant(f"average_gradients, weighted_mean, {dtype} on the wire", run)
-    no_replicate = f"torch {torch.__version__} has no {_REPLICATE}" if _is_missing(_REPLICATE) else None
-    yield Variant("FSDP2 replicate", _fsdp_replicate, obstacle=no_replicate)
-    no_accelerate = "the package accelerate is not installed" if _is_missing("accelerate") else None
-    yield Variant("Accelerate", _accelerate, obstacle=no_accelerate)

@@ -11,19 +11,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import lightning
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.variants import BASELINE, COMPUTE, EXCHANGE, LIGHTNING
+from benchmarks.variants import BASELINE, LIGHTNING
 
 __all__ = ["Measurements", "Spread", "print_report", "save_report"]
 
-WIDTH = 200
+WIDTH = 160
 
 
 class Spread(NamedTuple):
@@ -54,7 +53,6 @@ class Measurements:
         device: `cpu` or `cuda`.
         steps: Timed steps of a round.
         order: All variants, in the order of the table.
-        bandwidth: Of a node's link, in bytes per second; None if not known.
         seconds: Of each variant, the seconds of a step on the slower rank, one per round.
         processor: Likewise the processor seconds.
         sent: Likewise the bytes that a node's interface sent.
@@ -74,7 +72,6 @@ class Measurements:
     device: str
     steps: int
     order: list[str]
-    bandwidth: float | None = None
     seconds: dict[str, list[float]] = field(default_factory=dict)
     processor: dict[str, list[float]] = field(default_factory=dict)
     sent: dict[str, list[float]] = field(default_factory=dict)
@@ -101,33 +98,6 @@ class Measurements:
             return None
         return [mine / other for mine, other in zip(self.seconds[name], self.seconds[to], strict=True)]
 
-    def exposed(self, name: str) -> list[float] | None:
-        """Return the seconds of communication that no computation hides, round by round."""
-        if COMPUTE not in self.seconds:
-            return None
-        return [mine - alone for mine, alone in zip(self.seconds[name], self.seconds[COMPUTE], strict=True)]
-
-    def above_bound(self, name: str) -> list[float] | None:
-        """Return a step relative to the larger of computing and sending, round by round: 1 is out of reach."""
-        if COMPUTE not in self.seconds:
-            return None
-        sending: list[float]
-        if self.bandwidth is not None:
-            sending = [sent / self.bandwidth for sent in self.sent[name]]
-        elif EXCHANGE in self.seconds and all(sent > 0 for sent in self.sent[EXCHANGE]):
-            sending = [
-                mine / sent * seconds
-                for mine, sent, seconds in zip(
-                    self.sent[name], self.sent[EXCHANGE], self.seconds[EXCHANGE], strict=True
-                )
-            ]
-        else:
-            return None
-        return [
-            mine / max(compute, send)
-            for mine, compute, send in zip(self.seconds[name], self.seconds[COMPUTE], sending, strict=True)
-        ]
-
 
 def _cell(values: Sequence[float] | None, form: str = "{:.2f}", factor: float = 1.0) -> str:
     if not values:
@@ -145,7 +115,7 @@ def _table(results: Measurements) -> Table:
         f" {_cell(results.foreign)} cores busy",
     )
     table.add_column("variant", no_wrap=True)
-    for column in ("ms", f"of {BASELINE}", "of Lightning", "CPU ms", "sent MB", "exposed ms", "of bound"):
+    for column in ("ms", f"of {BASELINE}", "of Lightning", "CPU ms", "sent MB"):
         table.add_column(column, justify="right", no_wrap=True)
     for name in results.names:
         table.add_row(
@@ -155,8 +125,6 @@ def _table(results: Measurements) -> Table:
             _cell(results.ratios(name, LIGHTNING) if name in results.in_lightning else None, "{:.3f}"),
             _cell(results.processor[name], "{:.1f}", 1e3),
             f"{statistics.median(results.sent[name]) / 1e6:.2f}",
-            _cell(results.exposed(name), "{:.1f}", 1e3),
-            _cell(results.above_bound(name)),
         )
     return table
 
@@ -171,12 +139,7 @@ def print_report(results: Measurements) -> None:
 
 
 def save_report(results: Sequence[Measurements], output: Path) -> None:
-    """Write the rounds as JSON and the ratios as a picture.
-
-    Args:
-        results: Of each model.
-        output: The files, without their ending.
-    """
+    """Write the rounds of each model as JSON."""
     output.parent.mkdir(parents=True, exist_ok=True)
     about = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -188,26 +151,5 @@ def save_report(results: Sequence[Measurements], output: Path) -> None:
         "threads": torch.get_num_threads(),
         "models": [asdict(one) for one in results],
     }
-    output.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
-    _draw(results, output.with_suffix(".png"))
-    Console(width=WIDTH, markup=False).print(f"saved {output.with_suffix('.json')} and {output.with_suffix('.png')}")
-
-
-def _draw(results: Sequence[Measurements], path: Path) -> None:
-    drawn = [one for one in results if BASELINE in one.seconds]
-    longest = max((len(one.seconds) for one in drawn), default=0)
-    columns = max(1, len(drawn))
-    figure = Figure(figsize=(6 * columns, 1.5 + 0.3 * longest), layout="constrained")
-    axes = figure.subplots(1, columns, squeeze=False)
-    for axis, one in zip(axes[0], drawn, strict=False):
-        names = list(reversed(one.names))
-        spreads = [Spread.of(ratios) for name in names if (ratios := one.ratios(name, BASELINE)) is not None]
-        errors: Any = [
-            [spread.median - spread.low for spread in spreads],
-            [spread.high - spread.median for spread in spreads],
-        ]
-        axis.barh(names, [spread.median for spread in spreads], xerr=errors, color="#4878a8", ecolor="#202020")
-        axis.axvline(1.0, color="#c04040", linewidth=1)
-        axis.set_title(f"{one.title}, {one.world_size} ranks on {one.nodes} nodes")
-        axis.set_xlabel(f"time of a step, relative to {BASELINE} in the same round")
-    figure.savefig(path, dpi=120)
+    output.write_text(json.dumps(about, indent=1) + "\n")
+    Console(width=WIDTH, markup=False).print(f"saved {output}")

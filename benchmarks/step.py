@@ -1,7 +1,7 @@
 """What a training step costs under each way of reducing gradients: `python -m benchmarks.step`.
 
-One command starts the ranks on this machine, measures, prints one table per model and saves it (JSON and PNG). Started
-by `torchrun`, it is a rank; so it runs on several nodes, and `benchmarks.nodes` makes nodes out of network namespaces.
+One command starts the ranks on this machine, measures, prints one table per model and saves it as JSON. Started by
+`torchrun`, it is a rank; so it runs on several nodes, and `benchmarks.nodes` makes nodes out of network namespaces.
 The device is chosen automatically: CPUs with gloo, or GPUs with NCCL.
 
 Machines are busy with other things, too. All variants live in the same processes; a round runs each once, in an order
@@ -15,25 +15,22 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import gc
-import logging
 import os
 import random
 import sys
 import time
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.run import main as torchrun
 
 from benchmarks.machine import ForeignLoad, sent_by
 from benchmarks.models import MODELS, Measured
 from benchmarks.report import Measurements, print_report, save_report
 from benchmarks.variants import Setting, Variant, measure, variants
+from benchmarks.world import World, is_rank, joined, quiet, slowest, start
 
 __all__ = ["World", "chosen", "main", "make_setting", "quiet", "slowest"]
 
@@ -52,54 +49,15 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=None, help="of a model: begin no round that would end later, but two at least")
     add("--steps", type=int, default=None, help="timed steps of a round (default: the model's)")
     add("--ranks", type=int, default=2, help="ranks on this machine, where torchrun did not start them (default: 2)")
-    add("--interface", default="lo", help="network interface whose bytes are counted (default: lo)")
-    add("--bandwidth", type=float, default=None, help="of a node's link, in Mbit/s (default: measured by the exchange)")
-    add("--output", type=Path, default=Path("benchmarks/results/step"), help="files to write, without their ending")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    add("--interface", default=interface, help=f"network interface whose bytes are counted (default: {interface})")
+    add("--output", type=Path, default=Path("benchmarks/results/step.json"), help="file to write")
     parsed = parser.parse_args(arguments)
     if parsed.rounds < 1 or (parsed.steps is not None and parsed.steps < 1) or parsed.ranks < 1:
-        parser.error(
-            f"--rounds, --steps and --ranks are 1 or more; got {parsed.rounds}, {parsed.steps} and {parsed.ranks}"
-        )
+        parser.error(f"--rounds, --steps and --ranks are 1 or more; got {parsed.rounds}, {parsed.steps} and {parsed.ranks}")
     if parsed.minutes is not None and not parsed.minutes > 0:
         parser.error(f"--minutes is more than 0; got {parsed.minutes}")
     return parsed
-
-
-@dataclass(frozen=True)
-class World:
-    """The live process group.
-
-    Attributes:
-        device: Where this rank computes.
-        ranks_on_node: Number of ranks on this node.
-    """
-
-    device: torch.device
-    ranks_on_node: int
-
-    @classmethod
-    def join(cls) -> World:
-        """Join the process group that torchrun prepared."""
-        local_rank, ranks_on_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        if torch.cuda.is_available() and torch.cuda.device_count() >= ranks_on_node:
-            device, backend = torch.device("cuda", local_rank), "nccl"
-            torch.cuda.set_device(device)
-        else:
-            device, backend = torch.device("cpu"), "gloo"
-        dist.init_process_group(backend)
-        return cls(device, ranks_on_node)
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes."""
-        return dist.get_world_size() // self.ranks_on_node
-
-
-def slowest(values: Sequence[float], device: torch.device) -> list[float]:
-    """Return the largest of each value over the ranks."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor.tolist()
 
 
 def make_setting(model: str, world: World, steps: int | None) -> Setting:
@@ -127,7 +85,6 @@ def _measure(model: str, measured: Sequence[Variant], world: World, given: argpa
         device=str(world.device.type),
         steps=setting.steps,
         order=[variant.name for variant in measured],
-        bandwidth=None if given.bandwidth is None else given.bandwidth * 1e6 / 8,
         tensors=len(parameters),
         interface=given.interface,
         in_lightning=[variant.name for variant in runnable if variant.in_lightning],
@@ -158,17 +115,6 @@ def _measure(model: str, measured: Sequence[Variant], world: World, given: argpa
     return measurements
 
 
-def quiet() -> None:
-    """Keep advice on data loaders and the like from burying the tables."""
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        for handler in logging.getLogger(name).handlers:
-            handler.addFilter(lambda record: record.levelno >= logging.ERROR)
-    for name in ("rank_zero", "utilities.rank_zero"):
-        logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.ERROR)
-        logging.getLogger(f"lightning.fabric.{name}").setLevel(logging.ERROR)
-
-
 def chosen(everything: Sequence[Variant], only: Sequence[str], without: Sequence[str]) -> list[Variant]:
     """Return the variants that some patterns name, in their order.
 
@@ -187,12 +133,9 @@ def chosen(everything: Sequence[Variant], only: Sequence[str], without: Sequence
 
 
 def _rank(given: argparse.Namespace) -> None:
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    quiet()
-    world = World.join()
     # Between any two blocks there is a collection, which need not go through what imports have made.
     gc.freeze()
-    try:
+    with joined() as world:
         measured = chosen(variants(), given.only, given.without)
         results = []
         for model in given.models:
@@ -202,22 +145,15 @@ def _rank(given: argparse.Namespace) -> None:
                 print_report(measurements)
                 # After each model, so that an interrupt loses no more than one.
                 save_report(results, given.output)
-        dist.barrier()
-    finally:
-        # A process group that lives on in a cycle would end with the interpreter, and gloo's threads abort it then.
-        gc.collect()
-        dist.destroy_process_group()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure as a rank, or start the ranks."""
     given = _arguments(arguments)
-    if "LOCAL_RANK" in os.environ:
+    if is_rank():
         _rank(given)
-        return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    passed = list(sys.argv[1:] if arguments is None else arguments)
-    torchrun(["--standalone", f"--nproc-per-node={given.ranks}", "--module", "benchmarks.step", *passed])
+    else:
+        start("benchmarks.step", given.ranks, sys.argv[1:] if arguments is None else arguments)
 
 
 if __name__ == "__main__":

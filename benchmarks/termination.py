@@ -16,16 +16,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
-from torch.distributed.run import main as torchrun
 from torch.utils.data import DataLoader
 
 from benchmarks.report import Spread
-from benchmarks.step import World, make_setting, quiet, slowest
+from benchmarks.step import make_setting
+from benchmarks.world import World, is_rank, joined, slowest, start
 from lightning_gradavg.termination import Termination
 
 __all__ = ["main"]
@@ -70,10 +69,7 @@ class _Blocks(Callback):
         self._agree[self.kind(block)]()
 
 
-def _rank(triples: int, steps: int) -> None:
-    torch.set_num_threads(1)
-    quiet()
-    world = World.join()
+def _measure(world: World, triples: int, steps: int) -> None:
     setting = make_setting("mlp", world, None)
     blocks = _Blocks(steps)
     trainer = Trainer(
@@ -108,8 +104,6 @@ def _rank(triples: int, steps: int) -> None:
                 f"{name:32} {1e3 * ms.median:6.2f} ms, {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] of none",
                 markup=False,
             )
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -117,17 +111,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.termination", description="Measure the agreement.")
     parser.add_argument("--triples", type=int, default=60, help="triples of blocks that count (default: 60)")
     parser.add_argument("--steps", type=int, default=12, help="steps of a block (default: 12)")
-    for option in ("--interface", "--bandwidth"):
-        parser.add_argument(option, help="ignored; benchmarks.nodes passes it")
     given = parser.parse_args(arguments)
     if given.triples < 1 or given.steps <= DROPPED:
         parser.error(f"--triples is 1 or more and --steps above {DROPPED}; got {given.triples} and {given.steps}")
-    if "LOCAL_RANK" in os.environ:
-        _rank(given.triples, given.steps)
+    if not is_rank():
+        start("benchmarks.termination", 2, sys.argv[1:] if arguments is None else arguments)
         return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    passed = list(sys.argv[1:] if arguments is None else arguments)
-    torchrun(["--standalone", "--nproc-per-node=2", "--module", "benchmarks.termination", *passed])
+    with joined() as world:
+        _measure(world, given.triples, given.steps)
 
 
 if __name__ == "__main__":

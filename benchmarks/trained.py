@@ -11,15 +11,16 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.utils.data import DataLoader
 
 from benchmarks.block import WARMUP, Clock, Setting, Variant, weight_of_rank
-from benchmarks.plain import POWER_SGD_RANKS
+from benchmarks.plain import POWER_SGD_RANKS, power_sgd
 from benchmarks.ways import FLAT, NODE_BY_NODE, Way
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.rules import RULES
 
-__all__ = ["LIGHTNING", "trained_variants"]
+__all__ = ["LIGHTNING", "hooked", "trained_variants"]
 
 LIGHTNING = "Lightning DDPStrategy"
 
@@ -83,13 +84,12 @@ def _stock() -> Iterator[Variant]:
     yield Variant(f"{LIGHTNING}, bucket views", partial(_train, views), in_lightning=True)
 
 
-def _ours(reduction: str, name: str = "", obstacle: str | None = None, **options: Any) -> Variant:
+def _ours(reduction: str, name: str = "", **options: Any) -> Variant:
     strategy = partial(GradAvgStrategy, reduction=reduction, **options)  # type: ignore[arg-type]  # a name of a rule
     return Variant(
         f"GradAvg {reduction}, {name}" if name else f"GradAvg {reduction}",
         partial(_train, strategy, weighted=RULES[reduction].uses_weight),
         in_lightning=True,
-        obstacle=obstacle,
     )
 
 
@@ -107,6 +107,12 @@ def trained_variants(ways: Sequence[Way]) -> Iterator[Variant]:
     for reduction, its_own in (("mean", FLAT), ("weighted_mean", NODE_BY_NODE)):
         for way in ways:
             if way.name != its_own:
-                yield _ours(reduction, way.name, way.obstacle, **way.options)
+                yield _ours(reduction, way.name, **way.options)
     for rank in POWER_SGD_RANKS:
-        yield _ours("mean", f"PowerSGD rank {rank}", power_sgd_rank=rank, power_sgd_start_step=2)
+        yield Variant(f"GradAvg mean, PowerSGD rank {rank}", partial(_train, partial(hooked, rank)), in_lightning=True)
+
+
+def hooked(rank: int, reduction: str = "mean") -> GradAvgStrategy:
+    """Return our strategy with torch's PowerSGD hook; its state is new with each."""
+    options = {"ddp_comm_state": power_sgd(rank), "ddp_comm_hook": powerSGD_hook}
+    return GradAvgStrategy(reduction=reduction, **options)  # type: ignore[arg-type]  # a name of a rule

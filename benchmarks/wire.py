@@ -23,12 +23,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from lightning_gradavg.wire.options import WireOptions
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
+from benchmarks.ways import WIRE_TYPES
+from lightning_gradavg import average_gradients
 from lightning_gradavg.place import places_on_nodes
 from lightning_gradavg.wire.exchange import ScatteredSum
-from lightning_gradavg.wire.options import WIRE_DTYPES, WireOptions
 from lightning_gradavg.wire.route import route_of
 
 __all__ = ["as_bucket", "main"]
@@ -74,24 +76,23 @@ def _errors(kind: str, wire_dtype: str) -> tuple[float, float]:
     """Return the mean error of our sum, and that of a ring."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ours, ring = [], []
-    exchange = _exchange(wire_dtype, [0] * world_size)
+    parameter = torch.nn.Parameter(torch.zeros(ELEMENTS))
     for seed in range(SEEDS):
         gradients = [_gradient(kind, other, seed, ELEMENTS) for other in range(world_size)]
         exact = torch.stack(gradients).double().mean(0)
         mine = gradients[rank]
-        found = exchange.sum(as_bucket(mine.clone()), lambda: 1 / world_size).wait()
-        ours.append(float((found - exact).norm() / exact.norm()))
-        if wire_dtype != "int8":
-            summed = (mine / world_size).to(getattr(torch, wire_dtype))
-            dist.all_reduce(summed)
-            ring.append(float((summed - exact).norm() / exact.norm()))
-    exchange.close()
-    return sum(ours) / SEEDS, sum(ring) / SEEDS if ring else float("nan")
+        parameter.grad = mine.clone()
+        average_gradients([parameter], wire_dtype=wire_dtype)
+        ours.append(float((parameter.grad - exact).norm() / exact.norm()))
+        summed = (mine / world_size).to(getattr(torch, wire_dtype))
+        dist.all_reduce(summed)
+        ring.append(float((summed - exact).norm() / exact.norm()))
+    return sum(ours) / SEEDS, sum(ring) / SEEDS
 
 
 def _accuracy(arguments: argparse.Namespace) -> None:
     for kind in ("independent", "common"):
-        for wire_dtype in WIRE_DTYPES:
+        for wire_dtype in WIRE_TYPES:
             ours, ring = _errors(kind, wire_dtype)
             if dist.get_rank() == 0:
                 _print(f"{arguments.world_size:2d} ranks  {kind:12s} {wire_dtype:9s} {ours:.2e}  ring {ring:.2e}")
@@ -150,15 +151,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("accuracy", "steps"))
     parser.add_argument("--world-size", type=int, default=2, help="number of processes (default: 2)")
-    parser.add_argument("--wire-dtype", default="bfloat16", choices=(*WIRE_DTYPES, "none"), help="of `steps`")
+    parser.add_argument("--wire-dtype", default="bfloat16", choices=(*WIRE_TYPES, "none"), help="of `steps`")
     parser.add_argument("--nodes", type=int, default=1, help="nodes that the processes are said to be on (default: 1)")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--buckets", type=int, default=64)
     parser.add_argument("--elements", type=int, default=4096, help="largest size of a bucket (default: 4096)")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument(
-        "--skew", type=float, default=0.02, help="how often a rank pauses after a bucket (default: 0.02)"
-    )
+    parser.add_argument("--skew", type=float, default=0.02, help="how often a rank pauses after a bucket (default: 0.02)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (folder, arguments), nprocs=arguments.world_size)

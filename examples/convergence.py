@@ -1,8 +1,8 @@
 """What narrow and compressed gradients do to training: `python -m examples.convergence`.
 
 The demo's two tasks are trained with several seeds on 2 and 4 processes, with gradients sent exactly, in every wire
-type, by PowerSGD, and by torch's bf16 hook; and in int8 without error feedback, as a control. The table is printed; the
-plot `convergence.png` and the numbers `convergence.json` are written to `demo_output/`.
+type, and by torch's bf16 and PowerSGD hooks. The table is printed, and its numbers are written to
+`demo_output/convergence.json`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from subprocess import TimeoutExpired
 
 import lightning
 import torch
-from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -31,7 +30,7 @@ from examples.convergence_run import OUTCOMES, WAYS, Outcome, seeded_tasks
 from examples.demo import REPOSITORY, RunFailedError, started, tail
 from examples.report import json_safe
 
-__all__ = ["Summary", "main", "make_table", "save_plot", "summarize"]
+__all__ = ["Summary", "main", "make_table", "summarize"]
 
 TIMEOUT = 1800.0
 """Seconds after which the runs on one number of processes are taken to hang."""
@@ -143,34 +142,6 @@ def make_table(summaries: Mapping[Setting, Mapping[str, Summary]], seeds: int) -
     return table
 
 
-def save_plot(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Draw the training loss, mean over the seeds, and below it how far it is from the exact run's."""
-    settings = list(dict.fromkeys((outcome.task, outcome.devices) for outcome in outcomes))
-    figure = Figure(figsize=(4.2 * len(settings), 6.4), layout="constrained")
-    panels = figure.subplots(2, len(settings), sharex="col", squeeze=False)
-    for (task, devices), above, below in zip(settings, panels[0], panels[1], strict=True):
-        here = [outcome for outcome in outcomes if (outcome.task, outcome.devices) == (task, devices)]
-        curves = {way.name: torch.tensor([one.losses for one in here if one.way == way.name]) for way in WAYS}
-        exact = curves[WAYS[0].name]
-        for index, (name, losses) in enumerate(curves.items()):
-            steps, color = range(1, losses.shape[1] + 1), "black" if index == 0 else f"C{index}"
-            above.plot(steps, losses.mean(0).tolist(), color=color, linewidth=1.1, label=name)
-            if index > 0:
-                difference = (losses - exact).abs().mean(0)
-                # No difference has no place on a logarithmic axis.
-                drawn = difference.masked_fill(difference == 0, torch.nan)
-                below.plot(steps, drawn.tolist(), color=color, linewidth=1.1)
-        above.set_title(f"{task}, {devices} ranks")
-        below.set_yscale("log")
-        below.set_xlabel("optimizer step")
-        for panel in (above, below):
-            panel.grid(alpha=0.3)
-    panels[0, 0].set_ylabel("training loss, seeds' mean")
-    panels[1, 0].set_ylabel("|loss - float32's|, seeds' mean")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
-    figure.savefig(path, dpi=150)
-
-
 def save_json(path: Path, summaries: Mapping[Setting, Mapping[str, Summary]], outcomes: Sequence[Outcome]) -> None:
     """Write every number of the table, and every run. A number that is not finite is written as a string."""
     settings = [
@@ -236,9 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     summaries = summarize(outcomes)
     console.print(make_table(summaries, options.seeds))
-    save_plot(output / "convergence.png", outcomes)
     save_json(output / "convergence.json", summaries, outcomes)
-    console.print(f"Written: {output / 'convergence.png'} and {output / 'convergence.json'}", soft_wrap=True)
+    console.print(f"Written: {output / 'convergence.json'}", soft_wrap=True)
     return 0
 
 

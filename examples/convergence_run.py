@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,16 +18,16 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning_gradavg.wire.transport import GlooTransport
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from examples import digits, text
 from examples.comparison import weights_difference
 from examples.run_one import LossCurve, ReversedSamples
 from examples.training import Task, close_process_group
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.wire.feedback import Feedback, Residuals
-from lightning_gradavg.wire.transport import GlooTransport
 
 __all__ = ["OUTCOMES", "WAYS", "Outcome", "SentBytes", "Way", "seeded_tasks"]
 
@@ -64,17 +65,9 @@ class Outcome:
     bytes_per_step: float
 
 
-@contextmanager
-def _without_feedback() -> Iterator[None]:
-    """Forget what int8 did not send: a control, and no option of the package."""
-
-    residuals = Feedback.residuals
-
-    def forgotten(_: Feedback, *args: Any, **options: Any) -> Residuals:
-        return residuals(Feedback(), *args, **options)
-
-    with patch.object(Feedback, "residuals", forgotten):
-        yield
+def _power_sgd(rank: int) -> dict[str, Any]:
+    state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=POWER_SGD_START)
+    return {"ddp_comm_state": state, "ddp_comm_hook": powerSGD_hook}
 
 
 @dataclass(frozen=True)
@@ -83,27 +76,23 @@ class Way:
 
     Attributes:
         name: What reports call it.
-        options: Of `GradAvgStrategy`.
+        options: Makes those of `GradAvgStrategy`, anew for each run: a hook has a state.
         reverses: Whether the samples of each batch are reversed: the same mathematics in other roundings.
-        around: Entered while it trains.
     """
 
     name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Callable[[], Mapping[str, Any]] = dict
     reverses: bool = False
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 WAYS = (
     Way("float32"),
     Way("float32, reversed", reverses=True),
-    Way("bfloat16", {"wire_dtype": "bfloat16"}),
-    Way("torch's bf16 hook", {"ddp_comm_hook": bf16_compress_hook}),
-    Way("float16", {"wire_dtype": "float16"}),
-    Way("int8", {"wire_dtype": "int8"}),
-    Way("int8, no feedback", {"wire_dtype": "int8"}, around=_without_feedback),
-    Way("PowerSGD, rank 4", {"power_sgd_rank": 4, "power_sgd_start_step": POWER_SGD_START}),
-    Way("PowerSGD, rank 1", {"power_sgd_rank": 1, "power_sgd_start_step": POWER_SGD_START}),
+    Way("bfloat16", lambda: {"wire_dtype": "bfloat16"}),
+    Way("torch's bf16 hook", lambda: {"ddp_comm_hook": bf16_compress_hook}),
+    Way("float16", lambda: {"wire_dtype": "float16"}),
+    Way("PowerSGD, rank 4", partial(_power_sgd, 4)),
+    Way("PowerSGD, rank 1", partial(_power_sgd, 1)),
 )
 """The first one is what the others are compared with."""
 
@@ -177,7 +166,7 @@ def _train(
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy=GradAvgStrategy(reduction="weighted_mean", **way.options),
+        strategy=GradAvgStrategy(reduction="weighted_mean", **way.options()),
         max_epochs=task.epochs,
         accumulate_grad_batches=task.micro_batches,
         use_distributed_sampler=False,  # the data module gives each rank its chunks
@@ -189,7 +178,7 @@ def _train(
         enable_progress_bar=False,
     )
     module = task.model()
-    with way.around(), sent.counting():
+    with sent.counting():
         trainer.fit(module, data)
     trainer.test(module, data, verbose=False)
     return module, curve, float(trainer.callback_metrics[task.metric]), sent.per_step

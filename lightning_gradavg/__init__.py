@@ -4,7 +4,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gradavg.monitor import GradAvgMonitor
 from lightning_gradavg.place import Place
-from lightning_gradavg.profiling.profiler import GradAvgProfiler
+from lightning_gradavg.profile import GradAvgProfiler
 from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.gather import gather
 from lightning_gradavg.report.noise_scale import GradientNoiseScale

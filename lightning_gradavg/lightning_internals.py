@@ -21,6 +21,7 @@ __all__ = [
     "defers_reduction",
     "flushes_static_graph",
     "leave_batch_norm_alone",
+    "profiling",
     "reduced_parameters",
     "syncs_batch_norm",
 ]
@@ -112,3 +113,11 @@ class SigtermHooks:
 def leave_batch_norm_alone(strategy: Any) -> None:
     """Have Lightning not turn batch norm into SyncBatchNorm: see `syncs_batch_norm`."""
     strategy._layer_sync = None
+
+
+def profiling() -> bool:
+    """Return whether a torch profiler is active: a label that nobody reads costs 17 us.
+
+    `torch.autograd._profiler_enabled`.
+    """
+    return bool(torch.autograd._profiler_enabled())

@@ -125,9 +125,7 @@ class TestArithmetic:
             assert replicas == [len(chunk.pieces) for chunk in chunks]
             pieces = [piece for chunk in chunks for piece in chunk.pieces]
             assert [Piece(0, 0, 3), Piece(1, 3, 6), Piece(2, 6, 9), Piece(3, 9, 10)] == pieces
-            assert [chunk.pieces[0].replica if chunk.pieces else None for chunk in chunks] == [
-                c.replica for c in chunks
-            ]
+            assert [chunk.pieces[0].replica if chunk.pieces else None for chunk in chunks] == [c.replica for c in chunks]
             assert {(4, sum(map(bool, replicas)))} == {(chunk.batch_replicas, chunk.ranks) for chunk in chunks}
 
     def test_replicas_without_samples_are_left_out(self) -> None:

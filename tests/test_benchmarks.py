@@ -35,15 +35,13 @@ def test_spread():
     assert (7.0, 7.0, 7.0) == Spread.of([7.0])
 
 
-def two_rounds(bandwidth: float | None = None) -> Measurements:
-    names = ["DDP", "slow", "compute only", "Lightning DDPStrategy"]
-    found = Measurements("m", "a model", 100, 2, 1, "cpu", 5, names, bandwidth=bandwidth)
+def two_rounds() -> Measurements:
+    names = ["DDP", "slow", "Lightning DDPStrategy"]
+    found = Measurements("m", "a model", 100, 2, 1, "cpu", 5, names)
     found.in_lightning = ["slow", "Lightning DDPStrategy"]
     rounds = (
         ("DDP", (2.0, 4.0), 100.0),
         ("slow", (3.0, 5.0), 300.0),
-        ("compute only", (1.0, 2.0), 0.0),
-        ("communication only", (0.5, 1.0), 100.0),
         ("Lightning DDPStrategy", (4.0, 4.0), 100.0),
     )
     for name, seconds, sent in rounds:
@@ -53,16 +51,11 @@ def two_rounds(bandwidth: float | None = None) -> Measurements:
     return found
 
 
-def test_numbers_of_the_table():
-    """Ratios and exposed times are taken within a round, and the bound is the larger of computing and sending."""
+def test_ratios_are_taken_within_a_round():
+    """A variant's time is relative to that of another in the same round, if that was measured."""
     found = two_rounds()
     assert [1.5, 1.25] == found.ratios("slow", "DDP")
     assert found.ratios("slow", "not measured") is None
-    assert [2.0, 3.0] == found.exposed("slow")
-    # 300 bytes take three times what the exchange of 100 takes: 1.5 s and 3 s.
-    assert [2.0, pytest.approx(5 / 3)] == found.above_bound("slow")
-    assert [2.0, 2.0] == found.above_bound("DDP")
-    assert [1.0, pytest.approx(5 / 3)] == two_rounds(bandwidth=100.0).above_bound("slow")
 
 
 def test_table_compares_with_lightning_what_runs_in_lightning(capsys):
@@ -103,12 +96,11 @@ def test_clock_counts_its_ticks():
     ],
 )
 def test_ways_that_differ_are_measured(nodes, nccl, possible):
-    """On each kind of network those ways are measured that are not another one's, and the others say why not."""
+    """On each kind of network those ways are measured that are not another one's."""
     found = list(ways(places_on_nodes(nodes), nccl=nccl))
-    expected = {name.format(dtype) for name in possible for dtype in ("bfloat16", "float16", "int8")}
-    assert expected == {way.name for way in found if way.obstacle is None}
-    # Three ways of each type, and two without.
-    assert 11 == len({way.name for way in found})
+    expected = {name.format(dtype) for name in possible for dtype in ("bfloat16", "float16")}
+    assert expected == {way.name for way in found}
+    assert {name for name in expected if "float" not in name} == {way.name for way in found if way.exact}
 
 
 def test_errors_are_relative_to_each_parameter():
@@ -151,9 +143,7 @@ def test_variants_are_chosen_by_name():
 
 def test_unknown_interface():
     """An interface that is not there is an error that lists those that are."""
-    with pytest.raises(
-        ValueError, match=r"--interface='no such' is not a network interface of this machine; it has \["
-    ):
+    with pytest.raises(ValueError, match=r"--interface='no such' is not a network interface of this machine; it has \["):
         sent_by("no such")
 
 
@@ -272,11 +262,10 @@ def run_benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess[str
 @pytest.mark.timeout(300)  # 15 s on two idle cores, most of it imports
 @pytest.mark.skipif(sys.platform != "linux", reason="the bytes are counted by Linux")
 def test_step_from_command_to_files(tmp_path):
-    """A tiny round on two ranks prints a table, and leaves its numbers and a picture of them."""
-    names = ["DDP", "compute only", "communication only, int8 on the wire", "Lightning DDPStrategy"]
-    names += ["GradAvg weighted_mean", "GradAvg mean, node by node"]
-    *measured, left_out = names
-    options = ["--rounds", "1", "--steps", "2", "--output", str(tmp_path / "found"), "--only", *names]
+    """A tiny round on two ranks prints a table, and leaves its numbers."""
+    names = ["DDP", "compute only", "communication only, bfloat16 on the wire", "Lightning DDPStrategy"]
+    names += ["GradAvg weighted_mean", "GradAvg mean, PowerSGD rank 1"]
+    options = ["--rounds", "1", "--steps", "2", "--output", str(tmp_path / "found.json"), "--only", *names]
     done = run_benchmark("step", *options)
     assert 0 == done.returncode, done.stderr
     assert all(name in done.stdout for name in names)
@@ -285,14 +274,12 @@ def test_step_from_command_to_files(tmp_path):
     (model,) = saved["models"]
     assert 2 == model["world_size"]
     for table in ("seconds", "processor", "sent"):
-        assert sorted(measured) == sorted(model[table])
+        assert sorted(names) == sorted(model[table])
         assert {1} == {len(rounds) for rounds in model[table].values()}
-    assert [sorted(measured)] == [sorted(turn) for turn in model["turns"]]
+    assert [sorted(names)] == [sorted(turn) for turn in model["turns"]]
     assert 1 == len(model["foreign"])
-    assert {"Lightning DDPStrategy", "GradAvg weighted_mean"} == set(model["in_lightning"])
-    assert "all ranks are on one node" in model["skipped"][left_out]
+    assert set(names[3:]) == set(model["in_lightning"])
     assert model["sent"]["DDP"][0] > model["gradient_bytes"]
-    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -301,14 +288,15 @@ def test_step_from_command_to_files(tmp_path):
 def test_exactness_from_command_to_files(tmp_path):
     """Reduced gradients are those of the definition, narrow ones nearly; what is above the limit is a failure."""
     names = ["GradAvg weighted_mean", "GradAvg mean, float16 on the wire", "average_gradients, sum"]
+    names.append("GradAvg weighted_mean, PowerSGD rank 4")
     done = run_benchmark("exactness", "--limit", "1e-9", "--output", str(tmp_path / "found"), "--only", *names)
     assert 1 == done.returncode, done.stderr
     found = {one["name"]: one for one in json.loads((tmp_path / "found.json").read_text())["results"]}
     assert set(names) == set(found)
-    assert [True, False, True] == [found[name]["missed"] for name in names]
+    assert [True, False, True, False] == [found[name]["missed"] for name in names]
     assert 2 == done.stdout.count("MISSED")
     assert all(one["same_bits"] for one in found.values())
-    exact, rounded, function = (found[name]["errors"]["parameter"] for name in names)
-    assert max(exact, function) < LIMIT
+    exact, rounded, function, low_rank = (found[name]["errors"]["parameter"] for name in names)
+    assert max(exact, function) < LIMIT < low_rank
     # One rounding to 11 bits before the sum and one after it.
     assert 1e-5 < rounded < 2**-10

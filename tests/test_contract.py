@@ -126,12 +126,19 @@ def test_what_the_strategy_answers():
         (["plan", "--batch-size", "0", "--lr", "0.1", "--devices-per-node", "2"], 2),
         (["verify"], 2),
         (["nothing"], 2),
+        (["bench", "--ranks", "2"], 2),
     ],
 )
 def test_exit_codes(arguments, code, capsys):
     """0 for an answer, 2 for wrong usage with one line on standard error."""
     assert code == main(arguments)
     assert code == len([line for line in capsys.readouterr().err.splitlines() if line]) * 2
+
+
+def test_a_command_that_has_left_names_what_to_use(capsys):
+    """`gradavg bench` was a command before the cost model became a benchmark."""
+    assert 2 == main(["bench"])
+    assert "'bench' is not a command; run `python -m benchmarks.cost_model`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "plan", "verify"])
@@ -273,10 +280,9 @@ def test_the_keys_of_a_checkpoint():
     kept = torch.load(DATA / "version_0_1_0.ckpt", weights_only=True)["lightning_gradavg"]
     assert {"recipe", "rates", "micro_batches", "loaders"} == set(kept)
     assert words(
-        "reduction split_batches equivalent_to num_replicas global_batch_size lr_scaling base_batch_size"
-        " lr_warmup_steps"
+        "reduction split_batches equivalent_to num_replicas global_batch_size lr_scaling base_batch_size lr_warmup_steps"
     ) == list(kept["recipe"])
     assert ["steps"] == list(kept["rates"])
-    assert words(
-        "format complete batches samples epoch_batches digest passes generators objects seeded random"
-    ) == list(kept["loaders"][0])
+    assert words("format complete batches samples epoch_batches digest passes generators objects seeded random") == list(
+        kept["loaders"][0]
+    )

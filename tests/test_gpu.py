@@ -273,9 +273,9 @@ def check_true_half() -> None:
                 batch = torch.tensor(rows[dist.get_rank()])
                 strategy = GradAvgStrategy(reduction="weighted_mean")
                 (gradient,) = fit(Line(), [batch] * window, strategy, window, precision=precision)
-                expected = torch.tensor(
-                    [sum(x * n for x, n in rows) / sum(n for _, n in rows)], dtype=torch.float64
-                ).to(dtype)
+                expected = torch.tensor([sum(x * n for x, n in rows) / sum(n for _, n in rows)], dtype=torch.float64).to(
+                    dtype
+                )
                 assert dtype == gradient.dtype
                 # Every gradient was rounded to half precision once before, and so was each of two micro-batches' sum.
                 torch.testing.assert_close(gradient, expected, rtol=3 * torch.finfo(dtype).eps, atol=2.0**-23)
@@ -575,9 +575,7 @@ def check_average_gradients() -> None:
             numbers_of(r, 30).double() * (torch.nan if rule.uses_weight and weights[r] == 0 else 1)
             for r in range(world_size)
         ]
-        dense, half, lone, table = (
-            nn.Parameter(torch.zeros(shape, device=device())) for shape in ((4, 3), 10, 5, (9, 2))
-        )
+        dense, half, lone, table = (nn.Parameter(torch.zeros(shape, device=device())) for shape in ((4, 3), 10, 5, (9, 2)))
         half.data = half.data.bfloat16()
         mine = rows[rank].float().to(device())
         dense.grad, half.grad = mine[:12].view(4, 3).clone(), mine[12:22].bfloat16()
@@ -591,9 +589,7 @@ def check_average_gradients() -> None:
         def combined(gradients: list[Tensor], rule: Any = rule) -> Tensor:
             return combine(torch.stack(gradients), rule=rule, nodes=NODES[world_size], weights=weights)
 
-        torch.testing.assert_close(
-            found[0].flatten().double(), combined([row[:12] for row in rows]), rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(found[0].flatten().double(), combined([row[:12] for row in rows]), rtol=1e-5, atol=1e-5)
         rounded = [row[12:22].bfloat16().double() for row in rows]
         torch.testing.assert_close(found[1].double(), combined(rounded), rtol=2.0**-8, atol=1e-6)
         absent = [rows[0][22:27], *(torch.zeros(5, dtype=torch.float64) for _ in rows[1:])]
@@ -909,9 +905,7 @@ def _run_processes(world_size: int, backend: str, names: Sequence[str]) -> list[
     context = get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="gradavg-gpu-") as folder:
         ranks = range(world_size)
-        processes = [
-            context.Process(target=_run_rank, args=(rank, world_size, backend, folder, names)) for rank in ranks
-        ]
+        processes = [context.Process(target=_run_rank, args=(rank, world_size, backend, folder, names)) for rank in ranks]
         for process in processes:
             process.start()
         deadline = time.monotonic() + WORLD_TIMEOUT
@@ -993,9 +987,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl")
     parser.add_argument("--worlds", type=int, nargs="+", default=list(WORLDS), choices=WORLDS)
-    parser.add_argument(
-        "--only", nargs="+", default=["*"], metavar="NAME", help="checks, with wildcards (default: all)"
-    )
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="checks, with wildcards (default: all)")
     parser.add_argument("--output", type=Path, help="a JSON file for the outcomes")
     arguments = parser.parse_args()
     names = [name for name in CHECKS if any(fnmatch.fnmatchcase(name, pattern) for pattern in arguments.only)]

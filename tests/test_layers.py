@@ -1,134 +1,110 @@
-"""The package is built in floors: imports stay on a floor or point down, and the lower two floors know no Lightning."""
+"""The package is built in floors of folders: imports stay on a floor or point down, and the core knows no Lightning."""
 
 from __future__ import annotations
 
-import ast
 import graphlib
-import importlib.util
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Mapping
+from itertools import pairwise
 
 import pytest
+from structure import MODULES, folder_of, imported_names, own_imports
 
-PACKAGE = "lightning_gradavg"
-SPEC = importlib.util.find_spec(PACKAGE)
-assert SPEC is not None
-assert SPEC.origin is not None
-ROOT = Path(SPEC.origin).parent  # the sources, or the installed wheel where that is what is tested
-
-# A subpackage stands for those of its modules that are not listed; the ten that come first hold listed ones only.
-# Add a new module where it belongs; its imports must allow it.
+# A module beside the folders is a folder of its own. Put a new one where its imports allow.
 FLOORS = (
-    (
-        "collectives costs data evaluation monitoring planning profiling rates reduction replication place rules"
-        " weights rates.scaling planning.noise monitoring.step_report presets"
-        " costs.links costs.allreduce costs.overlap costs.predict costs.plot costs.tables"
-    ),
-    (
-        "reduction.reduce reduction.reducer reduction.terms reduction.window reduction.accumulate"
-        " reduction.hooks reduction.groups reduction.sums wire reduction.ddp_options"
-        " collectives.average collectives.agreement collectives.buckets collectives.contribution"
-        " profiling.intervals profiling.timeline profiling.chrome_trace"
-        " profiling.ddp_buckets profiling.recording profiling.summary profiling.report"
-        " data.batches data.collated data.order data.sources data.whole_batches data.loaders data.split_loader"
-        " data.resume data.loader_state collectives.gather collectives.rows replication.replicas"
-        " replication.buffers replication.outputs rates.groups rates.watched"
-        " rates.recipe plan replication.batch_norm replication.random_streams monitoring.measure"
-        " monitoring.rank_measurement monitoring.noise_scale monitoring.drift costs.measure"
-    ),
-    (
-        "reduction.outputs data.training_data evaluation.dealt evaluation.logged evaluation.evaluation"
-        " reduction.hooking reduction.reducing"
-        " monitoring.observing monitoring.monitor profiling.profiler evaluation.evaluating"
-        " rates.recipe_strategy replication.equivalence replication.log replication.steps"
-        " replication.replicating strategy termination verification"
-    ),
-    "__init__ __main__ cli",
+    "place tree profile device lightning_internals",
+    "rules ranks wire part",
+    "options reduction rates",
+    "batches evaluation termination",
+    "replicas report",
+    "strategy plan",
+    "verification monitor",
+    "cli",
+    "__init__ __main__",
 )
-WITHOUT_LIGHTNING = (0, 1)
+FLOOR_OF = {folder: floor for floor, folders in enumerate(FLOORS, start=1) for folder in folders.split()}
+
+UPWARD: dict[str, str] = {}
+"""Arrows between folders that point up, each with its reason; they are left out of the search for circles."""
+
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+LIGHTNING_IN = (
+    "part profile batches.part rates.part evaluation reduction.reduction replicas.part",
+    "replicas.obstacles replicas.log strategy termination monitor verification cli __init__",
+)
+"""Folders and modules that may import Lightning. Everything else is the core, and works without."""
 
-FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
+KNOWS_LIGHTNING = {name for names in LIGHTNING_IN for name in names.split()}
 
-
-def module_name(path: Path) -> str:
-    """Return the dotted name below the package; `__init__` for the package itself, `cli` for `cli/__init__.py`."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
-
-
-MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
-
-
-def floor_of(module: str) -> int:
-    listed = module if module in FLOOR_OF else module.partition(".")[0]
-    assert listed in FLOOR_OF, (
-        f"{PACKAGE}.{module} stands on no floor: add {listed!r} to FLOORS in tests/test_layers.py,"
-        " on a floor that its imports allow"
-    )
-    return FLOOR_OF[listed]
+IMPORTS = {module: own_imports(module, path.read_text("utf-8")) for module, path in MODULES.items()}
+ARROWS: dict[tuple[str, str], list[str]] = {}
+for module, imports in IMPORTS.items():
+    for other in imports:
+        if folder_of(module) != folder_of(other):
+            ARROWS.setdefault((folder_of(module), folder_of(other)), []).append(f"{module} -> {other}")
 
 
-def imported_names(module: str, source: str) -> Iterator[str]:
-    """Yield the absolute name of everything that `source` imports, wherever in the file, for types only or not."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                inside = [PACKAGE, *(part for part in module.split(".") if part != "__init__")]
-                is_package = module == "__init__" or MODULES.get(module, Path()).name == "__init__.py"
-                above = inside[: len(inside) - node.level + is_package]
-                base = ".".join([*above, base]).rstrip(".")
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+def circle_in(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return the nodes of a circle, each of which points to the next one; none if there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(reversed(error.args[1]))  # each is named after those that point to it
+    return []
 
 
-def own_imports(module: str, source: str) -> set[str]:
-    """Return the modules of the package that `source` imports, as they are named in MODULES."""
-    found = set()
-    for name in imported_names(module, source):
-        if name == PACKAGE or name.startswith(f"{PACKAGE}."):
-            inner = name.removeprefix(PACKAGE).removeprefix(".")
-            while inner and inner not in MODULES:  # from the imported object up to the module that holds it
-                inner = inner.rpartition(".")[0]
-            found.add(inner or "__init__")
-    return found - {module}
+def test_every_folder_stands_on_a_floor():
+    """The table names what there is, and nothing that is gone."""
+    assert {folder_of(module) for module in MODULES} == set(FLOOR_OF)
 
 
-def test_every_listed_module_exists() -> None:
-    """The table names nothing that is gone."""
-    present = {module.partition(".")[0] for module in MODULES} | set(MODULES)
+def test_arrows_between_folders_point_down():
+    """A folder imports only from its own floor and from floors below, but for the exceptions, which are all needed."""
+    upward = {f"{of} -> {to}": files for (of, to), files in ARROWS.items() if FLOOR_OF[of] < FLOOR_OF[to]}
 
-    assert set() == set(FLOOR_OF) - present
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down(module: str) -> None:
-    """A module imports only from its own floor and from floors below."""
-    floor = floor_of(module)
-    upward = {name for name in own_imports(module, MODULES[module].read_text("utf-8")) if floor_of(name) > floor}
-
-    assert set() == upward, f"{module} stands on floor {floor} and must not import {sorted(upward)} from above"
+    assert set(UPWARD) == set(upward), f"upward: {upward}"
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if FLOOR_OF.get(module) in WITHOUT_LIGHTNING])
-def test_the_core_knows_no_lightning(module: str) -> None:
-    """The lower two floors import nothing from Lightning."""
-    names = {
-        name for name in imported_names(module, MODULES[module].read_text("utf-8")) if name.split(".")[0] in LIGHTNING
+def test_folders_form_no_circle():
+    """Folders can be read in an order in which each uses only what stands before."""
+    graph = {folder: {to for of, to in ARROWS if of == folder and f"{of} -> {to}" not in UPWARD} for folder in FLOOR_OF}
+    circle = circle_in(graph)
+
+    assert [] == [ARROWS[arrow] for arrow in pairwise(circle)], f"circle of folders: {' -> '.join(circle)}"
+
+
+def test_files_form_no_circle():
+    """Within a folder, too, files can be read in such an order."""
+    assert [] == circle_in(IMPORTS)
+
+
+def may_know_lightning(module: str) -> bool:
+    return module in KNOWS_LIGHTNING or folder_of(module) in KNOWS_LIGHTNING
+
+
+def test_the_core_knows_no_lightning():
+    """Nothing imports Lightning but what is listed; move what needs it there."""
+    knowing = {
+        module
+        for module, path in MODULES.items()
+        if any(name.split(".")[0] in LIGHTNING for name in imported_names(module, path.read_text("utf-8")))
     }
 
-    assert set() == names, f"{module} must work without Lightning; move what needs it to the strategy's floor"
+    assert set() == {module for module in knowing if not may_know_lightning(module)}
+    assert set() == KNOWS_LIGHTNING - knowing - {folder_of(module) for module in knowing}
 
 
-def test_imports_form_no_cycle() -> None:
-    """Within a floor, too, modules can be read in an order in which each uses only what stands before."""
-    graph = {module: own_imports(module, path.read_text("utf-8")) for module, path in MODULES.items()}
-
-    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
-
-    assert set(MODULES) == set(order)
+@pytest.mark.parametrize(
+    ("graph", "expected"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, 0),
+        ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, 3),
+    ],
+)
+def test_circles_are_found_in_the_direction_of_their_arrows(graph, expected):
+    """Each of a circle's nodes points to the next, the last of which is the first again."""
+    circle = circle_in(graph)
+    assert expected == len(circle)
+    assert all(other in graph[one] for one, other in pairwise(circle))
 
 
 @pytest.mark.parametrize(

@@ -129,11 +129,7 @@ def test_meta_tensors_cannot_be_read():
 
 @pytest.mark.parametrize(
     ("wire_dtype", "dtype"),
-    [
-        (name, dtype)
-        for name in WIRE_DTYPES
-        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
-    ],
+    [(name, dtype) for name in WIRE_DTYPES for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.complex64)],
     ids=str,
 )
 @pytest.mark.parametrize("weighted", [False, True])
@@ -243,9 +239,7 @@ def reduce_window(rule: Any, weights: Sequence[Sequence[float]], names: Sequence
     for index, of_terms in enumerate(weights):
         terms = {name: parameters[0].sum() * parameters[1].sum() for name in names}
         # Of another type and 1-dimensional, as a mask's sum with keepdim.
-        given = {
-            name: as_weight(torch.full((1,), n, device=META), META) for name, n in zip(names, of_terms, strict=True)
-        }
+        given = {name: as_weight(torch.full((1,), n, device=META), META) for name, n in zip(names, of_terms, strict=True)}
         loss = accumulator.weigh(terms, MicroBatch(given, explicit=True), alone=len(weights) == 1)
         loss.root = loss.value
         last = index == len(weights) - 1

@@ -83,9 +83,7 @@ def set_source(make: Callable[[nn.Sequential], Any]) -> Callable[[Misused], None
     return change
 
 
-def with_gradient(
-    make: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32
-) -> Callable[[nn.Sequential], Any]:
+def with_gradient(make: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> Callable[[nn.Sequential], Any]:
     """Return a source with one more parameter, whose gradient is `make` of zeros."""
 
     def source(model: nn.Sequential) -> list[Tensor]:

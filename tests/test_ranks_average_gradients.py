@@ -314,11 +314,7 @@ def reduce_checkpointed(reentrant: bool) -> list[Tensor]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        x = (
-            torch.randn(4, 4, dtype=torch.float64)[:3]
-            if dist.get_rank() == 0
-            else torch.ones(1, 4, dtype=torch.float64)
-        )
+        x = torch.randn(4, 4, dtype=torch.float64)[:3] if dist.get_rank() == 0 else torch.ones(1, 4, dtype=torch.float64)
         x.requires_grad_()
         for _ in range(5):
             optimizer.zero_grad()

@@ -191,10 +191,7 @@ def test_all_segments_are_in_flight_at_once(world):
     cannot part in the order of their collectives. 3 MiB on the wire are 3 segments, and the rest is a fourth."""
     of_ranks = draw_gradients(2, [(3 * 2**19 - 16,), (100,), (7,)], torch.float32)
     expected = (
-        ["all_gather"]
-        + ["all_to_all_single"] * 4
-        + ["wait all_to_all_single", "all_gather"] * 4
-        + ["wait all_gather"] * 4
+        ["all_gather"] + ["all_to_all_single"] * 4 + ["wait all_to_all_single", "all_gather"] * 4 + ["wait all_gather"] * 4
     )
     for seen in world(2).run(record_collectives, of_ranks, wire_dtype="bfloat16"):
         assert expected == seen

@@ -59,9 +59,7 @@ def reference(name: str, dtype: torch.dtype, num_replicas: int, accumulate: int,
     return train(model, loader(model), num_replicas, **options)
 
 
-def compare(
-    world: Any, world_size: int, name: str, dtype: str, num_replicas: int, configs: Any, **strategy: Any
-) -> None:
+def compare(world: Any, world_size: int, name: str, dtype: str, num_replicas: int, configs: Any, **strategy: Any) -> None:
     torch_dtype, tolerance = DTYPES[dtype]
     ranks = world(world_size).run(fit_all, name, torch_dtype, num_replicas, configs, **strategy)
     assert list(range(world_size)) == [rank for rank, _ in ranks]

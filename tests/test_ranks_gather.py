@@ -132,9 +132,7 @@ def gradients_of(world: Any, *args: Any, nodes: Sequence[int], **variant: Any) -
     seen = world(len(nodes)).run(train_contrastive, *args, nodes, **variant)
     assert len(nodes) == len(seen)
     for of_rank in seen:
-        assert all(
-            torch.equal(mine, first) or first.isnan().any() for mine, first in zip(of_rank, seen[0], strict=True)
-        )
+        assert all(torch.equal(mine, first) or first.isnan().any() for mine, first in zip(of_rank, seen[0], strict=True))
     return seen[0]
 
 

@@ -146,9 +146,7 @@ def test_a_replica_of_one_sample_is_an_error_on_all_ranks(world, kind, size, rep
     """Batch norm refuses one value per channel on the ranks that have it; no other rank may wait for them."""
     for raised in world(size).run_expecting_errors(fit, kind, parallel(replicas), samples, samples):
         assert raised.type_name == "ValueError"
-        assert (
-            f"a batch of {samples} samples in {replicas} replicas gives one of them a single sample" in raised.message
-        )
+        assert f"a batch of {samples} samples in {replicas} replicas gives one of them a single sample" in raised.message
 
 
 @pytest.mark.parametrize("strategy", [parallel(1), single()], ids=str)
@@ -317,9 +315,7 @@ class AllGathers(Net):
         return self.all_gather(self(batch[0]), sync_grads=True).square().mean()
 
 
-@pytest.mark.parametrize(
-    ("kind", "strategy"), [(Gathers, parallel(2, recompute_replicas=True)), (AllGathers, parallel(4))]
-)
+@pytest.mark.parametrize(("kind", "strategy"), [(Gathers, parallel(2, recompute_replicas=True)), (AllGathers, parallel(4))])
 def test_gathering_in_a_step_that_ranks_run_unequally_often_is_refused(world, kind, strategy):
     """Recomputed or several, replicas would gather past each other."""
     for raised in world(2).run_expecting_errors(fit, kind, strategy, 8, 9):

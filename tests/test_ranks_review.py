@@ -138,9 +138,7 @@ def train_heads_unread(*args: Any, **kwargs: Any) -> Any:
 def test_terms_whose_weights_are_not_read(world: Any, window: int, late: bool) -> None:
     """Case 9: named terms with weights that are tensors, one of them 0 and its gradient NaN, equal one process."""
     ranks = [rank[::-1] if late else rank for rank in RANKS]
-    expected = [
-        reference([pair for rank in ranks for pair in rank[step : step + window]]) for step in range(0, 2, window)
-    ]
+    expected = [reference([pair for rank in ranks for pair in rank[step : step + window]]) for step in range(0, 2, window)]
     for index, (rank, gradients) in enumerate(world(2).run(train_heads_unread, ranks, {}, window)):
         assert index == rank
         assert [[approx(x) for x in step] for step in expected] == gradients
@@ -219,9 +217,7 @@ class Windows(Toy):
 def test_gradients_that_were_cleared_take_their_weights_along(world: Any, set_to_none: bool) -> None:
     """Case 18: a window that the user drops by `zero_grad` does not count in the next one."""
     rows = [[[1.0], [1.0], [1.0, 1.0, 1.0]]] * 2
-    seen = same_everywhere(
-        world(2).run(train, rows, {"set_to_none": set_to_none}, WEIGHTED, module=Windows, max_epochs=2)
-    )
+    seen = same_everywhere(world(2).run(train, rows, {"set_to_none": set_to_none}, WEIGHTED, module=Windows, max_epochs=2))
     assert [1.0, 1.0] == [gradient.item() for gradient in seen.gradients]
 
 
@@ -263,9 +259,7 @@ class NoGraph(LightningModule):
 
 def train_without_graph(kind: str) -> Any:
     model = NoGraph(kind)
-    make_trainer(GradAvgStrategy(**WEIGHTED), max_epochs=1, use_distributed_sampler=False).fit(
-        model, loader([[1.0, 2.0]])
-    )
+    make_trainer(GradAvgStrategy(**WEIGHTED), max_epochs=1, use_distributed_sampler=False).fit(model, loader([[1.0, 2.0]]))
     return dist.get_rank(), model.gradients
 
 

@@ -73,17 +73,13 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def exact_sum(world_size: int, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return sum(
-        ((rank + 1) * gradient_of(rank, size).to(dtype).double() for rank in range(world_size)), torch.zeros(size)
-    )
+    return sum(((rank + 1) * gradient_of(rank, size).to(dtype).double() for rank in range(world_size)), torch.zeros(size))
 
 
 SIZES = (1, 7, 1000, 300_001)
 
 
-@pytest.mark.parametrize(
-    "nodes", [[0, 0], [0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0]], ids=str
-)
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0]], ids=str)
 @pytest.mark.parametrize("wire_dtype", [*WIRE_DTYPES, None])
 def test_sum_of_buckets_of_any_size(world, wire_dtype, nodes):
     """Buckets smaller than the world, that no number of parts divides, or of many segments are summed within the
@@ -203,9 +199,7 @@ def exact_gradient(batches: Sequence[Sequence[Sequence[float]]], rule: str, node
     """Return what `combine` makes of all pairs' gradients."""
     net = make_net(2, 40)
     pairs = [(node, batch) for node, of_rank in zip(nodes, batches, strict=True) for batch in of_rank]
-    gradients = [
-        torch.autograd.grad(loss_of(net, 40, torch.tensor(batch)), list(net.parameters())) for _, batch in pairs
-    ]
+    gradients = [torch.autograd.grad(loss_of(net, 40, torch.tensor(batch)), list(net.parameters())) for _, batch in pairs]
     return combine(
         torch.stack([torch.cat([part.flatten() for part in gradient]).double() for gradient in gradients]),
         rule=RULES[rule],
@@ -456,9 +450,7 @@ def send_around(ranks: Sequence[int]) -> Any:
     hop = Hop("some", tuple(ranks), ranks.index(rank), narrow=False)
     (some,) = transport.gloo_transports([hop], None)
     others = [other for other in ranks if other != rank]
-    payloads = [
-        torch.tensor([[10 * rank + other, number] for other in others], dtype=torch.uint8) for number in (0, 1, 2)
-    ]
+    payloads = [torch.tensor([[10 * rank + other, number] for other in others], dtype=torch.uint8) for number in (0, 1, 2)]
     scattered = [torch.empty_like(payload) for payload in payloads]
     works = [some.scatter(payload, received) for payload, received in zip(payloads, scattered, strict=True)]
     gathered = torch.zeros(2 * len(ranks), 3, dtype=torch.uint8)

@@ -21,9 +21,7 @@ rules = pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.name)
 
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
 @rules
-@given(
-    layout=st.sampled_from(NODE_LAYOUTS), length=st.integers(1, 4), divisor=st.sampled_from([1.0, 3.0]), data=st.data()
-)
+@given(layout=st.sampled_from(NODE_LAYOUTS), length=st.integers(1, 4), divisor=st.sampled_from([1.0, 3.0]), data=st.data())
 def test_windows_equal_the_dense_reference(
     rule: Rule, tensors: bool, layout: list[int], length: int, divisor: float, data: st.DataObject
 ) -> None:
@@ -92,9 +90,7 @@ def test_constant_normalizers(window: int) -> None:
         (1.0, 0.0, False, 1.0, 0.0),
     ],
 )
-def test_factor(
-    reference: float, normalizer: float, live: bool, divisor: float, expected: float, tensors: bool
-) -> None:
+def test_factor(reference: float, normalizer: float, live: bool, divisor: float, expected: float, tensors: bool) -> None:
     """The factor is N * ref / Z, and 0 where the rank or the whole window has nothing."""
     arguments: dict[str, Any] = {"reference": reference, "normalizer": normalizer, "live": live}
     if tensors:

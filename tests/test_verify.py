@@ -319,9 +319,7 @@ def test_steps_of_one_batch_are_one_act():
 
 def report(*findings, gradients=None):
     stages = [Stage(name, "equal") for name in STAGES]
-    return Report(
-        "DDPStrategy", "mean", 2, 2, "one process", 1e-5, stages, findings, gradients or {"w": [0.0, math.inf]}
-    )
+    return Report("DDPStrategy", "mean", 2, 2, "one process", 1e-5, stages, findings, gradients or {"w": [0.0, math.inf]})
 
 
 def test_notes_do_not_make_a_difference():
@@ -369,9 +367,7 @@ def test_the_table_names_verdict_cause_and_page():
 
 def test_every_cause_has_a_section():
     """The page of causes explains each, under the title that reports link to."""
-    titles = [
-        line.removeprefix("## ") for line in (ROOT / PAGE).read_text("utf-8").splitlines() if line.startswith("## ")
-    ]
+    titles = [line.removeprefix("## ") for line in (ROOT / PAGE).read_text("utf-8").splitlines() if line.startswith("## ")]
     assert list(CAUSES) == titles
 
 
@@ -451,9 +447,7 @@ def test_what_is_no_module_is_refused():
 def test_options_of_the_trainer_are_kept_but_for_the_noise():
     """The user's options and callbacks stay, those that log, save or stop go, and an unknown one is refused."""
     schedule = GradientAccumulationScheduler({0: 2})
-    kept = quiet_options(
-        {"gradient_clip_val": 0.5, "callbacks": [LearningRateMonitor(), schedule], "logger": True}, "cpu"
-    )
+    kept = quiet_options({"gradient_clip_val": 0.5, "callbacks": [LearningRateMonitor(), schedule], "logger": True}, "cpu")
     assert (0.5, [schedule], False, "cpu") == (
         kept["gradient_clip_val"],
         kept["callbacks"],

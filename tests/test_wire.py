@@ -226,9 +226,7 @@ def test_owed_within_a_node_has_its_position():
 
 
 def names_of(options: WireOptions, nodes: list[int], rank: int = 0, *, nccl: bool = False) -> Any:
-    return [
-        (hop.name, hop.ranks, hop.narrow) for hop in route_of(options, places_on_nodes(nodes), rank, nccl=nccl).hops
-    ]
+    return [(hop.name, hop.ranks, hop.narrow) for hop in route_of(options, places_on_nodes(nodes), rank, nccl=nccl).hops]
 
 
 @pytest.mark.parametrize("nodes", [[0], [0, 0, 0], [0, 1], [0, 0, 1]])

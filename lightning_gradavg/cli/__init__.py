@@ -16,7 +16,9 @@ _LIGHTNING = {
 _OWN = {
     "plan": "batch, accumulation and learning rate of a recipe on another cluster",
     "verify": "a few steps of your own run against one process: are they the same, and if not, why",
-    "bench": "what the links between ranks carry, and a step predicted from that for up to thousands of ranks",
+}
+_GONE = {
+    "bench": "run `python -m benchmarks.cost_model` in a checkout of the repository (docs/cost_model.md)",
 }
 
 
@@ -39,14 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lightning_gradavg.cli import verify  # noqa: PLC0415 - likewise
 
         return verify.main(arguments[1:])
-    if command == "bench":
-        from lightning_gradavg.cli import bench  # noqa: PLC0415 - likewise
-
-        return bench.main(arguments[1:])
     if command in _LIGHTNING:
         _run_lightning(arguments)
         return 0
-    print(f"gradavg: error: {command!r} is not a command; choose from {', '.join([*_LIGHTNING, *_OWN])}", file=sys.stderr)
+    advice = _GONE.get(command, f"choose from {', '.join([*_LIGHTNING, *_OWN])}")
+    print(f"gradavg: error: {command!r} is not a command; {advice}", file=sys.stderr)
     return 2
 
 

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
+from torch.profiler import record_function
 
 from lightning_gradavg.device import HostCopy
+from lightning_gradavg.lightning_internals import profiling
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.combine import after_sum, constant_normalizer, depends_on_window
@@ -170,6 +172,14 @@ class Reducer:
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """Sum a bucket over the ranks, and scale the sum: a DDP communication hook."""
         del state
+        if not profiling():
+            return self._reduce(bucket)
+        # So that a trace names the bucket, from here until it is reduced.
+        with record_function(f"gradavg::bucket {bucket.index()}") as label:
+            named: Future[Tensor] = label._call_end_callbacks_on_future(self._reduce(bucket))
+        return named
+
+    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
         if self.accumulating:
             return done(buffer)

@@ -1,4 +1,4 @@
-"""How long one sum over all ranks takes, in the alpha-beta model, by algorithm and wire type.
+"""How long one sum over all ranks takes in the alpha-beta model, by algorithm and wire type, and a step with it.
 
 `W = M * L` ranks stand on `M` nodes of `L` ranks each; `n` numbers of `b` bytes are summed. `a` and `B` are latency and
 bandwidth of a link, within a node (`_w`) or between nodes (`_b`). A node's link to the others is shared by its ranks; a
@@ -8,19 +8,20 @@ rank sends one message at a time and receives another meanwhile.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 
-from lightning_gradavg.costs.links import BYTES_PER_NUMBER, Link, Links, Stages
+from benchmarks.links import SEGMENT_BYTES, WIRE_TYPES, Link, Links, Stages
 
-__all__ = ["ALGORITHMS", "MOST_ON_NODE", "SEGMENT_BYTES", "Cost", "Layout", "cost_of"]
-
-SEGMENT_BYTES = 2**21
-"""Of `wire.exchange`, whose steps work on different segments of a bucket at the same time."""
+__all__ = ["ALGORITHMS", "Cost", "Layout", "Work", "bucket_sizes", "cost_of", "predict", "step_seconds"]
 
 MOST_ON_NODE = 4
-"""Of `wire.exchange`: ranks of a node up to which a segment is that many times as large."""
+"""Ranks of a node up to which a segment of the strategy is that many times as large."""
+
+FIRST_BUCKET_BYTES = 2**20
+"""Of DDP's first bucket, which it keeps small to start early (`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`)."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,10 @@ class Layout:
     Attributes:
         nodes: Number of nodes.
         ranks_per_node: Ranks on each of them.
-
-    Raises:
-        ValueError: If either is below 1.
     """
 
     nodes: int
     ranks_per_node: int
-
-    def __post_init__(self) -> None:
-        if self.nodes < 1 or self.ranks_per_node < 1:
-            raise ValueError(
-                f"nodes and ranks_per_node must be integers >= 1, got {self.nodes!r} and {self.ranks_per_node!r}."
-            )
 
     @property
     def world_size(self) -> int:
@@ -90,8 +82,7 @@ class Cost:
 def _between(links: Links) -> Link:
     if links.between is None:
         raise ValueError(
-            "the figures of these links are of one node only. Measure on two nodes or more, or give latency and"
-            " bandwidth of a node's link: --alpha-us and --bandwidth-mbit."
+            "the figures of these links are of one node only. Measure on two nodes or more, or give --between."
         )
     return links.between
 
@@ -107,7 +98,7 @@ def _round(layout: Layout, links: Links, size: float) -> float:
     return max(hops)
 
 
-def ring(numbers: float, wire_dtype: str, layout: Layout, links: Links) -> Cost:
+def ring(numbers: float, wire_type: str, layout: Layout, links: Links) -> Cost:
     """Return the cost of a ring all-reduce.
 
     `2 (W - 1)` rounds in which each rank sends `n b / W` bytes to the next (Patarasuk and Yuan, "Bandwidth optimal
@@ -115,21 +106,21 @@ def ring(numbers: float, wire_dtype: str, layout: Layout, links: Links) -> Cost:
     where there are any. The first half adds `(W - 1) / W * n` numbers per rank. A type other than float32 is encoded
     once, decoded, added and encoded at every addition, and decoded once.
     """
-    W, b = layout.world_size, BYTES_PER_NUMBER[wire_dtype]
+    W, b = layout.world_size, WIRE_TYPES[wire_type].itemsize
     size = numbers * b / W
     sent = 2 * (W - 1) * size if layout.nodes > 1 else 0.0
-    return Cost(2 * (W - 1) * _round(layout, links, size), _narrow_sum(numbers, (W - 1) / W, wire_dtype, links), sent)
+    return Cost(2 * (W - 1) * _round(layout, links, size), _narrow_sum(numbers, (W - 1) / W, wire_type, links), sent)
 
 
-def _narrow_sum(numbers: float, added: float, wire_dtype: str, links: Links) -> float:
+def _narrow_sum(numbers: float, added: float, wire_type: str, links: Links) -> float:
     """Return the processor time of a sum that goes from rank to rank in the wire type."""
-    if wire_dtype == "float32":
+    if wire_type == "float32":
         return added * numbers * links.sum
-    stages = links.of(wire_dtype)
+    stages = links.of(wire_type)
     return numbers * (stages.encode + stages.decode) + added * numbers * (stages.decode_sum + stages.encode)
 
 
-def tree(numbers: float, wire_dtype: str, layout: Layout, links: Links) -> Cost:
+def tree(numbers: float, wire_type: str, layout: Layout, links: Links) -> Cost:
     """Return the cost of an all-reduce along two complementary binary trees.
 
     Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009: each of two
@@ -140,7 +131,7 @@ def tree(numbers: float, wire_dtype: str, layout: Layout, links: Links) -> Cost:
     the root of one tree, and sends and adds one half of what it otherwise would. One rank of a node sends to other
     nodes, as in NCCL. Types are encoded as in the ring.
     """
-    b = BYTES_PER_NUMBER[wire_dtype]
+    b = WIRE_TYPES[wire_type].itemsize
     latency, seconds_of_bytes = 0.0, 0.0
     between = _between(links) if layout.nodes > 1 else links.within
     for members, link in ((layout.ranks_per_node, links.within), (layout.nodes, between)):
@@ -149,14 +140,14 @@ def tree(numbers: float, wire_dtype: str, layout: Layout, links: Links) -> Cost:
             seconds_of_bytes = max(seconds_of_bytes, _of_pair(members) * numbers * b / link.bandwidth)
     sent = 2 * _of_pair(layout.nodes) * numbers * b if layout.nodes > 1 else 0.0
     wire = 2 * (math.sqrt(2 * latency) + math.sqrt(seconds_of_bytes)) ** 2
-    return Cost(wire, _narrow_sum(numbers, _of_pair(layout.world_size), wire_dtype, links), sent)
+    return Cost(wire, _narrow_sum(numbers, _of_pair(layout.world_size), wire_type, links), sent)
 
 
 def _of_pair(members: int) -> float:
     return 0.5 if members == 2 else 1.0  # noqa: PLR2004  # a pair
 
 
-def scattered(numbers: float, wire_dtype: str, layout: Layout, links: Links) -> Cost:
+def scattered(numbers: float, wire_type: str, layout: Layout, links: Links) -> Cost:
     """Return the cost of the sum in `wire.exchange` over one hop: all-to-all, sum, all-gather.
 
     The all-to-all sends `n b / W` bytes to each other rank, one after another: `(W - 1) a + (W - 1)/W n b / B` on equal
@@ -165,7 +156,7 @@ def scattered(numbers: float, wire_dtype: str, layout: Layout, links: Links) -> 
     source), which is what gloo does: `W - 1` rounds of `n b / W`. Each rank encodes `(W - 1)/W n` numbers, decodes and
     adds as many, adds `n / W` of its own, encodes its part of the sum and decodes `n`.
     """
-    W, L, b = layout.world_size, layout.ranks_per_node, BYTES_PER_NUMBER[wire_dtype]
+    W, L, b = layout.world_size, layout.ranks_per_node, WIRE_TYPES[wire_type].itemsize
     size = numbers * b / W
     wire, sent = (W - 1) * _round(layout, links, size), 0.0
     if L > 1:
@@ -173,7 +164,7 @@ def scattered(numbers: float, wire_dtype: str, layout: Layout, links: Links) -> 
     if layout.nodes > 1:
         wire += _between(links).seconds(L * (W - L) * size, W - L)
         sent = L * (W - L) * size + (W - 1) * size
-    stages = links.of(wire_dtype)
+    stages = links.of(wire_type)
     processor = numbers * (_hop(W, stages, links) + stages.encode / W + stages.decode)
     return Cost(wire, processor, sent, _segments(numbers * b))
 
@@ -183,18 +174,18 @@ def _hop(members: int, stages: Stages, links: Links) -> float:
     return (members - 1) / members * (stages.encode + stages.decode_sum) + links.sum / members
 
 
-def node_by_node(numbers: float, wire_dtype: str, layout: Layout, links: Links) -> Cost:
+def node_by_node(numbers: float, wire_type: str, layout: Layout, links: Links) -> Cost:
     """Return the cost of the sum in `wire.exchange` over two hops: within the nodes first.
 
     Within a node each rank gets `n / L` numbers in float32 and adds them; the `L` ranks of equal position then do so
     over the nodes, `n / W` each, in the wire type, and gather on the way back. The steps are those of `scattered`; per
     node `2 (M - 1)/M n b` bytes go over its link, whatever `L`.
     """
-    M, L, b = layout.nodes, layout.ranks_per_node, BYTES_PER_NUMBER[wire_dtype]
-    stages = links.of(wire_dtype)
+    M, L, b = layout.nodes, layout.ranks_per_node, WIRE_TYPES[wire_type].itemsize
+    stages = links.of(wire_type)
     wire, processor, sent, widest = 0.0, 0.0, 0.0, b
     if L > 1:
-        widest = BYTES_PER_NUMBER["float32"]
+        widest = 4
         wire += links.within.seconds((L - 1) / L * numbers * widest, L - 1)
         wire += links.within.seconds((L - 1) / L * numbers * b, L - 1)
         processor += numbers * _hop(L, links.of("float32"), links)
@@ -214,27 +205,96 @@ def _segments(size: float) -> int:
 ALGORITHMS: Mapping[str, Callable[[float, str, Layout, Links], Cost]] = MappingProxyType(
     {"ring": ring, "tree": tree, "scattered": scattered, "node by node": node_by_node}
 )
-"""By name."""
 
 
-def cost_of(algorithm: str, numbers: float, wire_dtype: str, layout: Layout, links: Links) -> Cost:
+def cost_of(algorithm: str, numbers: float, wire_type: str, layout: Layout, links: Links) -> Cost:
     """Return the cost of one sum of some numbers over all ranks; a single rank sends nothing.
 
     Args:
         algorithm: A key of `ALGORITHMS`.
         numbers: How many, >= 0.
-        wire_dtype: A key of `BYTES_PER_NUMBER`.
-        layout: Where the ranks stand.
-        links: The figures of the links.
+        wire_type: A key of `WIRE_TYPES`.
+        layout: The ranks' places.
+        links: Their figures.
 
     Raises:
-        ValueError: If a name is unknown, or there are several nodes and no figures of the links between them.
+        ValueError: If there are several nodes and no figures of the links between them.
     """
-    for name, value, accepted in (("algorithm", algorithm, ALGORITHMS), ("wire_dtype", wire_dtype, BYTES_PER_NUMBER)):
-        if value not in accepted:
-            raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, accepted))}.")
-    if not 0 <= numbers < math.inf:
-        raise ValueError(f"numbers must be finite and >= 0, got {numbers!r}.")
     if layout.world_size == 1 or numbers == 0:
         return Cost()
-    return ALGORITHMS[algorithm](numbers, wire_dtype, layout, links)
+    return ALGORITHMS[algorithm](numbers, wire_type, layout, links)
+
+
+def bucket_sizes(total: float, cap: float, first: float = FIRST_BUCKET_BYTES) -> tuple[float, ...]:
+    """Return the sizes of the buckets that gradients fill, in the order in which they are reduced.
+
+    A parameter is taken to be small beside a bucket: DDP itself closes a bucket with the parameter that reaches the
+    cap, and so has larger ones.
+
+    Args:
+        total: Size of all gradients, in bytes, > 0.
+        cap: Largest size of a bucket, `bucket_cap_mb` of DDP in bytes, > 0.
+        first: Largest size of the first one.
+    """
+    sizes = [min(first, cap, total)]
+    while (rest := total - sum(sizes)) > 0:
+        sizes.append(min(cap, rest))
+    return tuple(sizes)
+
+
+def step_seconds(
+    forward: float, backward: float, sizes: Sequence[float], seconds_of: Callable[[float], float], *, overlap: bool
+) -> float:
+    """Return the time of an optimizer step whose buckets are summed while the backward goes on.
+
+    Assumed is that a bucket is ready when the backward has computed its share of all bytes: bucket `i` at
+    `forward + backward * (s_1 + ... + s_i) / (s_1 + ... + s_N)`; that the buckets are summed one after another, in that
+    order; and that summing them does not slow the backward down. So bucket `i` ends at
+    `max(ready_i, end_(i-1)) + seconds_of(s_i)`, and the step with the last of them.
+
+    Args:
+        forward: Seconds before the backward begins.
+        backward: Seconds of the backward.
+        sizes: Of the buckets, in the order in which they become ready.
+        seconds_of: The time to sum a bucket of a size.
+        overlap: Whether buckets are summed during the backward. If not, all are ready at its end.
+    """
+    total = sum(sizes)
+    end = 0.0
+    for done, size in zip(accumulate(sizes), sizes, strict=True):
+        ready = forward + backward * (done / total if overlap else 1.0)
+        end = max(ready, end) + seconds_of(size)
+    return max(end, forward + backward)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A training step on one rank.
+
+    Attributes:
+        gradient_bytes: Size of the gradients in float32, > 0.
+        forward: Seconds of the forward, and of what else the backward does not follow upon: the optimizer, the data.
+        backward: Seconds of the backward.
+        bucket_bytes: `bucket_cap_mb` of DDP, in bytes, > 0.
+        overlap: Whether buckets are summed during the backward.
+    """
+
+    gradient_bytes: float
+    forward: float
+    backward: float
+    bucket_bytes: float = 25 * 2**20
+    overlap: bool = True
+
+
+def predict(algorithm: str, wire_type: str, work: Work, layout: Layout, links: Links) -> tuple[float, float]:
+    """Return the seconds of a step, and those of its communication, hidden or not.
+
+    The work is the same on every rank, whatever their number (weak scaling). Arguments and errors as in `cost_of`.
+    """
+    sizes = bucket_sizes(work.gradient_bytes, work.bucket_bytes)
+
+    def seconds_of(size: float) -> float:
+        return cost_of(algorithm, size / 4, wire_type, layout, links).seconds
+
+    step = step_seconds(work.forward, work.backward, sizes, seconds_of, overlap=work.overlap)
+    return step, sum(map(seconds_of, sizes))

@@ -1,0 +1,238 @@
+"""Which files of the package a step passes, and how often: what `python -m tests.structure` prints.
+
+A *call* is a Python function of the package that begins, or a generator that goes on. It is one *between files* where
+the innermost function of the package below it on the stack is in another file, or where there is none: called by
+Lightning, torch or the test. Only the thread that trains is seen, not the threads in which gloo completes a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from ranks import RankPool, make_trainer
+from structure import ROOT
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_gradavg import GradAvgStrategy, GradAvgVerifier
+
+__all__ = ["JOURNEYS", "Seen", "Trace", "travel", "travelled"]
+
+
+@dataclass
+class Seen:
+    """What was seen of one journey on one rank.
+
+    Attributes:
+        files: That had at least one call.
+        entries: Calls between files, by the file that was called.
+        calls: All calls.
+        arrows: Every call between files, in order: from where, to which function.
+    """
+
+    files: set[str] = field(default_factory=set)
+    entries: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
+    arrows: list[str] = field(default_factory=list)
+
+
+class Trace:
+    """Sees the calls of this thread between `start` and `stop`; a second `start` begins anew.
+
+    Args:
+        root: The folder whose files count.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root + os.sep
+        self.seen = Seen()
+        self._stack: list[str] = []
+
+    def start(self) -> None:
+        """Begin to look, having forgotten what was seen before."""
+        self.seen, self._stack = Seen(), []
+        sys.setprofile(self._look)
+
+    def stop(self) -> None:
+        """Look no more."""
+        sys.setprofile(None)
+
+    def _look(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event not in ("call", "return") or not code.co_filename.startswith(self._root):
+            return
+        if event == "return":
+            if self._stack:  # else it was called before the start
+                self._stack.pop()
+            return
+        file = code.co_filename.removeprefix(self._root)
+        caller = self._stack[-1] if self._stack else "outside"
+        self._stack.append(file)
+        self.seen.calls += 1
+        self.seen.files.add(file)
+        if caller != file:
+            self.seen.entries[file] += 1
+            self.seen.arrows.append(f"{caller} -> {file}: {code.co_name}")
+
+
+TRACE = Trace(str(ROOT))
+"""Of this process. A second one at the same time would end the first."""
+
+LAST = 3
+"""The batch that is looked at: the fourth, when DDP has formed its buckets and nothing is made for the first time."""
+
+
+class Net(LightningModule):
+    """A linear layer, and places to look from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"loss": self.layer(batch).pow(2).mean(), "weight": len(batch)}
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("value", self.layer(batch).mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        data: Any = torch.arange(288.0).reshape(96, 3)
+        return DataLoader(data, batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+class LossToGradient(Net):
+    """From the loss of a batch to the gradient that the optimizer gets."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        if batch_idx == LAST:
+            TRACE.start()
+        return found
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        TRACE.stop()
+
+
+class OneStep(Callback):
+    """From the start of a batch to its end."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == LAST:
+            TRACE.start()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == LAST:
+            TRACE.stop()
+
+
+class OneChunk(Callback):
+    """From the end of a batch to the start of the next one."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == LAST - 1:
+            TRACE.start()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        TRACE.stop()
+
+
+class WholeEvaluation(Callback):
+    """From the beginning of an evaluation to its values."""
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        TRACE.start()
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        TRACE.stop()
+
+
+class WholeFit(Callback):
+    """From the beginning of training to its end."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        TRACE.start()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        TRACE.stop()
+
+
+@dataclass(frozen=True)
+class Journey:
+    """What is looked at.
+
+    Attributes:
+        options: Of `GradAvgStrategy`; None for stock DDP.
+        module: What is trained.
+        callbacks: Made anew on every rank.
+        trainer: Further options of the Trainer.
+        run: The Trainer's method.
+    """
+
+    options: Mapping[str, Any] | None
+    module: type[Net] = Net
+    callbacks: tuple[Callable[[], Callback], ...] = ()
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    run: str = "fit"
+
+
+def verifier() -> Callback:
+    return GradAvgVerifier(2)
+
+
+WEIGHTED = {"reduction": "weighted_mean"}
+SCALED = {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 3}
+JOURNEYS: Mapping[str, Journey] = {
+    "loss and weight to reduced gradient": Journey(WEIGHTED, LossToGradient),
+    "fetched batch to this rank's chunk": Journey({**WEIGHTED, "split_batches": True}, callbacks=(OneChunk,)),
+    "step with learning-rate scaling": Journey({**WEIGHTED, **SCALED}, callbacks=(OneStep,)),
+    "value logged in 3 batches of exact evaluation": Journey(
+        {"exact_evaluation": True}, callbacks=(WholeEvaluation,), run="validate", trainer={"limit_val_batches": 6}
+    ),
+    "step on the bfloat16 wire": Journey({**WEIGHTED, "wire_dtype": "bfloat16"}, callbacks=(OneStep,)),
+    "data_parallel with 4 replicas": Journey({"equivalent_to": "data_parallel", "num_replicas": 4}, callbacks=(OneStep,)),
+    # Its reference is computed in a process of its own, which is not seen.
+    "verify, two steps": Journey(None, callbacks=(WholeFit, verifier), trainer={"max_steps": 2}),
+}
+
+
+def travelled(name: str) -> Seen:
+    """Body: go on a journey, and return what was seen on this rank."""
+    journey = JOURNEYS[name]
+    trainer = make_trainer(
+        "ddp" if journey.options is None else GradAvgStrategy(**journey.options),
+        max_epochs=1,
+        callbacks=[make() for make in journey.callbacks],
+        **journey.trainer,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            getattr(trainer, journey.run)(journey.module())
+        finally:
+            TRACE.stop()
+    return TRACE.seen
+
+
+def travel(names: Iterable[str]) -> Iterator[tuple[str, Seen]]:
+    """Yield what was seen of some journeys on rank 0 of 2, whose processes are started for it."""
+    pool = RankPool(2)
+    try:
+        for name in names:
+            yield name, pool.run(travelled, name)[0]
+    finally:
+        pool.close()

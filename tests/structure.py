@@ -1,0 +1,194 @@
+"""How the package is built: its imports, which `test_layers.py` holds to, and its figures.
+
+`python -m tests.structure` prints files, lines and branches per folder, and how often control goes from one file of the
+package into another on the journeys of `journeys.py`. `--no-journeys` leaves those out, which start two processes.
+
+- A *line of code* holds something other than a comment, a blank, or a docstring (a string that is a statement).
+- A *branch* is an `if`, a conditional expression, a `for`, a `while`, a `try`, a chain of `and` or of `or`, a condition
+  of a comprehension, or a `case`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import io
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["MODULES", "ROOT", "Size", "folder_of", "imported_names", "module_name", "own_imports", "size_of"]
+
+PACKAGE = "lightning_gradavg"
+SPEC = importlib.util.find_spec(PACKAGE)
+assert SPEC is not None
+assert SPEC.origin is not None
+ROOT = Path(SPEC.origin).parent  # the sources, or the installed wheel where that is what is tested
+
+_BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.BoolOp, ast.match_case)
+PIPE_WIDTH = 140  # rich assumes 80 columns where there is no terminal
+_NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name below the package; `__init__` for the package itself, `cli` for `cli/__init__.py`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def folder_of(module: str) -> str:
+    """Return the folder of a module; a module beside the folders is one of its own."""
+    return module.partition(".")[0]
+
+
+@cache
+def _tree(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def imported_names(module: str, source: str) -> Iterator[str]:
+    """Yield the absolute name of everything that `source` imports, wherever in the file, for types only or not."""
+    for node in ast.walk(_tree(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                inside = [PACKAGE, *(part for part in module.split(".") if part != "__init__")]
+                is_package = module == "__init__" or MODULES.get(module, Path()).name == "__init__.py"
+                above = inside[: len(inside) - node.level + is_package]
+                base = ".".join([*above, base]).rstrip(".")
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def own_imports(module: str, source: str) -> set[str]:
+    """Return the modules of the package that `source` imports, as they are named in MODULES."""
+    found = set()
+    for name in imported_names(module, source):
+        if name == PACKAGE or name.startswith(f"{PACKAGE}."):
+            inner = name.removeprefix(PACKAGE).removeprefix(".")
+            while inner and inner not in MODULES:  # from the imported object up to the module that holds it
+                inner = inner.rpartition(".")[0]
+            found.add(inner or "__init__")
+    return found - {module}
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a file, or several, come to.
+
+    Attributes:
+        files: Number of files.
+        lines: All of their lines.
+        code: Lines of code.
+        comments: Comments, one per line.
+        branches: Branches.
+    """
+
+    files: int = 0
+    lines: int = 0
+    code: int = 0
+    comments: int = 0
+    branches: int = 0
+
+    def __add__(self, other: Size) -> Size:
+        return Size(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    @property
+    def branches_per_100(self) -> float:
+        """Branches per 100 lines of code."""
+        return 100 * self.branches / max(1, self.code)
+
+
+def size_of(source: str) -> Size:
+    """Return the size of one file."""
+    nodes = list(ast.walk(_tree(source)))
+    docstrings = {line for node in nodes if _is_docstring(node) for line in _lines(node)}
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    code = {
+        line
+        for token in tokens
+        if token.type not in _NO_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+        if line not in docstrings
+    }
+    branches = sum(isinstance(node, _BRANCHES) for node in nodes)
+    branches += sum(len(node.ifs) for node in nodes if isinstance(node, ast.comprehension))
+    comments = sum(token.type == tokenize.COMMENT for token in tokens)
+    return Size(1, len(source.splitlines()), len(code), comments, branches)
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _lines(node: Any) -> range:
+    return range(node.lineno, node.end_lineno + 1)
+
+
+def sizes() -> dict[str, Size]:
+    """Return the size of every folder."""
+    found: dict[str, Size] = {}
+    for module, path in MODULES.items():
+        folder = folder_of(module)
+        found[folder] = found.get(folder, Size()) + size_of(path.read_text("utf-8"))
+    return found
+
+
+def _total(found: Iterable[Size]) -> Size:
+    return sum(found, Size())
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if 0 < index < len(headings) - 1 else "left")
+    return table
+
+
+def _size_table(found: Mapping[str, Size]) -> Table:
+    headings = ("folder", "files", "lines", "lines of code", "comments", "branches", "branches per 100 lines of code")
+    table = _table("Size", *headings)
+    for name, size in [*sorted(found.items()), ("all", _total(found.values()))]:
+        table.add_row(name, *map(str, vars(size).values()), f"{size.branches_per_100:.1f}")
+    return table
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(prog="python -m tests.structure", description="How the package is built.")
+    parser.add_argument("--no-journeys", action="store_true", help="leave out what starts processes")
+    parser.add_argument("--arrows", metavar="NAME", help="print every call between files on this journey instead")
+    given = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, markup=False)
+    if given.arrows is None:
+        console.print(_size_table(sizes()))
+    if given.no_journeys:
+        return
+    # The ranks import test modules by their own names.
+    sys.path.insert(0, str(Path(__file__).parent))
+    journeys = importlib.import_module("journeys")
+    table = _table("Journeys on rank 0 of 2", "journey", "files", "calls between files", "calls in all", "most entered")
+    for name, seen in journeys.travel([given.arrows] if given.arrows else list(journeys.JOURNEYS)):
+        if given.arrows:
+            console.print("\n".join(seen.arrows), soft_wrap=True)
+        most = ", ".join(f"{file} {count}" for file, count in seen.entries.most_common(4))
+        table.add_row(name, str(len(seen.files)), str(seen.entries.total()), str(seen.calls), most)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
