@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
-from benchmarks.links import SEGMENT_BYTES, WIRE_TYPES, Link, Links, Stages
+from benchmarks.links import WIRE_TYPES, Link, Links, Stages
+from lightning_gradavg.wire.exchange import SEGMENT_BYTES
 
 __all__ = ["ALGORITHMS", "Cost", "Layout", "Work", "bucket_sizes", "cost_of", "predict", "step_seconds"]
-
-MOST_ON_NODE = 4
-"""Ranks of a node up to which a segment of the strategy is that many times as large."""
 
 FIRST_BUCKET_BYTES = 2**20
 """Of DDP's first bucket, which it keeps small to start early (`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`)."""
@@ -183,10 +181,9 @@ def node_by_node(numbers: float, wire_type: str, layout: Layout, links: Links) -
     """
     M, L, b = layout.nodes, layout.ranks_per_node, WIRE_TYPES[wire_type].itemsize
     stages = links.of(wire_type)
-    wire, processor, sent, widest = 0.0, 0.0, 0.0, b
+    wire, processor, sent = 0.0, 0.0, 0.0
     if L > 1:
-        widest = 4
-        wire += links.within.seconds((L - 1) / L * numbers * widest, L - 1)
+        wire += links.within.seconds((L - 1) / L * numbers * 4, L - 1)
         wire += links.within.seconds((L - 1) / L * numbers * b, L - 1)
         processor += numbers * _hop(L, links.of("float32"), links)
     if M > 1:
@@ -195,7 +192,7 @@ def node_by_node(numbers: float, wire_type: str, layout: Layout, links: Links) -
         processor += numbers / L * _hop(M, stages, links)
         sent = 2 * half
     processor += numbers * (stages.encode / layout.world_size + stages.decode)
-    return Cost(wire, processor, sent, _segments(numbers * widest / min(L, MOST_ON_NODE)))
+    return Cost(wire, processor, sent, _segments(numbers * b))
 
 
 def _segments(size: float) -> int:

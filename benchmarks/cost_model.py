@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from lightning_gradavg.reduction.groups import gather_places
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.allreduce import ALGORITHMS, Layout, Work, predict
 from benchmarks.links import WIRE_TYPES, Link, Links, measure_links
+from benchmarks.ways import live_places
 from benchmarks.world import is_rank, joined, start
-from lightning_gradavg.place import node_from_environment
 from lightning_gradavg.rules import RULES
 
 __all__ = ["Comparison", "compare", "main", "way_of"]
@@ -131,9 +130,7 @@ def _compare(given: argparse.Namespace, console: Console) -> None:
 
 def _measure(given: argparse.Namespace, console: Console) -> None:
     with joined() as world:
-        node = node_from_environment()
-        assert node is not None  # torchrun tells
-        links = measure_links(gather_places(node, None), world.device, repeats=given.repeats)
+        links = measure_links(live_places(), world.device, repeats=given.repeats)
         if dist.get_rank() == 0:
             links.save(given.output)
             _print_links(links, console)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gradavg.place import Place
+from lightning_gradavg.wire.exchange import SEGMENT_BYTES
 
 __all__ = ["WIRE_TYPES", "Link", "Links", "Stages", "fit_link", "measure_links", "neighbors"]
 
@@ -26,9 +27,6 @@ WIRE_TYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-SEGMENT_BYTES = 2**21
-"""What is larger than a segment goes in segments, as the strategy's buckets do."""
 
 _SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)  # bytes of the messages that are sent
 _PARTS = 4  # into which a segment is cut, for as many ranks

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_gradavg.wire.build import build_exchange
-from lightning_gradavg.wire.options import WireOptions
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -19,9 +17,10 @@ from torch.optim import SGD
 from benchmarks.block import WARMUP, Clock, Setting, Variant, weight_of_rank
 from benchmarks.models import LEARNING_RATE
 from benchmarks.ways import FLAT, WIRE_TYPES, Way, live_places
-from benchmarks.wire import as_bucket
+from benchmarks.wire import as_bucket, live_exchange
 from lightning_gradavg import average_gradients
 from lightning_gradavg.rules import RULES
+from lightning_gradavg.wire.route import WireOptions
 
 __all__ = ["BASELINE", "COMPUTE", "EXCHANGE", "POWER_SGD_RANKS", "plain_variants", "power_sgd"]
 
@@ -85,16 +84,14 @@ def _exchange_in(way: Way, setting: Setting, clock: Clock) -> None:
     """The same as our options send it; the numbers are encoded, which is part of it."""
     options = {"scope": "all", "node_aware": None, **way.options}
     wire = WireOptions(options.pop("wire_dtype", None), **options)
-    exchange, _ = build_exchange(wire, live_places(), dist.get_rank(), None, setting.device, ())
-    assert exchange is not None
+    exchange, own = live_exchange(wire, live_places(), setting.device)
     buckets = [as_bucket(bucket.normal_()) for bucket in _flat_buckets(setting)]
-    mean = 1 / dist.get_world_size()
     for _ in range(WARMUP + setting.steps):
         clock.tick()
-        for future in [exchange.sum(bucket, lambda: mean) for bucket in buckets]:
+        for future in [exchange(bucket) for bucket in buckets]:
             future.wait()
     clock.tick()
-    exchange.close()
+    own.close()
 
 
 def _each_parameter(setting: Setting, clock: Clock) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from torch.utils.data import DataLoader
@@ -25,6 +25,8 @@ from torch.utils.data import DataLoader
 from benchmarks.report import Spread
 from benchmarks.step import make_setting
 from benchmarks.world import World, is_rank, joined, slowest, start
+from lightning_gradavg.part import Run
+from lightning_gradavg.ranks import World as RanksOfRun
 from lightning_gradavg.termination import Termination
 
 __all__ = ["main"]
@@ -43,11 +45,12 @@ class _Blocks(Callback):
         self._begun = 0
         self._before = 0.0
 
-    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the place of Lightning's broadcast."""
         loop: Any = trainer.fit_loop.epoch_loop
         broadcast = loop._broadcast_sigterm_tensor
-        later = Termination(trainer, trainer.strategy.root_device)
+        later = Termination()
+        later.configure_ddp(Run(trainer, pl_module, trainer.strategy.root_device, RanksOfRun.of(None)))
         self._agree = (lambda: None, broadcast, later._agree)
         loop._broadcast_sigterm_tensor = self._begin
 

@@ -23,17 +23,18 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from lightning_gradavg.wire.options import WireOptions
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from benchmarks.ways import WIRE_TYPES
 from lightning_gradavg import average_gradients
-from lightning_gradavg.place import places_on_nodes
-from lightning_gradavg.wire.exchange import ScatteredSum
-from lightning_gradavg.wire.route import route_of
+from lightning_gradavg.place import Place, places_on_nodes
+from lightning_gradavg.ranks import World
+from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum
+from lightning_gradavg.reduction.reducer import BucketSum
+from lightning_gradavg.wire.route import WireOptions
 
-__all__ = ["as_bucket", "main"]
+__all__ = ["as_bucket", "live_exchange", "main"]
 
 ELEMENTS = 1_000_000
 SEEDS = 3
@@ -49,15 +50,14 @@ class Bucket:
         """Return the gradients, in one dimension."""
         return self.gradient
 
-    def parameters(self) -> Sequence[Tensor]:
-        """Return what they are the gradients of."""
-        return [self.gradient]
 
-
-def _exchange(wire_dtype: str | None, nodes: Sequence[int]) -> ScatteredSum:
-    rank = dist.get_rank()
-    route = route_of(WireOptions(wire_dtype), places_on_nodes(nodes), rank, nccl=False)
-    return ScatteredSum(route, wire_dtype, rank, None, torch.device("cpu"))
+def live_exchange(options: WireOptions, places: Sequence[Place], device: torch.device) -> tuple[BucketSum, OwnGroups]:
+    """Return what sums buckets over the live process group, and what is to be closed after the last."""
+    own = OwnGroups(World.of(None), device, None)
+    exchange, reason = exchange_sum(options, places, dist.group.WORLD, device, (), own)
+    if exchange is None:
+        raise ValueError(f"{options} is an all-reduce on this network: {reason or 'nothing else was asked for'}")
+    return exchange, own
 
 
 def as_bucket(gradient: Tensor) -> GradBucket:
@@ -105,13 +105,14 @@ def _steps(arguments: argparse.Namespace) -> None:
     jitter = random.Random(rank)  # not for secrets
     sizes = [1 + 997 * number % arguments.elements for number in range(arguments.buckets)]
     for repeat in range(arguments.repeats):
-        exchange, begun = _exchange(wire_dtype, nodes), time.perf_counter()
+        exchange, own = live_exchange(WireOptions(wire_dtype), places_on_nodes(nodes), torch.device("cpu"))
+        begun = time.perf_counter()
         buckets = [torch.empty(size) for size in sizes]
         for step in range(arguments.steps):
             futures = []
             for number, bucket in enumerate(buckets):
                 bucket.fill_(float(step % 7 + number % 5 + rank))
-                futures.append(exchange.sum(as_bucket(bucket), lambda: 1.0))
+                futures.append(exchange(as_bucket(bucket)))
                 if jitter.random() < arguments.skew:
                     time.sleep(0.001 * jitter.random())
             for number, future in enumerate(futures):
@@ -119,7 +120,7 @@ def _steps(arguments: argparse.Namespace) -> None:
                 found = future.wait()
                 if not bool(((found - expected).abs() <= 0.05 * expected + 0.05).all()):
                     raise RuntimeError(f"repeat {repeat}, step {step}, bucket {number}: {found} is not {expected}")
-        exchange.close()
+        own.close()
         if rank == 0:
             seconds = time.perf_counter() - begun
             _print(f"repeat {repeat}: {arguments.steps} steps of {len(buckets)} buckets in {seconds:.1f} s")

@@ -18,7 +18,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning_gradavg.wire.transport import GlooTransport
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -28,6 +27,7 @@ from examples.comparison import weights_difference
 from examples.run_one import LossCurve, ReversedSamples
 from examples.training import Task, close_process_group
 from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.wire import exchange
 
 __all__ = ["OUTCOMES", "WAYS", "Outcome", "SentBytes", "Way", "seeded_tasks"]
 
@@ -133,26 +133,25 @@ class SentBytes(Callback):
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count within the context."""
-        all_reduce, scatter, gather = dist.all_reduce, GlooTransport.scatter, GlooTransport.gather
+        all_reduce, scatter, gather = dist.all_reduce, dist.all_to_all_single, exchange.all_gather_into
 
         def counted_all_reduce(tensor: Tensor, *args: Any, **options: Any) -> Any:
             world_size = dist.get_world_size()
             self._sent.append(2 * (world_size - 1) / world_size * tensor.nbytes)
             return all_reduce(tensor, *args, **options)
 
-        def counted_scatter(transport: GlooTransport, payload: Tensor, received: Tensor) -> Any:
+        def counted_scatter(received: Tensor, payload: Tensor, *args: Any, **options: Any) -> Any:
             self._sent.append(payload.nbytes)
-            return scatter(transport, payload, received)
+            return scatter(received, payload, *args, **options)
 
-        def counted_gather(transport: GlooTransport, payload: Tensor) -> Any:
-            world_size = dist.get_world_size()
-            self._sent.append((world_size - 1) / world_size * payload.nbytes)
-            return gather(transport, payload)
+        def counted_gather(gathered: Tensor, mine: Tensor, *args: Any, **options: Any) -> Any:
+            self._sent.append(gathered.nbytes - mine.nbytes)
+            return gather(gathered, mine, *args, **options)
 
         with (
             patch.object(dist, "all_reduce", counted_all_reduce),
-            patch.object(GlooTransport, "scatter", counted_scatter),
-            patch.object(GlooTransport, "gather", counted_gather),
+            patch.object(dist, "all_to_all_single", counted_scatter),
+            patch.object(exchange, "all_gather_into", counted_gather),
         ):
             yield
 
