@@ -228,6 +228,10 @@ def options_of_ddp(given: Mapping[str, Any], constructor: Callable[..., None], h
     names = [parameter.name for parameter in parameters]
     of_ddp = parameters[names.index("start_method") + 1 :]
     options = {one.name: given[one.name] for one in of_ddp if given[one.name] != one.default}
+    for name in ("bucket_cap_mb", "bucket_cap_mb_list"):
+        value = given[name]
+        if value is not None and min(value if isinstance(value, list) else [value], default=0) <= 0:
+            raise ValueError(f"{name}={value!r} is the size of buckets in MiB: give more than 0, or None for DDP's own")
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     for name, value in options.items():
         if name not in known:

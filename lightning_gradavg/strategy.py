@@ -29,6 +29,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.order import random_state, restore_random_state
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.batches.sources import loader_batch_size
@@ -152,9 +153,10 @@ class GradAvgStrategy(DDPStrategy):
 
     Raises:
         ValueError: If `reduction` names no rule, or an option cannot be combined with it.
-        TypeError: If an option is unknown to the installed torch.
+        TypeError: If an option is unknown, to this class or to the installed torch, or its value is of a wrong type.
     """
 
+    @by_keyword
     def __init__(
         self,
         *,
