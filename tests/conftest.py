@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from accelerator.build import build, obstacle
+from accelerator.device import load
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from ranks import RankPool, isolated
 
@@ -32,6 +34,12 @@ def pytest_configure() -> None:
             del os.environ[name]
     vars(rank_zero_only)["rank"] = 0  # Lightning read it from the environment when it was imported
     torch.set_num_threads(1)  # as on the ranks: the order of a sum must not depend on the process
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # Before any test, whose time is limited; where there is an obstacle, the fixture skips and says why.
+    if any("sim_world" in getattr(item, "fixturenames", ()) for item in session.items) and obstacle() is None:
+        build()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,6 +76,23 @@ def world() -> Iterator[Callable[[int], RankPool]]:
     def pool(world_size: int) -> RankPool:
         if world_size not in pools:
             pools[world_size] = RankPool(world_size)
+        return pools[world_size]
+
+    yield pool
+    for started in pools.values():
+        started.close()
+
+
+@pytest.fixture(scope="session")
+def sim_world() -> Iterator[Callable[[int], RankPool]]:
+    """Return `sim_world(n)`: like `world`, with one simulated accelerator per rank; skips where it cannot be built."""
+    if (reason := obstacle()) is not None:
+        pytest.skip(reason)
+    pools: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        if world_size not in pools:
+            pools[world_size] = RankPool(world_size, backend="cpu:gloo,sim:simnccl", prepare=load)
         return pools[world_size]
 
     yield pool

@@ -133,12 +133,22 @@ class RankPool:
     Args:
         world_size: Number of ranks.
         timeout: Seconds after which a rank that has not answered writes its stack and ends.
+        backend: That of the process group.
+        prepare: Called on every rank before its process group is made: a module-level function.
     """
 
-    def __init__(self, world_size: int, *, timeout: float = CALL_TIMEOUT) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        timeout: float = CALL_TIMEOUT,
+        backend: str = "gloo",
+        prepare: Callable[[], Any] | None = None,
+    ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         self.world_size, self.timeout = world_size, timeout
+        self.backend, self.prepare = backend, prepare
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
         self._folder: Path | None = None
@@ -258,7 +268,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.world_size, self._folder, theirs, _rank_environ()),
+                args=(rank, self.world_size, self._folder, theirs, _rank_environ(), self.backend, self.prepare),
                 name=f"rank {rank} of {self.world_size}",
             )
             process.start()
@@ -324,7 +334,15 @@ def _ensure_forkserver() -> None:
         os.environ.update(before)
 
 
-def _serve(rank: int, world_size: int, folder: Path, pipe: connection.Connection, environ: dict[str, str]) -> None:
+def _serve(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    pipe: connection.Connection,
+    environ: dict[str, str],
+    backend: str,
+    prepare: Callable[[], Any] | None,
+) -> None:
     """Answer calls until the pipe closes."""
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
@@ -340,8 +358,10 @@ def _serve(rank: int, world_size: int, folder: Path, pipe: connection.Connection
     torch.manual_seed(0)
 
     def connect() -> None:
+        if prepare is not None:
+            prepare()
         store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]  # not listed in __all__
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GLOO_TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=GLOO_TIMEOUT)
 
     pipe.send_bytes(_answer(connect))
     while True:
