@@ -195,7 +195,7 @@ void take_back(const at::Tensor& self, const at::Tensor& host) {
     implementation->raw_resize_(host.sparse_dim(), host.dense_dim(), host.sizes());
     implementation->set_indices_and_values_unsafe(fresh._indices(), fresh._values());
     implementation->set_coalesced(host.is_coalesced());
-  } else if (host.const_data_ptr() != self.const_data_ptr()) {
+  } else if (host.const_data_ptr() != self.const_data_ptr() || host.sizes() != self.sizes()) { // (0, 5) has no memory either
     self.resize_(host.sizes());
     on_host(self).copy_(host);
   }

@@ -1,0 +1,432 @@
+"""Every way in which the package touches a device, as bodies that run on ranks with any: the table is `PATHS`.
+
+Each body returns what came of it, on the CPU, and is the same on all devices but for roundings. `tests/test_accelerator_paths.py`
+runs them on the simulated accelerator, `tests/gpu.py` on CUDA and NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerator.trainer import make_sim_trainer
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from ranks import make_trainer
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.utils.data import DataLoader
+
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, average_gradients, gather
+from lightning_gradavg.rules import RULES, Rule
+
+__all__ = ["PATHS", "Count", "Outcome", "Path", "perform"]
+
+WIDTH = 8
+STEPS = 6
+SAMPLES = ((3, 4, 2, 1), (5, 2, 1, 4), (4, 4, 3, 2), (2, 6, 4, 3), (3, 3, 1, 5), (1, 5, 2, 2))
+"""Of the batches of each rank; the window of every other one is another."""
+
+Outcome = dict[str, list[float]]
+"""What came of a body, by name: the same numbers on every device."""
+
+Count = Callable[[], int]
+"""Counts what happened on the device so far."""
+
+
+class Net(LightningModule):
+    """Several layers, so that buckets travel beside the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+        self.gradients: list[Tensor] = []
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def keep_gradients(self) -> None:
+        found = [one.grad.detach().to_dense() for one in self.parameters() if one.grad is not None]
+        self.gradients.append(torch.cat([one.flatten() for one in found]))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.automatic_optimization:
+            self.keep_gradients()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class OnDevice(Net):
+    """Its weights are tensors on the device."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "weight": 1 + (batch[:, 0] > 0).sum()}
+
+
+class Terms(Net):
+    """Two named terms with weights on the device, one of which is at times zero and its loss NaN."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        found = batch[:, 0] > 0
+        masked = (self.net(batch).square().mean(1) * found).sum() / found.sum()
+        return {"loss": {"all": self.loss(batch), "masked": masked}, "weight": {"all": len(batch), "masked": found.sum()}}
+
+
+class Manual(Net):
+    """Its own loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.keep_gradients()
+        optimizer.step()
+
+
+class Unused(Net):
+    """A layer that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+
+class Sparse(Net):
+    """A table with sparse gradients, of entries that differ by rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, WIDTH, sparse=True)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        rows = torch.full((len(batch),), dist.get_rank() + len(batch), device=batch.device)
+        return super().loss(batch + self.table(rows))
+
+
+class BatchNorm(Net):
+    """Statistics of a batch, dropout, and a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+
+class Contrastive(BatchNorm):
+    """Lightning 1's loss of all replicas' outputs."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"out": self.net(batch)}
+
+    def training_step_end(self, outputs: Any) -> Tensor:
+        return torch.pdist(outputs["out"]).square().mean()
+
+
+class Gathering(Net):
+    """A loss of all ranks' rows, which `gather` brings."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return torch.pdist(gather(self.net(batch))).square().mean()
+
+
+class Evaluated(Net):
+    """Logs of what each sample gives."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("validation", self.loss(batch), batch_size=len(batch), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).sum(1)
+
+
+class BadWeight(Net):
+    """The last rank's weight is NaN in the second step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        bad = batch_idx == 1 and dist.get_rank() == dist.get_world_size() - 1
+        return {"loss": self.loss(batch), "weight": torch.full((), torch.nan if bad else 1.0, device=batch.device)}
+
+
+class Signalled(Net):
+    """The last rank gets SIGTERM in the second step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if batch_idx == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.loss(batch)
+
+
+class OnNodes(GradAvgStrategy):
+    """Sees the nodes that it is told of, where each process is a node of its own to Lightning."""
+
+    nodes: Sequence[int] | None = None
+
+    @property
+    def node_rank(self) -> int:
+        return self._environment_node if self.nodes is None else self.nodes[dist.get_rank()]
+
+    @property
+    def _environment_node(self) -> int:
+        assert self.cluster_environment is not None
+        return self.cluster_environment.node_rank()
+
+
+class Counter(Callback):
+    """Counts, from the begin of the fourth window to that of the last, in windows of `window` batches."""
+
+    FIRST, LAST = 3, STEPS - 1
+
+    def __init__(self, counts: Mapping[str, Count], window: int) -> None:
+        self.counts, self.window = counts, window
+        self.per_step: dict[str, float] = {}
+        self._begun: dict[str, int] = {}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.FIRST * self.window:
+            self._begun = {name: count() for name, count in self.counts.items()}
+        if batch_idx == self.LAST * self.window:
+            for name, count in self.counts.items():
+                self.per_step[name] = (count() - self._begun[name]) / (self.LAST - self.FIRST)
+
+
+@dataclass(frozen=True)
+class Path:
+    """A way in which the package touches a device.
+
+    Attributes:
+        body: What runs it, on every rank: `(path, device, counts) -> (outcome, counts per step)`.
+        options: Those of `GradAvgStrategy`.
+        module: The module that is trained.
+        trainer: Options of the Trainer.
+        nodes: The nodes of the ranks, one for each.
+        waits: Waits of the host per optimizer step, by lines of the package.
+        tolerance: Of the norm of what came of it, relative to that on the CPU.
+        reference: Options of the Trainer for the run on the CPU, where those of the path are for accelerators.
+    """
+
+    body: Callable[..., tuple[Outcome, dict[str, float]]]
+    options: Callable[[], Mapping[str, Any]] = dict
+    module: type[Net] = Net
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    nodes: tuple[int, ...] = (0, 0)
+    waits: float = 0.0
+    tolerance: float = 1e-6
+    reference: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def window(self) -> int:
+        """Micro-batches of an optimizer step."""
+        return int(self.trainer.get("accumulate_grad_batches", 1))
+
+
+def rows(samples: int, seed: int) -> Tensor:
+    return torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def batches_of_rank(window: int) -> list[Tensor]:
+    """Return this rank's batches, of as many samples as the table says."""
+    rank = dist.get_rank()
+    return [rows(SAMPLES[number % len(SAMPLES)][rank], 100 * rank + number) for number in range(STEPS * window)]
+
+
+def trainer_on(device: str, path: Path, strategy: Any, counter: Callback | None = None, **options: Any) -> Any:
+    """Return a Trainer on a device, with the nodes of the path."""
+    options = {"max_epochs": 1, "use_distributed_sampler": False, **path.trainer, **options}
+    options["callbacks"] = [*options.get("callbacks", ()), *([counter] if counter is not None else [])]
+    if device == "sim":
+        return make_sim_trainer(strategy, nodes=path.nodes, **options)
+    if device == "cpu":
+        return make_trainer(strategy, nodes=path.nodes, **{**options, **path.reference})
+    if isinstance(strategy, OnNodes):
+        strategy.nodes = path.nodes
+    return make_trainer(strategy, nodes=range(len(path.nodes)), **{"accelerator": "gpu", "devices": 1, **options})
+
+
+def fit(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
+    """Train, and return the gradients of every step."""
+    counter, module = Counter(counts, path.window), path.module()
+    trainer = trainer_on(device, path, OnNodes(**path.options()), counter)
+    trainer.fit(module, DataLoader(batches_of_rank(path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+    return outcome_of(module), counter.per_step
+
+
+def outcome_of(module: Net) -> Outcome:
+    return {f"gradient {step}": found.double().tolist() for step, found in enumerate(module.gradients)}
+
+
+def stock(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
+    """Train under Lightning's own strategy, which the others are compared with."""
+    counter, module = Counter(counts, path.window), path.module()
+    trainer = trainer_on(device, path, DDPStrategy(), counter)
+    trainer.fit(module, DataLoader(batches_of_rank(path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+    return outcome_of(module), counter.per_step
+
+
+def fit_split(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
+    """Train on global batches, and return gradients, buffers and logs."""
+    counter, module = Counter(counts, path.window), path.module()
+    trainer = trainer_on(device, path, OnNodes(**path.options()), counter, use_distributed_sampler=True)
+    trainer.fit(module, DataLoader(rows(8 * STEPS * path.window, 1), batch_size=8))  # type: ignore[arg-type]  # a tensor is a data set
+    buffers = {name: one.double().flatten().tolist() for name, one in module.named_buffers()}
+    logged = {name: [float(value)] for name, value in trainer.callback_metrics.items()}
+    return {**outcome_of(module), **buffers, **logged}, counter.per_step
+
+
+def evaluate(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
+    """Validate and predict, and return what one process would log and predict."""
+    module = path.module()
+    trainer = trainer_on(device, path, OnNodes(**path.options()), use_distributed_sampler=True)
+    loader: Any = DataLoader(rows(7, 1), batch_size=2)  # type: ignore[arg-type]  # a tensor is a data set
+    trainer.validate(module, loader, verbose=False)
+    logged = {name: [float(value)] for name, value in trainer.callback_metrics.items()}
+    predicted = trainer.predict(module, loader)
+    return {**logged, "predicted": [float(value) for batch in predicted for value in batch]}, {}
+
+
+def monitored(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
+    """Train under the monitor, and return its last report."""
+    strategy, module = OnNodes(**path.options()), path.module()
+    monitor = GradAvgMonitor(every_n_steps=2, check_parameters_every_n_steps=2)
+    trainer = trainer_on(device, path, strategy, callbacks=[monitor])
+    trainer.fit(module, DataLoader(batches_of_rank(path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+    report = strategy.report()
+    summary = [report.gradient_norm, report.terms[0].normalizer, *report.terms[0].weights]
+    return {**outcome_of(module), "report": [float(value) for value in summary]}, {}
+
+
+def refused(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
+    """Train until a weight is refused, and return after how many steps, and that of the refused one changed nothing."""
+    module, trainer = path.module(), trainer_on(device, path, OnNodes(**path.options()))
+    with pytest.raises(ValueError, match="rank 1: micro-batch 0 of the window: weight nan is not a finite number"):
+        trainer.fit(module, DataLoader(batches_of_rank(1), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+    # On an accelerator it is told one step later; what is stepped on is zero.
+    assert all(bool((gradient == 0).all()) for gradient in module.gradients[1:])
+    return {"first gradient": module.gradients[0].double().tolist()}, {}
+
+
+def terminated(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
+    """Train until a signal to one rank ends all, and return after how many steps."""
+    module = path.module()
+    trainer = trainer_on(device, path, OnNodes(**path.options()))
+    with pytest.raises(SIGTERMException):
+        trainer.fit(module, DataLoader(batches_of_rank(1), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+    return {"steps": [float(trainer.global_step)]}, {}
+
+
+def plain_loop(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
+    """Reduce a plain loop's gradients by `average_gradients`, dense and sparse ones."""
+    module = path.module().to(device)
+    optimizer = module.configure_optimizers()
+    for batch in batches_of_rank(1):
+        optimizer.zero_grad()
+        module.loss(batch.to(device)).backward()
+        average_gradients(module, weight=len(batch), **path.options())
+        module.keep_gradients()
+        optimizer.step()
+    return outcome_of(module), {}
+
+
+def of_mean(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A user's own hook."""
+    work: Any = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def power_sgd() -> dict[str, Any]:
+    return {
+        "ddp_comm_state": PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2),
+        "ddp_comm_hook": powerSGD_hook,
+    }
+
+
+def of_rule(rule: Rule) -> type[Net]:
+    return OnDevice if rule.uses_weight else Net
+
+
+def options(**given: Any) -> Callable[[], Mapping[str, Any]]:
+    return lambda: given
+
+
+FOUR = (0, 0, 1, 1)
+WEIGHTED: Mapping[str, Any] = {"reduction": "weighted_mean"}
+WINDOW: Mapping[str, Any] = {"accumulate_grad_batches": 4}
+
+PATHS: Mapping[str, Path] = {
+    "stock DDPStrategy": Path(stock),
+    **{name: Path(fit, options(reduction=name), of_rule(rule), nodes=FOUR) for name, rule in RULES.items()},
+    **{f"{name}, windows of 4": Path(fit, options(reduction=name), of_rule(rule), WINDOW) for name, rule in RULES.items()},
+    "weights on the host": Path(fit, options(**WEIGHTED)),
+    "weights on the host, windows of 4": Path(fit, options(**WEIGHTED), trainer=WINDOW),
+    "named terms": Path(fit, options(**WEIGHTED), Terms),
+    "named terms, windows of 4": Path(fit, options(**WEIGHTED), Terms, WINDOW),
+    "manual optimization": Path(fit, options(**WEIGHTED), Manual),
+    "find_unused_parameters": Path(fit, options(**WEIGHTED, find_unused_parameters=True), Unused),
+    "gradient_as_bucket_view": Path(fit, options(**WEIGHTED, gradient_as_bucket_view=True)),
+    "static_graph": Path(fit, options(**WEIGHTED, static_graph=True)),
+    "static_graph, windows of 4": Path(fit, options(**WEIGHTED, static_graph=True), trainer=WINDOW),
+    "sparse gradients": Path(fit, options(**WEIGHTED), Sparse),
+    "clipping": Path(fit, options(**WEIGHTED), trainer={"gradient_clip_val": 0.1}),
+    "bf16-mixed": Path(
+        fit, options(**WEIGHTED), trainer={"precision": "bf16-mixed"}, reference={"precision": "32-true"}, tolerance=2e-2
+    ),
+    "16-mixed with a GradScaler": Path(
+        fit, options(**WEIGHTED), trainer={"precision": "16-mixed"}, reference={"precision": "32-true"}, tolerance=2e-2
+    ),
+    "a user's hook": Path(fit, options(**WEIGHTED, ddp_comm_hook=of_mean)),
+    "bf16_compress_hook": Path(fit, options(**WEIGHTED, ddp_comm_hook=bf16_compress_hook)),
+    "PowerSGD": Path(fit, power_sgd),
+    "wire bfloat16": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16")),
+    "wire float16": Path(fit, options(reduction="sum", wire_dtype="float16")),
+    "wire bfloat16, two hops": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), nodes=FOUR),
+    "wire float16 between nodes": Path(fit, options(**WEIGHTED, wire_dtype="float16", wire_scope="nodes"), nodes=FOUR),
+    "wire bfloat16, windows of 4": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), trainer=WINDOW),
+    "node_aware": Path(fit, options(**WEIGHTED, node_aware=True), nodes=FOUR),
+    "lr_scaling": Path(fit, options(lr_scaling="linear")),
+    "gather": Path(fit, module=Gathering),
+    "gather, windows of 4": Path(fit, options(**WEIGHTED), Gathering, WINDOW),
+    "split_batches": Path(fit_split, options(split_batches=True)),
+    "split_batches, parts of 2 samples": Path(fit_split, options(split_batches=True, max_device_batch_size=2)),
+    "data_parallel": Path(fit_split, options(equivalent_to="data_parallel", num_replicas=4), BatchNorm),
+    "data_parallel on 4 ranks": Path(fit_split, options(equivalent_to="data_parallel"), BatchNorm, nodes=FOUR),
+    "data_parallel, recomputed": Path(
+        fit_split, options(equivalent_to="data_parallel", num_replicas=4, recompute_replicas=True), BatchNorm
+    ),
+    "data_parallel, training_step_end": Path(fit_split, options(equivalent_to="data_parallel"), Contrastive),
+    "single_device": Path(fit_split, options(equivalent_to="single_device"), BatchNorm),
+    "exact_evaluation": Path(evaluate, options(exact_evaluation=True), Evaluated),
+    "monitor": Path(monitored, options(**WEIGHTED), OnDevice),
+    "NaN weight": Path(refused, options(**WEIGHTED), BadWeight),
+    "SIGTERM": Path(terminated, module=Signalled),
+    "average_gradients": Path(plain_loop, options(**WEIGHTED), Sparse),
+    "average_gradients, bfloat16": Path(plain_loop, options(**WEIGHTED, wire_dtype="bfloat16")),
+}
+
+
+def perform(name: str, device: str, counts: Mapping[str, Count] | None = None) -> tuple[Outcome, dict[str, float]]:
+    """Body: run a path on a device, and return what came of it, and the counts per step."""
+    path = PATHS[name]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "rank . has a micro-batch of weight 0")
+        return path.body(path, device, counts or {})

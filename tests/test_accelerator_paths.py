@@ -1,0 +1,49 @@
+"""Every path of the package on the simulated accelerator: right values, no race, nothing freed early, waits as stated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerator.seen import Seen, observed, seen
+from accelerator_paths import PATHS, Outcome, perform
+from ranks import RankPool
+
+Worlds = Callable[[int], RankPool]
+
+
+def waits() -> int:
+    return len(seen().waits_in("lightning_gradavg/"))
+
+
+def launches() -> int:
+    return len(seen().launches)
+
+
+def on_sim(name: str) -> tuple[Outcome, dict[str, float]]:
+    return perform(name, "sim", {"waits": waits, "launches": launches})
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_on_the_accelerator(name: str, sim_world: Worlds, world: Worlds) -> None:
+    """The numbers are those of the CPU."""
+    path = PATHS[name]
+    ranks = len(path.nodes)
+    expected = [outcome for outcome, _ in world(ranks).run(perform, name, "cpu")]
+    found: list[tuple[tuple[Outcome, dict[str, float]], Seen]] = sim_world(ranks).run(observed, on_sim, name)
+    for ((outcome, counts), device), reference in zip(found, expected, strict=True):
+        assert_close(outcome, reference, path.tolerance)
+        assert [] == device.races
+        assert [] == device.early_frees
+        print(name, counts)
+        assert path.waits == counts.get("waits", path.waits), device.waits_in("lightning_gradavg/")[-5:]
+
+
+def assert_close(found: Outcome, expected: Outcome, tolerance: float) -> None:
+    assert list(expected) == list(found)
+    for name, values in expected.items():
+        mine, its = torch.tensor(found[name]), torch.tensor(values)
+        assert mine.shape == its.shape, name
+        assert float((mine - its).norm()) <= tolerance * float(its.norm()) + 1e-12, name
