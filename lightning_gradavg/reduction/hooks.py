@@ -16,7 +16,7 @@ from lightning_gradavg.lightning_internals import backend_name
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World, subgroups
 from lightning_gradavg.reduction.reducer import BucketSum
-from lightning_gradavg.reduction.sums import start_sum
+from lightning_gradavg.reduction.sums import SUM_DTYPES, start_sum
 from lightning_gradavg.wire.codecs import CODECS, Codec, refuse_double_precision
 from lightning_gradavg.wire.exchange import Exchange, InOrder
 from lightning_gradavg.wire.route import WireOptions, route_of
@@ -186,8 +186,9 @@ def exchange_sum(
             return all_reduce(bucket)
 
         def run() -> Tensor:
-            exchange.sum_(buffer)
-            return buffer
+            wide = buffer.to(SUM_DTYPES[buffer.dtype])
+            exchange.sum_(wide)
+            return wide
 
         return own.submit(run)
 

@@ -93,7 +93,7 @@ class Exchange:
         ]
 
     def sum_(self, tensor: Tensor) -> None:
-        """Replace a dense, contiguous tensor by its sum over the ranks. A collective operation."""
+        """Replace a dense, contiguous tensor, in the type of the sum, by its sum over the ranks. A collective operation."""
         flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
         with torch.no_grad():
             for step, segment in _in_turn(self._steps, list(self._cut(flat))):
@@ -101,7 +101,6 @@ class Exchange:
 
     def _cut(self, flat: Tensor) -> Iterator[_Segment]:
         """Yield the segments of a bucket, all but the last of one size."""
-        wide = torch.promote_types(flat.dtype, torch.float32)
         parts, multiple = self.route.parts, self._codec.multiple
         most = SEGMENT_BYTES // (self._codec.wire.itemsize * parts) if flat.device.type == "cpu" else flat.numel()
         columns = max(min(most, -(-flat.numel() // parts)), 1)
@@ -110,7 +109,7 @@ class Exchange:
             # On an accelerator torch keeps freed memory by itself.
             slot = index % (IN_FLIGHT * len(self._steps)) if flat.device.type == "cpu" else None
             whole = numbers if len(numbers) == parts * columns else _padded(numbers, parts * columns)
-            yield _Segment(numbers, columns, self._lender(slot, flat.device), whole.to(wide).view(1, -1))
+            yield _Segment(numbers, columns, self._lender(slot, flat.device), whole.view(1, -1))
 
     def _lender(self, slot: int | None, device: torch.device) -> Callable[..., Tensor]:
         """Return what lends memory for one segment, under a name for each use.
