@@ -156,9 +156,7 @@ def assert_windows_equal_combine(
     totals = Totals(torch.stack([window.summary(torch.device("cpu")) for window in windows]).sum(0), len(places))
     assert totals.problem is None
     of_rule = constant_normalizer(rule, places, len(weights[0])) if not rule.uses_weight else totals.normalizer(0)
-    scales = {
-        float(after_sum(normalizer=of_rule, divided_by=divisor * unit * window.ratio)) for window in windows
-    }
+    scales = {float(after_sum(normalizer=of_rule, divided_by=divisor * unit * window.ratio)) for window in windows}
     expected = combine(
         torch.stack([gradient for its in gradients for gradient in its]),
         rule=rule,

@@ -21,7 +21,6 @@ from lightning_gradavg.reduction.loss import (
 from lightning_gradavg.reduction.window import MOST_TERMS, WHOLE_LOSS, MicroBatch, as_weight
 from lightning_gradavg.rules import RULES
 
-
 CPU = torch.device("cpu")
 WEIGHTED = RULES["weighted_mean"]
 

@@ -7,9 +7,9 @@ ranks together know is the same for all, and is multiplied after the sum:
     g = N u / Z * sum over r of G_r ,        G_r = sum over m of (w_rm / u) * g_rm / N
 
 `N` is the constant that the training loop already divided every loss by. The *unit* `u` is a power of two near the weights
-of the window before, the same on all ranks: losses keep their magnitude whatever the unit of the weights, since a factor of
-4096 tokens on the loss would overflow float16 activations that the exact result does not overflow; and to multiply by it and
-to divide by it is exact.
+of the window before, the same on all ranks: losses keep their magnitude whatever the unit of the weights, since a factor
+of 4096 tokens on the loss would overflow float16 activations that the exact result does not overflow; and to multiply by
+it and to divide by it is exact.
 """
 
 from __future__ import annotations

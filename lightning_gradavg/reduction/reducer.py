@@ -22,7 +22,7 @@ from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.combine import after_sum, constant_normalizer, depends_on_window, unit_above, window_ratio
 from lightning_gradavg.reduction.sums import as_real, done
 from lightning_gradavg.reduction.window import MicroBatch, Totals, Window, as_weight
-from lightning_gradavg.rules import Rule, Share
+from lightning_gradavg.rules import Rule
 
 __all__ = ["BucketSum", "Reducer"]
 
