@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 test: lint  ## Lint, check types, run the tests, of grids all pairs; PYTEST_ARGS is passed on
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
-test-all: PYTEST_ARGS += -m ''
+test-all: override PYTEST_ARGS += -m ''
 test-all: test  ## The same with full grids, as before a release
 
 lint: $(READY)  ## Lint, check the formatting and the types

@@ -69,6 +69,8 @@ def sum_sparse(gradients: Sequence[Tensor], world: World, factor: float = 1.0) -
 
 
 def _sparse_sums(gradients: Sequence[Tensor], world: World, factor: float = 1.0) -> list[Tensor]:
+    if not gradients:
+        return []
     wide = [_scaled(gradient, factor) for gradient in gradients]
     counts = zip(*world.gather_integers([tensor._nnz() for tensor in wide]), strict=True)
     return [_gathered(tensor, of_tensor, world.group) for tensor, of_tensor in zip(wide, counts, strict=True)]
