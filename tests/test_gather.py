@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gradavg.reduction.average import rank_factors
-from lightning_gradavg.reduction.gather import gather
 from lightning_gradavg.reduction.combine import combine
+from lightning_gradavg.reduction.gather import gather
 from lightning_gradavg.rules import RULES, Share
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  # a user's namedtuple, of whatever kind

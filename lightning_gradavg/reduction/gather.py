@@ -79,8 +79,8 @@ def gather(
 
     Raises:
         ValueError: On all ranks alike, if an argument is not usable on some rank, if the ranks' arguments do not fit
-            together, if only some ranks run under `torch.no_grad`, or if a rank has rows but the rule discards its
-            gradient. On this process alone, if it is not a member of `group`.
+            together, if only some ranks run under `torch.no_grad`, or if a rank has rows whose gradient
+            `average_gradients` will discard. On this process alone, if it is not a member of `group`.
     """
     require_allowed()
     if torch.is_inference_mode_enabled():
