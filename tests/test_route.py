@@ -41,6 +41,15 @@ def test_even_nodes_are_summed_first(nccl):
         assert expected == hops(WireOptions("bfloat16"), [0, 1, 0, 1], rank, nccl=nccl)
 
 
+def test_ranks_between_nodes_are_those_of_equal_position():
+    """Also where nodes' ranks lie in each other, a hop counts its members in increasing order, as their group does."""
+    ways = [hops(WireOptions(), [0, 1, 1, 0], rank) for rank in range(4)]
+    assert [((0, 3), 0, False), ((0, 1), 0, False)] == ways[0]
+    assert [((1, 2), 0, False), ((0, 1), 1, False)] == ways[1]
+    assert [((1, 2), 1, False), ((2, 3), 0, False)] == ways[2]
+    assert [((0, 3), 1, False), ((2, 3), 1, False)] == ways[3]
+
+
 def test_nccl_lays_its_own_ways_in_full_precision():
     """In the gradients' own type nodes are summed first on gloo; on NCCL, whose all-reduce knows them, if asked for."""
     exact = [((0, 1), 0, False), ((0, 2), 0, False)]

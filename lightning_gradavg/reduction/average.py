@@ -212,7 +212,9 @@ def agreed_factors(rule: Rule, headers: Sequence[Header]) -> list[float]:
 def _factors_for_loss(rule: Rule, headers: Sequence[Header]) -> list[float]:
     given = [header.weight is not None for header in headers]
     if any(given) and not all(given):
-        present, absent = ([rank for rank, is_given in enumerate(given) if is_given is which] for which in (True, False))
+        present, absent = (
+            [rank for rank, is_given in enumerate(given) if is_given is which] for which in (True, False)
+        )
         raise ValueError(
             f"weight= was given {on_ranks(present)} but not {on_ranks(absent)}:"
             " pass it on all ranks, 0 where a rank has no loss term, or on none."
@@ -319,7 +321,9 @@ def _form_of(label: str, parameter: Tensor, device_types: Sequence[str] | None) 
             f"the gradient of {label} is {gradient.layout}; only torch.strided and torch.sparse_coo can be reduced"
         )
     if gradient.dtype not in SUM_DTYPES:
-        raise ValueError(f"the gradient of {label} is {gradient.dtype}; only {', '.join(map(str, _DTYPES))} can be reduced")
+        raise ValueError(
+            f"the gradient of {label} is {gradient.dtype}; only {', '.join(map(str, _DTYPES))} can be reduced"
+        )
     if device_types is not None and gradient.device.type not in device_types:
         raise ValueError(
             f"the gradient of {label} is on {gradient.device.type}, but the process group serves"
@@ -356,7 +360,9 @@ def _sparse_dim(form: int) -> int:
     return (form - 1) % _SPARSE_DIMENSIONS
 
 
-def _reduce(world: World, parameters: Sequence[Tensor], forms: Sequence[int], factor: float, codec: Codec | None) -> None:
+def _reduce(
+    world: World, parameters: Sequence[Tensor], forms: Sequence[int], factor: float, codec: Codec | None
+) -> None:
     present = [(parameter, form) for parameter, form in zip(parameters, forms, strict=True) if form != _ABSENT]
     for parameter, form in present:
         parameter.grad = _writable(parameter, form)
@@ -438,7 +444,8 @@ def _sum_dense(gradients: Sequence[Tensor], factor: float, world: World, codec: 
     shared, works = _shared_storages(gradients), []
     exchange = None
     if codec is not None and world.group is not None:
-        exchange = Exchange(Route((Hop(tuple(range(world.size)), world.rank, narrow=True),)), codec, [world.group])
+        hop = Hop(tuple(range(world.size)), world.rank, narrow=True)
+        exchange = Exchange(Route((hop,)), codec, {hop.ranks: world.group})
     buckets = [_Bucket.of(members, factor, shared) for members in _partition(gradients)]
     for bucket in buckets if world.group is not None else ():
         if exchange is not None:

@@ -19,7 +19,13 @@ from torch.futures import Future
 from lightning_gradavg.device import HostCopy
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction.combine import after_sum, constant_normalizer, depends_on_window, unit_above, window_ratio
+from lightning_gradavg.reduction.combine import (
+    after_sum,
+    constant_normalizer,
+    depends_on_window,
+    unit_above,
+    window_ratio,
+)
 from lightning_gradavg.reduction.sums import as_real, done
 from lightning_gradavg.reduction.window import MicroBatch, Totals, Window, as_weight
 from lightning_gradavg.rules import Rule
