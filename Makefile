@@ -8,11 +8,11 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format demo gpu clean
+.PHONY: help setup test test-all lint format demo gpu clean
 .DELETE_ON_ERROR:
 
 help:  ## Show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 14
 
 setup: $(READY)  ## Create .venv with everything that is needed; again only when pyproject.toml or the pins change
 
@@ -24,8 +24,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-test: lint  ## Lint, check types, run all tests; PYTEST_ARGS is passed on
+test: lint  ## Lint, check types, run the tests, of grids all pairs; PYTEST_ARGS is passed on
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+
+test-all: override PYTEST_ARGS += -m ''
+test-all: test  ## The same with full grids, as before a release
 
 lint: $(READY)  ## Lint, check the formatting and the types
 	$(BIN)/ruff check

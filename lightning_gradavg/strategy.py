@@ -41,7 +41,7 @@ from lightning_gradavg.ranks import World
 from lightning_gradavg.rates.part import Rates
 from lightning_gradavg.rates.recipe import RunRecipe
 from lightning_gradavg.rates.scaling import ScaleFunction
-from lightning_gradavg.reduction.gather import gathers_of, require_allowed
+from lightning_gradavg.reduction.gather import losses_weighed, require_allowed
 from lightning_gradavg.reduction.loss import WeighedLoss
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.replicas.part import ManyReplicas, Replicas
@@ -445,7 +445,7 @@ class GradAvgStrategy(DDPStrategy):
         self._reduction.begin_step(args[0] if args else next(iter(kwargs.values()), None))
         self._reports.begin_step()
         try:
-            with self._replicas.step(self._reduction, self._batches), gathers_of(self._reduction.weighs):
+            with self._replicas.step(self._reduction, self._batches), losses_weighed(self._reduction.on_gather):
                 output = super().training_step(*args, **kwargs)
             return self._replicas.read(output, self._reduction, self._batches.chunk) if automatic else output
         except ValueError as error:

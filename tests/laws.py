@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_gradavg.place import Place, places_on_nodes
-from lightning_gradavg.reduction.combine import combine, window_factor
+from lightning_gradavg.reduction.combine import after_sum, combine, constant_normalizer
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Totals, Window
-from lightning_gradavg.rules import RULES, Rule, Share, Weight, resolve_rule
+from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule
 
 __all__ = [
     "CUSTOM",
@@ -127,9 +127,9 @@ def assert_nothing_is_zero(rule: Rule, pairs: Pairs) -> None:
 
 
 def assert_windows_equal_combine(
-    rule: Rule, nodes: Sequence[int], weights: Sequence[Sequence[float]], *, divisor: float, tensors: bool
+    rule: Rule, nodes: Sequence[int], weights: Sequence[Sequence[float]], *, divisor: float, unit: float = 1.0
 ) -> None:
-    """Ranks that accumulate on their own and sum `factor * G` over ranks compute `combine` of all pairs.
+    """What ranks sum of losses that each multiplied by `w / unit`, scaled afterwards, is `combine` of all pairs.
 
     Args:
         rule: The rule.
@@ -137,42 +137,32 @@ def assert_windows_equal_combine(
         weights: `weights[r][m]` is the weight of rank `r`'s micro-batch `m`. Gradients of weight 0 are NaN under a rule
             that uses weights.
         divisor: What the training loop divides every loss by.
-        tensors: Whether weights are tensors, as on an accelerator.
+        unit: The unit of the multipliers.
     """
     places = places_on_nodes(nodes)
     generator = torch.Generator().manual_seed(1)
     gradients = [[torch.randn(SIZE, generator=generator, dtype=torch.float64) for _ in window] for window in weights]
-    accumulated: list[Tensor] = []
-    windows: list[Window] = []
+    summed, windows = torch.zeros(SIZE, dtype=torch.float64), []
     for place, mine, its in zip(places, weights, gradients, strict=True):
-        window, total = Window(rule, place), torch.zeros(SIZE, dtype=torch.float64)
+        window = Window(rule, places, place.rank)
         for index, weight in enumerate(mine):
             if rule.uses_weight and weight == 0:
                 its[index] = torch.full_like(its[index], math.nan)
-            given: Weight = torch.tensor(weight, dtype=torch.float64) if tensors else weight
-            window.add(MicroBatch({WHOLE_LOSS: given}))
-            coefficient = window.coefficient(WHOLE_LOSS)
-            if coefficient != 0:
-                total = total + coefficient * its[index] / divisor
+            given = torch.tensor(weight, dtype=torch.float64)
+            multiplier = float(window.add(MicroBatch({WHOLE_LOSS: given}))[WHOLE_LOSS].multiplier)
+            if multiplier != 0:
+                summed += multiplier / unit * its[index] / divisor
         windows.append(window)
-        accumulated.append(total)
-    summed = torch.stack([window.summary(torch.device("cpu")) for window in windows]).sum(0)
-    totals = Totals(summed.tolist(), len(places))
+    totals = Totals(torch.stack([window.summary(torch.device("cpu")) for window in windows]).sum(0), len(places))
     assert totals.problem is None
-    reduced = torch.zeros(SIZE, dtype=torch.float64)
-    for window, total in zip(windows, accumulated, strict=True):
-        factor = window_factor(
-            reference=window.reference(WHOLE_LOSS, whole=True),
-            normalizer=summed[Totals.NORMALIZERS] if tensors else totals.values[Totals.NORMALIZERS],
-            live=window.live(WHOLE_LOSS),
-            loss_divisor=divisor,
-        )
-        if factor != 0:
-            reduced = reduced + factor * total
+    of_rule = constant_normalizer(rule, places, len(weights[0])) if not rule.uses_weight else totals.normalizer(0)
+    scales = {float(after_sum(normalizer=of_rule, divided_by=divisor * unit * window.ratio)) for window in windows}
     expected = combine(
         torch.stack([gradient for its in gradients for gradient in its]),
         rule=rule,
         nodes=[node for node, mine in zip(nodes, weights, strict=True) for _ in mine],
         weights=[weight for mine in weights for weight in mine],
     )
-    assert_same(expected, reduced)
+    # One scale for all ranks, and so one after the sum.
+    (scale,) = scales
+    assert_same(expected, scale * summed)

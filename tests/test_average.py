@@ -1,25 +1,25 @@
-"""`average_gradients` in one process: factors, buckets, nodes, and a world of one rank."""
+"""`average_gradients` in one process: factors, buckets, and a world of one rank."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from averaging import square_root_of_weight
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning_gradavg.collectives import buckets
-from lightning_gradavg.reduction.buckets import WIRE_DTYPES, sum_dense
-from lightning_gradavg.reduction.contribution import Contribution, form_dtype, form_sparse_dim, form_text
 from torch import Tensor, nn
 
-from lightning_gradavg.place import Place, node_from_environment
-from lightning_gradavg.ranks import Header, on_ranks
-from lightning_gradavg.reduction.average import average_gradients, rank_factors
-from lightning_gradavg.reduction.combine import combine
+from lightning_gradavg.place import Place
+from lightning_gradavg.ranks import World
+from lightning_gradavg.reduction import average
+from lightning_gradavg.reduction.average import average_gradients
+from lightning_gradavg.reduction.combine import combine, rank_factors
+from lightning_gradavg.reduction.sums import SUM_DTYPES
 from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule
 
 WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-6, 1e6), st.integers(0, 2**40).map(float))
@@ -95,36 +95,32 @@ def test_factors_that_are_no_numbers(rule: Rule, weights: list[float], message: 
 def test_buckets_hold_every_gradient_once(sizes: list[tuple[int, torch.dtype]], cap: int, single: int) -> None:
     """Every gradient with elements is in one bucket, buckets have one dtype, and only a single one exceeds the cap."""
     gradients = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
-    saved = buckets.BUCKET_BYTES, buckets.SINGLE_BYTES
-    buckets.BUCKET_BYTES, buckets.SINGLE_BYTES = cap, single
-    try:
-        cut = list(buckets._partition(gradients))
-    finally:
-        buckets.BUCKET_BYTES, buckets.SINGLE_BYTES = saved
+    with mock.patch.multiple(average, BUCKET_BYTES=cap, SINGLE_BYTES=single):
+        cut = list(average._partition(gradients))
     held = sorted(id(gradient) for bucket in cut for gradient in bucket)
     assert sorted(id(gradient) for gradient in gradients if len(gradient)) == held
     for bucket in cut:
-        widths = [gradient.numel() * WIRE_DTYPES[gradient.dtype].itemsize for gradient in bucket]
-        assert len({WIRE_DTYPES[gradient.dtype] for gradient in bucket}) == 1
+        widths = [gradient.numel() * SUM_DTYPES[gradient.dtype].itemsize for gradient in bucket]
+        assert len({SUM_DTYPES[gradient.dtype] for gradient in bucket}) == 1
         assert len(bucket) == 1 or (sum(widths) <= cap and max(widths) < single)
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("dtype", list(WIRE_DTYPES), ids=str)
-def test_every_dtype_is_scaled_in_its_wire_dtype(dtype: torch.dtype, factor: float) -> None:
-    """A gradient of any dtype is multiplied in the dtype of the wire and rounded once."""
+@pytest.mark.parametrize("dtype", list(SUM_DTYPES), ids=str)
+def test_every_dtype_is_scaled_as_it_is_summed(dtype: torch.dtype, factor: float) -> None:
+    """A gradient of any dtype is multiplied in the dtype that it is summed in, and rounded once."""
     values = torch.tensor([0.25, -1.5, 3.0, 0.0]).to(dtype)
     gradients = [values.clone(), values.reshape(2, 2).clone().t(), torch.zeros((), dtype=dtype)]
-    sum_dense(gradients, factor, None)
-    wire = WIRE_DTYPES[dtype]
+    average._sum_dense(gradients, factor, World(), None)
+    wire = SUM_DTYPES[dtype]
     expected = (values.to(wire) * torch.tensor(factor, dtype=torch.float64).to(wire)).to(dtype).to(wire)
     assert torch.equal(expected, gradients[0].to(wire))
     assert torch.equal(expected.reshape(2, 2).t(), gradients[1].to(wire))
 
 
-def test_only_dtypes_that_are_wide_enough_travel() -> None:
+def test_sums_are_wide_enough() -> None:
     """No gradient is summed in fewer than 32 bits or fewer than its own."""
-    for dtype, wire in WIRE_DTYPES.items():
+    for dtype, wire in SUM_DTYPES.items():
         assert wire.itemsize >= max(4, dtype.itemsize)
         assert wire.is_complex == dtype.is_complex
 
@@ -209,7 +205,7 @@ def test_gradients_that_cannot_travel(gradient: Tensor, message: str) -> None:
     parameter = nn.Parameter(torch.zeros_like(gradient))
     parameter.grad = gradient
     with pytest.raises(ValueError, match=message):
-        Contribution.of([parameter], "mean", None, ("cuda", "xpu"))
+        average._Contribution.of([parameter], "mean", None, ("cuda", "xpu"), None)
 
 
 def test_module_without_gradients_is_left_alone() -> None:
@@ -220,54 +216,12 @@ def test_module_without_gradients_is_left_alone() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("environ", "node"),
-    [
-        ({}, 0),
-        ({"GROUP_RANK": "2", "SLURM_NODEID": "1", "NODE_RANK": "0"}, 2),
-        ({"SLURM_NODEID": "1", "NODE_RANK": "0"}, 1),
-        ({"NODE_RANK": "3"}, 3),
-        ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}, 0),
-        ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}, None),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2"}, None),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2", "NODE_RANK": "1"}, 1),
-        ({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "4"}, None),
-    ],
-)
-def test_node_from_environment(environ: dict[str, str], node: int | None) -> None:
-    """The node is the launcher's; 0 where nothing speaks of nodes; unknown where there are others without a name."""
-    assert node == node_from_environment(environ)
-
-
-@pytest.mark.parametrize("value", ["", "-1", "node7", "1.0", "²"])
-def test_node_that_is_no_index(value: str) -> None:
-    """A node that is no index >= 0 is an error that names the variable and quotes the value."""
-    with pytest.raises(ValueError, match="SLURM_NODEID is the index of the node, from 0; got") as caught:
-        node_from_environment({"SLURM_NODEID": value})
-    assert repr(value) in str(caught.value)
-
-
-@given(
-    weight=st.one_of(st.none(), st.floats(0, allow_infinity=False)),
-    node=st.one_of(st.none(), st.integers(0, 2**40)),
-    digest=st.integers(-(2**63), 2**63 - 1),
-)
-def test_header_survives_the_exchange(weight: float | None, node: int | None, digest: int) -> None:
-    """A header is unpacked as it was packed, to the last bit of the weight, and fits in signed 64-bit integers."""
-    header = Header(failed=False, parameters=digest, gradients=~digest, node=node, weight=weight)
-    row = torch.tensor(header.pack(), dtype=torch.int64).tolist()
-    assert header == Header.unpack(row)
-
-
-def test_forms_and_ranks_in_words() -> None:
-    """Messages name what a gradient is, and shorten long lists of ranks."""
-    double = 1 + 64 * list(WIRE_DTYPES).index(torch.float64)
-    assert "None" == form_text(0)
-    assert "dense, torch.float64" == form_text(double)
-    assert "sparse with 2 sparse dimensions, torch.float64" == form_text(double + 2)
-    assert (torch.float64, 2) == (form_dtype(double + 2), form_sparse_dim(double + 2))
-    assert "on rank 3" == on_ranks([3])
-    assert "on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 504 more" == on_ranks(range(512))
+def test_forms_in_words() -> None:
+    """Messages name what a gradient is."""
+    double = 1 + 64 * list(SUM_DTYPES).index(torch.float64)
+    assert "None" == average._form_text(0)
+    assert "dense, torch.float64" == average._form_text(double)
+    assert "sparse with 2 sparse dimensions, torch.float64" == average._form_text(double + 2)
 
 
 def test_custom_rule_sees_its_place() -> None:

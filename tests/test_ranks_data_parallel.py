@@ -21,7 +21,8 @@ from lightning_gradavg import GradAvgStrategy
 # Fewer replicas than ranks is what some of these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:num_replicas=. leaves . of . ranks without a replica")
 
-DTYPES = {"float32": (torch.float32, 1e-6), "float64": (torch.float64, 1e-12)}
+# Of one step, and of 20: batch norm amplifies a rounding, in the reference as here.
+TOLERANCES = {torch.float32: (1e-6, 5e-6), torch.float64: (1e-12, 1e-12)}
 PLACES = [(4, 1), (4, 2), (4, 4), (3, 1), (3, 3), (3, 4)]
 LEGACY = {"reduction": "mean_of_replica_losses"}
 
@@ -59,15 +60,16 @@ def reference(name: str, dtype: torch.dtype, num_replicas: int, accumulate: int,
     return train(model, loader(model), num_replicas, **options)
 
 
-def compare(world: Any, world_size: int, name: str, dtype: str, num_replicas: int, configs: Any, **strategy: Any) -> None:
-    torch_dtype, tolerance = DTYPES[dtype]
-    ranks = world(world_size).run(fit_all, name, torch_dtype, num_replicas, configs, **strategy)
+def compare(
+    world: Any, world_size: int, name: str, dtype: torch.dtype, num_replicas: int, configs: Any, **strategy: Any
+) -> None:
+    ranks = world(world_size).run(fit_all, name, dtype, num_replicas, configs, **strategy)
     assert list(range(world_size)) == [rank for rank, _ in ranks]
     for index, config in enumerate(configs):
         legacy = strategy == LEGACY
-        expected = reference(name, torch_dtype, num_replicas, config.accumulate, legacy)
+        expected = reference(name, dtype, num_replicas, config.accumulate, legacy)
         # What is logged is a mean over samples whatever the reduction is.
-        assert_same_run([runs[index] for _, runs in ranks], expected, tolerance, losses=not legacy)
+        assert_same_run([runs[index] for _, runs in ranks], expected, *TOLERANCES[dtype], losses=not legacy)
 
 
 @pytest.mark.parametrize(("num_replicas", "world_size"), PLACES)
@@ -77,20 +79,20 @@ def test_equals_data_parallel_in_float64(world, name, num_replicas, world_size):
 
     So they do with replicas kept or computed again, and with windows of one loader batch or more.
     """
-    compare(world, world_size, name, "float64", num_replicas, CONFIGS if num_replicas > world_size > 1 else BRIEF)
+    compare(world, world_size, name, torch.float64, num_replicas, CONFIGS if num_replicas > world_size > 1 else BRIEF)
 
 
 @pytest.mark.parametrize(("num_replicas", "world_size"), PLACES)
 @pytest.mark.parametrize("name", ["cnn", "masked", "sparse", "contrastive", "nested"])
 def test_equals_data_parallel_in_float32(world, name, num_replicas, world_size):
     """The same within the rounding of float32."""
-    compare(world, world_size, name, "float32", num_replicas, BRIEF[:1])
+    compare(world, world_size, name, torch.float32, num_replicas, BRIEF[:1])
 
 
 @pytest.mark.parametrize(("num_replicas", "world_size"), PLACES)
 def test_mean_of_replica_losses_is_the_default_of_lightning_1(world, num_replicas, world_size):
     """With `reduction="mean_of_replica_losses"` every replica of a loader batch has the same say, however small."""
-    compare(world, world_size, "cnn", "float64", num_replicas, BRIEF, **LEGACY)
+    compare(world, world_size, "cnn", torch.float64, num_replicas, BRIEF, **LEGACY)
 
 
 class Line(LightningModule):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,21 +33,16 @@ class Accumulation:
         parameters: The parameters that the reducer sees.
         preserves_gradients: Whether gradients that were there before the window are kept out of the reduction and
             added to its result, as they must be when a user accumulates gradients that were already reduced.
-        crosses_ranks: Whether gradients of one rank's loss reach another within the backward, as through batch norm
-            over all ranks: samples whose own loss does not count still enter the losses of others.
+
+    Attributes:
+        crosses_ranks: Whether gradients of one rank's loss reach another within the backward, as through batch norm over
+            all ranks, or a gather: samples whose own loss does not count still enter the losses of others.
     """
 
-    def __init__(
-        self,
-        reducer: Reducer,
-        parameters: Sequence[nn.Parameter],
-        *,
-        preserves_gradients: bool,
-        crosses_ranks: bool = False,
-    ) -> None:
-        self.reducer = reducer
+    def __init__(self, reducer: Reducer, parameters: Sequence[nn.Parameter], *, preserves_gradients: bool) -> None:
+        self.reducer, self.crosses_ranks = reducer, False
         self.parameters = list(parameters)
-        self._preserves, self._crosses_ranks = preserves_gradients, crosses_ranks
+        self._preserves = preserves_gradients
         self._before: Gradients | None = None
         self._trained: tuple[bool, ...] = ()
         self._left: list[tuple[Tensor | None, int]] = []
@@ -91,14 +87,12 @@ class Accumulation:
             self._set_gradients(None)
         alone = last and self.pending == 0
         micro_batch = self._checked(loss.micro_batch)
-        unit = self.reducer.unit(micro_batch)
-        shares = self.reducer.window.add(micro_batch)
-        coefficients = {term: shares[term].multiplier / unit for term in sorted(shares)}
+        coefficients = self.reducer.add(micro_batch)
         self.reducer.accumulating = not last
         if last:
             self.reducer.close(loss_divisor)
         named = tuple(coefficients) != (WHOLE_LOSS,)
-        if alone and not named and not self._crosses_ranks and _is_unread(coefficients[WHOLE_LOSS]):
+        if alone and not named and not self.crosses_ranks and _is_unread(coefficients[WHOLE_LOSS]):
             self._select(loss, coefficients[WHOLE_LOSS], run)
             return
         counted = {term: value if _counts(value) else None for term, value in _on_host(coefficients).items()}
@@ -121,7 +115,7 @@ class Accumulation:
 
     def finish(self) -> None:
         """End the window after its last backward: check it, and add what was there before it."""
-        self._left = []
+        self._left, self._of_term = [], {}
         self.reducer.finish()
         before, self._before = self._before, None
         for parameter, gradient in zip(self.parameters, before or (), strict=before is not None):
@@ -129,16 +123,22 @@ class Accumulation:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def _checked(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Find fault with a micro-batch that trains other parameters than its window."""
+        """Find fault with a micro-batch that trains other parameters than its window, or weighs other terms."""
         trained = tuple(parameter.requires_grad for parameter in self.parameters)
-        if not self._preserves or self.pending == 0 or trained == self._trained:
+        problem, terms = micro_batch.problem, self.reducer.window.terms
+        if not terms:
             self._trained = trained
-            return micro_batch
-        problem = (
-            "it trains other parameters than the micro-batches before it, which were not reduced yet:"
-            " reduce the window of one optimizer before the backward of another"
-        )
-        return replace(micro_batch, problem=micro_batch.problem or problem)
+        elif self._preserves and trained != self._trained:
+            problem = problem or (
+                "it trains other parameters than the micro-batches before it, which were not reduced yet:"
+                " reduce the window of one optimizer before the backward of another"
+            )
+        elif (WHOLE_LOSS in terms) != (WHOLE_LOSS in micro_batch.weights):
+            problem = problem or (
+                "its loss terms share a weight, or have one each, unlike those of the micro-batches before it: name the"
+                " weights in all micro-batches of a window or in none"
+            )
+        return replace(micro_batch, problem=problem)
 
     def _cleared(self) -> bool:
         """Return whether the user zeroed the gradients of a window that was not reduced, which gives it up."""
@@ -155,8 +155,8 @@ class Accumulation:
         )
 
     def _select(self, loss: WeighedLoss, coefficient: Tensor, run: Callable[..., None]) -> None:
-        """Run the only backward of a window, and have the reducer discard the buckets where it is of weight 0."""
-        self.reducer.kept = coefficient > 0
+        """Run the only backward of a window, and have the reducer discard the buckets where it does not count."""
+        self.reducer.kept = (coefficient > 0) & (coefficient < math.inf)
         self._run(loss, [coefficient], run)
 
     def _run(self, loss: WeighedLoss, coefficients: Sequence[Any], run: Callable[..., None], **extra: Any) -> None:
@@ -169,7 +169,7 @@ class Accumulation:
 
         The loss's own gradient is stopped at its root: through a gather even 0 times NaN would reach the other ranks.
         """
-        keeps = self._crosses_ranks and not micro_batch.absent and micro_batch.problem is None
+        keeps = self.crosses_ranks and not micro_batch.absent and micro_batch.problem is None
         with nullcontext() if keeps else gradients_discarded(self.parameters):
             self._run(loss, [None] * len(micro_batch.weights), run)
 
@@ -179,7 +179,7 @@ class Accumulation:
         for term in terms:
             self._set_gradients(self._of_term.get(term))
             values = [counted[term] if other == term else None for other in terms]
-            discards = counted[term] is None and not self._crosses_ranks
+            discards = counted[term] is None and not self.crosses_ranks
             with gradients_discarded(self.parameters) if discards else nullcontext():
                 self._run(loss, values, run, retain_graph=term != terms[-1])
             self._of_term[term] = [parameter.grad for parameter in self.parameters]
@@ -218,4 +218,4 @@ def _on_host(numbers: Mapping[str, Any]) -> dict[str, float]:
 
 def _counts(coefficient: float) -> bool:
     """Return whether a gradient is to be added; one that is not a number is a fault, which the totals tell."""
-    return 0 < coefficient < float("inf")
+    return 0 < coefficient < math.inf

@@ -438,7 +438,8 @@ def _sum_dense(gradients: Sequence[Tensor], factor: float, world: World, codec: 
     shared, works = _shared_storages(gradients), []
     exchange = None
     if codec is not None and world.group is not None:
-        exchange = Exchange(Route((Hop(tuple(range(world.size)), world.rank, narrow=True),)), codec, [world.group])
+        hop = Hop(tuple(range(world.size)), world.rank, narrow=True)
+        exchange = Exchange(Route((hop,)), codec, {hop.ranks: world.group})
     buckets = [_Bucket.of(members, factor, shared) for members in _partition(gradients)]
     for bucket in buckets if world.group is not None else ():
         if exchange is not None:

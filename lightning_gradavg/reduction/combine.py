@@ -6,10 +6,10 @@ ranks together know is the same for all, and is multiplied after the sum:
 
     g = N u / Z * sum over r of G_r ,        G_r = sum over m of (w_rm / u) * g_rm / N
 
-`N` is the constant that the training loop already divided every loss by. The *unit* `u` is a power of two near the ranks'
-first weights, the same on all ranks: losses keep their magnitude whatever the unit of the weights, since a factor of 4096
-tokens on the loss would overflow float16 activations that the exact result does not overflow; and to multiply by it and
-to divide by it is exact.
+`N` is the constant that the training loop already divided every loss by. The *unit* `u` is a power of two near the weights
+of the window before, the same on all ranks: losses keep their magnitude whatever the unit of the weights, since a factor
+of 4096 tokens on the loss would overflow float16 activations that the exact result does not overflow; and to multiply by
+it and to divide by it is exact.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = [
     "is_number",
     "rank_factors",
     "share_of",
+    "unit_above",
     "window_ratio",
 ]
 
@@ -58,25 +59,35 @@ def combine(gradients: Tensor, *, rule: Rule, nodes: Sequence[int], weights: Seq
     return total / (normalizer or 1.0)
 
 
-def after_sum(*, normalizer: Any, unit: Any = 1.0, ratio: float = 1.0, loss_divisor: float = 1.0) -> Any:
+def after_sum(*, normalizer: Any, divided_by: Any) -> Any:
     """Return what the sum over the ranks is multiplied by; 0 where there is nothing to normalize.
 
     This is the only place where a scale of the reduction is decided.
 
     Args:
         normalizer: `Z`, summed over all pairs; >= 0.
-        unit: `u`, what every multiplier was divided by before the sum. A rank that knows `Z` beforehand applies it to its
-            own gradient, which nothing was multiplied by yet: `u` is then its multiplier.
-        ratio: As `window_ratio` returns it.
-        loss_divisor: `N`, what the training loop already divided every loss of the window by.
+        divided_by: What gradients were divided by before the sum: `N u`, times the ratio of `window_ratio`. A rank that
+            knows `Z` beforehand passes its multiplier, which its gradient lacks.
 
     Returns:
         `N u / Z`: a float, or a 0-dim tensor where `normalizer` is one.
     """
-    scale = loss_divisor * ratio * unit
     if isinstance(normalizer, Tensor):
-        return torch.where(normalizer > 0, scale / normalizer, 0.0)
-    return scale / normalizer if normalizer > 0 else 0.0
+        return torch.where(normalizer > 0, divided_by / normalizer, 0.0)
+    return divided_by / normalizer if normalizer > 0 else 0.0
+
+
+def unit_above(numbers: Tensor) -> Tensor:
+    """Return a power of two above the largest of some numbers, as a unit for them; 1 where none is above 0.
+
+    Args:
+        numbers: Shape `(n,)`, in float64. What is not finite is passed over.
+    """
+    largest = numbers.nan_to_num(0, 0, 0).amax().clamp(min=0)
+    # The biased exponent stands in bits 52 to 62: a computed power may be off by a rounding. Between these bounds neither
+    # the power nor its reciprocal is infinite or subnormal.
+    exponent = ((largest.view(torch.int64) >> 52) + 1).clamp(1, 2045)
+    return torch.where(largest > 0, (exponent << 52).view(torch.float64), 1.0)
 
 
 def rank_factors(rule: Rule, nodes: Sequence[int], weights: Sequence[float]) -> list[float]:
@@ -93,7 +104,7 @@ def rank_factors(rule: Rule, nodes: Sequence[int], weights: Sequence[float]) -> 
     shares = _shares(rule, nodes, weights)
     multipliers = [float(share.multiplier) for share in shares]
     normalizer = float(sum(share.normalizer for share in shares))
-    factors = [after_sum(normalizer=normalizer, unit=multiplier) for multiplier in multipliers]
+    factors = [after_sum(normalizer=normalizer, divided_by=multiplier) for multiplier in multipliers]
     if not all(is_number(number) for number in (*multipliers, normalizer, *factors)):
         raise ValueError(
             f"reduction={rule.name!r} gives weights {list(weights)} the multipliers {multipliers} and the normalizer"

@@ -18,7 +18,7 @@ which is the plain sum where all multipliers are equal (mean, sum, normalized su
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,12 +35,12 @@ from lightning_gradavg.reduction.sums import SUM_DTYPES
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
 from lightning_gradavg.tree import leaves, rebuilt
 
-__all__ = ["collectives_refused", "gather", "gathers_of", "require_allowed"]
+__all__ = ["collectives_refused", "gather", "losses_weighed", "require_allowed"]
 
 T = TypeVar("T")
 
 _REFUSED: ContextVar[str | None] = ContextVar("refused", default=None)
-_WEIGHED: ContextVar[bool] = ContextVar("weighed", default=False)
+_ON_GATHER: ContextVar[Callable[[], None] | None] = ContextVar("on_gather", default=None)
 
 
 def gather(
@@ -79,8 +79,8 @@ def gather(
 
     Raises:
         ValueError: On all ranks alike, if an argument is not usable on some rank, if the ranks' arguments do not fit
-            together, if only some ranks run under `torch.no_grad`, or if a rank has rows but the rule discards its
-            gradient. On this process alone, if it is not a member of `group`.
+            together, if only some ranks run under `torch.no_grad`, or if a rank has rows whose gradient
+            `average_gradients` will discard. On this process alone, if it is not a member of `group`.
     """
     require_allowed()
     if torch.is_inference_mode_enabled():
@@ -117,11 +117,13 @@ def gather(
         )
     rows = [[entry >> 1 for entry in of_rank] for of_rank in of_ranks]
     factors = agreed_factors(call.rule, headers)
-    if any(wanted):
+    on_gather = _ON_GATHER.get()
+    if any(wanted) and on_gather is not None:
+        on_gather()
+    elif any(wanted):
         _require_kept(call.rule, factors, [any(of_rank) for of_rank in rows])
-    if _WEIGHED.get():
-        factors = [float(factor > 0) for factor in factors]
-    gathered = _gather_leaves(world, call.leaves, rows, wanted, factors if len(set(factors)) > 1 else None)
+    weighs_here = on_gather is None and len(set(factors)) > 1
+    gathered = _gather_leaves(world, call.leaves, rows, wanted, factors if weighs_here else None)
     result: T = rebuilt(tensors, iter(gathered))
     return result
 
@@ -144,13 +146,17 @@ def collectives_refused(reason: str) -> Iterator[None]:
 
 
 @contextmanager
-def gathers_of(weighed: bool) -> Iterator[None]:
-    """Say of what `gather` is called for within the context whether losses are multiplied before their backward."""
-    token = _WEIGHED.set(weighed)
+def losses_weighed(on_gather: Callable[[], None] | None) -> Iterator[None]:
+    """Say that losses are multiplied by their weights before the backward, of what `gather` is called for within.
+
+    Args:
+        on_gather: Called when gradients will cross ranks. None where losses are not multiplied, which changes nothing.
+    """
+    token = _ON_GATHER.set(on_gather)
     try:
         yield
     finally:
-        _WEIGHED.reset(token)
+        _ON_GATHER.reset(token)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from lightning_gradavg.lightning_internals import backend_name
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World, subgroups
 from lightning_gradavg.reduction.reducer import BucketSum
-from lightning_gradavg.reduction.sums import start_sum
+from lightning_gradavg.reduction.sums import SUM_DTYPES, start_sum
 from lightning_gradavg.wire.codecs import CODECS, Codec, refuse_double_precision
 from lightning_gradavg.wire.exchange import Exchange, InOrder
 from lightning_gradavg.wire.route import WireOptions, route_of
@@ -51,7 +51,7 @@ class OwnGroups:
     def __init__(self, world: World, device: torch.device, timeout: timedelta | None) -> None:
         self._world, self._device, self._timeout = world, device, timeout
         self._in_order: InOrder | None = None
-        self._groups: list[dist.ProcessGroup] = []
+        self._made: list[dict[tuple[int, ...], dist.ProcessGroup]] = []
 
     def submit(self, call: Callable[[], Tensor]) -> Future[Tensor]:
         """Run a call after all that were submitted before, where the backward does not wait for it."""
@@ -72,15 +72,19 @@ class OwnGroups:
                 " them out."
             )
         made = subgroups(self._world, wanted, self._timeout)
-        self._groups += [group for ranks, group in made.items() if self._world.rank in ranks]
+        self._made.append(made)
         return made
 
     def close(self) -> None:
-        """End the thread and the groups, unless a peer may be lost: a group that is destroyed waits for its works."""
-        idle = self._in_order is None or self._in_order.close()
-        for group in self._groups if idle else ():
-            dist.destroy_process_group(group)
-        self._groups, self._in_order = [], None
+        """End the thread and the groups, unless a peer may be lost: a group that is destroyed waits for its works.
+
+        What is left of a group here is let go, so that gloo closes its connections, and ranks that wait for this one fail.
+        """
+        if self._in_order is None or self._in_order.close():
+            for made in self._made:
+                for ranks in [ranks for ranks in made if self._world.rank in ranks]:
+                    dist.destroy_process_group(made.pop(ranks))
+        self._made, self._in_order = [], None
 
 
 def plain_sum(group: dist.ProcessGroup) -> BucketSum:
@@ -177,7 +181,7 @@ def exchange_sum(
     wanted = {hop.ranks for of_rank in routes for hop in of_rank.hops}
     made = own.make(wanted, options.asked_for or "node by node")
     codec = Codec(torch.float32) if options.dtype is None else CODECS[options.dtype]
-    exchange = Exchange(route, codec, [made[hop.ranks] for hop in route.hops])
+    exchange = Exchange(route, codec, made)
     all_reduce = plain_sum(group)
 
     def exchange_of(bucket: GradBucket) -> Future[Tensor]:
@@ -186,8 +190,9 @@ def exchange_sum(
             return all_reduce(bucket)
 
         def run() -> Tensor:
-            exchange.sum_(buffer)
-            return buffer
+            wide = buffer.to(SUM_DTYPES[buffer.dtype])
+            exchange.sum_(wide)
+            return wide
 
         return own.submit(run)
 

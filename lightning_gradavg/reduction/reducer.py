@@ -21,9 +21,15 @@ from lightning_gradavg.device import HostCopy
 from lightning_gradavg.lightning_internals import profiling
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction.combine import after_sum, constant_normalizer, depends_on_window
+from lightning_gradavg.reduction.combine import (
+    after_sum,
+    constant_normalizer,
+    depends_on_window,
+    unit_above,
+    window_ratio,
+)
 from lightning_gradavg.reduction.sums import as_real, done
-from lightning_gradavg.reduction.window import MicroBatch, Totals, Window
+from lightning_gradavg.reduction.window import MicroBatch, Totals, Window, as_weight
 from lightning_gradavg.rules import Rule
 
 __all__ = ["BucketSum", "Reducer"]
@@ -38,24 +44,27 @@ class _Closed:
 
     Attributes:
         window: The window.
-        loss_divisor: What every loss of the window was already divided by.
+        divided_by: What its gradients were divided by before the sum: `N u`, where multipliers follow the window's length
+            with their ratio.
+        constant: Z of a rule that uses no weight.
         totals: The sum of the ranks' summaries, which is under way; None if nothing is exchanged.
         work: Its arrival.
         scale: The future of what sums of buckets are multiplied by; None once it is in the gradients themselves.
     """
 
     window: Window
-    loss_divisor: float
-    totals: Totals | None
-    work: dist.Work | None
+    divided_by: Any
+    constant: float
+    totals: Totals | None = None
+    work: dist.Work | None = None
     scale: Future[Any] | None = None
 
 
 class Reducer:
     """Reduces the gradients of a DDP module by a rule.
 
-    A window goes through `window.add` once per micro-batch, `close` before the backward of its last micro-batch, `hook`
-    once per bucket during that backward, and `finish` after it.
+    A window goes through `add` once per micro-batch, `close` before the backward of its last micro-batch, `hook` once per
+    bucket during that backward, and `finish` after it.
 
     Args:
         rule: The reduction rule.
@@ -94,6 +103,7 @@ class Reducer:
         self._exchanges = rule.uses_weight or windows_may_differ
         self._depends_on_window = depends_on_window(rule, self.places)
         self._unit: Tensor | None = None
+        self._has_unit = False
         self._constants: dict[int, tuple[float, float]] = {}
         self._closed: _Closed | None = None
         self._unchecked: tuple[Window, HostCopy] | None = None
@@ -102,28 +112,34 @@ class Reducer:
         """Forget a window that was begun and never reduced."""
         self.window, self._closed, self.kept = self.window.anew(), None, None
 
-    def unit(self, micro_batch: MicroBatch) -> Any:
-        """Return what multipliers are relative to: a power of two above the weights, the same on all ranks.
+    def add(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """Append a micro-batch to the window, and return what each of its loss terms is to be multiplied by: `w / u`.
 
-        A collective operation the first time, before any loss is multiplied, and remembered from then on. To multiply
-        and to divide by it is exact, so it does not matter which weights it was taken from; only that losses become
-        neither so large that half precision overflows, nor much smaller than they are.
+        The first time, a collective operation, for a unit: from then on that of a window follows from the one before.
         """
-        if not self.rule.uses_weight:
-            return 1.0
-        if self._unit is None:
-            largest = torch.stack(list(micro_batch.weights.values())).nan_to_num(0, 0, 0).amax()
+        shares = self.window.add(micro_batch)
+        if self.rule.uses_weight and self.window.length == 1 and not self._has_unit:
+            weights = torch.stack([as_weight(share.normalizer, self.device) for share in shares.values()])
+            largest = weights.nan_to_num(0, 0, 0).amax()
             if self.world.group is not None:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.world.group)
-            # Its mantissa has 52 bits, without which it is a power of two: a computed power may be off by a rounding.
-            power = (largest.view(torch.int64) >> 52 << 52).view(torch.float64)
-            self._unit = torch.where(largest > 0, 2 * power, 1.0)
-        return self._unit
+            # Read on the host: where no rank has any weight yet, the next window asks again.
+            self._unit, self._has_unit = unit_above(largest.view(1)), bool(largest > 0)
+        return {term: share.multiplier / self._unit_or_one for term, share in shares.items()}
+
+    @property
+    def _unit_or_one(self) -> Any:
+        return 1.0 if self._unit is None else self._unit
 
     def close(self, loss_divisor: float) -> None:
-        """Begin the exchange of the totals; every rank must call this before its buckets are reduced."""
+        """Begin the exchange of the totals; every rank must call this before its buckets are reduced.
+
+        Raises:
+            ValueError: If a rule that uses no weight cannot be accumulated.
+        """
         window, self.window = self.window, self.window.anew()
-        closed = self._closed = _Closed(window, loss_divisor, None, None)
+        constant, ratio = self._constants_of(window)
+        closed = self._closed = _Closed(window, loss_divisor * ratio * self._unit_or_one, constant)
         if self._exchanges:
             summary = window.summary(self.device)
             closed.totals = Totals(summary, len(self.places))
@@ -145,18 +161,25 @@ class Reducer:
         future.set_result(scale())
         return future
 
+    def _constants_of(self, window: Window) -> tuple[float, float]:
+        """Return Z of a rule that uses no weight, and the ratio of its multipliers, for a window of this length."""
+        length = window.length
+        if length not in self._constants:
+            if self.rule.uses_weight:
+                # No number where there is no such ratio, which is then found in the totals.
+                self._constants[length] = 0.0, window.ratio
+            else:
+                ratio = window_ratio(self.rule, self.places, length)
+                self._constants[length] = constant_normalizer(self.rule, self.places, length), ratio
+        return self._constants[length]
+
     def _factor(self, closed: _Closed, index: int) -> Any:
         """Return what the sum of one term's gradients is multiplied by, once the totals are there."""
-        length = closed.window.length
-        if length not in self._constants:
-            constant = 0.0 if self.rule.uses_weight else constant_normalizer(self.rule, self.places, length)
-            self._constants[length] = constant, closed.window.ratio
-        normalizer, ratio = self._constants[length]
-        if not self.rule.uses_weight:
-            return after_sum(normalizer=normalizer, ratio=ratio, loss_divisor=closed.loss_divisor)
-        assert closed.totals is not None
-        total = closed.totals.normalizer(index)
-        return after_sum(normalizer=total, unit=self._unit, ratio=ratio, loss_divisor=closed.loss_divisor)
+        normalizer: Any = closed.constant
+        if self.rule.uses_weight:
+            assert closed.totals is not None
+            normalizer = closed.totals.normalizer(index)
+        return after_sum(normalizer=normalizer, divided_by=closed.divided_by)
 
     def term_factors(self) -> dict[str, Any]:
         """Return each loss term's factor of the closed window, waiting for the totals; buckets are then only summed.
@@ -193,7 +216,9 @@ class Reducer:
             factor = self._summands if scale is None else scale.wait()
             if not (isinstance(factor, (int, float)) and factor == 1):
                 as_real(total._values() if total.is_sparse else total).mul_(factor)
-            return total if total.is_sparse or total.dtype == buffer.dtype else buffer.copy_(total)
+            if total.dtype == buffer.dtype:
+                return total
+            return total.to(buffer.dtype) if total.is_sparse else buffer.copy_(total)
 
         summed: Future[Tensor] = self._bucket_sum(bucket).then(scaled)
         return summed
@@ -212,6 +237,8 @@ class Reducer:
             return
         if closed.work is not None:
             closed.work.wait()
+        if self._unit is not None:
+            self._unit = closed.totals.unit_after(self._unit)
         self._unchecked = closed.window, HostCopy(closed.totals.values)
         if self.device.type == "cpu":
             self.check()
@@ -234,10 +261,9 @@ class Reducer:
 
     @property
     def closed(self) -> tuple[Window, float]:
-        """The window that is being reduced, and what its losses were divided by; from `close` to `finish`. Waits."""
+        """The window that is being reduced, and what its gradients were divided by; from `close` to `finish`. Waits."""
         closed = self._require_closed()
-        unit = 1.0 if self._unit is None else float(self._unit)
-        return closed.window, closed.loss_divisor * unit * closed.window.ratio
+        return closed.window, float(closed.divided_by)
 
     def _require_closed(self) -> _Closed:
         if self._closed is None:

@@ -114,9 +114,7 @@ class Reduction(Part):
             averages=averages,
             windows_may_differ=manual,
         )
-        self._accumulation = Accumulation(
-            reducer, [p for _, p in trained], preserves_gradients=manual, crosses_ranks=self._crosses_ranks
-        )
+        self._accumulation = Accumulation(reducer, [p for _, p in trained], preserves_gradients=manual)
         model.register_comm_hook(None, reducer.hook)
 
     def _bucket_sum(self, trained: list[tuple[str, nn.Parameter]]) -> tuple[BucketSum | None, bool]:
@@ -143,9 +141,13 @@ class Reduction(Part):
         )
 
     @property
-    def weighs(self) -> bool:
-        """Whether losses are multiplied before their backward, so that gradients that cross ranks are comparable."""
-        return self._accumulation is not None
+    def on_gather(self) -> Callable[[], None] | None:
+        """What is told that gradients of a step cross ranks; None where losses are not multiplied before the backward."""
+        return None if self._accumulation is None else self._note_crossing
+
+    def _note_crossing(self) -> None:
+        assert self._accumulation is not None
+        self._accumulation.crosses_ranks = True
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -159,7 +161,7 @@ class Reduction(Part):
 
     @property
     def closed(self) -> tuple[Window, float] | None:
-        """The window that is being reduced, and what its losses were divided by; None under stock DDP."""
+        """The window that is being reduced, and what its gradients were divided by; None under stock DDP."""
         return None if self._accumulation is None else self._accumulation.reducer.closed
 
     def prepare_later(self) -> None:
@@ -185,6 +187,8 @@ class Reduction(Part):
     def begin_step(self, batch: Any) -> None:
         """Note the batch of a training step, and forget losses whose backward was never run."""
         self.batch, self._pending = batch, []
+        if self._accumulation is not None:
+            self._accumulation.crosses_ranks = self._crosses_ranks
 
     def read(self, output: Any, samples: float | None) -> Any:
         """Return a training step's output with one loss to run the backward from, and remember its weights.

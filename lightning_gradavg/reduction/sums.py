@@ -44,9 +44,9 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def start_sum(buffer: Tensor, group: dist.ProcessGroup | None) -> Future[Tensor]:
-    """Return the future sum over the ranks of a bucket: in its memory, or of half precision in float32."""
+    """Return the future sum over the ranks of a bucket, in the dtype that it is summed in; in its memory if it is that."""
     if buffer.is_sparse:
-        return done(sum_sparse([buffer], World.of(group))[0])
+        return done(_sparse_sums([buffer], World.of(group))[0])
     wide = buffer.to(SUM_DTYPES[buffer.dtype])
     future: Future[Any] = dist.all_reduce(wide, group=group, async_op=True).get_future()
     # Each backend returns something else: gloo a list of tensors, a later release perhaps the tensor.
@@ -64,14 +64,16 @@ def sum_sparse(gradients: Sequence[Tensor], world: World, factor: float = 1.0) -
         world: The ranks.
         factor: What this rank's gradients are multiplied by; 0 discards them, whatever they hold.
     """
+    totals = _sparse_sums(gradients, world, factor)
+    return [total.to(gradient.dtype) for total, gradient in zip(totals, gradients, strict=True)]
+
+
+def _sparse_sums(gradients: Sequence[Tensor], world: World, factor: float = 1.0) -> list[Tensor]:
+    if not gradients:
+        return []
     wide = [_scaled(gradient, factor) for gradient in gradients]
-    of_ranks = world.gather_integers([tensor._nnz() for tensor in wide])
-    counts = zip(*of_ranks, strict=True)
-    totals = [_gathered(tensor, of_tensor, world.group) for tensor, of_tensor in zip(wide, counts, strict=True)]
-    return [
-        _coo(total.indices(), total.values().to(gradient.dtype), gradient.shape, coalesced=True)
-        for total, gradient in zip(totals, gradients, strict=True)
-    ]
+    counts = zip(*world.gather_integers([tensor._nnz() for tensor in wide]), strict=True)
+    return [_gathered(tensor, of_tensor, world.group) for tensor, of_tensor in zip(wide, counts, strict=True)]
 
 
 def _scaled(gradient: Tensor, factor: float) -> Tensor:

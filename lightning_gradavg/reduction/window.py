@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_gradavg.device import on_device
 from lightning_gradavg.place import Place
-from lightning_gradavg.reduction.combine import depends_on_window, is_number, share_of, window_ratio
+from lightning_gradavg.reduction.combine import depends_on_window, is_number, share_of, unit_above, window_ratio
 from lightning_gradavg.rules import Rule, Share
 
 __all__ = ["MOST_TERMS", "WHOLE_LOSS", "MicroBatch", "Totals", "Window", "as_weight"]
@@ -47,6 +47,7 @@ def as_weight(value: Any, device: torch.device) -> Tensor:
         raise TypeError(f"a weight is one number, got a tensor of shape {tuple(value.shape)} and {value.dtype}")
     if isinstance(value, Tensor) and value.device.type != "cpu" and device.type != "cpu":
         return value.detach().reshape(()).to(device=device, dtype=torch.float64, non_blocking=True)
+    value = value.detach() if isinstance(value, Tensor) else value
     if isinstance(value, (str, bytes)):
         raise TypeError(f"a weight is one number, got {value!r} of type {type(value).__name__}")
     try:
@@ -219,6 +220,11 @@ class Totals(NamedTuple):
         """Return Z of a term by its index; 0 where the window is faulty, so that nothing is stepped on."""
         faults, total = self.values[0], self.values[_HEADER + index]
         return total.masked_fill(faults != 0, 0) if isinstance(total, Tensor) else total * (faults == 0)
+
+    def unit_after(self, unit: Tensor) -> Tensor:
+        """Return the unit of the next window: above this one's mean weight, or `unit` where it has none."""
+        normalizers, pairs = self.values[_HEADER:], self.values[1]
+        return torch.where(normalizers.amax() > 0, unit_above(normalizers / pairs), unit)
 
     @property
     def problem(self) -> str | None:

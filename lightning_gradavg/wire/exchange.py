@@ -18,8 +18,9 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,21 +80,21 @@ class Exchange:
     Args:
         route: The route, with one hop or more.
         codec: What narrow hops send by.
-        groups: The process group of each hop's ranks.
+        groups: The process group of each hop's ranks; whoever made them may take them away.
     """
 
-    def __init__(self, route: Route, codec: Codec, groups: Sequence[dist.ProcessGroup]) -> None:
-        self.route, self._codec = route, codec
+    def __init__(self, route: Route, codec: Codec, groups: Mapping[tuple[int, ...], dist.ProcessGroup]) -> None:
+        self.route, self._codec, self._groups = route, codec, groups
         self._memory: dict[tuple[int, str], Tensor] = {}
         numbers = range(len(route.hops))
         self._steps: list[Step] = [
-            *(lambda segment, number=number: self._scatter(number, groups[number], segment) for number in numbers),
-            *(lambda segment, number=number: self._gather(number, groups[number], segment) for number in reversed(numbers)),
+            *(partial(self._scatter, number) for number in numbers),
+            *(partial(self._gather, number) for number in reversed(numbers)),
             self._arrive,
         ]
 
     def sum_(self, tensor: Tensor) -> None:
-        """Replace a dense, contiguous tensor by its sum over the ranks. A collective operation."""
+        """Replace a dense, contiguous tensor, in the type of the sum, by its sum over the ranks. A collective operation."""
         flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
         with torch.no_grad():
             for step, segment in _in_turn(self._steps, list(self._cut(flat))):
@@ -101,7 +102,6 @@ class Exchange:
 
     def _cut(self, flat: Tensor) -> Iterator[_Segment]:
         """Yield the segments of a bucket, all but the last of one size."""
-        wide = torch.promote_types(flat.dtype, torch.float32)
         parts, multiple = self.route.parts, self._codec.multiple
         most = SEGMENT_BYTES // (self._codec.wire.itemsize * parts) if flat.device.type == "cpu" else flat.numel()
         columns = max(min(most, -(-flat.numel() // parts)), 1)
@@ -110,7 +110,7 @@ class Exchange:
             # On an accelerator torch keeps freed memory by itself.
             slot = index % (IN_FLIGHT * len(self._steps)) if flat.device.type == "cpu" else None
             whole = numbers if len(numbers) == parts * columns else _padded(numbers, parts * columns)
-            yield _Segment(numbers, columns, self._lender(slot, flat.device), whole.to(wide).view(1, -1))
+            yield _Segment(numbers, columns, self._lender(slot, flat.device), whole.view(1, -1))
 
     def _lender(self, slot: int | None, device: torch.device) -> Callable[..., Tensor]:
         """Return what lends memory for one segment, under a name for each use.
@@ -133,7 +133,7 @@ class Exchange:
     def _codec_of(self, hop: Hop, segment: _Segment) -> Codec:
         return self._codec if hop.narrow else Codec(segment.total.dtype)
 
-    def _scatter(self, number: int, group: dist.ProcessGroup, segment: _Segment) -> None:
+    def _scatter(self, number: int, segment: _Segment) -> None:
         """Send each other member of a hop its rows of what was summed so far."""
         hop = self.route.hops[number]
         codec, others = self._codec_of(hop, segment), len(hop.ranks) - 1
@@ -149,6 +149,7 @@ class Exchange:
         codec.encode(rows[hop.index + 1 :], payload[hop.index :])
         segment.total = rows[hop.index : hop.index + 1]
         counts = [int(index != hop.index) for index in range(len(hop.ranks))]
+        group = self._groups[hop.ranks]
         segment.work = dist.all_to_all_single(segment.received, payload, counts, counts, group=group, async_op=True)
 
     def _add(self, number: int, segment: _Segment) -> None:
@@ -160,7 +161,7 @@ class Exchange:
         summed = rows if len(rows) == 1 else rows.sum(0, keepdim=True)
         segment.total = summed.add_(segment.total)
 
-    def _gather(self, number: int, group: dist.ProcessGroup, segment: _Segment) -> None:
+    def _gather(self, number: int, segment: _Segment) -> None:
         """Send the members of a hop what this rank has of the sum; hops are gone through backwards."""
         codec = self._codec_of(self.route.hops[-1], segment)
         if number == len(self.route.hops) - 1:
@@ -172,6 +173,7 @@ class Exchange:
             gathered = segment.arrived()
         mine, all_of_hop = gathered[self.route.held(number + 1)], gathered[self.route.held(number)]
         segment.received = gathered
+        group = self._groups[self.route.hops[number].ranks]
         segment.work = all_gather_into(all_of_hop, mine, group=group, async_op=True)
 
     def _arrive(self, segment: _Segment) -> None:
@@ -203,7 +205,8 @@ def _in_turn(steps: Sequence[Step], segments: Sequence[_Segment]) -> Iterator[tu
 class InOrder:
     """Runs calls on buckets one after another, where the backward does not wait for them.
 
-    On a CPU that is a thread; it ends when it is closed or collected. On an accelerator it is a stream.
+    On a CPU that is a thread; it ends when it is closed or collected. On an accelerator it is a stream. After a call
+    that failed none is run: its collectives would meet those on the other ranks that the failed one did not come to.
 
     Args:
         device: Where the buckets are.
@@ -213,6 +216,7 @@ class InOrder:
     def __init__(self, device: torch.device, name: str) -> None:
         self._device = device
         self._latest: Future[Any] | None = None
+        self._error: RuntimeError | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stream = new_stream(device)
         if self._stream is None:
@@ -230,9 +234,13 @@ class InOrder:
 
         def run() -> None:
             try:
-                future.set_result(call())
+                result = call() if self._error is None else None
             except Exception as error:  # noqa: BLE001 - whatever it is belongs to the backward that waits for the bucket
-                future.set_exception(RuntimeError(f"the sum of a bucket over the ranks failed: {error!r}"))
+                self._error = RuntimeError(f"the sum of a bucket over the ranks failed: {error!r}")
+            if self._error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(self._error)
 
         self._latest = future
         self._calls.put(run)
@@ -250,7 +258,7 @@ class InOrder:
     def close(self) -> bool:
         """End the thread after what was submitted, and return whether it has ended: not where a peer may be lost."""
         self._end()
-        idle = self._latest is None or self._latest.done()
+        idle = self._latest is None or self._latest.done() or self._error is not None
         if self._latest is not None and idle:
             self._thread.join()
         return idle

@@ -66,7 +66,7 @@ class Hop:
     """One scattering of parts over a group of ranks, each of which sums what it gets.
 
     Attributes:
-        ranks: The members, by their rank in the process group of DDP.
+        ranks: The members, by their rank in the process group of DDP, in increasing order.
         index: This rank's position among them.
         narrow: Whether parts are sent in the wire type, and not in that of the sum.
     """
@@ -130,9 +130,10 @@ def route_of(options: WireOptions, places: Sequence[Place], rank: int, *, lays_o
     pays = options.node_aware or narrow or not lays_own_ways
     if options.node_aware is not False and obstacle is None and pays:
         mine = on_node[places[rank].node]
-        local, at = mine.index(rank), nodes.index(mine)
-        across = tuple(members[local] for members in nodes)
-        return Route((Hop(tuple(mine), local, narrow=False), Hop(across, at, narrow=narrow)))
+        local = mine.index(rank)
+        # In the order of a process group, whichever nodes they are on.
+        across = sorted(members[local] for members in nodes)
+        return Route((Hop(tuple(mine), local, narrow=False), Hop(tuple(across), across.index(rank), narrow=narrow)))
     reason = None
     if options.node_aware:
         reason = f"node_aware=True has no effect: {obstacle}"

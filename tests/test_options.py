@@ -1,17 +1,20 @@
-"""Presets are values: what the options of a strategy come to, and which of them contradict each other."""
+"""What the options of a strategy come to, and which of them contradict each other."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.options import PRESETS, plan_of
+from lightning_gradavg.options import PRESETS, Options
 from lightning_gradavg.rules import RULES, Share, rule_of_replica_losses
 
 
-def plan(**options: Any) -> Any:
+def options_of(**given: Any) -> Options:
     defaults: dict[str, Any] = {
         "reduction": "mean",
         "equivalent_to": None,
@@ -23,7 +26,7 @@ def plan(**options: Any) -> Any:
         "broadcast_buffers": None,
         "forward_sync_buffers": None,
     }
-    return plan_of(**{**defaults, **options})
+    return Options.of(**{**defaults, **given})
 
 
 def own_rule(place: Any, weight: Any) -> Share:
@@ -32,7 +35,7 @@ def own_rule(place: Any, weight: Any) -> Share:
 
 def test_without_a_preset_nothing_is_switched_on():
     """The defaults are those of stock DDP."""
-    nothing = plan()
+    nothing = options_of()
     assert (nothing.rule, nothing.preset, nothing.split_batches, nothing.exact_evaluation) == (
         RULES["mean"],
         None,
@@ -40,31 +43,32 @@ def test_without_a_preset_nothing_is_switched_on():
         False,
     )
     assert not nothing.replicated
+    assert not nothing.one_device
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_splits_batches_and_evaluates_exactly(name):
     """Both presets take the loader's batch for the global batch, whose mean is that over its samples."""
-    chosen = plan(equivalent_to=name)
+    chosen = options_of(equivalent_to=name)
     assert chosen.split_batches
     assert chosen.exact_evaluation
     assert chosen.replicated
     assert chosen.rule.uses_weight
-    assert chosen == plan(equivalent_to=name, split_batches=True, exact_evaluation=True)
+    assert chosen == options_of(equivalent_to=name, split_batches=True, exact_evaluation=True)
 
 
 def test_only_one_device_has_one_set_of_statistics():
     """Batch norm is synchronized under single_device alone."""
-    assert PRESETS["single_device"].synchronizes_statistics
-    assert not PRESETS["data_parallel"].synchronizes_statistics
+    assert options_of(equivalent_to="single_device").one_device
+    assert not options_of(equivalent_to="data_parallel").one_device
 
 
 def test_the_legacy_mean_counts_replicas():
     """`mean_of_replica_losses` is a rule of data_parallel in which every replica has the same say."""
-    legacy = plan(equivalent_to="data_parallel", reduction="mean_of_replica_losses")
+    legacy = options_of(equivalent_to="data_parallel", reduction="mean_of_replica_losses")
     assert legacy.rule is rule_of_replica_losses()
     assert legacy.counts_replicas
-    assert not plan(equivalent_to="data_parallel").counts_replicas
+    assert not options_of(equivalent_to="data_parallel").counts_replicas
 
 
 CONTRADICTIONS = {
@@ -125,3 +129,73 @@ def test_a_contradiction_names_both_sides(case):
         GradAvgStrategy(**options)
     for word in words:
         assert word in str(error.value)
+
+
+COUNTING = {
+    "equivalent_to='data_parallel'": {"equivalent_to": "data_parallel"},
+    "split_batches=True": {"split_batches": True},
+    "exact_evaluation=True": {"exact_evaluation": True},
+    "lr_scaling='linear'": {"lr_scaling": "linear"},
+}
+
+
+@pytest.mark.parametrize("group", ["process_group", "device_mesh"])
+@pytest.mark.parametrize("named", COUNTING)
+def test_what_counts_all_ranks_is_refused_beside_a_group(named, group):
+    """A group is that of the reduction alone: options that count all ranks are an error that names both."""
+    with pytest.raises(ValueError, match=f"{group} has gradients reduced over some of the run's ranks, and ") as error:
+        GradAvgStrategy(**COUNTING[named], **{group: mock.Mock(ndim=1)})
+    assert f"{named} counts them all" in str(error.value)
+    assert "Leave one of them out" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"process_group": mock.Mock(), "device_mesh": mock.Mock()},
+            "process_group and device_mesh both say over which ranks gradients are reduced. Leave one of them",
+        ),
+        (
+            {"device_mesh": mock.Mock(ndim=2, mesh_dim_names=("dp", "tp"))},
+            "device_mesh has the dimensions 'dp', 'tp', and gradients are reduced over one. Pass that one, as in dev",
+        ),
+        (
+            {"device_mesh": mock.Mock(ndim=2, mesh_dim_names=None)},
+            "device_mesh has 2 dimensions, and gradients are reduced over one.",
+        ),
+    ],
+    ids=["both", "two dimensions", "no names"],
+)
+def test_options_that_do_not_say_over_which_ranks(given, message):
+    """A mesh of two dimensions, or a mesh next to a group, is an error that says what to pass."""
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        GradAvgStrategy(**given)
+
+
+def test_options_of_ddp_are_handed_on_where_they_are_given():
+    """An option of DDP that is left at its default is not passed, since an older torch may not know it."""
+    assert {"bucket_cap_mb": 1.0} == GradAvgStrategy(bucket_cap_mb=1.0, init_sync=True)._ddp_kwargs
+
+
+@pytest.mark.parametrize("name", ["delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision"])
+@pytest.mark.parametrize(
+    ("ours", "needs"),
+    [({"reduction": "sum"}, "reduction='sum'"), ({"wire_dtype": "float16"}, "wire_dtype='float16'")],
+    ids=["rule", "wire"],
+)
+def test_gradients_that_ddp_reduces_itself_are_refused(name, ours, needs):
+    """Options by which DDP reduces outside of its hook are refused where the hook is needed, and served elsewhere."""
+    with pytest.raises(ValueError, match=f"{name} has DDP reduce gradients outside the communication hook, which {needs}"):
+        GradAvgStrategy(**{name: []}, **ours)
+    assert {name: []} == GradAvgStrategy(**{name: []})._ddp_kwargs
+
+
+def test_option_that_the_installed_torch_does_not_know(monkeypatch):
+    """An option that is not one of the installed DDP is an error that says so."""
+
+    def older(self: Any, module: Any) -> None: ...
+
+    monkeypatch.setattr(DistributedDataParallel, "__init__", older)
+    with pytest.raises(TypeError, match="static_graph=True is not an option of DistributedDataParallel in torch"):
+        GradAvgStrategy(static_graph=True)

@@ -1,0 +1,107 @@
+"""A world of ranks: what they exchange, and how messages name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gradavg.place import places_on_nodes
+from lightning_gradavg.ranks import Header, World, by_value, digest, on_ranks, subgroups
+
+
+@given(
+    weight=st.one_of(st.none(), st.floats(0, allow_infinity=False)),
+    node=st.one_of(st.none(), st.integers(0, 2**40)),
+    text=st.text(),
+)
+def test_header_survives_the_exchange(weight: float | None, node: int | None, text: str) -> None:
+    """A header is unpacked as it was packed, to the last bit of the weight, as integers that 64 bits hold."""
+    header = Header(failed=False, call=digest(text), forms=~digest(text), node=node, weight=weight)
+    (row,) = World().gather_integers(header.pack())
+    assert header == Header.unpack(row)
+
+
+def test_digests_tell_texts_apart() -> None:
+    """A digest depends on the text alone, and has the sign and size of a 64-bit integer."""
+    assert digest("a") == digest("a") != digest("b")
+    assert all(-(2**63) <= digest(str(number)) < 2**63 for number in range(100))
+
+
+def test_ranks_in_words() -> None:
+    """Messages say which ranks hold which value, and shorten long lists of ranks."""
+    assert "on rank 3" == on_ranks([3])
+    assert "on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 504 more" == on_ranks(range(512))
+    assert "a on rank 0; b on ranks 1, 2" == by_value("abb")
+
+
+def test_rank_that_is_alone() -> None:
+    """Without a process group a rank is a world of its own, and every exchange returns what it brought."""
+    world = World.of(None)
+    assert World() == world
+    assert ([[1, 2]], [[0.5]], [("x",)], "y") == (
+        world.gather_integers([1, 2]),
+        world.gather_floats([0.5]),
+        world.gather_objects(("x",)),
+        world.from_first("y"),
+    )
+    assert (places_on_nodes([7]), None) == (world.places(7), world.device_types)
+    with pytest.raises(ValueError, match=r"group=3, but torch\.distributed is not initialized"):
+        World.of(3)  # type: ignore[arg-type]  # the mistake under test
+
+
+def exchange() -> Any:
+    """Body: every exchange, of the default group and of one of two ranks."""
+    rank = dist.get_rank()
+    groups = subgroups(World.of(None), [(0, 2)], None)
+    mine = World.of(groups[0, 2]) if rank != 1 else World()
+    worlds = (World.of(None), mine)
+    try:
+        return [
+            (
+                *(world.rank, world.size, "cpu" in (world.device_types or ())),
+                *(world.gather_integers([2**60 + rank]), world.gather_floats([0.1 * rank])),
+                *(world.gather_objects({"rank": rank}), world.from_first(rank), world.places(rank // 2)),
+            )
+            for world in worlds
+        ]
+    finally:
+        if rank != 1:
+            dist.destroy_process_group(groups[0, 2])
+
+
+def test_exchanges(world: Any) -> None:
+    """Every rank gets the rows of all in rank order, the value of the first, and everybody's place."""
+
+    def expected(rank: int, ranks: list[int]) -> Any:
+        rows, floats = [[2**60 + one] for one in ranks], [[0.1 * one] for one in ranks]
+        objects, places = [{"rank": one} for one in ranks], places_on_nodes([one // 2 for one in ranks])
+        return rank, len(ranks), len(ranks) > 1, rows, floats, objects, ranks[0], places
+
+    assert [
+        [expected(0, [0, 1, 2]), expected(0, [0, 2])],
+        [expected(1, [0, 1, 2]), expected(0, [1])],
+        [expected(2, [0, 1, 2]), expected(1, [0, 2])],
+    ] == world(3).run(exchange)
+
+
+def of_something(case: str) -> None:
+    """Body: what is no process group, or none of this process."""
+    left_out: Any = dist.GroupMember.NON_GROUP_MEMBER
+    World.of(left_out if case == "left out" else case)  # type: ignore[arg-type]  # the mistake under test
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("left out", "the process of global rank {rank} is not a member of the group: only members may reduce over it"),
+        ("text", "group must be a process group, as torch.distributed.new_group returns it, or None; got 'text'"),
+    ],
+)
+def test_group_that_is_none(world: Any, case: str, message: str) -> None:
+    """A process that a group leaves out, and what is no group, are told at once."""
+    raised = world(2).run_expecting_errors(of_something, case)
+    assert all(one.message.startswith(message.format(rank=rank)) for rank, one in enumerate(raised))
