@@ -7,21 +7,24 @@ release has not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import Metric
 
 __all__ = [
     "SigtermHooks",
     "backend_name",
+    "broadcast_from_first",
     "defers_reduction",
     "flushes_static_graph",
     "leave_batch_norm_alone",
     "profiling",
+    "put_back",
     "reduced_parameters",
     "syncs_batch_norm",
 ]
@@ -121,3 +124,26 @@ def profiling() -> bool:
     `torch.autograd._profiler_enabled`.
     """
     return bool(torch.autograd._profiler_enabled())
+
+
+def put_back(metric: Metric, states: Mapping[str, Any], update_count: int) -> None:
+    """Give a metric the states and the number of updates that it had before, and have it compute anew.
+
+    `Metric._update_count` and `_computed`: its `reset` knows the states of the beginning only.
+    """
+    for name, state in states.items():
+        setattr(metric, name, state)
+    metric._update_count, metric._computed = update_count, None
+
+
+_BROADCAST_BYTES = 250 * 2**20  # as DistributedDataParallel broadcasts its buffers
+
+
+def broadcast_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Write rank 0's tensors into those of all ranks of a group, None for that of all, in few messages.
+
+    `torch.distributed._broadcast_coalesced`: `broadcast` sends one tensor at a time.
+    """
+    if tensors:
+        of_all: Any = dist.group.WORLD
+        dist._broadcast_coalesced(of_all if group is None else group, list(tensors), _BROADCAST_BYTES, 0)

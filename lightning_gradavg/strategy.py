@@ -561,22 +561,12 @@ class GradAvgStrategy(DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        step = super().validation_step if self._evaluation.through_ddp else self._validation_step
-        context = self.precision_plugin.val_step_context
-        output: STEP_OUTPUT = self._replicas.evaluate("validation", step, context, args, kwargs)
-        return output
-
-    def _validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        # Not through DDP, whose forward broadcasts buffers: ranks with fewer batches would not take part.
+        if self._evaluation.through_ddp:
+            return super().validation_step(*args, **kwargs)
+        # DDP's forward broadcasts buffers, in which ranks with fewer batches would not take part.
         assert self.lightning_module is not None
         with self.precision_plugin.val_step_context():
             return self.lightning_module.validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        context = self.precision_plugin.test_step_context
-        output: STEP_OUTPUT = self._replicas.evaluate("test", super().test_step, context, args, kwargs)
-        return output
 
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Tensor:

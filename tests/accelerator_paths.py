@@ -1,7 +1,7 @@
 """Every way in which the package touches a device, as bodies that run on ranks with any: the table is `PATHS`.
 
-Each body returns what came of it, on the CPU, and is the same on all devices but for roundings. `tests/test_accelerator_paths.py`
-runs them on the simulated accelerator, `tests/gpu.py` on CUDA and NCCL.
+Each body returns what came of it, on the CPU, and is the same on all devices but for roundings.
+`tests/test_accelerator_paths.py` runs them on the simulated accelerator, `tests/gpu.py` on CUDA and NCCL.
 """
 
 from __future__ import annotations

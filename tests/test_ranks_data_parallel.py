@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_parallel import MODELS, Run, assert_same_run, fit, loader, train
+from grids import grid
 from lightning.pytorch import LightningModule, seed_everything
 from ranks import make_trainer
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:num_replicas=. leaves . of . ran
 
 # Of one step, and of 20: batch norm amplifies a rounding, in the reference as here.
 TOLERANCES = {torch.float32: (1e-6, 5e-6), torch.float64: (1e-12, 1e-12)}
-PLACES = [(4, 1), (4, 2), (4, 4), (3, 1), (3, 3), (3, 4)]
 LEGACY = {"reduction": "mean_of_replica_losses"}
 
 
@@ -31,26 +31,30 @@ def approx(value, tolerance=1e-12):
     return pytest.approx(value, rel=tolerance, abs=tolerance)
 
 
+class Place(NamedTuple):
+    num_replicas: int
+    world_size: int
+
+
 class Config(NamedTuple):
     recompute: bool = False
     accumulate: int = 1
 
 
+NAMES = ["cnn", "masked", "sparse", "contrastive", "nested"]
+PLACES = [Place(4, 1), Place(4, 2), Place(4, 4), Place(3, 1), Place(3, 3), Place(3, 4)]
 # Of 20 loader batches, so that the last window of 3 is a short one.
 CONFIGS = [Config(recompute, accumulate) for recompute in (False, True) for accumulate in (1, 2, 3)]
-BRIEF = [Config(False, 1), Config(True, 2)]
 
 
-def fit_all(name: str, dtype: torch.dtype, num_replicas: int, configs: list[Config], **strategy: Any) -> Any:
-    """Body: 20 optimizer steps under each configuration."""
-    runs = []
-    for recompute, accumulate in configs:
-        model = MODELS[name](dtype)
-        ours = GradAvgStrategy(
-            equivalent_to="data_parallel", num_replicas=num_replicas, recompute_replicas=recompute, **strategy
-        )
-        runs.append(fit(model, ours, loader(model), max_epochs=accumulate, accumulate_grad_batches=accumulate))
-    return dist.get_rank(), runs
+def fit_as(name: str, dtype: torch.dtype, num_replicas: int, config: Config, **strategy: Any) -> Any:
+    """Body: 20 optimizer steps."""
+    model, accumulate = MODELS[name](dtype), config.accumulate
+    ours = GradAvgStrategy(
+        equivalent_to="data_parallel", num_replicas=num_replicas, recompute_replicas=config.recompute, **strategy
+    )
+    run = fit(model, ours, loader(model), max_epochs=accumulate, accumulate_grad_batches=accumulate)
+    return dist.get_rank(), run
 
 
 @cache
@@ -60,39 +64,34 @@ def reference(name: str, dtype: torch.dtype, num_replicas: int, accumulate: int,
     return train(model, loader(model), num_replicas, **options)
 
 
-def compare(
-    world: Any, world_size: int, name: str, dtype: torch.dtype, num_replicas: int, configs: Any, **strategy: Any
-) -> None:
-    ranks = world(world_size).run(fit_all, name, dtype, num_replicas, configs, **strategy)
-    assert list(range(world_size)) == [rank for rank, _ in ranks]
-    for index, config in enumerate(configs):
-        legacy = strategy == LEGACY
-        expected = reference(name, dtype, num_replicas, config.accumulate, legacy)
-        # What is logged is a mean over samples whatever the reduction is.
-        assert_same_run([runs[index] for _, runs in ranks], expected, *TOLERANCES[dtype], losses=not legacy)
+def compare(world: Any, place: Place, name: str, dtype: torch.dtype, config: Config, **strategy: Any) -> None:
+    ranks = world(place.world_size).run(fit_as, name, dtype, place.num_replicas, config, **strategy)
+    assert list(range(place.world_size)) == [rank for rank, _ in ranks]
+    legacy = strategy == LEGACY
+    expected = reference(name, dtype, place.num_replicas, config.accumulate, legacy)
+    # What is logged is a mean over samples whatever the reduction is.
+    assert_same_run([run for _, run in ranks], expected, *TOLERANCES[dtype], losses=not legacy)
 
 
-@pytest.mark.parametrize(("num_replicas", "world_size"), PLACES)
-@pytest.mark.parametrize("name", ["cnn", "masked", "sparse", "contrastive", "nested"])
-def test_equals_data_parallel_in_float64(world, name, num_replicas, world_size):
+@pytest.mark.parametrize(("name", "place", "config"), grid(NAMES, PLACES, CONFIGS), ids=str)
+def test_equals_data_parallel_in_float64(world, name, place, config):
     """20 steps on batches of 16, 15, 5 and 1 show the gradients, losses, buffers and weights of R replicas.
 
     So they do with replicas kept or computed again, and with windows of one loader batch or more.
     """
-    compare(world, world_size, name, torch.float64, num_replicas, CONFIGS if num_replicas > world_size > 1 else BRIEF)
+    compare(world, place, name, torch.float64, config)
 
 
-@pytest.mark.parametrize(("num_replicas", "world_size"), PLACES)
-@pytest.mark.parametrize("name", ["cnn", "masked", "sparse", "contrastive", "nested"])
-def test_equals_data_parallel_in_float32(world, name, num_replicas, world_size):
+@pytest.mark.parametrize(("name", "place"), grid(NAMES, PLACES, strength=1), ids=str)
+def test_equals_data_parallel_in_float32(world, name, place):
     """The same within the rounding of float32."""
-    compare(world, world_size, name, torch.float32, num_replicas, BRIEF[:1])
+    compare(world, place, name, torch.float32, Config())
 
 
-@pytest.mark.parametrize(("num_replicas", "world_size"), PLACES)
-def test_mean_of_replica_losses_is_the_default_of_lightning_1(world, num_replicas, world_size):
+@pytest.mark.parametrize(("place", "config"), grid(PLACES, [Config(False, 1), Config(True, 2)], strength=1), ids=str)
+def test_mean_of_replica_losses_is_the_default_of_lightning_1(world, place, config):
     """With `reduction="mean_of_replica_losses"` every replica of a loader batch has the same say, however small."""
-    compare(world, world_size, "cnn", torch.float64, num_replicas, BRIEF, **LEGACY)
+    compare(world, place, "cnn", torch.float64, config, **LEGACY)
 
 
 class Line(LightningModule):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from data_parallel import gather, num_samples, scatter, train
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import make_trainer
+from replicas import Options, RegressionEnd, assert_same, parallel, single
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -202,3 +204,42 @@ def test_values_logged_without_sync_dist_are_those_of_one_process(world, world_s
         assert {name: pytest.approx(value, rel=1e-6) for name, value in metrics.items()} == ours_metrics
         assert lr == ours_lr
         torch.testing.assert_close(ours_weights, weights, rtol=1e-12, atol=1e-12)
+
+
+class Defaults(RegressionEnd):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return defaultdict(list, outputs=self(batch[0]), targets=batch[1])
+
+    def training_step_end(self, outputs: Any) -> Tensor:
+        assert isinstance(outputs, defaultdict)
+        return nn.functional.mse_loss(outputs["outputs"], outputs["targets"])
+
+
+def test_outputs_keep_their_type(world):
+    """Gathered outputs are of the mapping's own type."""
+    assert_same(world, (2,), Defaults, parallel())
+
+
+class Evaluated(RegressionEnd):
+    """Uses a layer in the hook after its validation step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.a(batch[0])
+
+    def validation_step_end(self, outputs: Tensor) -> None:
+        self.log("value", self.b(outputs).float().mean())
+
+
+def validate_mixed(strategy: Options) -> float:
+    module = Evaluated().float()
+    x = torch.linspace(-1, 1, 40).reshape(10, 4)
+    trainer = make_trainer(GradAvgStrategy(**strategy), precision="bf16-mixed")
+    trainer.validate(module, DataLoader(TensorDataset(x), batch_size=4), verbose=False)
+    return float(trainer.callback_metrics["value"])
+
+
+@pytest.mark.parametrize("strategy", [parallel(), single()], ids=str)
+def test_hooks_of_evaluation_run_in_the_precision_of_the_step(world, strategy):
+    """`validation_step_end` runs under the autocast of `validation_step`."""
+    expected = world(1).run(validate_mixed, strategy)[0]
+    assert world(2).run(validate_mixed, strategy) == pytest.approx([expected] * 2, rel=1e-6)

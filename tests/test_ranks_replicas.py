@@ -1,313 +1,34 @@
-"""Replicas on real ranks: what is refused or remarked at setup, what is logged, and what a run leaves behind."""
+"""What a replica owns, whichever rank computes it, and training steps that run once for each of them."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from ranks import make_trainer
+from replicas import (
+    Classifier,
+    ClassifierEnd,
+    Options,
+    Regression,
+    assert_same,
+    data,
+    fit,
+    outcome,
+    parallel,
+    single,
+    state_of,
+)
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric, SumMetric
-from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_gradavg import GradAvgStrategy, gather
-
-Options = Mapping[str, Any]
-
-DATA_PARALLEL = {"equivalent_to": "data_parallel", "num_replicas": 4}
-
-
-class Net(LightningModule):
-    """Batch norm and a linear layer; the loss of each replica, in float64."""
-
-    def __init__(self, **parts: nn.Module) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm = nn.BatchNorm1d(4)
-        self.head = nn.Linear(4, 3)
-        self.parts = nn.ModuleDict(parts)
-        self.accuracy = MulticlassAccuracy(3, average="micro")
-        self.rows = SumMetric()
-        self.double()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.head(self.norm(inputs))
-        for part in self.parts.values():
-            outputs = part(outputs)
-        return outputs
-
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
-        inputs, labels = batch
-        loss = nn.functional.cross_entropy(self(inputs), labels)
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-def data(samples: int = 24, batch_size: int = 8, *, shuffle: bool = False) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(samples, 4, generator=generator, dtype=torch.float64)
-    labels = torch.randint(3, (samples,), generator=generator)
-    return DataLoader(TensorDataset(inputs, labels), batch_size=batch_size, shuffle=shuffle)
-
-
-def fit(module: LightningModule, strategy: Options, loader: Any = None, **options: Any) -> Any:
-    trainer = make_trainer(GradAvgStrategy(**strategy), **{"max_epochs": 1, **options})
-    trainer.fit(module, data() if loader is None else loader)
-    return trainer
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in module.state_dict().items()}
-
-
-class Manual(Net):
-    automatic_optimization = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        inputs, labels = batch
-        optimizer.zero_grad()  # type: ignore[union-attr]  # there is one
-        self.manual_backward(nn.functional.cross_entropy(self(inputs), labels))
-        optimizer.step()  # type: ignore[union-attr]  # there is one
-
-
-class ManualStepEnd(Manual):
-    def training_step_end(self, outputs: Any) -> None:
-        raise AssertionError("never called")
-
-
-class StepEnd(Net):
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
-        return {"logits": self(batch[0]), "labels": batch[1]}
-
-    def training_step_end(self, outputs: Any) -> Tensor:
-        return nn.functional.cross_entropy(outputs["logits"], outputs["labels"])
-
-
-class OwnNorm(nn.BatchNorm1d):
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs) * 2
-
-
-class Gathering(Net):
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
-        return gather(self(batch[0])).square().mean()
-
-
-class OwnBuffer(nn.Module):
-    """Keeps the mean of what it saw in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if self.training:
-            self.seen.copy_(inputs.detach().mean())
-        return inputs
-
-
-class ScalarEnd(StepEnd):
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
-        return {**super().training_step(batch, batch_idx), "size": batch[0].mean()}
-
-
-def refused(module: type[LightningModule], strategy: Options, parts: Sequence[str] = (), **options: Any) -> None:
-    made = {"drop": lambda: nn.Dropout(0.5), "own": lambda: OwnNorm(3), "buffer": OwnBuffer, "sync": _sync}
-    fit(module(**{part: made[part]() for part in parts}), strategy, **options)
-
-
-def _sync() -> nn.Module:
-    return nn.SyncBatchNorm(3)
-
-
-REFUSED = {
-    "manual optimization": (Manual, DATA_PARALLEL, (), "ValueError", "manual optimization with num_replicas=4 on 2"),
-    "manual step end": (
-        ManualStepEnd,
-        {"equivalent_to": "data_parallel"},
-        (),
-        "ValueError",
-        "training_step_end with manual optimization",
-    ),
-    "static graph": (Net, {**DATA_PARALLEL, "static_graph": True}, (), "ValueError", "static_graph=True with num_rep"),
-    "summed whole batch": (
-        StepEnd,
-        {**DATA_PARALLEL, "reduction": "sum"},
-        (),
-        "ValueError",
-        "reduction='sum' with training_step_end",
-    ),
-    "legacy mean of a whole batch": (
-        StepEnd,
-        {**DATA_PARALLEL, "reduction": "mean_of_replica_losses"},
-        (),
-        "ValueError",
-        "'mean_of_replica_losses' with training_step_end",
-    ),
-    "synchronized norm on a CPU": (
-        Net,
-        {"equivalent_to": "single_device"},
-        ("sync",),
-        "ValueError",
-        "SyncBatchNorm in parts.sync: torch has it on accelerators only",
-    ),
-    "synchronized norm in a replica": (Net, DATA_PARALLEL, ("sync",), "ValueError", "SyncBatchNorm in parts.sync"),
-    "unknown norm on one device": (
-        Net,
-        {"equivalent_to": "single_device"},
-        ("own",),
-        "ValueError",
-        "batch norm with a forward of its own in parts.own",
-    ),
-    "norm in micro-batches": (
-        Net,
-        {"equivalent_to": "single_device", "max_device_batch_size": 2},
-        (),
-        "ValueError",
-        "max_device_batch_size=2 with batch norm in norm",
-    ),
-    "gather of one replica": (Gathering, DATA_PARALLEL, (), "RuntimeError", "compute the loss in training_step_end"),
-    "buffer of one rank": (
-        Net,
-        {"equivalent_to": "single_device"},
-        ("buffer",),
-        "ValueError",
-        "into the buffers parts.buffer.seen on different ranks",
-    ),
-    "number of one rank": (
-        ScalarEnd,
-        {"equivalent_to": "single_device"},
-        (),
-        "TypeError",
-        "output['size'] of training_step is one number",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_reproduced_is_an_error_on_all_ranks(world, case):
-    """Where the promise would be false, every rank raises, and names the module or the option."""
-    module, strategy, parts, kind, text = REFUSED[case]
-    for raised in world(2).run_expecting_errors(refused, module, strategy, parts):
-        assert raised.type_name == kind
-        assert text in raised.message
-
-
-def remarked(module: type[LightningModule], strategy: Options, parts: Sequence[str] = ()) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        refused(module, strategy, parts)
-    return [str(warning.message) for warning in caught]
-
-
-def test_random_numbers_of_one_device_are_remarked_once(world):
-    """Dropout on one device would draw other numbers: rank zero says where, and the run goes on."""
-    first, *others = world(3).run(remarked, Net, {"equivalent_to": "single_device"}, ("drop",))
-    assert sum("random numbers drawn in parts.drop are those of each rank" in message for message in first) == 1
-    assert not any("random numbers" in message for messages in others for message in messages)
-
-
-def test_dropout_of_rate_zero_is_no_remark(world):
-    """A layer that draws nothing is not named."""
-    messages = world(2).run(remarked, Net, {"equivalent_to": "single_device"}, ())[0]
-    assert not any("random numbers" in message for message in messages)
-
-
-class Whole(StepEnd):
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        return {**output, "loss": nn.functional.cross_entropy(output["logits"], output["labels"])}
-
-
-def hook_is_remarked() -> list[str]:
-    return remarked(Whole, {"split_batches": True})
-
-
-def test_the_hook_that_lightning_ignores_is_remarked(world):
-    """Without a preset, `training_step_end` is not called, as ever since Lightning 2.0; now somebody says so."""
-    messages = world(2).run(hook_is_remarked)[0]
-    assert sum("training_step_end is not called" in message for message in messages) == 1
-
-
-class Logging(Net):
-    """Logs a mean, a sum, extremes and metrics in every replica; `end` logs them of the whole batch instead."""
-
-    def __init__(self, *, end: bool) -> None:
-        super().__init__()
-        self.end = end
-
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
-        inputs, labels = batch
-        logits = self(inputs)
-        if self.end:
-            return {"logits": logits, "labels": labels}
-        return self.logged(logits, labels)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "training_step_end" and self.__dict__.get("end"):
-            return lambda outputs: self.logged(outputs["logits"], outputs["labels"])
-        return super().__getattr__(name)
-
-    def logged(self, logits: Tensor, labels: Tensor) -> Tensor:
-        each = nn.functional.cross_entropy(logits, labels, reduction="none")
-        options: dict[str, Any] = {"on_step": True, "on_epoch": True, "sync_dist": True}
-        self.log("mean", each.mean(), **options)
-        self.log("sum", each.sum(), reduce_fx="sum", **options)
-        self.log("largest", each.max(), reduce_fx="max", **options)
-        self.log("smallest", each.min(), reduce_fx="min", **options)
-        self.log("of_epoch", each.mean(), on_step=False, on_epoch=True, sync_dist=True)
-        self.accuracy(logits, labels)
-        self.rows.update(len(labels))
-        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
-        self.log("rows", self.rows, on_step=False, on_epoch=True)
-        return each.mean()
-
-
-class Steps(Callback):
-    def __init__(self) -> None:
-        self.metrics: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.metrics.append({name: float(value) for name, value in trainer.logged_metrics.items()})
-
-
-def logged(end: bool, strategy: Options, batch_size: int) -> tuple[list[dict[str, float]], dict[str, float]]:
-    steps = Steps()
-    trainer = fit(Logging(end=end), strategy, data(30, batch_size), callbacks=[steps], log_every_n_steps=1, logger=False)
-    return steps.metrics, {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-@pytest.mark.parametrize("end", [False, True])
-@pytest.mark.parametrize("strategy", [DATA_PARALLEL, {"equivalent_to": "single_device"}], ids=str)
-def test_logged_values_do_not_depend_on_the_world_size(world, end, strategy):
-    """Means, sums, extremes and metrics, of steps and epochs, are those of one process, also in a batch of 6."""
-    for steps, epoch in (reference := world(1).run(logged, end, strategy, 12)):
-        assert len(steps) == 3
-        assert epoch["rows"] == 30
-        assert set(epoch) >= {"mean_epoch", "sum_epoch", "largest_epoch", "smallest_epoch", "of_epoch", "accuracy"}
-    (steps, epoch), *_ = reference
-    for size in (2, 3, 4):
-        for of_rank in world(size).run(logged, end, strategy, 12):
-            assert of_rank[0] == [pytest.approx(step, rel=1e-12) for step in steps]
-            assert of_rank[1] == pytest.approx(epoch, rel=1e-12)
+from lightning_gradavg import GradAvgStrategy
 
 
 class Save(Callback):
@@ -322,7 +43,7 @@ class Save(Callback):
 
 
 def saved(folder: str, strategy: Options, stop: int, resume: str | None) -> tuple[str, dict[str, Tensor]]:
-    module = Net(drop=nn.Dropout(0.3))
+    module = Classifier(drop=nn.Dropout(0.3))
     torch.manual_seed(7)
     path = str(Path(folder) / f"{stop}.ckpt")
     trainer = make_trainer(GradAvgStrategy(**strategy), max_steps=stop, max_epochs=10, callbacks=[Save(path, stop)])
@@ -333,22 +54,22 @@ def saved(folder: str, strategy: Options, stop: int, resume: str | None) -> tupl
 @pytest.mark.parametrize("sizes", [(4, 1, 2), (1, 3, 4)])
 def test_a_run_goes_on_at_another_world_size(world, tmp_path, sizes):
     """With R fixed, batches, dropout masks and batch norm of a run that moves twice are those of one that stays."""
-    _, expected = world(1).run(saved, str(tmp_path / "whole"), DATA_PARALLEL, 8, None)[0]
+    _, expected = world(1).run(saved, str(tmp_path / "whole"), parallel(), 8, None)[0]
     path = None
     for size, stop in zip(sizes, (2, 5, 8), strict=True):
-        runs = world(size).run(saved, str(tmp_path / "parts"), DATA_PARALLEL, stop, path)
+        runs = world(size).run(saved, str(tmp_path / "parts"), parallel(), stop, path)
         path, state = runs[0]
     for name, value in expected.items():
         torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
 
 
 def resumed_with_other_replicas(folder: str, path: str) -> None:
-    saved(folder, {**DATA_PARALLEL, "num_replicas": 2}, 8, path)
+    saved(folder, {**parallel(), "num_replicas": 2}, 8, path)
 
 
 def test_other_replicas_are_another_recipe(world, tmp_path):
     """A checkpoint of 4 replicas is not continued with 2 without a word: batch norm would see other chunks."""
-    path, _ = world(2).run(saved, str(tmp_path), DATA_PARALLEL, 2, None)[0]
+    path, _ = world(2).run(saved, str(tmp_path), parallel(), 2, None)[0]
     for raised in world(2).run_expecting_errors(resumed_with_other_replicas, str(tmp_path / "more"), path):
         assert "num_replicas: 4 in the checkpoint, now 2" in raised.message
 
@@ -384,11 +105,7 @@ class _Held(torch.autograd.Function):
         return grads[0] * 2
 
 
-class StepEndTracked(StepEnd):
-    pass
-
-
-def activations(kind: type[Net], recompute: bool, replicas: int) -> tuple[int, dict[str, Tensor]]:
+def activations(kind: type[Classifier], recompute: bool, replicas: int) -> tuple[int, dict[str, Tensor]]:
     module = kind(held=Tracked(), wide=nn.Sequential(nn.Linear(3, 3), Tracked(), nn.Tanh(), nn.Linear(3, 3)))
     module.double()
     Tracked.alive = Tracked.most = 0
@@ -397,7 +114,7 @@ def activations(kind: type[Net], recompute: bool, replicas: int) -> tuple[int, d
     return Tracked.most, state_of(module)
 
 
-@pytest.mark.parametrize("kind", [Net, StepEndTracked])
+@pytest.mark.parametrize("kind", [Classifier, ClassifierEnd])
 def test_recomputed_replicas_keep_the_activations_of_one(world, kind):
     """With recompute_replicas a rank's memory does not grow with its replicas, and weights and buffers are the same."""
     (kept, expected), *_ = world(1).run(activations, kind, False, 8)
@@ -409,6 +126,36 @@ def test_recomputed_replicas_keep_the_activations_of_one(world, kind):
         torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
 
 
+class Terms(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        error = self(batch[0]) - batch[1]
+        terms = {"a": error.square().mean(), "b": error.abs().mean()}
+        return {"loss": terms, "weight": {"a": len(error), "b": 2 * len(error)}, "names": ["x"] * len(error)}
+
+
+def test_named_terms_of_recomputed_replicas(world):
+    """A replica is computed again in every backward through it; outputs that are no tensors are left as lists."""
+    expected, _ = world(1).run(outcome, Terms, parallel())[0]
+    state, _ = world(1).run(outcome, Terms, parallel(recompute_replicas=True))[0]
+    torch.testing.assert_close(state, expected, rtol=1e-12, atol=1e-12)
+    assert_same(world, (2, 3), Terms, parallel(recompute_replicas=True))
+
+
+class Manual(Classifier):
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        inputs, labels = batch
+        optimizer.zero_grad()  # type: ignore[union-attr]  # there is one
+        self.manual_backward(nn.functional.cross_entropy(self(inputs), labels))
+        optimizer.step()  # type: ignore[union-attr]  # there is one
+
+
 def manual(size: int) -> dict[str, Tensor]:
     module = Manual()
     fit(module, {"equivalent_to": "data_parallel", "num_replicas": size})
@@ -416,7 +163,7 @@ def manual(size: int) -> dict[str, Tensor]:
 
 
 def automatic(size: int) -> dict[str, Tensor]:
-    module = Net()
+    module = Classifier()
     fit(module, {"equivalent_to": "data_parallel", "num_replicas": size})
     return state_of(module)
 
@@ -431,7 +178,7 @@ def test_manual_optimization_runs_one_replica_per_rank(world, size):
 
 
 def replicas_without_preset(replicas: int) -> dict[str, Tensor]:
-    module = Net()
+    module = Classifier()
     fit(module, {"split_batches": True, "num_replicas": replicas})
     return state_of(module)
 
@@ -445,7 +192,7 @@ def test_replicas_do_without_a_preset(world):
                 torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
 
 
-class Drifting(Net):
+class Drifting(Classifier):
     """Evaluates in training mode, as Monte Carlo dropout does."""
 
     def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
@@ -468,7 +215,7 @@ def test_a_model_evaluated_in_training_mode_does_not_hang(world):
     assert world(3).run(validated_within) == pytest.approx([expected] * 3, rel=1e-12)
 
 
-class OwnStep(Net):
+class OwnStep(Classifier):
     """Counts the calls of a training step that a user has put on the instance."""
 
     def __init__(self) -> None:
@@ -486,7 +233,7 @@ class OwnStep(Net):
 def patched() -> tuple[int, bool]:
     module = OwnStep()
     before = module.training_step
-    fit(module, DATA_PARALLEL)
+    fit(module, parallel())
     return module.calls, module.training_step is before and "log" not in vars(module)
 
 
@@ -498,14 +245,14 @@ def test_a_patched_training_step_is_run_and_put_back(world):
 def outputs_seen(folder: str) -> list[Any]:
     seen: list[Any] = []
 
-    class Extra(Net):
+    class Extra(Classifier):
         def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
             return {"loss": super().training_step(batch, batch_idx), "rows": batch[1], "size": len(batch[1])}
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             seen.append({name: value.tolist() for name, value in outputs.items()})
 
-    fit(Extra(), DATA_PARALLEL, data(11, 11), logger=CSVLogger(folder), log_every_n_steps=1)
+    fit(Extra(), parallel(), data(11, 11), logger=CSVLogger(folder), log_every_n_steps=1)
     return seen
 
 
@@ -521,33 +268,130 @@ def test_outputs_of_a_ranks_replicas_are_joined(world, tmp_path):
     assert mean == pytest.approx(whole["loss"], rel=1e-12)
 
 
-class KeptMetric(StepEnd):
-    """Updates a metric of the whole batch on every rank."""
+class Assigns(Regression):
+    """Assigns new tensors to its buffers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = MeanMetric()
+    steps: Tensor
 
-    def training_step_end(self, outputs: Any) -> Tensor:
-        self.mean.update(outputs["logits"].detach().mean())
-        self.rows.update(len(outputs["labels"]))
-        return super().training_step_end(outputs)
+    def build(self) -> None:
+        self.register_buffer("steps", torch.zeros(()))
 
-    def on_train_epoch_end(self) -> None:
-        self.found = float(self.rows.compute()), float(self.mean.compute())
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps = self.steps + 1
+        return super().training_step(batch, batch_idx) * (1 + 0.01 * self.steps)
 
 
-def whole_metrics() -> tuple[tuple[float, float], int]:
-    module = KeptMetric()
-    fit(module, DATA_PARALLEL)
-    return module.found, dist.get_world_size()
+def test_one_device_keeps_assigned_buffers(world):
+    """Under single_device a tensor that is assigned in place of a buffer stays, as it does on one process."""
+    state, _ = world(1).run(outcome, Assigns, single())[0]
+    assert state["steps"] == 6
+    assert_same(world, (2, 3), Assigns, single())
 
 
-def test_a_metric_of_the_whole_batch_counts_it_once(world):
-    """`training_step_end` runs on every rank, but its metrics hold each sample once when they are summed over ranks."""
-    expected = world(1).run(whole_metrics)[0][0]
-    assert expected[0] == 24
-    for size in (2, 3):
-        for found, ranks in world(size).run(whole_metrics):
-            assert ranks == size
-            assert found == pytest.approx(expected, rel=1e-12)
+def fit_caught() -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state, _ = outcome(Assigns, parallel())
+    return state["steps"], [str(one.message) for one in caught if "assigns a new tensor" in str(one.message)]
+
+
+def test_replicas_drop_assigned_buffers_with_a_word(world):
+    """Under data_parallel it is dropped, as nn.DataParallel does, and rank zero says so once."""
+    (steps, messages), *others = world(2).run(fit_caught)
+    assert steps == 0
+    assert len(messages) == 1
+    assert "to the buffer steps" in messages[0]
+    assert all(messages == [] for _, messages in others)
+
+
+class Lazy(Regression):
+    """Makes a buffer in its first step: of None, or one that was not registered."""
+
+    registered = True
+
+    def build(self) -> None:
+        if self.registered:
+            self.register_buffer("center", None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if getattr(self, "center", None) is None:
+            center = batch[0].mean(0)
+            if self.registered:
+                self.center = center
+            else:
+                self.register_buffer("center", center)
+        return super().training_step(batch, batch_idx)
+
+
+class Late(Lazy):
+    registered = False
+
+
+@pytest.mark.parametrize("kind", [Lazy, Late])
+def test_buffers_that_come_to_be_in_a_step_are_refused_by_name(world, kind):
+    """Each rank would have its own."""
+    for raised in world(2).run_expecting_errors(outcome, kind, parallel()):
+        assert raised.type_name == "RuntimeError"
+        assert "center" in raised.message
+
+
+class Counts(Regression):
+    """A buffer that counts samples: alike on all ranks while chunks are even."""
+
+    seen: Tensor
+
+    def build(self) -> None:
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += len(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+def test_buffers_are_compared_after_an_uneven_batch(world):
+    """A buffer that counts the rank's samples is found out when the ranks have different numbers of them."""
+    for raised in world(3).run_expecting_errors(outcome, Counts, single(), 9, 17):
+        assert "into the buffers seen on different ranks" in raised.message
+
+
+class Hooks(Regression):
+    """Clamps gradients in a hook, and counts its calls."""
+
+    def build(self) -> None:
+        self.calls = [0, 0]
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.calls[0] += 1
+
+    def on_after_backward(self) -> None:
+        self.calls[1] += 1
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.clamp_(-0.01, 0.01)
+
+    def on_train_end(self) -> None:
+        assert self.calls == [6, 6]
+
+
+def test_hooks_see_one_backward(world):
+    """`on_before_backward` and `on_after_backward` are called once per batch, with the reduced gradient."""
+    assert_same(world, (2, 4), Hooks, parallel())
+
+
+class Teaches(Regression):
+    """Moves a teacher in its training step."""
+
+    def build(self) -> None:
+        self.teacher = nn.Linear(4, 5).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.a.weight, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+def test_parameters_written_in_a_replica_are_refused_by_name(world):
+    """A teacher that a rank moves once per replica would drift from that of other world sizes."""
+    for raised in world(2).run_expecting_errors(outcome, Teaches, parallel()):
+        assert "training_step has written the parameters teacher.weight" in raised.message
+    assert_same(world, (2,), Teaches, single())

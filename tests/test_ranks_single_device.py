@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_parallel import MODELS, Nested, NestedRows, Run, assert_same_run, fit, loader, train
+from grids import grid
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import make_trainer
+from replicas import Regression, single
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -52,9 +54,10 @@ def reference(name: str, dtype: torch.dtype, accumulate: int) -> Run:
     return train(model, loader(model), 1, accumulate=accumulate, epochs=accumulate)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["cnn", "masked", "sparse", "contrastive", "nested rows"])
+@pytest.mark.parametrize(
+    ("name", "world_size", "dtype"),
+    grid(["cnn", "masked", "sparse", "contrastive", "nested rows"], [1, 2, 3, 4], list(DTYPES)),
+)
 def test_equals_one_process(world, name, world_size, dtype):
     """20 steps on batches of 16, 15, 5 and 1 are those of one process, with batch norm over the whole batch."""
     torch_dtype, tolerance = DTYPES[dtype]
@@ -79,12 +82,11 @@ def fit_with_numbers() -> None:
     fit(model, GradAvgStrategy(equivalent_to="single_device"), loader(model))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_numbers_of_a_rank_are_refused(world, world_size):
+def test_numbers_of_a_rank_are_refused(world):
     """Case 26: a number that a rank has computed from its samples has no counterpart on one device: an error on all."""
-    raised = world(world_size).run_expecting_errors(fit_with_numbers)
-    assert ["TypeError"] * world_size == [one.type_name for one in raised]
-    assert all("'penalty'" in one.message for one in raised)
+    raised = world(3).run_expecting_errors(fit_with_numbers)
+    assert ["TypeError"] * 3 == [one.type_name for one in raised]
+    assert all("['penalty'] of training_step is one number" in one.message for one in raised)
 
 
 class CountingRows(NestedRows):
@@ -293,9 +295,9 @@ METRICS = {
 
 
 @pytest.mark.filterwarnings("ignore:num_replicas=4 leaves 1 of 3 ranks without a replica")
-@pytest.mark.parametrize("batch_norm", [False, True], ids=["group norm", "batch norm"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("preset", ["data_parallel", "single_device"])
+@pytest.mark.parametrize(
+    ("preset", "world_size", "batch_norm"), grid(["data_parallel", "single_device"], [1, 2, 3, 4], [False, True])
+)
 def test_digits_do_not_depend_on_the_world(world, one_process, preset, world_size, batch_norm):
     """Weights, losses of each step and of the epochs, and all metrics of the digits are those of one process."""
     check_digits(world(world_size).run(fit_digits_as, preset, batch_norm), one_process[preset, batch_norm])
@@ -326,3 +328,44 @@ def test_digits_depend_on_the_world_in_stock_lightning(world, one_process):
     assert abs(theirs["train_loss_epoch"] - metrics["train_loss_epoch"]) > 1e-3
     name = "network.0.weight"
     assert torch.linalg.norm(their_weights[name] - weights[name]) > 1e-3 * torch.linalg.norm(weights[name])
+
+
+class Halved(Regression):
+    """The second half of every batch does not count: on two ranks, one rank's whole chunk."""
+
+    norm = True
+    named = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch[0], batch[1]
+        kept = y[:, 1] > -90
+        error = self(x) - y
+        loss, weight = error[kept].square().mean() + error[kept].abs().mean(), kept.sum()
+        if self.named:
+            return {"loss": {"a": loss, "b": error.abs().mean()}, "weight": {"a": weight, "b": len(x)}}
+        return {"loss": loss, "weight": weight}
+
+
+class NamedHalved(Halved):
+    named = True
+
+
+def fit_halved(kind: type[Regression], accumulate: int) -> Any:
+    module = kind()
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(16, size, dtype=torch.float64, generator=generator) for size in (4, 2))
+    y[4:8, 1] = y[12:16, 1] = -99.0
+    trainer = make_trainer(GradAvgStrategy(**single()), max_epochs=2, accumulate_grad_batches=accumulate)
+    trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=8))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", [Halved, NamedHalved])
+def test_samples_of_weight_zero_stay_in_the_statistics(world, kind, accumulate):
+    """On one device, samples that do not count still shape batch norm, and so the gradient of those that do."""
+    expected = world(1).run(fit_halved, kind, accumulate)[0]
+    for size in (2, 3):
+        for state in world(size).run(fit_halved, kind, accumulate):
+            torch.testing.assert_close(state, expected, rtol=1e-12, atol=1e-12)

@@ -26,9 +26,9 @@ _RANDOM = (
 )
 
 
-def has_step_end(module: LightningModule, stage: str = "training") -> bool:
+def has_step_end(module: LightningModule) -> bool:
     """Return whether the module has the hook of Lightning 1.x that takes the replicas' gathered outputs."""
-    return callable(getattr(module, f"{stage}_step_end", None))
+    return callable(getattr(module, "training_step_end", None))
 
 
 def obstacles(

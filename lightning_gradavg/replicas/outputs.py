@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from numbers import Number
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gradavg.reduction.gather import gather
-from lightning_gradavg.reduction.sums import zero_gradient
+from lightning_gradavg.reduction.loss import zero_loss
 from lightning_gradavg.tree import leaves, rebuilt
 
 __all__ = ["gather_outputs", "join_outputs"]
@@ -99,41 +99,25 @@ def _rows(value: Any, device: torch.device) -> dict[str, Tensor]:
 def _with_rows(value: Any, rows: Sequence[Tensor]) -> Any:
     """Return an output of the same structure with other tensors; None stays None."""
     remaining = iter(rows)
-    return rebuilt(value, (None if leaf is None else next(remaining) for _, leaf in leaves(value)))
+    return rebuilt(value, iter([None if leaf is None else next(remaining) for _, leaf in leaves(value)]))
 
 
 def _names(labels: Sequence[str] | dict[str, Tensor]) -> str:
     return ", ".join(f"output{label}" for label in labels) or "no tensor"
 
 
-class _NoRows(torch.autograd.Function):
-    """Tensors of no rows, whose backward gives the parameters below them zero gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, like: Sequence[Tensor], sparse: Container[int], *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.parameters = [(parameter, int(id(parameter) in sparse)) for parameter in parameters]
-        return tuple(leaf.new_empty((0, *leaf.shape[1:])) for leaf in like)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        del grads
-        return None, None, *(zero_gradient(parameter, sparse_dim) for parameter, sparse_dim in ctx.parameters)
-
-
 def _no_rows(rows: Sequence[Tensor], sparse: Container[int]) -> list[Tensor]:
     """Return the tensors without their rows.
 
-    The parameters that a replica's outputs depend on get their gradients below the gather, as on the other ranks: where
-    they came earlier, this rank would reduce them before the others have left the backward of the gather. A slice of no
-    rows would give them gradients, too, but 0 times an infinite derivative is NaN.
+    The parameters that a replica's outputs depend on get their gradients, of zero, below the gather, as on the other
+    ranks: where they came earlier, this rank would reduce them before the others have left the backward of the gather.
+    A slice of no rows would give them gradients, too, but 0 times an infinite derivative is NaN.
     """
-    live = [tensor for tensor in rows if tensor.requires_grad]
-    parameters = _parameters_below(live)
+    parameters = _parameters_below([tensor for tensor in rows if tensor.requires_grad])
     if not parameters:
         return [tensor[:0] for tensor in rows]
-    detached = [tensor.detach() for tensor in live]
-    empty: Iterator[Tensor] = iter(_NoRows.apply(detached, sparse, *parameters))  # type: ignore[no-untyped-call]  # torch's
-    return [next(empty) if tensor.requires_grad else tensor[:0] for tensor in rows]
+    zero = zero_loss(parameters, sparse)
+    return [tensor.detach()[:0] + zero if tensor.requires_grad else tensor[:0] for tensor in rows]
 
 
 def _parameters_below(tensors: Sequence[Tensor]) -> list[nn.Parameter]:

@@ -1,89 +1,101 @@
-"""Replicas: a training step run once per chunk of a batch, as `nn.DataParallel` runs it on its devices.
+"""What a replica owns: its own copies of the buffers, and its own random numbers.
 
-All replicas of a rank are run one after another within one forward of the wrapper. Each has its own copies of the
-buffers and its own random numbers, so what a replica computes does not depend on the rank that it is on.
+All replicas of a rank are run one after another within one forward of the wrapper, as `nn.DataParallel` runs them on its
+devices. What one computes depends neither on the rank that it is on nor on the replicas before it: each starts from the
+module's buffers and draws from a stream of its own. What replica 0 writes into its buffers, the module keeps.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from hashlib import blake2b
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_gradavg.batches.part import ReplicaSlice
+from lightning_gradavg.lightning_internals import broadcast_from_first
+from lightning_gradavg.ranks import World
 from lightning_gradavg.replicas.batch_norm import not_counted
-from lightning_gradavg.replicas.buffers import ReplicaBuffers
+from lightning_gradavg.replicas.log import metrics_kept, without_traces
 from lightning_gradavg.replicas.random_streams import ReplicaStreams
 
-__all__ = ["ReplicaRuns"]
+__all__ = ["ReplicaState"]
 
-Step = Callable[[Any], Any]
+Step = Callable[[ReplicaSlice], Any]
 """Runs the user's training step on a part of the batch."""
 
+Buffers = dict[str, Tensor]
+"""Buffers by name."""
 
-class ReplicaRuns:
-    """Runs this rank's replicas of a module.
+
+class ReplicaState:
+    """Runs a module as this rank's replicas.
 
     Args:
         module: The module.
         streams: The random numbers of every replica.
-        group: The process group whose ranks share the replicas.
-        quiet: What a replica is computed again in; it must not leave traces, as of logging.
+        world: The ranks that share the replicas. Rank 0 has replica 0.
         recompute: Whether replicas are computed again in the backward, one at a time, instead of being kept.
-        several: Whether a rank may have several replicas.
-        keeps_assigned: As in `ReplicaBuffers`.
+        several: Whether a rank may run the step more than once.
+        keeps_assigned: Whether a tensor that is assigned in place of a buffer is kept, too, as on one device;
+            `nn.DataParallel` drops it.
         ignored: Names of buffers that ranks keep for themselves.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        module: LightningModule,
         streams: ReplicaStreams,
-        group: dist.ProcessGroup | None,
+        world: World,
         *,
-        quiet: Callable[[], AbstractContextManager[None]],
-        recompute: bool = False,
-        several: bool = False,
-        keeps_assigned: bool = False,
-        ignored: Container[str] = (),
+        recompute: bool,
+        several: bool,
+        keeps_assigned: bool,
+        ignored: Container[str],
     ) -> None:
-        self._buffers = ReplicaBuffers(module, group, keeps_assigned=keeps_assigned, ignored=ignored)
-        self._parameters = list(module.named_parameters())
-        self._streams = streams
-        self._quiet = quiet
-        self._recompute = recompute
-        self._several = several
+        self._module, self._streams, self._world = module, streams, world
+        self._recompute, self._keeps_assigned, self._ignored = recompute, keeps_assigned, ignored
+        self._owners = dict(module.named_modules())
+        self._parameters = list(module.named_parameters()) if several else []
+        self._warned = False
 
-    def run(self, step: Step, parts: Sequence[tuple[int, Any]], batch_index: int, *, check: bool = False) -> list[Any]:
-        """Return the outputs of this rank's replicas, with the module's buffers those of replica 0.
+    def run(self, step: Step, slices: Sequence[ReplicaSlice], batch_index: int, *, check: bool) -> list[Any]:
+        """Return the outputs of this rank's replicas, with the module's buffers those of replica 0 on all ranks.
 
-        A collective operation.
+        A collective operation. A stand-in, of no replica, leaves no trace.
 
         Args:
             step: The training step.
-            parts: The index of each replica, and its part of the batch.
+            slices: The replicas, each with its part of the batch.
             batch_index: How many loader batches came before, which the random numbers depend on.
             check: Whether all ranks must have written the same into their buffers, as batch norm over all ranks does.
+
+        Raises:
+            RuntimeError: If the step wrote parameters, or made or removed buffers.
+            ValueError: On all ranks, if they wrote different numbers where `check` is true.
         """
         outputs: list[Any] = []
-        first: dict[str, Tensor] | None = None
-        copies: dict[str, Tensor] | None = None
-        before = self._buffers.copies() if self._recompute else {}
-        versions = self._versions()
+        first: Buffers | None = None
+        written: Buffers | None = None
+        versions = [parameter._version for _, parameter in self._parameters]
         try:
-            for replica, part in parts:
-                copies = self._buffers.copies()
-                with self._as_replica(copies, batch_index, replica):
-                    outputs.append(self._run(step, part, before, batch_index, replica))
-                if replica == 0:
-                    first = copies
+            for each in slices:
+                copies = self._copies(self._buffers())
+                written = None if each.replica is None else copies
+                outputs.append(self._run(step, each, copies, batch_index))
+                first = copies if each.replica == 0 else first
         finally:
             # Of a step that fails on this rank only, the others know nothing yet.
-            self._keep(first, copies, check=check)
-        changed = [name for name, version in self._versions().items() if version != versions[name]]
+            if check:
+                self._require_alike(written)
+            self._keep(first)
+        changed = [name for (name, one), version in zip(self._parameters, versions, strict=True) if one._version != version]
         if changed:
             raise RuntimeError(
                 f"training_step has written the parameters {', '.join(changed)}, but it runs once per replica, and of"
@@ -91,75 +103,102 @@ class ReplicaRuns:
             )
         return outputs
 
-    def _versions(self) -> dict[str, int]:
-        return {name: parameter._version for name, parameter in self._parameters} if self._several else {}
+    def _run(self, step: Step, each: ReplicaSlice, copies: Buffers, batch_index: int) -> Any:
+        if each.replica is None:
+            nobody = -1 - self._world.rank  # a number that no replica has
+            with self._as_replica(copies, batch_index, nobody), not_counted(), metrics_kept(self._module):
+                return step(each)
+        replica, before, again = each.replica, self._copies(copies) if self._recompute else {}, False
 
-    def run_stand_in(self, step: Step, batch: Any, batch_index: int, replica: int, *, check: bool = False) -> Any:
-        """Return the output of a step whose samples do not count, and which leaves no trace in the buffers.
-
-        It takes part in the collectives of `run`.
-
-        Args:
-            step: The training step.
-            batch: Samples of the batch.
-            batch_index: As in `run`.
-            replica: A number that no replica has.
-            check: As in `run`.
-        """
-        try:
-            with self._as_replica(self._buffers.copies(), batch_index, replica), not_counted():
-                return step(batch)
-        finally:
-            self._keep(None, None, check=check)
-
-    def run_after(self, step: Step, value: Any, batch_index: int, replica: int) -> Any:
-        """Return `step(value)`, run on the module itself with random numbers that are the same on all ranks."""
-        with self._streams.of(batch_index, replica):
-            return step(value)
-
-    def _keep(self, first: dict[str, Tensor] | None, written: dict[str, Tensor] | None, *, check: bool) -> None:
-        if check:
-            self._buffers.require_alike(written)
-        self._buffers.keep(first)
-
-    @contextmanager
-    def _as_replica(self, copies: dict[str, Tensor], batch_index: int, replica: int) -> Iterator[None]:
-        with self._buffers.replaced(copies), self._streams.of(batch_index, replica):
-            yield
-
-    def _run(self, step: Step, part: Any, before: dict[str, Tensor], batch_index: int, replica: int) -> Any:
-        if not self._recompute:
-            return step(part)
-
-        def as_before() -> AbstractContextManager[None]:
-            return self._again(self._buffers.copies(before), batch_index, replica)
+        def run(each: ReplicaSlice) -> Any:
+            nonlocal again
+            own, context = (self._copies(before), without_traces(self._module)) if again else (copies, nullcontext())
+            again = True
+            with self._as_replica(own, batch_index, replica), context:
+                return step(each)
 
         # The stream gives the same random numbers again, whatever generator they are drawn from.
-        return checkpoint(
-            step,
-            part,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), _Reentrant(as_before)),
-        )
+        return checkpoint(run, each, use_reentrant=False, preserve_rng_state=False) if self._recompute else run(each)
 
     @contextmanager
-    def _again(self, copies: dict[str, Tensor], batch_index: int, replica: int) -> Iterator[None]:
-        with self._as_replica(copies, batch_index, replica), self._quiet():
-            yield
+    def _as_replica(self, copies: Buffers, batch_index: int, replica: int) -> Iterator[None]:
+        """Have the module use `copies` within the context, which at its end hold what the replica has written."""
+        originals = self._buffers()
+        self._put(copies)
+        try:
+            with self._streams.of(batch_index, replica):
+                yield
+            written = self._buffers()
+        finally:
+            self._put(originals)
+        changed = sorted(written.keys() ^ originals.keys())
+        if changed:
+            raise RuntimeError(
+                f"the training step has made or removed buffers ({', '.join(changed)}), which replicas cannot share."
+                " Register them in __init__, with a tensor."
+            )
+        for label, buffer in written.items():
+            if buffer is not copies[label]:
+                self._take_assigned(copies, label, buffer)
+
+    def _take_assigned(self, copies: Buffers, label: str, buffer: Tensor) -> None:
+        copy = copies[label]
+        if self._keeps_assigned:
+            if (buffer.shape, buffer.dtype) != (copy.shape, copy.dtype):
+                raise RuntimeError(
+                    f"the training step has assigned a tensor of shape {tuple(buffer.shape)} and {buffer.dtype} to the"
+                    f" buffer {label} of shape {tuple(copy.shape)} and {copy.dtype}: keep them alike."
+                )
+            copies[label] = buffer.detach()
+        elif not self._warned and self._world.rank == 0:
+            self._warned = True
+            warnings.warn(
+                f"the training step assigns a new tensor to the buffer {label}: as with nn.DataParallel it is dropped."
+                " Write into the buffer (buffer.copy_(...)) to have replica 0's kept.",
+                stacklevel=2,
+            )
+
+    def _buffers(self) -> Buffers:
+        """Return the module's buffers by name. A tensor that is registered twice is there twice."""
+        return {
+            label: buffer
+            for path, owner in self._owners.items()
+            for label, buffer in owner.named_buffers(path, recurse=False, remove_duplicate=False)
+        }
+
+    def _copies(self, buffers: Buffers) -> Buffers:
+        """Return copies of buffers, so that no graph ever holds a buffer that is written to later."""
+        copied = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
+        return {label: copied[id(buffer)] for label, buffer in buffers.items()}
+
+    def _put(self, buffers: Buffers) -> None:
+        for label, buffer in buffers.items():
+            path, _, name = label.rpartition(".")
+            self._owners[path]._buffers[name] = buffer
+
+    def _keep(self, first: Buffers | None) -> None:
+        """Write replica 0's buffers, which rank 0 has, into those of the module, on every rank."""
+        originals = self._buffers()
+        with torch.no_grad():
+            for label, buffer in (first or {}).items():
+                originals[label].copy_(buffer)
+            shared = {id(buffer): buffer for label, buffer in originals.items() if label not in self._ignored}
+            if self._world.size > 1:
+                broadcast_from_first(list(shared.values()), self._world.group)
+
+    def _require_alike(self, written: Buffers | None) -> None:
+        """Raise, on all ranks, if ranks have written different numbers; None is of a rank that does not count."""
+        digests = None if written is None else {label: _digest(buffer) for label, buffer in written.items()}
+        counted = [of_rank for of_rank in self._world.gather_objects(digests) if of_rank is not None]
+        different = [label for label in counted[0] if len({of_rank[label] for of_rank in counted}) > 1]
+        if different:
+            raise ValueError(
+                f"the training step wrote different numbers into the buffers {', '.join(different)} on different ranks:"
+                " they depend on the samples of a rank, and on one device they would depend on all. Compute them from"
+                " the whole batch in training_step_end, or use equivalent_to='data_parallel', which keeps replica 0's."
+            )
 
 
-class _Reentrant(AbstractContextManager[None]):
-    """A context that can be entered again: a replica is computed again in every backward through it."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._entered: list[AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        context = self._make()
-        context.__enter__()
-        self._entered.append(context)
-
-    def __exit__(self, *error: object) -> bool | None:
-        return self._entered.pop().__exit__(*error)  # type: ignore[arg-type]  # the three that it gets
+def _digest(buffer: Tensor) -> bytes:
+    contiguous = buffer.detach().cpu().contiguous()
+    return blake2b(contiguous.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
