@@ -29,7 +29,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gradavg.batches.order import random_state, restore_random_state
+from lightning_gradavg.random_state import random_state, restore_random_state
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.batches.sources import loader_batch_size
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
