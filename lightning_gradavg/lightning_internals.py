@@ -18,14 +18,17 @@ from torchmetrics import Metric
 
 __all__ = [
     "SigtermHooks",
+    "TrainingLoop",
     "backend_name",
     "broadcast_from_first",
     "defers_reduction",
     "flushes_static_graph",
+    "injects_samplers",
     "leave_batch_norm_alone",
     "profiling",
     "put_back",
     "reduced_parameters",
+    "set_injection_of_samplers",
     "syncs_batch_norm",
 ]
 
@@ -147,3 +150,57 @@ def broadcast_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup | N
     if tensors:
         of_all: Any = dist.group.WORLD
         dist._broadcast_coalesced(of_all if group is None else group, list(tensors), _BROADCAST_BYTES, 0)
+
+
+def injects_samplers(trainer: Any) -> bool:
+    """Return whether Lightning gives loaders a sampler for each rank.
+
+    `Trainer._accelerator_connector.use_distributed_sampler`: it is asked for every loader, of training or not.
+    """
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def set_injection_of_samplers(trainer: Any, value: bool) -> None:
+    """Have Lightning give the loaders that it prepares next a sampler for each rank, or not: see above."""
+    trainer._accelerator_connector.use_distributed_sampler = value
+
+
+class TrainingLoop:
+    """What Lightning's training loop reads, and whether it is at the end of an epoch.
+
+    `_FitLoop._combined_loader`, `CombinedLoader._iterator` and `_spec`, `_MaxSizeCycle._consumed` and
+    `_TrainingEpochLoop._num_ready_batches_reached`. A batch comes to the strategy in the user's own type, and nothing
+    public tells which iterator it came from.
+
+    Args:
+        fit_loop: The Trainer's.
+    """
+
+    def __init__(self, fit_loop: Any) -> None:
+        self._loop = fit_loop
+
+    @property
+    def epoch(self) -> Any:
+        """What reads the loaders in the epoch under way, another object in each; None before the first."""
+        return getattr(self._loop._combined_loader, "_iterator", None)
+
+    @property
+    def iterators(self) -> list[Any]:
+        """Those of the loaders in the epoch under way, in order. The shorter of two loaders gets several in turn."""
+        iterators: list[Any] = getattr(self.epoch, "iterators", [])
+        return iterators
+
+    @property
+    def structure(self) -> Any:
+        """The loaders' structure, which is that of their batches: a `TreeSpec` of `torch.utils._pytree`."""
+        return self._loop._combined_loader._spec
+
+    @property
+    def epoch_ended(self) -> bool:
+        """Whether no further batch of the epoch will be trained on, although loaders may have some."""
+        return bool(self._loop.epoch_loop._num_ready_batches_reached())
+
+    def count_as_read(self, index: int) -> None:
+        """Tell that a loader was read to its end in this epoch: without lengths, one ends once all of them were."""
+        if hasattr(self.epoch, "_consumed"):
+            self.epoch._consumed[index] = True

@@ -30,13 +30,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gradavg.arguments import by_keyword
-from lightning_gradavg.batches.order import random_state, restore_random_state
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.batches.sources import loader_batch_size
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.lightning_internals import leave_batch_norm_alone
 from lightning_gradavg.options import Options, StrategyFacts, check_groups, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
+from lightning_gradavg.random_state import random_state, restore_random_state
 from lightning_gradavg.ranks import World
 from lightning_gradavg.rates.part import Rates
 from lightning_gradavg.rates.recipe import RunRecipe

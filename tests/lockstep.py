@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_gradavg.batches.chunks import Chunk, Split
-from lightning_gradavg.batches.loaders import BatchSplitter, SplitLoader
+from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
+from lightning_gradavg.lightning_internals import TrainingLoop
+from lightning_gradavg.ranks import World
 
 Body = Callable[[BatchSplitter], Any]
+
+
+class Loop(TrainingLoop):
+    """Stands in for Lightning's training loop."""
+
+    def __init__(self, combined_loader: Any = None) -> None:
+        self.ended = False
+        epochs = SimpleNamespace(_num_ready_batches_reached=lambda: self.ended)
+        super().__init__(SimpleNamespace(_combined_loader=combined_loader, epoch_loop=epochs))
+
+    def read(self, combined_loader: Any) -> None:
+        self._loop._combined_loader = combined_loader
+
+
+def splitter_of(split: Split, world: Any = World()) -> BatchSplitter:  # noqa: B008  # immutable
+    """Return the splitter of one rank, whose loop reads what its `read` is given, in windows of one batch."""
+    return BatchSplitter(split, world, Loop(), lambda: 1)
+
+
+def in_one_world(loader: Any, *, whole: bool = False, **options: Any) -> SplitLoader:
+    """Return a loader split for one rank that nobody compares with others."""
+    splitter = splitter_of(Split(**options))
+    splitter.whole_batches = whole
+    return splitter.wrap(loader)
 
 
 class Taken(NamedTuple):
@@ -27,26 +54,27 @@ class _Exchange:
     def __init__(self, world_size: int, options: dict[str, Any], seeds: Sequence[int]) -> None:
         self.world_size, self.options, self.seeds = world_size, options, seeds
         self.sent: list[Any] = []
-        self.compared: list[list[bytes]] = [[] for _ in range(world_size)]
+        self.compared: list[list[int]] = [[] for _ in range(world_size)]
 
     def splitter(self, rank: int, verdicts: Sequence[bool] | None) -> BatchSplitter:
         received = iter(self.sent)
         count = iter(range(10**9))
 
-        def broadcast(value: Any) -> Any:
+        def from_first(value: Any) -> Any:
             if rank == 0:
                 if verdicts is None:
                     self.sent.append(value)
                 return value
             return next(received)
 
-        def agree(value: bytes) -> bool:
+        def gather_integers(row: list[int]) -> list[list[int]]:
             if verdicts is not None:
-                return verdicts[next(count)]
-            self.compared[rank].append(value)
-            return True
+                return [row, row if verdicts[next(count)] else []]
+            self.compared[rank].append(row[0])
+            return [row, row]
 
-        return BatchSplitter(Split(rank, self.world_size, **self.options), broadcast, agree)
+        world = SimpleNamespace(from_first=from_first, gather_integers=gather_integers)
+        return splitter_of(Split(rank, self.world_size, **self.options), world)
 
     def run(self, body: Body, verdicts: Sequence[bool] | None = None) -> list[Any]:
         results = []
@@ -79,9 +107,15 @@ def on_ranks(world_size: int, body: Body, seeds: Sequence[int] | None = None, **
 def take_all(loader: SplitLoader) -> list[Taken]:
     """Return one epoch of micro-batches."""
     iterator = iter(loader)
-    taken = [Taken(batch, iterator.pending.popleft().take()) for batch in iterator]
-    assert not iterator.pending
-    return taken
+    return [Taken(batch, taken_of(iterator)) for batch in iterator]
+
+
+def taken_of(iterator: Any) -> Chunk:
+    """Take what stands behind the batch that was read last."""
+    chunk = iterator.take()
+    assert chunk is not None
+    assert iterator.take() is None
+    return chunk
 
 
 def epochs(make: Callable[[], Any], count: int = 1) -> Body:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.utilities import CombinedLoader
-from lockstep import Taken, epochs, global_batches, on_ranks, plain, take_all
+from lockstep import Loop, Taken, epochs, global_batches, in_one_world, on_ranks, plain, splitter_of, take_all, taken_of
 from torch import Tensor
 from torch.nn.parallel import scatter
 from torch.nn.parallel._functions import Scatter
@@ -31,7 +31,7 @@ from torch.utils.data import (
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_gradavg.batches.chunks import Piece, Split, chunk_bounds
-from lightning_gradavg.batches.loaders import BatchSplitter, SplitLoader
+from lightning_gradavg.batches.loader import BatchSplitter
 from lightning_gradavg.tree import batch_samples, fingerprint, slice_batch
 
 
@@ -81,10 +81,6 @@ def real(taken: list[Taken]) -> list[list[int]]:
     return [each.batch.tolist() for each in taken if not each.chunk.stand_in]
 
 
-def in_one_world(loader: Any, **options: Any) -> SplitLoader:
-    return BatchSplitter(Split(**options)).wrap(loader)
-
-
 class TestArithmetic:
     @pytest.mark.parametrize(
         ("size", "parts", "expected"),
@@ -100,20 +96,6 @@ class TestArithmetic:
         with pytest.raises(ValueError, match=f"size={size} and parts={parts}"):
             chunk_bounds(size, parts)
 
-    @pytest.mark.parametrize(
-        ("options", "match"),
-        [
-            ({"rank": 2, "world_size": 2}, "got 2"),
-            ({"replicas": 0}, "num_replicas must be 1 or more.*got 0"),
-            ({"max_samples": 0}, "max_device_batch_size must be 1 or more.*got 0"),
-            ({"replicas": 4, "max_samples": 2}, "num_replicas=4 and max_device_batch_size=2 both"),
-        ],
-    )
-    def test_impossible_splits_are_refused(self, options: dict[str, int], match: str) -> None:
-        """A split that cannot be names the value and what is accepted."""
-        with pytest.raises(ValueError, match=match):
-            Split(**options)
-
     def test_replicas_are_shared_out_in_order(self) -> None:
         """With 4 replicas, rank r of W has the r-th chunk of them in one micro-batch, for every W: 2, 2, 0 of 3."""
         shared_out = {1: [4], 2: [2, 2], 3: [2, 2, 0], 4: [1, 1, 1, 1], 6: [1, 1, 1, 1, 0, 0]}
@@ -125,7 +107,6 @@ class TestArithmetic:
             assert replicas == [len(chunk.pieces) for chunk in chunks]
             pieces = [piece for chunk in chunks for piece in chunk.pieces]
             assert [Piece(0, 0, 3), Piece(1, 3, 6), Piece(2, 6, 9), Piece(3, 9, 10)] == pieces
-            assert [chunk.pieces[0].replica if chunk.pieces else None for chunk in chunks] == [c.replica for c in chunks]
             assert {(4, sum(map(bool, replicas)))} == {(chunk.batch_replicas, chunk.ranks) for chunk in chunks}
 
     def test_replicas_without_samples_are_left_out(self) -> None:
@@ -266,7 +247,7 @@ class TestOrder:
         def body(splitter: BatchSplitter) -> list[Taken]:
             iterator = iter(splitter.wrap(make()))
             torch.rand(3 + splitter.split.rank)
-            return [Taken(batch, iterator.pending.popleft().take()) for batch in iterator]
+            return [Taken(batch, taken_of(iterator)) for batch in iterator]
 
         torch.manual_seed(7)
         batches = iter(make())
@@ -295,7 +276,7 @@ class TestOrder:
             taken = []
             iterator = iter(splitter.wrap(DataLoader(range(100), batch_sampler=Lazy())))  # type: ignore[arg-type]
             for batch in iterator:
-                taken.append(Taken(batch, iterator.pending.popleft().take()))
+                taken.append(Taken(batch, taken_of(iterator)))
                 torch.rand(rank + 1), random.random(), np.random.random(rank + 1)  # noqa: NPY002  # as dropout does
             return taken
 
@@ -606,7 +587,7 @@ class TestIterables:
         sent = pin_memory(inside.loader.collate_fn([1, 2, 3]))
 
         assert (3, fingerprint((3, 1, 3))) == (sent.samples, sent.key)
-        assert [True] == [batch.pinned for batch in sent.batches]
+        assert [True] == [batch.pinned for batch in sent.parts]
 
     def test_loaders_without_batching_are_iterables_of_batches(self) -> None:
         """With `batch_size=None` the dataset's own batches are split, map-style and iterable-style."""
@@ -825,7 +806,7 @@ class TestMicroBatches:
 
     def test_all_loaders_of_a_run_have_the_same_number(self) -> None:
         """The loader that needs most decides, because one step takes a batch of each."""
-        splitter = BatchSplitter(Split(max_samples=2))
+        splitter = splitter_of(Split(max_samples=2))
         large, small = (splitter.wrap(DataLoader(range(8), batch_size=size)) for size in (8, 2))  # type: ignore[arg-type]
 
         assert 4 == splitter.micro_batches
@@ -881,8 +862,8 @@ class TestStandIns:
         def body(splitter: BatchSplitter) -> list[int]:
             loaders = [splitter.wrap(DataLoader(range(size), batch_size=4)) for size in (8, 5)]  # type: ignore[arg-type]
             combined = CombinedLoader(loaders)
-            chunks = [splitter.take(combined) for _ in combined]
-            return [chunk.samples for chunk in chunks if chunk is not None]
+            splitter.loop = Loop(combined)
+            return [chunk.samples for _ in combined for chunk in splitter.take() if chunk is not None]
 
         errors = on_ranks(2, body)
 

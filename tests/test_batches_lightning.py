@@ -14,12 +14,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
-from lockstep import take_all
+from lockstep import Loop, in_one_world, splitter_of, take_all
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_gradavg.batches.chunks import Chunk, Split
-from lightning_gradavg.batches.loaders import BatchSplitter, SplitLoader
+from lightning_gradavg.batches.loader import BatchSplitter
+from lightning_gradavg.lightning_internals import TrainingLoop
 
 
 class Pair(NamedTuple):
@@ -32,16 +33,12 @@ class Stream(IterableDataset[int]):
         return iter(range(4))
 
 
-def in_one_world(loader: Any, **options: Any) -> SplitLoader:
-    return BatchSplitter(Split(**options)).wrap(loader)
-
-
 def _rows(fetcher: _DataFetcher, splitter: BatchSplitter, steps: int) -> list[tuple[Any, list[Chunk | None]]]:
     """Read as the training loop does, and note what stands behind every batch."""
     rows: list[tuple[Any, list[Chunk | None]]] = []
     while not fetcher.done and len(rows) < steps:
         batch, _, _ = next(fetcher)
-        rows.append((batch, splitter.take_each(fetcher.combined_loader)))
+        rows.append((batch, splitter.take_each()))
         _look(fetcher.combined_loader.flattened)
     return rows
 
@@ -81,13 +78,14 @@ class TestInLightning:
         self, mode: Any, sized: bool, sizes: tuple[int, ...], rank: int
     ) -> None:
         """Fetched ahead or not, cycled, exhausted, left early, looked at between: every batch meets its own chunk."""
-        splitter = BatchSplitter(Split(rank, 3))
+        splitter = splitter_of(Split(rank, 3))
         loaders = []
         for start, size in zip((0, 100), sizes, strict=False):
             batches = torch.arange(start, start + size).split(4)
             loaders.append(splitter.wrap(list(batches) if sized else Unsized(batches)))
         fetcher = _PrefetchDataFetcher()
         fetcher.setup(CombinedLoader(loaders, mode))
+        splitter.loop = Loop(fetcher.combined_loader)
         lengths = [-(-size // 4) for size in sizes]
         expected = min(lengths) if mode == "min_size" else max(lengths)
 
@@ -183,17 +181,19 @@ class _SplitStrategy(SingleDeviceStrategy):
 
     def __init__(self, rank: int) -> None:
         super().__init__("cpu")
-        self.splitter = BatchSplitter(Split(rank, 3))
+        self.splitter = splitter_of(Split(rank, 3))
         self.chunks: list[Any] = []
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        self.splitter.loop = TrainingLoop(trainer.fit_loop)
 
     def process_dataloader(self, dataloader: object) -> object:
         return self.splitter.wrap(dataloader)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        combined = self.lightning_module.trainer.fit_loop._combined_loader
-        assert combined is not None
-        self.chunks.append(self.splitter.take(combined))
+        self.chunks.append(next(chunk for chunk in self.splitter.take() if chunk is not None))
         return super().batch_to_device(batch, *args, **kwargs)
 
 

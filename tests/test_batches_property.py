@@ -66,7 +66,6 @@ def test_micro_batches_cover_the_batch_once(
         assert limit is None or chunk.stop - chunk.start <= limit
         assert chunk.samples == (0 if chunk.stand_in else chunk.stop - chunk.start)
         if chunk.pieces:
-            assert chunk.pieces[0].replica == chunk.replica
             assert (chunk.start, chunk.stop) == (chunk.pieces[0].start, chunk.pieces[-1].stop)
         assert chunk.stand_in == (not chunk.pieces)
         for piece in chunk.pieces:

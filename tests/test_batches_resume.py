@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
-from lockstep import Taken, global_batches, on_ranks
+from lockstep import Loop, Taken, global_batches, in_one_world, on_ranks, splitter_of
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from lightning_gradavg.batches.chunks import Split
-from lightning_gradavg.batches.loaders import BatchSplitter
+from lightning_gradavg.batches.loader import BatchSplitter
+from lightning_gradavg.lightning_internals import TrainingLoop
 
 Make = Callable[[], list[Any]]
 
@@ -144,29 +146,30 @@ class Fit:
         draws: bool = False,
         whole: bool = False,
     ) -> None:
-        self.splitter, self.draws, self.last = splitter, draws, False
-        splitter.window_batches, splitter.whole_batches = window, whole
-        splitter.epoch_ended = lambda: self.last
-        if states is not None:
-            splitter.resume(states)
+        self.splitter, self.draws = splitter, draws
+        self.loop = splitter.loop = Loop()
+        splitter.window, splitter.whole_batches = lambda: window, whole
+        self.states = None if states is None else deque(states)
         self.loaders = []
         for user_loader in make():
             iter(user_loader)  # as Lightning does, to see whether it can
-            self.loaders.append(splitter.wrap(user_loader))
+            self.loaders.append(splitter.wrap(user_loader, self.states))
         self.combined = CombinedLoader(self.loaders, mode)
+        self.loop.read(self.combined)
         if limit is not None:
             self.combined.limits = limit * splitter.micro_batches
         self.fetcher = _PrefetchDataFetcher()
         self.fetcher.setup(self.combined)
         iter(self.fetcher)
-        self.fetcher.fetched += splitter.batches_taken * splitter.micro_batches
+        self.fetcher.fetched += splitter.batches * splitter.micro_batches
         torch.rand(3)  # as the validation loaders do while they are set up
-        splitter.end_set_up(self.combined)
+        splitter.end_set_up()
         self.begun = True
 
     def rows(self, stop: int | None = None) -> Iterator[Row]:
         """Train for the rest of an epoch, or for `stop` micro-batches of it."""
         if not self.begun:
+            self.loop.ended = False
             iter(self.fetcher)
         self.begun = False
         count = 0
@@ -174,10 +177,10 @@ class Fit:
             try:
                 batch, _, _ = next(self.fetcher)
             except StopIteration:  # of two loaders, one with a length and one without, the length may be too large
-                self.last = True
+                self.loop.ended = True
                 return
-            self.last = self.fetcher.done
-            chunks = self.splitter.take_each(self.combined)
+            self.loop.ended = self.fetcher.done
+            chunks = self.splitter.take_each()
             if self.draws and any(chunk is not None and chunk.index == 0 for chunk in chunks):
                 torch.rand(1 + self.splitter.split.rank), random.random(), np.random.random()  # noqa: NPY002  # likewise
             yield Row([None if chunk is None else Taken(part, chunk) for part, chunk in zip(batch, chunks, strict=True)])
@@ -212,7 +215,8 @@ def saved(splitter: BatchSplitter, make: Make, *, epochs: int, stop: int, **opti
     fit = Fit(splitter, make, **options)
     whole = [fit.epoch() for _ in range(epochs)]
     begun = fit.epoch(stop) if stop else []
-    states, batches = fit.save(), splitter.batches_taken
+    states = fit.save()
+    batches = states[0]["epoch_batches"]
     if begun and fit.fetcher.done:
         batches, rest = -1, [begun, fit.epoch()]
     else:
@@ -441,7 +445,6 @@ class TestState:
             fit.epoch(2 * splitter.micro_batches)
             (state,) = fit.save()
             assert (2, 10, 2, False) == (state["batches"], state["samples"], state["epoch_batches"], state["complete"])
-            assert splitter.batches_taken == 2
             return comparable(state)
 
         states = [
@@ -472,7 +475,8 @@ class TestState:
         def body(splitter: BatchSplitter) -> tuple[int, int]:
             fit = Fit(splitter, one(lambda: ORDERS["shuffle"](24, 4)), window=2)
             fit.epoch(5)
-            return fit.save()[0]["batches"], splitter.batches_taken
+            (state,) = fit.save()
+            return state["batches"], state["epoch_batches"]
 
         assert [(4, 4)] * 2 == on_ranks(2, body)
 
@@ -496,7 +500,7 @@ class TestState:
         shared, sharded = ORDERS["shuffle"](8, 4), ORDERS["shuffle"](8, 4)
         vars(sharded)["sharded_by_rank"] = True
 
-        loaders = [BatchSplitter(Split()).wrap(each) for each in (shared, sharded)]
+        loaders = [splitter_of(Split()).wrap(each) for each in (shared, sharded)]
 
         assert [True, False] == [isinstance(each, _Stateful) for each in loaders]
 
@@ -504,10 +508,10 @@ class TestState:
         """A run that is resumed and stopped before its first batch saves what it was given."""
         make = one(lambda: ORDERS["shuffle"](24, 4))
         states = save_after(3, make)
-        fit = Fit(BatchSplitter(Split()), make, states)
+        fit = Fit(splitter_of(Split()), make, states)
 
         assert comparable(states) == comparable(fit.save())
-        assert 3 == fit.splitter.batches_taken
+        assert 3 == fit.splitter.batches
 
 
 def _rest(fit: Fit, stop: int) -> tuple[list[Row], list[Any]]:
@@ -598,7 +602,7 @@ class TestOrderOfARest:
         def body(splitter: BatchSplitter) -> list[list[Row]]:
             fit = Fit(splitter, make, runs[0].states)
             iter(fit.fetcher)
-            fit.fetcher.fetched += splitter.batches_taken
+            fit.fetcher.fetched += splitter.batches
             return [fit.epoch() for _ in expected]
 
         expected = remaining(runs, 1)
@@ -672,7 +676,7 @@ class TestRefusals:
         found = "at" if state == {"at": 3} else "format" if isinstance(state, dict) else type(state).__name__
 
         with pytest.raises(ValueError, match=rf"not one of format 1.*it holds.*{found}.*Resume with the strategy"):
-            BatchSplitter(Split()).wrap(ORDERS["shuffle"](8, 4)).load_state_dict(state)
+            in_one_world(ORDERS["shuffle"](8, 4)).load_state_dict(state)
 
     def test_other_generators_are_refused(self) -> None:
         """A loader with a generator cannot go on from the state of one without, nor the other way round."""
@@ -683,15 +687,14 @@ class TestRefusals:
             ("generator", "shuffle", "has 0 .* had 1"),
         ):
             with pytest.raises(ValueError, match=found):
-                BatchSplitter(Split()).wrap(ORDERS[order](8, 4)).load_state_dict(states[saved_by][0])
+                in_one_world(ORDERS[order](8, 4)).load_state_dict(states[saved_by][0])
 
-    @pytest.mark.parametrize(("count", "found"), [(1, "2 more train loaders than"), (4, "fewer train loaders than")])
-    def test_another_number_of_loaders_is_refused(self, count: int, found: str) -> None:
-        """Three states are for three loaders."""
+    def test_more_loaders_than_states_are_refused(self) -> None:
+        """Three states are for three loaders; that three are not for one is found by the strategy."""
         states = save_after(1, lambda: [ORDERS["shuffle"](8, 4) for _ in range(3)])
 
-        with pytest.raises(ValueError, match=found):
-            Fit(BatchSplitter(Split()), lambda: [ORDERS["shuffle"](8, 4) for _ in range(count)], states).epoch()
+        with pytest.raises(ValueError, match="fewer train loaders than"):
+            Fit(splitter_of(Split()), lambda: [ORDERS["shuffle"](8, 4) for _ in range(4)], states)
 
 
 class _Strategy(SingleDeviceStrategy):
@@ -699,7 +702,8 @@ class _Strategy(SingleDeviceStrategy):
 
     def __init__(self) -> None:
         super().__init__("cpu")
-        self.splitter = BatchSplitter(Split())
+        self.splitter = splitter_of(Split())
+        self.states: deque[Any] | None = None
 
     @property
     def trainer(self) -> Trainer:
@@ -707,17 +711,17 @@ class _Strategy(SingleDeviceStrategy):
         return self.lightning_module.trainer
 
     def process_dataloader(self, dataloader: object) -> object:
-        return self.splitter.wrap(dataloader) if self.trainer.training else dataloader
+        return self.splitter.wrap(dataloader, self.states) if self.trainer.training else dataloader
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self.trainer.training:
-            self.splitter.take(self.trainer.fit_loop._combined_loader)
+            self.splitter.take()
         return super().batch_to_device(batch, *args, **kwargs)
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        self.splitter.epoch_ended = trainer.fit_loop.epoch_loop._num_ready_batches_reached
-        self.splitter.window_batches = trainer.accumulate_grad_batches
+        self.splitter.loop = TrainingLoop(trainer.fit_loop)
+        self.splitter.window = lambda: trainer.accumulate_grad_batches
 
     def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
         checkpoint["split"] = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader")
@@ -725,11 +729,11 @@ class _Strategy(SingleDeviceStrategy):
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        self.splitter.resume(checkpoint["split"])
+        self.states = deque(checkpoint["split"])
         return checkpoint
 
     def on_train_start(self) -> None:
-        self.splitter.end_set_up(self.trainer.fit_loop._combined_loader)
+        self.splitter.end_set_up()
 
 
 class _Noting(LightningModule):

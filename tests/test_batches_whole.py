@@ -12,12 +12,11 @@ import pytest
 import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lockstep import Taken, on_ranks, take_all
+from lockstep import Taken, in_one_world, on_ranks, take_all
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
-from lightning_gradavg.batches.chunks import Split
-from lightning_gradavg.batches.loaders import BatchSplitter, SplitLoader
+from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
 
 SIZE, BATCH = 22, 8
 
@@ -57,10 +56,6 @@ def pad_and_mix(samples: list[tuple[int, Tensor]]) -> dict[str, Any]:
 def whole(splitter: BatchSplitter) -> BatchSplitter:
     splitter.whole_batches = True
     return splitter
-
-
-def in_one_world(loader: Any, **options: Any) -> SplitLoader:
-    return whole(BatchSplitter(Split(**options))).wrap(loader)
 
 
 def rows(batch: Any, start: int, stop: int) -> list[Any]:
@@ -182,13 +177,13 @@ WHOLE: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_parts_are_read_where_nobody_can_tell(name: str) -> None:
     """A rank loads its own samples alone if they cannot draw and torch's collation cannot mix; the log says so."""
-    assert in_one_world(IN_PARTS[name]()).describe().endswith("; each rank loads its own samples only")
+    assert in_one_world(IN_PARTS[name](), whole=True).describe().endswith("; each rank loads its own samples only")
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_all_else_is_read_whole(name: str) -> None:
     """Whatever may draw or mix is read whole by every rank; the log says so."""
-    assert in_one_world(WHOLE[name]()).describe().endswith("; every rank reads whole batches")
+    assert in_one_world(WHOLE[name](), whole=True).describe().endswith("; every rank reads whole batches")
 
 
 class Logged(Dataset[int]):
@@ -227,16 +222,16 @@ def test_workers_are_seeded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for dataset in (Augmented(), AugmentedStream()):
         plain: DataLoader[Any] = DataLoader(dataset)
-        split = in_one_world(plain)
+        split = in_one_world(plain, whole=True)
         _auto_add_worker_init_fn(split, rank=3)
         assert (None, {"rank": 0}) == (plain.worker_init_fn, split.worker_init_fn.keywords)
         for function in (pl_worker_init_function, partial(pl_worker_init_function, rank=3)):
             given: DataLoader[Any] = DataLoader(dataset, worker_init_fn=function)
-            split = in_one_world(given)
+            split = in_one_world(given, whole=True)
             assert (function, {"rank": 0}) == (given.worker_init_fn, split.worker_init_fn.keywords)
         others: list[Any] = [print, dict]  # without a rank, and without a signature
         for other in others:
-            assert in_one_world(DataLoader(dataset, worker_init_fn=other)).worker_init_fn is other
+            assert in_one_world(DataLoader(dataset, worker_init_fn=other), whole=True).worker_init_fn is other
 
 
 def test_samples_that_differ_between_ranks_are_an_error_on_all() -> None:
@@ -283,9 +278,9 @@ def test_batches_without_samples_are_refused() -> None:
     ragged = DataLoader(Augmented(), batch_size=4, collate_fn=lambda samples: [noise for _, noise in samples])
 
     with pytest.raises(ValueError, match="a loader batch has no samples: leave out empty batches"):
-        take_all(in_one_world(empty))
+        take_all(in_one_world(empty, whole=True))
     with pytest.raises(ValueError, match=r"dimension 0 is 1 and 2 and 3 and 4.*Have collate_fn"):
-        take_all(in_one_world(ragged))
+        take_all(in_one_world(ragged, whole=True))
 
 
 @pytest.mark.parametrize("more", [True, False])
@@ -298,4 +293,4 @@ def test_a_subclass_that_does_not_read_its_batch_sampler_is_refused(more: bool) 
             return iter([*batches, batches[0]] if more else [torch.cat(batches)])
 
     with pytest.raises(RuntimeError, match=f"Odd yielded {'more' if more else 'fewer'} batches"):
-        take_all(in_one_world(Odd(range(8), batch_size=2)))
+        take_all(in_one_world(Odd(range(8), batch_size=2), whole=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from toys import Toy
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.batches.part import SplitTraining
+from lightning_gradavg.batches.part import SplitBatches
 
 SIZE, BATCH, EPOCHS = 22, 8, 2
 
@@ -63,9 +62,9 @@ class Noting(Toy):
     def train_dataloader(self) -> Any:
         return self.make()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         strategy: Any = self.trainer.strategy
-        data: SplitTraining = strategy._data
+        data: SplitBatches = strategy._batches
         slices = data.slices(batch)
         assert data.chunk is not None
         if data.chunk.stand_in:
@@ -73,6 +72,8 @@ class Noting(Toy):
             assert (None, 0) == whole[:2]
             assert whole.batch is batch
         self.steps.append([(one.replica, one.samples, plain(one.batch)) for one in slices if one.replica is not None])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.w.sum()
 
 
@@ -127,7 +128,7 @@ def renamed(batch: Any, device: Any, index: int) -> Any:
 def fit(
     make: Any,
     *args: Any,
-    replicas: int | None = 4,
+    strategy: dict[str, Any] | None = None,
     seeded_workers: bool = False,
     hook: Any = None,
     stop: int | None = None,
@@ -143,19 +144,14 @@ def fit(
     if hook is not None:
         vars(model)["transfer_batch_to_device"] = hook
     saving = [] if folder is None else [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
-
-    def in_replicas(*given: Any, **options: Any) -> SplitTraining:
-        return SplitTraining(*given, **{**options, "num_replicas": replicas, "whole_batches": True})
-
-    with mock.patch("lightning_gradavg.rates.recipe_strategy.SplitTraining", in_replicas):
-        trainer = make_trainer(
-            GradAvgStrategy(split_batches=True),
-            max_epochs=EPOCHS,
-            accumulate_grad_batches=window,
-            enable_checkpointing=bool(saving),
-            callbacks=[*saving, Stop(stop)],
-        )
-        trainer.fit(model, ckpt_path=resume)
+    trainer = make_trainer(
+        GradAvgStrategy(split_batches=True, **(strategy or {"num_replicas": 4})),
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=window,
+        enable_checkpointing=bool(saving),
+        callbacks=[*saving, Stop(stop)],
+    )
+    trainer.fit(model, ckpt_path=resume)
     return model.steps
 
 
@@ -211,7 +207,12 @@ def test_batches_of_several_loaders_are_cut_alike(world):
 
 REFUSED: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str]] = {
     "sharded": (sharded, (), {}, "DataLoader or its dataset Augmented has sharded_by_rank = True"),
-    "sharded, without replicas": (sharded, (), {"replicas": None}, "has sharded_by_rank = True"),
+    "sharded, without replicas": (
+        sharded,
+        (),
+        {"strategy": {"equivalent_to": "data_parallel"}},
+        "has sharded_by_rank = True",
+    ),
     "other samples": (single, (0, True), {}, "the ranks read other samples for the same indices: found at batch 1"),
     "several": (several, (5,), {}, "now 8 samples in 4 and 5 samples in 3 of num_replicas=4, do not reach the same"),
     "samples": (single, (), {"hook": changed}, "samples where the train loader yielded"),

@@ -13,9 +13,9 @@ rank's own samples: rank 0, whose share is never the smallest, then computes a s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 __all__ = ["EMPTY_BATCH", "Chunk", "Piece", "Split", "chunk_bounds"]
@@ -44,13 +44,6 @@ def chunk_bounds(size: int, parts: int) -> tuple[Bounds, ...]:
     return tuple((min(part * step, size), min((part + 1) * step, size)) for part in range(parts))
 
 
-def _even_bounds(start: int, stop: int, parts: int) -> Iterator[Bounds]:
-    """Cut into `parts` whose sizes differ by at most 1: batch norm sees as many samples as it can in each."""
-    size = stop - start
-    for part in range(parts):
-        yield start + part * size // parts, start + (part + 1) * size // parts
-
-
 class Piece(NamedTuple):
     """The samples of one replica in a micro-batch.
 
@@ -65,6 +58,14 @@ class Piece(NamedTuple):
     stop: int
 
 
+def _even_parts(piece: Piece, most: int) -> list[Piece]:
+    """Cut into as few parts as can be, whose sizes differ by at most 1: batch norm sees many samples in each."""
+    replica, start, stop = piece
+    count = -(-(stop - start) // most)
+    bounds = [start + part * (stop - start) // count for part in range(count + 1)]
+    return [Piece(replica, first, last) for first, last in pairwise(bounds)]
+
+
 @dataclass(frozen=True)
 class Chunk:
     """What stands behind one micro-batch that a rank gets.
@@ -72,34 +73,37 @@ class Chunk:
     Attributes:
         start: First sample, as a position in the loader batch.
         stop: Sample after the last.
-        replica: Replica that the first sample belongs to; None for a stand-in, whose weight is 0.
+        pieces: The replicas that it holds samples of, in order; none for a stand-in.
         index: Position among the micro-batches that the rank takes of this loader batch, from 0.
         count: Number of micro-batches that every rank takes of this loader batch.
-        batch_samples: Number of samples of the loader batch.
         ranks: Number of ranks that have samples in this position; 0 where nobody has.
-        pieces: The replicas that it holds samples of, in order; none for a stand-in.
+        batch_samples: Number of samples of the loader batch.
         batch_replicas: Number of replicas of the loader batch that have samples, over all ranks. They are the first.
     """
 
     start: int
     stop: int
-    replica: int | None
+    pieces: tuple[Piece, ...]
     index: int
     count: int
-    batch_samples: int
     ranks: int
-    pieces: tuple[Piece, ...]
+    batch_samples: int
     batch_replicas: int
 
     @property
     def stand_in(self) -> bool:
         """Whether the samples only keep the rank busy, and must not count."""
-        return self.replica is None
+        return not self.pieces
 
     @property
     def samples(self) -> int:
         """Number of samples that count: 0 for a stand-in."""
         return 0 if self.stand_in else self.stop - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the rank's last micro-batch of the loader batch."""
+        return self.index == self.count - 1
 
 
 @dataclass(frozen=True)
@@ -111,27 +115,13 @@ class Split:
         world_size: Number of ranks W.
         replicas: Number of replicas R that every loader batch has. Rank r computes the r-th chunk of them, in one
             micro-batch: of 4 replicas, 3 ranks have 2, 2 and 0. None for W, each a rank's.
-        max_samples: Most samples m in a micro-batch; None for no limit.
+        max_samples: Most samples m in a micro-batch; None for no limit, and where R is given.
     """
 
     rank: int = 0
     world_size: int = 1
     replicas: int | None = None
     max_samples: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank must be in [0, world_size={self.world_size}), got {self.rank}")
-        if self.replicas is not None and self.replicas < 1:
-            raise ValueError(f"num_replicas must be 1 or more, or None for the world size, got {self.replicas}")
-        if self.max_samples is not None and self.max_samples < 1:
-            raise ValueError(f"max_device_batch_size must be 1 or more, or None for no limit, got {self.max_samples}")
-        if self.replicas is not None and self.max_samples is not None:
-            raise ValueError(
-                f"num_replicas={self.replicas} and max_device_batch_size={self.max_samples} both say how a batch is"
-                " cut. Leave out max_device_batch_size and choose num_replicas so large that a replica is small enough;"
-                " or leave out num_replicas."
-            )
 
     def count(self, batch_size: int | None) -> int:
         """Return how many micro-batches every rank takes of each loader batch of at most `batch_size` samples.
@@ -154,27 +144,18 @@ class Split:
         """
         return _cut(self, size, count)
 
-    def _shared_out(self, size: int) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
+    def _shared_out(self, size: int) -> list[list[tuple[Piece, ...]]]:
         """Return, for every rank, the pieces in each of its micro-batches that have samples."""
         replicas = self.replicas or self.world_size
-        bounds = chunk_bounds(size, replicas)
-        return tuple(
-            self._grouped(
-                Piece(replica, *piece)
-                for replica in range(*mine)
-                for piece in _even_bounds(*bounds[replica], self._parts(*bounds[replica]))
-            )
-            for mine in chunk_bounds(replicas, self.world_size)
-        )
-
-    def _grouped(self, pieces: Iterator[Piece]) -> tuple[tuple[Piece, ...], ...]:
-        if self.replicas is None:
-            return tuple((piece,) for piece in pieces)
-        together = tuple(pieces)
-        return (together,) if together else ()
-
-    def _parts(self, start: int, stop: int) -> int:
-        return -(-(stop - start) // (self.max_samples or max(1, stop - start)))
+        pieces = [Piece(replica, *bounds) for replica, bounds in enumerate(chunk_bounds(size, replicas))]
+        owned = [
+            [piece for piece in pieces[first:last] if piece.stop > piece.start]
+            for first, last in chunk_bounds(replicas, self.world_size)
+        ]
+        if self.max_samples is None:
+            return [[tuple(of_rank)] if of_rank else [] for of_rank in owned]
+        most = self.max_samples
+        return [[(part,) for piece in of_rank for part in _even_parts(piece, most)] for of_rank in owned]
 
 
 @lru_cache(maxsize=256)
@@ -188,20 +169,19 @@ def _cut(split: Split, size: int, count: int) -> tuple[Chunk, ...]:
             f" max_device_batch_size={split.max_samples} samples on a rank, but the loader's batch_size promised at"
             f" most {count}. Let `batch_size` of the loader or of its batch sampler be the largest batch."
         )
-    stand_ins: tuple[tuple[Piece, ...], ...] = ((),) * (count - len(shared_out[split.rank]))
-    first_stop = shared_out[0][0][0].stop
-    rows = min(max(first_stop, _STAND_IN_SAMPLES), size, split.max_samples or size)
+    mine = shared_out[split.rank]
+    rows = min(max(shared_out[0][0][0].stop, _STAND_IN_SAMPLES), size, split.max_samples or size)
+    stand_ins: list[tuple[Piece, ...]] = [()] * (count - len(mine))
     return tuple(
         Chunk(
             start=pieces[0].start if pieces else 0,
             stop=pieces[-1].stop if pieces else rows,
-            replica=pieces[0].replica if pieces else None,
+            pieces=pieces,
             index=index,
             count=count,
-            batch_samples=size,
             ranks=sum(len(theirs) >= count - index for theirs in shared_out),
-            pieces=pieces,
+            batch_samples=size,
             batch_replicas=-(-size // -(-size // (split.replicas or split.world_size))),
         )
-        for index, pieces in enumerate(stand_ins + shared_out[split.rank])
+        for index, pieces in enumerate([*stand_ins, *mine])
     )

@@ -1,38 +1,48 @@
-"""One order of the data on all ranks: samplers draw from rank 0's random state, and what they yield is compared."""
+"""One order of the data on all ranks, and how much of it training took: what a pass over a loader is determined by.
+
+The order is that of one process with the random state of rank 0. What differs between ranks is that state, so they agree
+on it twice in a pass: when the iterator is made, where workers and samplers draw that draw at once, and when the first
+batch is asked for, where most samplers draw. Hooks and other loaders may have drawn in between. From there the pass goes on
+by itself, and what it yields is compared.
+
+A pass is determined by these states. A checkpoint holds them, and the number of loader batches that were taken since. To
+go on, the pass is gone through again from the same states, and that many batches are passed over; a digest of them proves
+that they are the same. Nothing of this depends on the number of ranks or of micro-batches.
+"""
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, cast
 
 import torch
 
+from lightning_gradavg.batches.chunks import Chunk
+from lightning_gradavg.random_state import RandomState, random_state, restore_random_state, same_random_state
+from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import fingerprint
 
 __all__ = [
-    "Agree",
-    "Broadcast",
+    "LoaderState",
     "Order",
-    "RandomState",
-    "Replay",
-    "Snapshot",
-    "random_state",
-    "restore_random_state",
+    "PassState",
+    "Taken",
+    "checked_state",
+    "generators_of",
+    "length_of",
+    "load_objects",
+    "objects_of",
+    "require_alike",
+    "set_generators",
+    "states_of",
 ]
 
-Broadcast: TypeAlias = Callable[[Any], Any]
-"""Returns rank 0's object on every rank."""
-
-Agree: TypeAlias = Callable[[bytes], bool]
-"""Returns, on every rank, whether all ranks gave the same bytes."""
-
-RandomState: TypeAlias = tuple[torch.Tensor, Any, Any]
-"""States of torch's, Python's and NumPy's global generators, as values that `torch.load(weights_only=True)` reads."""
+_FORMAT = 1
+_DEPTH = 4  # a sampler of a batch sampler, a dataset of a subset: more levels are not followed
+_END = object()
 
 
 class Snapshot(TypedDict):
@@ -42,236 +52,206 @@ class Snapshot(TypedDict):
     generators: list[torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Replay:
-    """A pass over a loader that is begun again, to go on where another run left it.
+class PassState(TypedDict):
+    """What determines one pass over a loader.
 
     Attributes:
-        snapshots: The snapshots of that pass, by the name of the moment.
-        common: The common random state when it was left.
-        batches: Number of loader batches to pass over.
-        samples: Number of samples in them.
-        digest: The digest of their fingerprints.
+        snapshots: What it was drawn from, by the name of the moment.
+        objects: States that samplers and datasets had before it.
+        common: The ranks' common random state when it was left.
     """
 
-    snapshots: Mapping[str, Snapshot]
+    snapshots: dict[str, Snapshot]
+    objects: list[Any]
     common: RandomState
+
+
+class LoaderState(TypedDict):
+    """Where training stands in a loader. The same on all ranks, and for every world size.
+
+    Attributes:
+        format: Version of this format.
+        complete: Whether the epoch is over, so that the next pass starts at its first batch.
+        batches: Loader batches of the first of `passes` that were trained on.
+        samples: Samples in them.
+        epoch_batches: Loader batches of the epoch that were trained on. Of a loader that was started again within the
+            epoch, being shorter than another, it is more than `batches`.
+        digest: Of the fingerprints of these batches, in hexadecimal digits.
+        passes: The pass; then those that were already begun after it, because Lightning fetches ahead. None after a
+            complete epoch.
+        generators: States of the loader's own generators now.
+        objects: States of the samplers and datasets that have some, now.
+        seeded: Whether worker processes outlive the epoch, so that the next pass draws no seed for them.
+        random: Rank 0's global random state after these batches.
+    """
+
+    format: int
+    complete: bool
     batches: int
     samples: int
-    digest: bytes
+    epoch_batches: int
+    digest: str
+    passes: list[PassState]
+    generators: list[torch.Tensor]
+    objects: list[Any]
+    seeded: bool
+    random: RandomState
 
 
-def random_state() -> RandomState:
-    """Return the states of the CPU generators that samplers draw from unless they were given one."""
-    numpy = sys.modules.get("numpy")  # nobody can have drawn from it before it was imported
-    return torch.get_rng_state(), random.getstate(), _plain(numpy.random.get_state(legacy=False)) if numpy else None
+class Taken(NamedTuple):
+    """How much of a pass training took: loader batches, samples in them, and the digest of their fingerprints."""
 
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def restore_random_state(state: RandomState) -> None:
-    """Set the states of the CPU generators."""
-    for_torch, (version, words, gauss), for_numpy = state
-    torch.set_rng_state(for_torch)
-    random.setstate((version, tuple(words), gauss))
-    if for_numpy is not None and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(for_numpy)
-
-
-def _equal(one: RandomState, other: RandomState) -> bool:
-    return (
-        torch.equal(one[0], other[0]) and one[1] == other[1] and (one[2] is None or other[2] is None or one[2] == other[2])
-    )
+    batches: int = 0
+    samples: int = 0
+    digest: bytes = b""
 
 
 class Order:
-    """The order of one pass over a loader.
+    """The order of one pass over a loader. Making it is a collective operation.
 
     Args:
-        broadcast: Returns rank 0's object on every rank; None where this rank's own random state decides.
-        agree: Returns, on every rank, whether all ranks gave the same bytes; None where nothing is to be compared.
-        generators: The loader's own generators.
-        replay: The pass to begin again.
+        loader: The user's loader.
+        world: The ranks that read the same batches.
+        again: The pass of another run that is gone through again, or None.
+        start: How much of that pass is passed over.
         seeded: Whether the worker processes have their seed from an earlier epoch, so that none is to be drawn. Where
             they had to be started anew, the draw is taken back.
+
+    Attributes:
+        taken: How much of the pass training took, of `start` and since.
     """
 
     def __init__(
         self,
-        broadcast: Broadcast | None = None,
-        agree: Agree | None = None,
-        generators: Sequence[torch.Generator] = (),
-        replay: Replay | None = None,
+        loader: Any,
+        world: World,
+        again: PassState | None = None,
+        start: Taken = Taken(),  # noqa: B008  # immutable
         *,
         seeded: bool = False,
     ) -> None:
-        self._broadcast = broadcast
-        self._agree = agree
-        self._generators = generators
-        self._seeded = seeded
-        self._state: RandomState | None = None
-        self._within = False
+        self._world, self._start, self.taken = world, start, start
+        self._generators, stateful = generators_of(loader), objects_of(loader)
+        if again is not None:
+            load_objects(stateful, again["objects"])
+        self._objects = states_of(stateful)
+        self._seen = {} if again is None else dict(again["snapshots"])
+        self._snapshots: dict[str, Snapshot] = {}
+        self._left = None if again is None else again["common"]
+        self._drawing = False
         self._own: RandomState | None = None  # to put back after a draw
-        self._digest = blake2b(digest_size=16)
-        self._batches = 0
-        self.snapshots: dict[str, Snapshot] = {} if replay is None else dict(replay.snapshots)
-        self._replay = replay
-        self._to_skip = 0 if replay is None else replay.batches
-        self.reach("begin")
+        self._hash, self._batches = blake2b(digest_size=16), 0
+        self.agree("begin")
+        if seeded:
+            self._seen["made"] = self._snapshots["begin"]
+        length = length_of(loader)
+        self._sized = length is not None
+        self.require(("length", length), f"the ranks' train loaders differ: on this rank the length is {length}.")
+
+    def state(self) -> PassState:
+        """Return what determines the pass."""
+        return PassState(snapshots=dict(self._snapshots), objects=copy.deepcopy(self._objects), common=self._common)
 
     @property
-    def replay(self) -> Replay | None:
-        """The pass of a checkpoint that is still to be gone through again; None where there is none."""
-        return self._replay
+    def _common(self) -> RandomState:
+        return random_state() if self._drawing else self._state
 
-    @property
-    def shares(self) -> bool:
-        """Whether the order is that of all ranks. Only then fingerprints of the batches are wanted."""
-        return self._broadcast is not None
+    def agree(self, moment: Literal["begin", "made", "first"]) -> None:
+        """Have further draws start from rank 0's random state, or from where the pass to go through again drew.
 
-    @property
-    def common(self) -> RandomState:
-        """The common random state that the next draw starts from."""
-        return random_state() if self._within or self._state is None else self._state
-
-    @property
-    def batches(self) -> int:
-        """Number of loader batches so far."""
-        return self._batches
-
-    @property
-    def digest(self) -> bytes:
-        """16 bytes that stand for all batches so far, in their order."""
-        return self._digest.digest()
-
-    def reach(self, moment: Literal["begin", "made", "first"]) -> None:
-        """Take a snapshot, or go back to the one of the pass to replay. A collective operation.
+        A collective operation.
 
         Args:
-            moment: `begin`, before an iterator is made; `made`, before the sampler's iterator is made (twice, where
-                there are workers), or after that of an iterable; `first`, before the first batch. At the first and at
-                the last, all further draws are made to start from rank 0's random state.
+            moment: `begin`, before an iterator is made; `made`, before that of a sampler is, or after that of an iterable;
+                `first`, before the first batch is asked for. Within a draw, as where worker processes are fed their
+                first indices, the state is rank 0's already.
         """
-        if self._broadcast is None:
+        if moment == "first" and moment in self._snapshots:
             return
-        seen = None if self._replay is None else self._replay.snapshots.get(moment)
-        if seen is None and moment == "made" and self._seeded:
-            seen = self.snapshots["begin"]
-        if seen is not None:
-            self._go_to(seen)
-        # Within a draw the state is rank 0's already; worker processes are fed their first indices there.
-        elif moment != "made" and not self._within:
-            self._state = self._broadcast(random_state())
-        states = [generator.get_state() for generator in self._generators]
-        self.snapshots[moment] = Snapshot(random=self.common, generators=states)
-        if moment == "first" and self._to_skip == 0:
-            self._catch_up()
-
-    def _go_to(self, snapshot: Snapshot) -> None:
-        if self._within:
-            restore_random_state(snapshot["random"])
-        else:
-            self._state = snapshot["random"]
-        for generator, state in zip(self._generators, snapshot["generators"], strict=True):
-            generator.set_state(state)
+        seen = self._seen.get(moment)
+        if seen is None and not self._drawing:
+            self._state: RandomState = self._world.from_first(random_state())
+        elif seen is not None:
+            self._state = seen["random"]
+            set_generators(self._generators, seen["generators"])
+            if self._drawing:
+                restore_random_state(self._state)
+        self._snapshots[moment] = Snapshot(
+            random=self._common, generators=[generator.get_state() for generator in self._generators]
+        )
 
     @contextmanager
-    def shared(self) -> Iterator[None]:
+    def drawing(self) -> Iterator[None]:
         """Draw from the ranks' common random state inside.
 
-        A rank whose own state is equal to it moves on with it, as a single process does. A rank with another state has
-        that one back at the end. So has every rank while a pass is replayed, until that has caught up.
+        A rank whose own state is equal to it moves on with it, as a single process does. Any other has its own back at
+        the end. So has every rank while batches are passed over: its own state is that of the run that is gone on with.
         """
-        if self._state is None or self._within:
+        if self._drawing:
             yield
             return
         own = random_state()
-        self._own = own if self._replay is not None or not _equal(own, self._state) else None
-        if self._own is not None:
-            restore_random_state(self._state)
-        self._within = True
+        self._own = own if self.behind or not same_random_state(own, self._state) else None
+        restore_random_state(self._state)
+        self._drawing = True
         try:
             yield
         finally:
-            self._within = False
-            self._state = random_state()
-            if self._own is not None:
-                restore_random_state(self._own)
+            self._state, self._drawing = random_state(), False
+            restore_random_state(self._own or self._state)
 
-    def _catch_up(self) -> None:
-        """End the replay. A rank moves on with it if its random state is the common one that the pass was left with."""
-        replay, self._replay = self._replay, None
-        if replay is None or self._state is None:
-            return
-        own = self._own if self._within and self._own is not None else random_state()
-        if not _equal(own, replay.common):
-            return
-        if self._within:
+    def go_on(self) -> None:
+        """Draw from the state that the pass was left with, past draws that are not made again. To be called in a draw."""
+        assert self._left is not None
+        restore_random_state(self._left)
+        if self._own is not None and same_random_state(self._own, self._left):
             self._own = None
-        else:
-            restore_random_state(self._state)
 
-    def skips(self, key: bytes) -> bool:
-        """Return whether the next loader batch is one to pass over, and note it. A collective operation.
+    def drawn(self, batches: Iterator[Any], *, once: bool = False) -> Iterator[Any]:
+        """Yield the batches, each drawn from the ranks' common random state, or only the first one if `once`."""
+        self.agree("first")
+        while True:
+            with self.drawing():
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
+            if once:
+                yield from batches
+                return
 
-        Args:
-            key: The fingerprint of the batch.
+    @property
+    def behind(self) -> bool:
+        """Whether batches are still to be passed over."""
+        return self._batches < self._start.batches
 
-        Raises:
-            RuntimeError: If the last of them is reached, and they are not those of the pass to replay.
-        """
-        if self._to_skip == 0:
-            return False
-        assert self._replay is not None
-        self._note(key)
-        self._to_skip -= 1
-        if self._to_skip == 0:
-            self._compare(f"batch {self._batches}, the last that the checkpoint counts as trained on")
-            if self.digest != self._replay.digest:
-                raise self._other_batches(self._replay, "are not those of the checkpoint")
-            self._catch_up()
-        return True
+    @property
+    def caught_up(self) -> bool:
+        """Whether no batch was noted but those to be passed over."""
+        return self._batches == self._start.batches
 
-    def _other_batches(self, replay: Replay, found: str) -> RuntimeError:
-        return RuntimeError(
-            f"the checkpoint was saved after {replay.batches} batches ({replay.samples} samples) of its epoch, but the"
-            f" first {replay.batches} batches of the train loader {found}: going on would train on some samples twice"
-            " and on others never. Resume with the dataset, batch size and sampler of that run. A sampler whose order"
-            " does not come from `generator=` or the global random state needs methods `state_dict` and"
-            " `load_state_dict`. Or resume from a checkpoint of the end of an epoch."
-        )
+    def note(self, key: bytes) -> bytes | None:
+        """Note the next loader batch by its fingerprint, and compare. A collective operation.
 
-    def require(self, value: Any, message: str) -> None:
-        """Raise on all ranks unless `value` is the same on all of them. A collective operation.
+        At batches 1, 2, 4, 8, and so on; without a known length at every batch, so that a rank that ends early and one
+        that goes on meet here, and not in different collectives.
+
+        Returns:
+            The digest of all batches so far; None for one that is to be passed over.
 
         Raises:
-            ValueError: With `message`.
+            RuntimeError: If the batches so far are not the same on all ranks, or not those of the pass to go through.
         """
-        if self._agree is not None and not self._agree(fingerprint(value)):
-            raise ValueError(f"{message} With split_batches=True it must be the same on all ranks.")
-
-    def _note(self, key: bytes) -> None:
-        self._digest.update(key)
+        passed_over = self.behind
+        self._hash.update(key)
         self._batches += 1
-
-    def add(self, key: bytes, *, sized: bool) -> None:
-        """Note a loader batch by its fingerprint, and compare. A collective operation.
-
-        Args:
-            key: The fingerprint of the batch.
-            sized: Whether all ranks know that they have the same number of batches. If not, every batch is compared, so
-                that a rank that ends early and one that goes on meet here, and not in different collectives.
-
-        Raises:
-            RuntimeError: If the batches so far are not the same on all ranks.
-        """
-        self._note(key)
-        if not sized or self._batches & (self._batches - 1) == 0:
+        if self.caught_up:
+            self._compare(f"batch {self._batches}, the last that the checkpoint counts as trained on")
+            if self._hash.digest() != self._start.digest:
+                raise self._other_batches("are not those of the checkpoint")
+        elif not passed_over and not (self._sized and self._batches & (self._batches - 1)):
             self._compare(f"batch {self._batches}")
+        return None if passed_over else self._hash.digest()
 
     def finish(self) -> None:
         """Compare at the end of the pass. A collective operation.
@@ -280,15 +260,123 @@ class Order:
             RuntimeError: If the batches are not the same on all ranks, or some to pass over are missing.
         """
         self._compare(f"the end after batch {self._batches}")
-        if self._to_skip:
-            assert self._replay is not None
-            raise self._other_batches(self._replay, f"are missing, it ends after {self._batches}")
+        if self.behind:
+            raise self._other_batches(f"are missing, it ends after {self._batches}")
+
+    def take(self, chunk: Chunk, digest: bytes) -> None:
+        """Note that training takes a micro-batch."""
+        if chunk.is_last:
+            self.taken = Taken(self.taken.batches + 1, self.taken.samples + chunk.batch_samples, digest)
+
+    def require(self, value: Any, message: str) -> None:
+        """Raise a ValueError on all ranks unless `value` is the same on all of them. A collective operation."""
+        require_alike(self._world, value, message)
 
     def _compare(self, what: str) -> None:
-        if self._agree is not None and not self._agree(self._digest.digest()):
+        if not _alike(self._world, self._hash.digest()):
             raise RuntimeError(
                 f"the train loader does not yield the same batches on all ranks: found at {what} of this epoch."
                 " With split_batches=True every rank takes its chunk of the same batch. Make the sampler or the dataset"
                 " independent of the rank, and seed generators of its own alike on every rank; or, where every rank is"
                 " to read its own part of the data, set `sharded_by_rank = True` on the loader or on its dataset."
             )
+
+    def _other_batches(self, found: str) -> RuntimeError:
+        batches, samples, _ = self._start
+        return RuntimeError(
+            f"the checkpoint was saved after {batches} batches ({samples} samples) of its epoch, but the"
+            f" first {batches} batches of the train loader {found}: going on would train on some samples twice"
+            " and on others never. Resume with the dataset, batch size and sampler of that run. A sampler whose order"
+            " does not come from `generator=` or the global random state needs methods `state_dict` and"
+            " `load_state_dict`. Or resume from a checkpoint of the end of an epoch."
+        )
+
+
+def require_alike(world: World, value: Any, message: str) -> None:
+    """Raise on all ranks unless `value` is the same on all of them. A collective operation.
+
+    Raises:
+        ValueError: With `message`.
+    """
+    if not _alike(world, fingerprint(value)):
+        raise ValueError(f"{message} With split_batches=True it must be the same on all ranks.")
+
+
+def _alike(world: World, digest: bytes) -> bool:
+    rows = world.gather_integers([int.from_bytes(digest[:8], "little", signed=True)])
+    return all(row == rows[0] for row in rows)
+
+
+def length_of(loader: Any) -> int | None:
+    """Return the length of `loader`, or None where it has none."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def checked_state(state: Any, loader: Any) -> LoaderState:
+    """Return `state` if `loader` can go on from it.
+
+    Raises:
+        ValueError: If it is no state of a split loader, or that of one with other generators or stateful parts.
+    """
+    if not (isinstance(state, dict) and state.get("format") == _FORMAT and LoaderState.__required_keys__ <= state.keys()):
+        found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
+        raise ValueError(
+            f"the checkpoint's state of a train loader is not one of format {_FORMAT} of a loader split with"
+            f" split_batches=True; it holds {found}. Resume with the strategy and the train loaders that saved it."
+        )
+    for what, mine, theirs in (
+        ("generators of its own", generators_of(loader), state["generators"]),
+        ("samplers and datasets with a state_dict", objects_of(loader), state["objects"]),
+    ):
+        if len(mine) != len(theirs):
+            raise ValueError(
+                f"the train loader has {len(mine)} {what}, but that of the checkpoint had {len(theirs)}. Resume"
+                " with the sampler and dataset of the run that saved it."
+            )
+    return cast("LoaderState", state)
+
+
+def _parts(loader: Any) -> list[Any]:
+    """Return the loader's samplers and datasets, each once, in an order that is the same in every run."""
+    found, level = [loader], [loader]
+    for _ in range(_DEPTH):
+        inner = [getattr(part, name, None) for part in level for name in ("batch_sampler", "sampler", "dataset")]
+        level = []
+        for part in inner:
+            if part is not None and not any(part is known for known in found):
+                found.append(part)
+                level.append(part)
+    return found
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators that the loader, its samplers and its datasets own, each once."""
+    owned = [getattr(part, "generator", None) for part in _parts(loader)]
+    unique = {id(generator): generator for generator in owned if isinstance(generator, torch.Generator)}
+    return list(unique.values())
+
+
+def set_generators(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
+    """Give every generator its state."""
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
+def objects_of(loader: Any) -> list[Any]:
+    """Return the samplers and datasets that have a state."""
+    parts = _parts(loader)[1:]  # a loader with a state of its own resumes itself
+    return [part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")]
+
+
+def states_of(objects: list[Any]) -> list[Any]:
+    """Return the states of samplers and datasets, as they are now."""
+    return [copy.deepcopy(part.state_dict()) for part in objects]
+
+
+def load_objects(objects: list[Any], states: list[Any]) -> None:
+    """Give every sampler and dataset a state of its own."""
+    for part, state in zip(objects, states, strict=True):
+        part.load_state_dict(copy.deepcopy(state))

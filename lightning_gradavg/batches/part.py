@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -12,12 +13,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_gradavg.batches.chunks import Chunk, Split
-from lightning_gradavg.batches.loaders import BatchSplitter, SplitLoader
+from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
+from lightning_gradavg.lightning_internals import TrainingLoop, injects_samplers, set_injection_of_samplers
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.tree import batch_samples, slice_batch
 
-__all__ = ["Batches", "ReplicaSlice", "SplitBatches", "as_one_stand_in"]
+__all__ = ["Batches", "ReplicaSlice", "SplitBatches"]
 
 
 class ReplicaSlice(NamedTuple):
@@ -63,6 +65,9 @@ class Batches(Part):
         saved |= {"micro_batches": 1, "loaders": None}
 
 
+_COUNT_BATCHES = ("accumulate_grad_batches", "limit_train_batches", "val_check_interval")
+
+
 class SplitBatches(Batches):
     """Splits the training loaders of a run.
 
@@ -76,73 +81,72 @@ class SplitBatches(Batches):
     def __init__(self, options: Options) -> None:
         self._options = options
         self._saved: Saved | None = None
-        self.splitter: BatchSplitter | None = None
-        Split(max_samples=options.max_device_batch_size)
+        self._splitter: BatchSplitter | None = None
 
     def configure_ddp(self, run: Run) -> None:
         """Begin to split the loaders of a run."""
-        trainer, module, options = run.trainer, run.module, self._options
-        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        trainer, options = run.trainer, self._options
+        if is_param_in_hook_signature(run.module.training_step, "dataloader_iter", explicit=True):
             raise ValueError(
                 "split_batches=True cannot serve a training_step(dataloader_iter): it takes batches past the strategy."
                 " Let training_step take (batch, batch_idx), or set split_batches=False."
             )
         super().configure_ddp(run)
-        self._trainer, self._module = trainer, module
-        world = run.world
-        self.splitter = BatchSplitter(
-            Split(world.rank, world.size, options.num_replicas, options.max_device_batch_size),
-            None if world.size == 1 else world.from_first,
-            None if world.size == 1 else self._agree,
-            options.replicated,
+        self._splitter = BatchSplitter(
+            Split(run.world.rank, run.world.size, options.num_replicas, options.max_device_batch_size),
+            run.world,
+            TrainingLoop(trainer.fit_loop),
+            lambda: self.accumulation,
+            whole_batches=options.replicated,
         )
-        self.splitter.epoch_ended = trainer.fit_loop.epoch_loop._num_ready_batches_reached
-        self._saved_micro_batches: int | None = None
-        connector = trainer._accelerator_connector
-        self._injects_samplers = connector.use_distributed_sampler
-        self._accumulation = trainer.accumulate_grad_batches
-        self._limit, self._val_interval = trainer.limit_train_batches, trainer.val_check_interval
-        self._scheduled = any(
-            isinstance(callback, GradientAccumulationScheduler)
-            for callback in trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        )
-        self._epoch: int | None = None
-        self.chunk = None
-        saved, self._saved = self._saved, None
-        if saved is not None and saved["loaders"] is not None:
-            self.splitter.resume(saved["loaders"])
-            self._saved_micro_batches = saved["micro_batches"]
+        self._given = {name: getattr(trainer, name) for name in _COUNT_BATCHES}
+        self._injects_samplers = injects_samplers(trainer)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        self._schedule = next((each for each in callbacks if isinstance(each, GradientAccumulationScheduler)), None)
+        self._taken: list[Chunk | None] = []
+        saved, self._saved = self._saved or {}, None
+        self._states = deque(saved["loaders"]) if saved.get("loaders") else None
+        self._saved_micro_batches: int | None = saved["micro_batches"] if saved.get("loaders") is not None else None
 
     @property
     def accumulation(self) -> int:
         """Loader batches per optimizer step, which is what the user's `accumulate_grad_batches` counts."""
-        return self._accumulation
+        if self._schedule is not None:
+            return self._schedule.get_accumulate_grad_batches(self.run.trainer.current_epoch)
+        count: int = self._given["accumulate_grad_batches"]
+        return count
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches per loader batch."""
-        return 1 if self.splitter is None else self.splitter.micro_batches
+        return 1 if self._splitter is None else self._splitter.micro_batches
 
     @property
     def splits(self) -> bool:
         """Whether loaders are split in this run."""
-        return self.splitter is not None
+        return self._splitter is not None
+
+    @property
+    def splitter(self) -> BatchSplitter:
+        """What splits the loaders, in a run that trains."""
+        assert self._splitter is not None
+        return self._splitter
 
     def prepare_loaders(self, stage: str) -> None:
         """Have Lightning leave the samplers of training loaders alone.
 
         The only moment at which training and evaluation loaders can be told apart and their samplers kept.
         """
-        if self.splitter is not None:
-            self._trainer._accelerator_connector.use_distributed_sampler = self._injects_samplers and stage != "train"
+        if self.splits:
+            set_injection_of_samplers(self.run.trainer, self._injects_samplers and stage != "train")
 
     def process_dataloader(self, loader: Any) -> SplitLoader:
         """Return a training loader of this rank's micro-batches. A collective operation."""
-        split = self._splitter.wrap(loader)
+        split = self.splitter.wrap(loader, self._states)
         count = self.micro_batches
-        if count > 1 and not self._module.automatic_optimization:
+        if count > 1 and not self.run.module.automatic_optimization:
             raise ValueError(
-                f"max_device_batch_size={self._splitter.split.max_samples} cuts every batch into {count} micro-batches,"
+                f"max_device_batch_size={self._options.max_device_batch_size} cuts every batch into {count} micro-batches,"
                 " between which a training_step in manual optimization would step. Use automatic optimization, or cut"
                 " the batches in training_step."
             )
@@ -150,26 +154,62 @@ class SplitBatches(Batches):
         rank_zero_info(f"GradAvgStrategy: {split.describe()}")
         return split
 
-    @property
-    def _splitter(self) -> BatchSplitter:
-        assert self.splitter is not None
-        return self.splitter
+    def _count_micro_batches(self, loader: Any, count: int) -> None:
+        trainer, limit, interval = self.run.trainer, self._given["limit_train_batches"], self._given["val_check_interval"]
+        if self._schedule is None:  # the callback insists on 1 until training begins
+            trainer.accumulate_grad_batches = self.accumulation * count
+        if isinstance(limit, int):
+            trainer.limit_train_batches = limit * count
+        elif limit != 1.0 and count > 1:
+            # A part of the micro-batches could end within a loader batch.
+            trainer.limit_train_batches = int(len(loader) // count * limit) * count
+        if isinstance(interval, int):
+            trainer.val_check_interval = interval * count
+
+    def on_train_start(self) -> None:
+        """Begin training, with the loaders set up and the progress of a checkpoint restored."""
+        if self._states:
+            raise ValueError(
+                f"the checkpoint holds the states of {len(self._states)} more train loaders than this run has. Resume"
+                " with the train loaders of the run that saved it."
+            )
+        self.splitter.end_set_up()
+        self._states = None
+        saved, self._saved_micro_batches = self._saved_micro_batches, None
+        if saved is None:
+            return
+        # Lightning's progress counts micro-batches of the run that saved the checkpoint.
+        loop = self.run.trainer.fit_loop
+        epochs: Any = loop.epoch_progress
+        if epochs.total.ready == epochs.total.processed:
+            # Resumed at the last batch of an epoch, Lightning 2.6 ends it in `reset`, but takes itself to be within it:
+            # the next epoch would not be counted as begun, and not be gone on with after another checkpoint.
+            loop.reset_restart_stage()
+        progress = loop.epoch_loop.batch_progress
+        current: Any = progress.current
+        processed, taken = current.processed, self.splitter.resumed_batches
+        now = (processed // saved if taken is None else taken) * self.micro_batches
+        for name in ("ready", "started", "processed", "completed"):
+            ahead = getattr(current, name) - processed
+            setattr(progress.total, name, getattr(progress.total, name) + now - processed)
+            setattr(current, name, now + ahead)
 
     def on_train_batch_start(self) -> None:
         """Note what stands behind the batch to train on now."""
-        if self._epoch != self._trainer.current_epoch:
-            self._epoch = self._trainer.current_epoch
-            self._round_validation()  # Lightning computes it anew where it reloads the loaders
-            if self._scheduled:
-                # The callback writes it at the start of every epoch, in loader batches.
-                self._accumulation = self._trainer.accumulate_grad_batches
-                self._accumulate()
-        self.chunk = self._splitter.take(self._trainer.fit_loop._combined_loader)
+        trainer, count, interval = self.run.trainer, self.micro_batches, self._given["val_check_interval"]
+        if self._schedule is not None:
+            # The callback writes it at the start of every epoch, in loader batches.
+            trainer.accumulate_grad_batches = self.accumulation * count
+        if isinstance(interval, float) and trainer.fit_loop.max_batches != float("inf"):
+            # After whole loader batches. Lightning computes it anew where it reloads the loaders.
+            trainer.val_check_batch = max(1, int(trainer.fit_loop.max_batches // count * interval)) * count
+        self._taken = self.splitter.take()
+        self.chunk = next((chunk for chunk in self._taken if chunk is not None), None)
 
     def training_step(self) -> AbstractContextManager[None]:
         """Have a step whose samples do not count leave no trace."""
         stand_in = self.chunk is not None and self.chunk.stand_in
-        return as_one_stand_in(self._module) if stand_in else nullcontext()
+        return _as_stand_in(self.run.module) if stand_in else nullcontext()
 
     def slices(self, batch: Any) -> list[ReplicaSlice]:
         """Cut the rank's batch in training, as `training_step` gets it, into its replicas.
@@ -181,20 +221,19 @@ class SplitBatches(Batches):
         Raises:
             ValueError: If the batch no longer has the structure or the number of samples that the loaders yielded.
         """
-        assert self.chunk is not None, "slices() needs a batch that take() has noted"
-        if self._splitter.split.replicas is None:
-            return [ReplicaSlice(self.chunk.replica, self.chunk.samples, batch)]
-        loaders: Any = self._trainer.fit_loop._combined_loader
-        spec, chunks = loaders._spec, self._splitter.taken
+        assert self.chunk is not None, "slices() needs a batch that is in training"
+        if self._options.num_replicas is None:
+            return [ReplicaSlice(self.chunk.pieces[0].replica if self.chunk.pieces else None, self.chunk.samples, batch)]
+        structure = self.splitter.loop.structure
         try:
-            parts = spec.flatten_up_to(batch)
+            parts = structure.flatten_up_to(batch)
         except ValueError as error:
             raise ValueError(
                 f"the batch of type {type(batch).__name__} that training_step gets does not have the structure of the"
                 " train loaders any more, so it cannot be cut into replicas. Have on_before_batch_transfer and"
                 " on_after_batch_transfer keep one batch for each loader."
             ) from error
-        for chunk, part in zip(chunks, parts, strict=True):
+        for chunk, part in zip(self._taken, parts, strict=True):
             # On ranks without samples, too: all raise, or none.
             if chunk is not None and batch_samples(part) != chunk.stop - chunk.start:
                 raise ValueError(
@@ -208,36 +247,13 @@ class SplitBatches(Batches):
             ReplicaSlice(
                 piece.replica,
                 piece.stop - piece.start,
-                spec.unflatten(
+                structure.unflatten(
                     None if chunk is None else _cut_out(part, chunk, position)
-                    for chunk, part in zip(chunks, parts, strict=True)
+                    for chunk, part in zip(self._taken, parts, strict=True)
                 ),
             )
             for position, piece in enumerate(self.chunk.pieces)
         ]
-
-    def on_train_start(self) -> None:
-        """Begin training, with the loaders set up and the progress of a checkpoint restored."""
-        self._splitter.end_set_up(self._trainer.fit_loop._combined_loader)
-        saved, self._saved_micro_batches = self._saved_micro_batches, None
-        if saved is None:
-            return
-        # Lightning's progress counts micro-batches of the run that saved the checkpoint.
-        loop = self._trainer.fit_loop
-        epochs: Any = loop.epoch_progress
-        if epochs.total.ready == epochs.total.processed:
-            # Resumed at the last batch of an epoch, Lightning 2.6 ends it in `reset`, but takes itself to be within it:
-            # the next epoch would not be counted as begun, and not be gone on with after another checkpoint.
-            loop.reset_restart_stage()
-        progress = loop.epoch_loop.batch_progress
-        current: Any = progress.current
-        processed = current.processed
-        taken = self._splitter.batches_taken or processed // saved
-        now = taken * self.micro_batches
-        for name in ("ready", "started", "processed", "completed"):
-            ahead = getattr(current, name) - processed
-            setattr(progress.total, name, getattr(progress.total, name) + now - processed)
-            setattr(current, name, now + ahead)
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save the loaders' states here: Lightning would load them only within an epoch, and not if they were there."""
@@ -250,38 +266,12 @@ class SplitBatches(Batches):
 
     def teardown(self) -> None:
         """Put the Trainer's options back to what the user gave."""
-        if self.splitter is None:
+        if self._splitter is None:
             return
-        self.splitter, self.chunk = None, None
-        trainer = self._trainer
-        trainer._accelerator_connector.use_distributed_sampler = self._injects_samplers
-        trainer.accumulate_grad_batches = self._accumulation
-        trainer.limit_train_batches, trainer.val_check_interval = self._limit, self._val_interval
-
-    def _round_validation(self) -> None:
-        """Validate after whole loader batches where the user gave a part of the epoch."""
-        total, count = self._trainer.fit_loop.max_batches, self.micro_batches
-        if isinstance(self._val_interval, float) and total != float("inf"):
-            self._trainer.val_check_batch = max(1, int(total // count * self._val_interval)) * count
-
-    def _accumulate(self) -> None:
-        self._trainer.accumulate_grad_batches = self._accumulation * self.micro_batches
-        self._splitter.window_batches = self._accumulation
-
-    def _count_micro_batches(self, loader: Any, count: int) -> None:
-        trainer = self._trainer
-        if not self._scheduled:  # the callback insists on 1 until training begins
-            self._accumulate()
-        if isinstance(self._limit, int):
-            trainer.limit_train_batches = self._limit * count
-        elif self._limit != 1.0 and count > 1:
-            # A part of the micro-batches could end within a loader batch.
-            trainer.limit_train_batches = int(len(loader) // count * self._limit) * count
-        if isinstance(self._val_interval, int):
-            trainer.val_check_interval = self._val_interval * count
-
-    def _agree(self, value: bytes) -> bool:
-        return len(set(self.run.world.gather_objects(value))) == 1
+        self._splitter, self.chunk = None, None
+        set_injection_of_samplers(self.run.trainer, self._injects_samplers)
+        for name, value in self._given.items():
+            setattr(self.run.trainer, name, value)
 
 
 def _cut_out(batch: Any, chunk: Chunk, position: int) -> Any:
@@ -291,7 +281,7 @@ def _cut_out(batch: Any, chunk: Chunk, position: int) -> Any:
 
 
 @contextmanager
-def as_one_stand_in(module: LightningModule) -> Iterator[None]:
+def _as_stand_in(module: LightningModule) -> Iterator[None]:
     """Run a training step whose samples do not count: buffers are put back, and what it logs has batch size 0."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     log: Callable[..., None] = module.log

@@ -1,24 +1,40 @@
-"""Where a loader is split: at the indices it asks for, at the samples it collates, or at the batches it yields."""
+"""Where a loader is split: at the indices it asks for, at the samples it collates, or at the batches it yields.
+
+* `FromIndices`: a map-style dataset, so that a rank loads its own samples only.
+* `FromSamples`: an iterable-style dataset, before the samples are collated.
+* `FromBatches`: an iterable of batches, or `batch_size=None`.
+
+Where the batches are to be those of one process with all that random numbers, padding and mixing make of them, every rank
+reads whole batches and cuts its part out of what `collate_fn` returns (`FromBatches`, `FromWholeBatches`): in the main
+process datasets draw from the random state of rank 0, and worker processes have the same seeds on all ranks. That costs
+each rank the reading of all samples, so loaders that cannot tell the difference are still split at their indices.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
-from lightning_gradavg.batches.chunks import Chunk, Split
+from lightning_gradavg.batches.chunks import EMPTY_BATCH, Chunk, Split
 from lightning_gradavg.batches.order import Order
 from lightning_gradavg.tree import batch_samples, fingerprint, slice_batch
 
@@ -26,152 +42,79 @@ __all__ = [
     "FromBatches",
     "FromIndices",
     "FromSamples",
-    "Item",
-    "Source",
-    "clone",
-    "draws_once",
-    "indices_of",
+    "FromWholeBatches",
+    "as_on_rank_0",
     "loader_batch_size",
-    "mismatch",
-    "rest",
     "source_of",
 ]
 
 Item: TypeAlias = tuple[Any, Chunk, bytes]
-"""A micro-batch, what stands behind it, and the fingerprint of the loader batch."""
-
-_Asked: TypeAlias = "deque[tuple[Chunk, bytes]]"
-
-_END = object()
+"""A micro-batch, what stands behind it, and the digest of all loader batches up to its own."""
 
 # They draw from a global generator for their first index only, and are spared the 0.1 ms per batch of sharing it.
 _DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
-
-class Source(Protocol):
-    """One rank's micro-batches of a user's loader.
-
-    Attributes:
-        loader: What is iterated: the user's loader, or a copy of it.
-        alike: Whether every rank reads every sample.
-    """
-
-    loader: Any
-    alike: ClassVar[bool]
-
-    def __init__(self, loader: Any, split: Split, count: Callable[[], int]) -> None: ...
-
-    def __len__(self) -> int: ...
-
-    def read(self, order: Order) -> Iterator[Item]:
-        """Start one pass over the loader at once, and return its micro-batches, `count()` per loader batch."""
-        ...
+# Their items are what they hold. A subclass may draw.
+_DRAW_NOTHING = (TensorDataset, Tensor, list, tuple, range)
 
 
-def clone(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """Return a copy with other attributes, of any subclass, without running a constructor that may not know them."""
+def _clone(loader: Any, **attributes: Any) -> Any:
+    """Return a `DataLoader` with other attributes, of any subclass, without a constructor that may not know them."""
+    if not isinstance(loader, DataLoader):
+        return loader
     copy = object.__new__(type(loader))
     copy.__dict__.update({**loader.__dict__, "_iterator": None, **attributes})
     return copy
 
 
-def _read(loader: Iterable[Any], order: Order) -> Iterator[Any]:
-    with order.shared():
-        batches = iter(loader)
-        order.reach("made")
-    return rest(batches, order)
-
-
-def rest(batches: Iterator[Any], order: Order, *, once: bool = False, reached: bool = False) -> Iterator[Any]:
-    """Yield the batches, each drawn from the ranks' common random state.
+class FromBatches:
+    """Splits the batches of any iterable, as they come.
 
     Args:
-        batches: What yields them.
-        order: The order of the pass.
-        once: Whether only the first one is drawn.
-        reached: Whether the order has been told that the first batch is asked for.
+        loader: The user's loader.
+        split: How its batches are split.
+        count: Returns how many micro-batches a rank takes of each.
+        replaced: Attributes that the loader is to have instead of the user's.
+
+    Attributes:
+        loader: What is iterated: the user's iterable, or a copy of a `DataLoader`.
+        alike: Whether every rank reads every sample.
     """
-    if not reached:
-        order.reach("first")
-    while True:
-        with order.shared():
-            batch = next(batches, _END)
-        if batch is _END:
-            return
-        yield batch
-        if once:
-            yield from batches
-            return
 
+    alike: ClassVar[bool] = True
 
-def draws_once(batch_sampler: Any) -> bool:
-    """Whether a batch sampler is known to draw random numbers for its first indices only."""
-    return type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in _DRAW_ONCE
-
-
-def indices_of(batch: Any, *, hashed: bool) -> tuple[Any, bytes]:
-    """Return a batch of indices, of any kind, as something that has a length, and its fingerprint."""
-    indices = batch if hasattr(batch, "__len__") else list(batch)
-    key = fingerprint(indices.tolist() if isinstance(indices, Tensor) else list(indices)) if hashed else b""
-    return indices, key
-
-
-def mismatch(loader: Any, what: str) -> RuntimeError:
-    """Return the error for a loader that does not yield one batch for each batch of indices."""
-    return RuntimeError(
-        f"{type(loader).__name__} yielded {what} batches than its batch_sampler was asked for, so split_batches=True"
-        " cannot tell which samples a batch holds. Use a loader whose __iter__ yields one batch per batch of indices,"
-        " or wrap it in an iterable of your own, whose batches are split once they are collated."
-    )
-
-
-class FromIndices:
-    """Splits the index batches of a map-style loader. It is the batch sampler of a copy of the loader."""
-
-    alike: ClassVar[bool] = False
-
-    def __init__(self, loader: DataLoader[Any], split: Split, count: Callable[[], int]) -> None:
+    def __init__(self, loader: Any, split: Split, count: Callable[[], int], **replaced: Any) -> None:
+        self.loader = _clone(loader, **replaced)
         self._user_loader = loader
         self._split = split
         self._count = count
-        self._order = Order()
-        self._asked: _Asked = deque()
-        self.loader = clone(loader, batch_sampler=self)
-
-    def read(self, order: Order) -> Iterator[Item]:
-        """Start one pass; the user's batch sampler is asked as the loader goes."""
-        self._order, self._asked = order, deque()
-        with order.shared():
-            batches = iter(self.loader)
-        return self._matched(batches, self._asked)
-
-    def _matched(self, batches: Iterator[Any], asked: _Asked) -> Iterator[Item]:
-        for batch in batches:
-            if not asked:
-                raise mismatch(self._user_loader, "more")
-            yield batch, *asked.popleft()
-        if asked:
-            raise mismatch(self._user_loader, "fewer")
 
     def __len__(self) -> int:
-        return len(cast("Any", self._user_loader.batch_sampler)) * self._count()
+        return len(self.loader) * self._count()
 
-    def __iter__(self) -> Iterator[Any]:
-        batch_sampler = cast("Any", self._user_loader.batch_sampler)
-        with self._order.shared():
-            self._order.reach("made")
-            batches = iter(batch_sampler)
-        return self._chunks(rest(batches, self._order, once=draws_once(batch_sampler)), self._asked, self._order)
+    def read(self, order: Order) -> Iterator[Item]:
+        """Start one pass over the loader at once, and return this rank's micro-batches of it."""
+        with order.drawing():
+            batches = iter(self.loader)
+            order.agree("made")
+        return self._cut(order.drawn(batches), order)
 
-    def _chunks(self, batches: Iterator[Any], asked: _Asked, order: Order) -> Iterator[Any]:
-        hashed = order.shares
-        for batch in batches:
-            indices, key = indices_of(batch, hashed=hashed)
-            if order.skips(key):
-                continue
-            for chunk in self._split.cut(len(indices), self._count()):
-                asked.append((chunk, key))
-                yield indices[chunk.start : chunk.stop]
+    def _cut(self, batches: Iterator[Any], order: Order) -> Iterator[Item]:
+        count = self._count()
+        for each in batches:
+            batch, key, samples = self._opened(each, order)
+            digest = order.note(key)
+            if digest is not None:
+                for chunk in self._split.cut(samples, count):
+                    yield self._part(batch, chunk), chunk, digest
+        order.finish()
+
+    def _opened(self, batch: Any, order: Order) -> tuple[Any, bytes, int]:  # noqa: ARG002  # one signature for all sources
+        """Return a batch, its fingerprint and its number of samples."""
+        return batch, fingerprint(batch), batch_samples(batch)
+
+    def _part(self, batch: Any, chunk: Chunk) -> Any:
+        return slice_batch(batch, chunk.start, chunk.stop)
 
 
 class _Collated(NamedTuple):
@@ -179,83 +122,214 @@ class _Collated(NamedTuple):
 
     samples: int
     key: bytes
-    batches: list[Any]
+    parts: list[Any]
 
 
 @dataclass(frozen=True)
-class _ChunkCollate:
+class _CollateParts:
     """Collates this rank's micro-batches of a list of samples. Sent to worker processes."""
 
     collate: Callable[[list[Any]], Any]
     split: Split
     count: int
-    hashed: bool
 
     def __call__(self, samples: list[Any]) -> _Collated:
-        key = fingerprint((len(samples), samples[0], samples[-1])) if self.hashed else b""
+        key = fingerprint((len(samples), samples[0], samples[-1]))
         chunks = self.split.cut(len(samples), self.count)
         return _Collated(len(samples), key, [self.collate(samples[chunk.start : chunk.stop]) for chunk in chunks])
 
 
-class FromSamples:
-    """Splits the samples that an iterable-style loader is about to collate."""
-
-    alike: ClassVar[bool] = True
-
-    def __init__(self, loader: DataLoader[Any], split: Split, count: Callable[[], int]) -> None:
-        self._collate = loader.collate_fn
-        self._split = split
-        self._count = count
-        self.loader = clone(loader)
+class FromSamples(FromBatches):
+    """Splits the samples that an iterable-style loader is about to collate, in the worker where there are workers."""
 
     def read(self, order: Order) -> Iterator[Item]:
-        """Start one pass; the samples are split before they are collated, in the worker where there are workers."""
-        count = self._count()
-        self.loader.collate_fn = _ChunkCollate(self._collate, self._split, count, order.shares)
-        return self._chunks(_read(self.loader, order), count, order)
+        """Start one pass."""
+        self.loader.collate_fn = _CollateParts(self._user_loader.collate_fn, self._split, self._count())
+        return super().read(order)
 
-    def _chunks(self, collated: Iterator[_Collated], count: int, order: Order) -> Iterator[Item]:
-        for samples, key, batches in collated:
-            if order.skips(key):
-                continue
-            yield from zip(batches, self._split.cut(samples, count), [key] * count, strict=True)
+    def _opened(self, batch: _Collated, order: Order) -> tuple[Any, bytes, int]:  # noqa: ARG002  # one signature for all sources
+        return batch.parts, batch.key, batch.samples
+
+    def _part(self, batch: list[Any], chunk: Chunk) -> Any:
+        return batch[chunk.index]
+
+
+class _IndexBatches(FromBatches):
+    """Splits the batches of a batch sampler, indices of any kind."""
+
+    def read(self, order: Order) -> Iterator[Item]:
+        """Start one pass."""
+        return self._cut(_index_batches(self.loader, order, once=_draws_once(self.loader)), order)
+
+    def _opened(self, batch: Any, order: Order) -> tuple[Any, bytes, int]:  # noqa: ARG002  # one signature for all sources
+        return _opened_indices(batch)
+
+    def _part(self, batch: Any, chunk: Chunk) -> Any:
+        return batch[chunk.start : chunk.stop]
+
+
+def _index_batches(batch_sampler: Any, order: Order, *, once: bool = False) -> Iterator[Any]:
+    """Return the batches of a user's batch sampler, which is asked at once for its iterator."""
+    with order.drawing():
+        order.agree("made")
+        batches = iter(batch_sampler)
+    return order.drawn(batches, once=once)
+
+
+def _opened_indices(batch: Any) -> tuple[Any, bytes, int]:
+    """Return a batch of indices as something that has a length, its fingerprint, and its length."""
+    indices = batch if hasattr(batch, "__len__") else list(batch)
+    return indices, fingerprint(indices.tolist() if isinstance(indices, Tensor) else list(indices)), len(indices)
+
+
+def _draws_once(batch_sampler: Any) -> bool:
+    """Whether a batch sampler is known to draw random numbers for its first indices only."""
+    return type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in _DRAW_ONCE
+
+
+class FromIndices(FromBatches):
+    """Splits the index batches of a map-style loader. It is the batch sampler of a copy of the loader."""
+
+    alike: ClassVar[bool] = False
+
+    def __init__(self, loader: DataLoader[Any], split: Split, count: Callable[[], int]) -> None:
+        super().__init__(loader, split, count, batch_sampler=self)
+        self._indices = _IndexBatches(loader.batch_sampler, split, count)
 
     def __len__(self) -> int:
-        return len(self.loader) * self._count()
+        return len(self._indices)
+
+    def read(self, order: Order) -> Iterator[Item]:
+        """Start one pass; the user's batch sampler is asked as the loader goes."""
+        self._order = order
+        self._asked: deque[tuple[Chunk, bytes]] = deque()
+        with order.drawing():
+            batches = iter(self.loader)
+        return ((batch, *behind) for batch, behind in _matched(batches, self._asked, self._user_loader))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._noted(self._indices.read(self._order), self._asked)
+
+    def _noted(self, items: Iterator[Item], asked: deque[tuple[Chunk, bytes]]) -> Iterator[Any]:
+        for indices, chunk, digest in items:
+            asked.append((chunk, digest))
+            yield indices
 
 
-class FromBatches:
-    """Splits the batches of any iterable."""
+def _matched(batches: Iterator[Any], asked: deque[Any], loader: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the batches of a copy of `loader`, each with what was noted when its indices were asked for."""
+    for batch in batches:
+        if not asked:
+            raise _mismatch(loader, "more")
+        yield batch, asked.popleft()
+    if asked:
+        raise _mismatch(loader, "fewer")
 
-    alike: ClassVar[bool] = True
 
-    def __init__(self, loader: Any, split: Split, count: Callable[[], int]) -> None:
-        self._split = split
-        self._count = count
-        self.loader = loader
+def _mismatch(loader: Any, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{type(loader).__name__} yielded {what} batches than its batch_sampler was asked for, so split_batches=True"
+        " cannot tell which samples a batch holds. Use a loader whose __iter__ yields one batch per batch of indices,"
+        " or wrap it in an iterable of your own, whose batches are split once they are collated."
+    )
+
+
+class FromWholeBatches(FromBatches):
+    """Splits the batches that a copy of a map-style loader collates. It is the batch sampler of the copy.
+
+    A resumed pass passes over batches at their indices, so that what was trained on is not loaded again; except where
+    samples are loaded in this process and the sampler may draw between them: its draws then depend on theirs.
+    """
+
+    def __init__(self, loader: DataLoader[Any], split: Split, count: Callable[[], int]) -> None:
+        super().__init__(loader, split, count, batch_sampler=self)
+        self._batch_sampler: Any = loader.batch_sampler
+
+    def __len__(self) -> int:
+        return len(self._batch_sampler) * self._count()
 
     def read(self, order: Order) -> Iterator[Item]:
         """Start one pass; the batches are split as they come."""
-        return self._chunks(_read(self.loader, order), order)
+        self._order, self._seen = order, 0
+        self._asked: deque[tuple[bytes, int]] = deque()
+        with order.drawing():
+            batches = iter(self.loader)
+        return self._cut(_matched(order.drawn(batches), self._asked, self._user_loader), order)
 
-    def _chunks(self, batches: Iterator[Any], order: Order) -> Iterator[Item]:
-        hashed = order.shares
+    def __iter__(self) -> Iterator[Any]:
+        return self._noted(_index_batches(self._batch_sampler, self._order), self._order, self._asked)
+
+    def _noted(self, batches: Iterator[Any], order: Order, asked: deque[tuple[bytes, int]]) -> Iterator[Any]:
+        in_process = self.loader.num_workers == 0
+        reloads = in_process and not _draws_once(self._batch_sampler)
         for batch in batches:
-            key = fingerprint(batch) if hashed else b""
-            if order.skips(key):
+            indices, key, samples = _opened_indices(batch)
+            if samples == 0:
+                raise ValueError(EMPTY_BATCH)
+            if order.behind and not reloads:
+                order.note(key)
+                if in_process and not order.behind:
+                    # After the draws of the samples that were loaded then and are not now.
+                    order.go_on()
                 continue
-            for chunk in self._split.cut(batch_samples(batch), self._count()):
-                yield slice_batch(batch, chunk.start, chunk.stop), chunk, key
+            asked.append((key, samples))
+            yield indices
 
-    def __len__(self) -> int:
-        return len(self.loader) * self._count()
+    def _opened(self, item: tuple[Any, tuple[bytes, int]], order: Order) -> tuple[Any, bytes, int]:
+        batch, (key, samples) = item
+        rows, name = batch_samples(batch), type(self._user_loader).__name__
+        if rows % samples != 0:
+            raise ValueError(
+                f"a batch of {samples} samples of {name} has {rows} rows along dimension 0,"
+                " along which it would be cut into replicas. Have collate_fn put the samples along dimension 0 of all"
+                " tensors, the same number of rows for each."
+            )
+        self._seen += 1
+        if self._seen & (self._seen - 1) == 0:
+            order.require(
+                batch,
+                f"the ranks read other samples for the same indices: found at batch {self._seen} that {name} read in"
+                " this epoch. With equivalent_to= or num_replicas= every rank reads the whole batch and takes its part."
+                " Have the dataset and collate_fn draw from the global generators of torch, random or NumPy, which are"
+                " those of rank 0, or from one that is seeded alike on every rank.",
+            )
+        return batch, key, rows
 
 
-def source_of(loader: Any) -> type[Source]:
-    """Return where `loader` is to be split."""
+def source_of(loader: Any, *, whole: bool) -> type[FromBatches]:
+    """Return where `loader` is to be split, if `whole` with every part as it is in the whole batch of one process."""
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return FromBatches
-    return FromSamples if isinstance(loader.dataset, IterableDataset) else FromIndices
+    if isinstance(loader.dataset, IterableDataset):
+        return FromBatches if whole else FromSamples
+    return FromWholeBatches if whole and not _may_be_read_in_parts(loader) else FromIndices
+
+
+def _may_be_read_in_parts(loader: DataLoader[Any]) -> bool:
+    """Whether the parts of a batch are the same if only they are read: no sample or batch depends on another."""
+    said = any(getattr(owner, "draws_no_random_numbers", False) for owner in (loader, loader.dataset))
+    return (
+        (said or _draws_nothing(loader.dataset))
+        and loader.collate_fn is default_collate
+        and type(loader).__iter__ is DataLoader.__iter__
+    )
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    if type(dataset) is Subset:
+        return _draws_nothing(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(map(_draws_nothing, dataset.datasets))
+    return type(dataset) in _DRAW_NOTHING
+
+
+def as_on_rank_0(worker_init_fn: Any) -> Any:
+    """Return a function that seeds a worker as rank 0's is seeded, where it takes the rank as `rank`."""
+    try:
+        parameters = inspect.signature(worker_init_fn).parameters
+    except (TypeError, ValueError):
+        return worker_init_fn
+    return functools.partial(worker_init_fn, rank=0) if "rank" in parameters else worker_init_fn
 
 
 def loader_batch_size(loader: Any) -> int | None:

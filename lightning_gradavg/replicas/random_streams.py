@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import torch
 
-from lightning_gradavg.batches.order import random_state, restore_random_state
+from lightning_gradavg.random_state import random_state, restore_random_state
 
 __all__ = ["ReplicaStreams"]
 

@@ -1,0 +1,41 @@
+"""The random state of a process: what samplers, datasets and models on the CPU draw from unless they were given another."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any, TypeAlias
+
+import torch
+
+__all__ = ["RandomState", "random_state", "restore_random_state", "same_random_state"]
+
+RandomState: TypeAlias = tuple[torch.Tensor, Any, Any]
+"""States of torch's, Python's and NumPy's global generators, as values that `torch.load(weights_only=True)` reads."""
+
+
+def random_state() -> RandomState:
+    """Return the states of the CPU's global generators."""
+    numpy = sys.modules.get("numpy")  # nobody can have drawn from it before it was imported
+    return torch.get_rng_state(), random.getstate(), _plain(numpy.random.get_state(legacy=False)) if numpy else None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def restore_random_state(state: RandomState) -> None:
+    """Set the states of the CPU's global generators."""
+    for_torch, (version, words, gauss), for_numpy = state
+    torch.set_rng_state(for_torch)
+    random.setstate((version, tuple(words), gauss))
+    if for_numpy is not None and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(for_numpy)
+
+
+def same_random_state(one: RandomState, other: RandomState) -> bool:
+    """Return whether two states draw the same; where one was taken before NumPy was imported, from the other two."""
+    same_numpy = None in (one[2], other[2]) or one[2] == other[2]
+    return torch.equal(one[0], other[0]) and one[1] == other[1] and same_numpy
