@@ -263,6 +263,7 @@ class GradAvgStrategy(ReplicatingStrategy):
             replicas=self.num_replicas if plan.replicated and not shared else None,
             replicated=plan.replicated,
             counts_replicas=plan.counts_replicas,
+            equivalent_to=plan.preset.name if plan.preset is not None else None,
             scales_rates=self._recipe.rates is not None,
             samples=self._samples(),
         )

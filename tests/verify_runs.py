@@ -17,8 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gradavg import GradAvgStrategy, gather
-from lightning_gradavg.verification.recorder import Recorder
-from lightning_gradavg.verification.records import Run
+from lightning_gradavg.verify.record import Tape
+from lightning_gradavg.verify.run import record_run
 
 FEATURES, CLASSES = 6, 3
 Batch = tuple[Tensor, Tensor]
@@ -355,17 +355,13 @@ class Setup:
         return DataLoader(data, batch_size=None)
 
 
-def recorded(setups: str, name: Any) -> Run:
+def recorded(setups: str, name: Any, folder: str) -> Tape:
     """Body: record a run of a set-up on this rank."""
-    setup = globals()[setups][name]
-    recorder = Recorder(setup.steps)
+    setup = (globals().get(setups) or __import__("wild").WILD)[name]
     trainer = make_trainer(
-        setup.strategy(),
-        **{"max_epochs": 1, "use_distributed_sampler": False, "callbacks": [recorder], **setup.options},  # type: ignore[arg-type]
+        setup.strategy(), **{"max_epochs": 1, "use_distributed_sampler": False, "callbacks": [], **setup.options}
     )
-    trainer.fit(setup.build(), setup.loader())
-    assert recorder.run is not None
-    return recorder.run
+    return record_run(trainer, setup.build(), {"train_dataloaders": setup.loader()}, steps=setup.steps, folder=folder)
 
 
 def gradavg(**options: Any) -> Callable[[], GradAvgStrategy]:
