@@ -26,7 +26,7 @@ __all__ = ["add_arguments", "main"]
 
 DESCRIPTION = (
     "Trains a few optimizer steps on several processes, then computes them on one, and compares the two stage by stage."
-    " Exit code 0: equal; 1: different; 2: wrong usage, or the run failed; 3: not shown, as something could not be compared."
+    " Exit code 0: equal; 1: different; 2: wrong usage, or the run failed; 3: not shown, as not all could be compared."
 )
 _FAILED = 2
 

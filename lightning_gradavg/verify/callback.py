@@ -39,8 +39,8 @@ class GradAvgVerifier(Recorder):
 
     After `steps` optimizer steps rank 0 starts a process that computes the same steps on the same global batches alone,
     compares, and prints the report. The run itself is only watched: its weights are the same bits as without this
-    callback, and no failure of the comparison ends it. The module, as it was before training, is pickled for that process;
-    where it cannot be, the report says so.
+    callback, and no failure of the comparison ends it. The module, as it was before training, is pickled for that
+    process; where it cannot be, the report says so.
 
     The order of samples is not compared, for which one process would have to read the data, too; `verify` and
     `gradavg verify` do.

@@ -59,7 +59,7 @@ _WEIGHT = (
     " def training_step(self, batch, batch_idx):\n"
     "     ...\n"
     "-    return loss\n"
-    '+    return {{"loss": loss, "weight": n}}  # n: the terms that loss is a mean of, such as (targets != -100).sum()\n'
+    '+    return {{"loss": loss, "weight": n}}  # n: the terms of the mean, such as (targets != -100).sum()\n'
 )
 
 CAUSES: Mapping[str, Cause] = MappingProxyType(

@@ -1,7 +1,7 @@
 """How far apart two sets of tensors are, and which combination of its parts a whole is.
 
-Nothing here guesses. Every way of combining gradients that is seen in practice predicts a result, and it holds where the
-prediction is what was seen.
+Nothing here guesses. Every way of combining gradients that is seen in practice predicts a result, and it holds where
+the prediction is what was seen.
 
 Rounding is told by its pattern. The difference of two computations that round differently is small and points anywhere;
 that of a wrong factor or a wrong weight points along the gradients themselves, however small it is. So a difference
@@ -19,37 +19,18 @@ from torch import Tensor
 
 from lightning_gradavg.verify.record import RunFacts, Tensors
 
-__all__ = [
-    "FLOOR",
-    "RIGHT",
-    "Difference",
-    "Parts",
-    "Tolerance",
-    "apart",
-    "clipped_to",
-    "combinations",
-    "combined",
-    "differences",
-    "factor_between",
-    "flattened",
-    "implied_shares",
-    "is_rounding",
-    "matches",
-    "relative_gap",
-    "rounded_on_the_wire",
-    "ulp_of",
-]
+__all__ = ["FLOOR", "RIGHT", "Difference", "Parts", "Tolerance", "differences", "is_rounding", "matches"]
 
 FLOOR = 0.1
 """Tensors smaller than this part of the largest in a set are measured against that part of it.
 
 A gradient that is zero but for rounding, as of a bias before batch norm, would otherwise differ by 100 %."""
 
-# Most numbers of bfloat16 are numbers of float16, too, but not the other way round.
-_WIRES = {"bf16 wire": torch.bfloat16, "fp16 wire": torch.float16}
 RIGHT = ("samples", "weights", "sum", "mean")
 """What a gradient of a batch can be of those of its parts; all other combinations are mistakes."""
 
+# Most numbers of bfloat16 are numbers of float16, too, but not the other way round.
+_WIRES = {"bf16 wire": torch.bfloat16, "fp16 wire": torch.float16}
 _EXPLAINED = 0.5  # of the energy of a difference; that of noise over n elements is about columns / n
 _NEAR = 1e-3  # of a factor that is 1
 _ELEMENTS = 2048  # of a sketch of 4096 numbers; the others are sums
@@ -110,23 +91,18 @@ def ulp_of(value: float, dtype: torch.dtype) -> float:
     """Return the distance of a number of `dtype` from the next larger one."""
     if not dtype.is_floating_point:
         return 1.0
-    limits = torch.finfo(dtype)
-    if value == 0 or not math.isfinite(value):
-        return limits.tiny * limits.eps
-    return float(limits.eps * 2.0 ** math.floor(math.log2(abs(value))))
+    limits, regular = torch.finfo(dtype), value != 0 and math.isfinite(value)
+    return float(limits.eps * (2.0 ** math.floor(math.log2(abs(value))) if regular else limits.tiny))
 
 
 def factor_between(found: Tensor, expected: Tensor, tolerance: float) -> float | None:
     """Return `c` where `found = c * expected` within a relative tolerance and `c` is neither 0 nor 1; else None."""
     found, expected = found.double().reshape(-1), expected.double().reshape(-1)
     size = float(expected.dot(expected))
-    if found.numel() == 0 or size == 0 or not torch.isfinite(found).all() or not math.isfinite(size):
+    factor = float(found.dot(expected)) / size if size else 0.0
+    if factor == 0 or not math.isfinite(factor) or abs(factor - 1) <= tolerance:
         return None
-    factor = float(found.dot(expected)) / size
-    rest = float((found - factor * expected).abs().max())
-    if factor == 0 or rest > tolerance * float(found.abs().max()) or abs(factor - 1) <= tolerance:
-        return None
-    return factor
+    return factor if relative_gap(factor * expected, found) <= tolerance else None
 
 
 def differences(
@@ -145,16 +121,13 @@ def differences(
         dtypes: The types that the tensors were computed in, where these are sketches.
         slack: Values of which 2 ulps are taken off every difference: what `found` was computed from by subtraction.
     """
-    scale = max((_largest(tensor) for tensor in expected.values()), default=0.0)
+    scale = max(map(_largest, expected.values()), default=0.0)
     result = []
     for name in dict.fromkeys([*expected, *found]):
-        one, other = found.get(name), expected.get(name)
-        some = one if one is not None else other
-        assert some is not None
-        a = torch.zeros_like(some) if one is None else one
-        b = torch.zeros_like(some) if other is None else other
-        dtype = (dtypes or {}).get(name, a.dtype)
-        rounding = 2 * ulp_of(_largest(slack[name]), dtype) if slack is not None and name in slack else 0.0
+        some = found[name] if name in found else expected[name]
+        a, b = (each.get(name, torch.zeros_like(some)) for each in (found, expected))
+        dtype = (dtypes or {}).get(name, some.dtype)
+        rounding = 2 * ulp_of(_largest((slack or {})[name]), dtype) if name in (slack or {}) else 0.0
         if a.shape != b.shape:
             result.append(Difference(name, math.inf, math.inf, math.nan, math.nan))
         elif a.numel() > 0:
@@ -166,32 +139,23 @@ def _difference(
     name: str, a: Tensor, b: Tensor, scale: float, tolerance: float, dtype: torch.dtype, rounding: float
 ) -> Difference:
     x, y = a.double().reshape(-1), b.double().reshape(-1)
-    same = (x == y) | (x.isnan() & y.isnan())
-    gap = torch.where(same, 0.0, (x - y).abs())
-    gap = (torch.where(gap.isfinite(), gap, math.inf) - rounding).clamp(min=0.0)
+    gap = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs()).nan_to_num(math.inf, math.inf)
+    gap = (gap - rounding).clamp(min=0.0)
     index = int(gap.argmax())
     largest = float(gap[index])
-    relative = 0.0 if largest == 0 else largest / scale if scale > 0 else math.inf
-    ulps = 0.0 if largest == 0 else largest / ulp_of(scale, dtype)
+    relative = largest / scale if scale > 0 else math.inf if largest else 0.0
     factor = factor_between(a, b, 10 * tolerance) if relative > tolerance else None
-    return Difference(name, relative, ulps, float(x[index]), float(y[index]), factor)
+    return Difference(name, relative, largest / ulp_of(scale, dtype), float(x[index]), float(y[index]), factor)
 
 
 def _largest(tensor: Tensor) -> float:
-    if tensor.numel() == 0:
-        return 0.0
     values = tensor.double().abs()
-    return float(torch.where(values.isfinite(), values, 0.0).max())
+    return float(torch.where(values.isfinite(), values, 0.0).max()) if tensor.numel() else 0.0
 
 
 def apart(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Difference | None:
     """Return the first tensor that is not the same bits in both, or None."""
-    for name in dict.fromkeys([*first, *other]):
-        a, b = first.get(name), other.get(name)
-        if a is None or b is None or not (a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())):
-            found = differences({name: b} if b is not None else {}, {name: a} if a is not None else {}, 0.0)
-            return found[0] if found else None
-    return None
+    return next((each for each in differences(other, first, 0.0) if each.relative > 0), None)
 
 
 def flattened(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
@@ -205,7 +169,7 @@ def relative_gap(found: Tensor, expected: Tensor) -> float:
     if found.numel() == 0:
         return 0.0
     gap, scale = float((found - expected).abs().max()), float(expected.abs().max())
-    return 0.0 if gap == 0 else gap / scale if scale > 0 else math.inf
+    return gap / scale if scale > 0 else math.inf if gap else 0.0
 
 
 def is_rounding(found: Tensor, expected: Tensor, along: Iterable[Tensor], tolerance: Tolerance) -> bool:
@@ -217,20 +181,13 @@ def is_rounding(found: Tensor, expected: Tensor, along: Iterable[Tensor], tolera
         along: What a difference that is no rounding points along, beside `expected` itself.
         tolerance: The limits in this precision.
     """
-    gap = relative_gap(found, expected)
-    if gap <= tolerance.exact:
-        return True
-    columns = torch.stack([expected, *along], 1)
-    if not gap <= tolerance.loose or len(found) < 8 * columns.shape[1]:
-        return False
-    rest = found - expected
-    return float(_projected(rest, columns).square().sum()) < _EXPLAINED * float(rest.square().sum())
-
-
-def _projected(vector: Tensor, columns: Tensor) -> Tensor:
-    scaled = columns / columns.abs().amax(0).clamp(min=torch.finfo(torch.float64).tiny)
+    gap, columns = relative_gap(found, expected), torch.stack([expected, *along], 1)
+    if gap <= tolerance.exact or not gap <= tolerance.loose or len(found) < 8 * columns.shape[1]:
+        return gap <= tolerance.exact
+    rest, scaled = found - expected, columns / columns.abs().amax(0).clamp(min=torch.finfo(torch.float64).tiny)
     # The columns may be multiples of each other, as of ranks with the same samples.
-    return scaled @ torch.linalg.lstsq(scaled, vector.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    explained = scaled @ torch.linalg.lstsq(scaled, rest.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    return float(explained.square().sum()) < _EXPLAINED * float(rest.square().sum())
 
 
 @dataclass(frozen=True)
@@ -254,55 +211,44 @@ class Parts:
 
 def combinations(parts: Parts) -> dict[str, list[float]]:
     """Return the coefficient of every part under every hypothesis."""
-    number = len(parts.ranks)
+    number, present = len(parts.ranks), sorted(set(parts.ranks))
     lengths = [parts.ranks.count(rank) for rank in parts.ranks]
-    present = len(set(parts.ranks))
     found = {
         "mean": [1 / number] * number,
         "sum": [1.0] * number,
-        "mean of the ranks' means": [1 / (present * length) for length in lengths],
+        "mean of the ranks' means": [1 / (len(present) * length) for length in lengths],
         "configured window": [1 / (parts.world_size * parts.accumulation)] * number,
         "divided twice": [1 / (number * parts.world_size)] * number,
         "multiplied": [parts.world_size / number] * number,
     }
     for name, counts in (("samples", parts.samples), ("weights", parts.weights)):
-        total = float(sum(counts)) if counts is not None else 0.0
-        if counts is not None and total > 0:
-            found[name] = [count / total for count in counts]
-            found[f"sum over {name}"] = [1 / total] * number
-            found[f"{name}, divided twice"] = [count / total / parts.world_size for count in counts]
-    for rank in sorted(set(parts.ranks)):
-        if present > 1:
-            length = parts.ranks.count(rank)
-            found[f"rank {rank} alone"] = [1 / length if other == rank else 0.0 for other in parts.ranks]
+        if counts is not None and sum(counts) > 0:
+            found[name] = [count / sum(counts) for count in counts]
+            found[f"sum over {name}"] = [1 / sum(counts)] * number
+            found[f"{name}, divided twice"] = [count / sum(counts) / parts.world_size for count in counts]
+    for rank in present[: len(present) * (len(present) > 1)]:
+        found[f"rank {rank} alone"] = [(other == rank) / parts.ranks.count(rank) for other in parts.ranks]
     return found
 
 
 def combined(gradients: Tensor, coefficients: Sequence[float]) -> Tensor:
     """Return the combination of the rows of `gradients`; a row with coefficient 0 is left out, whatever it holds."""
-    total = torch.zeros_like(gradients[0])
-    for gradient, coefficient in zip(gradients, coefficients, strict=True):
-        if coefficient != 0:
-            total += coefficient * gradient
-    return total
+    weights = torch.tensor(coefficients, dtype=torch.float64)
+    return weights[weights != 0] @ gradients.double()[weights != 0]
 
 
 def matches(target: Tensor, gradients: Tensor, parts: Parts, tolerance: Tolerance) -> list[str]:
     """Return the hypotheses whose combination of `gradients`, shape `(parts, elements)`, is `target`."""
     predicted = {name: combined(gradients, shares) for name, shares in combinations(parts).items()}
-    gaps = {name: relative_gap(target, prediction) for name, prediction in predicted.items()}
-    exact = [name for name, gap in gaps.items() if gap <= tolerance.exact]
-    if exact:
-        return exact
-    return [name for name in gaps if is_rounding(target, predicted[name], gradients, tolerance)]
+    exact = [name for name, found in predicted.items() if relative_gap(target, found) <= tolerance.exact]
+    return exact or [name for name, found in predicted.items() if is_rounding(target, found, gradients, tolerance)]
 
 
 def _shares(target: Tensor, gradients: Tensor, tolerance: Tolerance) -> Tensor | None:
-    number, size = gradients.shape
-    if size <= number or not (torch.isfinite(gradients).all() and torch.isfinite(target).all()):
-        return None
-    scale = float(gradients.abs().max())
-    if scale == 0 or int(torch.linalg.matrix_rank(gradients, rtol=1e-6)) < number:
+    """Return the coefficients with which the parts make up `target`; None if none do, or many could."""
+    number, scale = len(gradients), float(gradients.abs().max())
+    regular = len(target) > number and math.isfinite(scale) and scale > 0 and bool(torch.isfinite(target).all())
+    if not regular or int(torch.linalg.matrix_rank(gradients, rtol=1e-6)) < number:
         return None
     shares = torch.linalg.lstsq(gradients.T / scale, (target / scale).unsqueeze(1)).solution.squeeze(1)
     near = Tolerance(10 * tolerance.exact, tolerance.loose)
@@ -321,9 +267,7 @@ def implied_shares(target: Tensor, gradients: Tensor, tolerance: Tolerance) -> l
     # A function of a mean that is no mean itself has such shares, too, but their sum is not quite 1.
     exact = relative_gap(gradients.T @ shares, target) <= 10 * tolerance.exact
     near = 10 * tolerance.exact if exact else tolerance.loose
-    if float(shares.min()) < -near or abs(float(shares.sum()) - 1) > near:
-        return None
-    return [float(share) for share in shares]
+    return None if float(shares.min()) < -near or abs(float(shares.sum()) - 1) > near else shares.tolist()
 
 
 def clipped_to(target: Tensor, gradients: Tensor, fair: Sequence[float], tolerance: Tolerance) -> float | None:
@@ -336,13 +280,10 @@ def clipped_to(target: Tensor, gradients: Tensor, fair: Sequence[float], toleran
     if shares is None:
         return None
     scales = shares / torch.tensor(fair, dtype=torch.float64)
-    lengths = scales * gradients.norm(dim=1)
-    cut = lengths[scales < 1 - _NEAR]
-    unlike = cut.numel() == 0 or float(cut.max() - cut.min()) > _NEAR * float(cut.max())
-    too_long = float(scales.max()) > 1 + _NEAR or float(lengths.max()) > float(cut.max() if cut.numel() else 0) * (
-        1 + _NEAR
-    )
-    return None if unlike or too_long else float(cut[0])
+    lengths, cut = scales * gradients.norm(dim=1), scales < 1 - _NEAR
+    norm = float(lengths.max())
+    fits = bool(cut.any()) and float(scales.max()) < 1 + _NEAR and float(lengths[cut].min()) > norm * (1 - _NEAR)
+    return norm if fits else None
 
 
 def rounded_on_the_wire(found: Tensors, gradients: Sequence[Tensors], parts: Parts, tolerance: float) -> str | None:
@@ -351,18 +292,14 @@ def rounded_on_the_wire(found: Tensors, gradients: Sequence[Tensors], parts: Par
     A wire rounds the summands and perhaps the sum: either the result is a number of the narrow type in every element,
     or it is the combination of rounded summands.
     """
-
-    def elements(tensors: Tensors) -> Tensor:
-        return torch.cat([tensors.get(name, torch.zeros_like(each))[:_ELEMENTS] for name, each in found.items()])
-
-    target, rows = elements(found), torch.stack([elements(gradient) for gradient in gradients])
+    like = {name: each[:_ELEMENTS] for name, each in found.items()}
+    cut = [{name: each[:_ELEMENTS] for name, each in tensors.items()} for tensors in gradients]
+    target, rows = flattened(like, like), torch.stack([flattened(tensors, like) for tensors in cut])
     for name, dtype in _WIRES.items():
-        eps = torch.finfo(dtype).eps
         for coefficients in combinations(parts).values():
-            exact = combined(rows, coefficients)
-            if not tolerance < relative_gap(target, exact) <= 4 * eps * len(parts.ranks):
-                continue
-            narrow = torch.equal(target.to(dtype).double(), target)
-            if narrow or relative_gap(target, combined(rows.to(dtype).double(), coefficients)) <= tolerance:
+            gap = relative_gap(target, combined(rows, coefficients))
+            sent = relative_gap(target, combined(rows.to(dtype).double(), coefficients)) <= tolerance
+            narrow = sent or torch.equal(target.to(dtype).double(), target)
+            if narrow and tolerance < gap <= 4 * torch.finfo(dtype).eps * len(rows):
                 return name
     return None

@@ -96,7 +96,7 @@ def ends_window(trainer: Trainer) -> bool:
 def begin_at(trainer: Trainer, epoch: int, step: int) -> None:
     """Have a run that has not begun take itself for one that went on from there."""
     # A checkpoint would say it, and bring weights and optimizers that were never saved.
-    epochs = trainer.fit_loop.epoch_progress.current
+    epochs: Any = trainer.fit_loop.epoch_progress.current
     epochs.ready = epochs.started = epochs.processed = epochs.completed = epoch
     loop = trainer.fit_loop.epoch_loop
     loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
@@ -147,4 +147,4 @@ def without_main_module() -> Iterator[None]:
 def start_workers_as_usual() -> None:
     """Start processes in this one, such as those of loaders, as in a script: by the platform's own method."""
     # A process that a fork server started would have its workers come from that server, too.
-    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # None is what a script begins with
+    multiprocessing.set_start_method(None, force=True)  # None: what a script begins with

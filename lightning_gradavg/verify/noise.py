@@ -1,11 +1,11 @@
 """Random numbers that belong to samples: the whole batch draws, row by row, what its parts drew.
 
-A training step with dropout draws one mask of shape `(8, 64)` for a batch of eight samples, and on two ranks two masks of
-shape `(4, 64)`. The step of one process with the same noise is the one whose mask is the two, one below the other: a draw
-that one process could have made. `Recorded` notes before each draw of a part what state the generator is in, and
-`Replayed` runs the whole batch, makes the draws of the parts again, and joins them along the dimension that grew. A draw
-of the same shape in all parts, such as one number for a batch, belongs to no sample: the first part's is taken, and the
-parts can be run again with it.
+A training step with dropout draws one mask of shape `(8, 64)` for a batch of eight samples, and on two ranks two masks
+of shape `(4, 64)`. The step of one process with the same noise is the one whose mask is the two, one below the other: a
+draw that one process could have made. `Recorded` notes before each draw of a part what state the generator is in, and
+`Replayed` runs the whole batch, makes the draws of the parts again, and joins them along the dimension that grew. A
+draw of the same shape in all parts, such as one number for a batch, belongs to no sample: the first part's is taken,
+and the parts can be run again with it.
 
 Torch tags every operator that draws (`nondeterministic_seeded`), so none is listed here.
 """
@@ -13,7 +13,8 @@ Torch tags every operator that draws (`nondeterministic_seeded`), so none is lis
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Draw", "Misaligned", "Recorded", "Replayed"]
+__all__ = ["Draw", "MisalignedError", "Recorded", "Replayed"]
 
 
-class Misaligned(ValueError):
+class MisalignedError(ValueError):
     """The draws of a whole batch are not those of its parts, sample by sample."""
 
 
@@ -54,7 +55,7 @@ class Recorded(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.draws: list[Draw] = []
         self.collectives: set[str] = set()
 
@@ -92,7 +93,7 @@ class Replayed(Recorded):
     """
 
     def __init__(
-        self, parts: Sequence[Sequence[Draw]], shared: Set[int] = frozenset(), first: Sequence[Draw] = ()
+        self, parts: Sequence[Sequence[Draw]], shared: AbstractSet[int] = frozenset(), first: Sequence[Draw] = ()
     ) -> None:
         super().__init__()
         self._parts = [[first[n] if n in shared else draw for n, draw in enumerate(draws)] for draws in parts]
@@ -101,10 +102,10 @@ class Replayed(Recorded):
     def _drawn(self, func: Any, args: Any, kwargs: Any, result: Any, generator: torch.Generator) -> Any:
         position, shape = len(self.draws) - 1, self.draws[-1].shape
         if any(len(draws) <= position or draws[position].operator != str(func) for draws in self._parts):
-            raise Misaligned("which random numbers are drawn depends on the batch")
+            raise MisalignedError("which random numbers are drawn depends on the batch")
         draws = [draws[position] for draws in self._parts]
         if func._schema.is_mutable and result is not args[0]:
-            raise Misaligned(f"{func} changes what it is given, which cannot be followed")
+            raise MisalignedError(f"{func} changes what it is given, which cannot be followed")
         if all(draw.shape == shape for draw in draws):
             if any(not torch.equal(draw.state, draws[0].state) for draw in draws):
                 self.shared.add(position)
@@ -126,10 +127,10 @@ class Replayed(Recorded):
         """Check that the whole batch drew as often as its parts.
 
         Raises:
-            Misaligned: If not.
+            MisalignedError: If not.
         """
         if any(len(draws) != len(self.draws) for draws in self._parts):
-            raise Misaligned("how many random numbers are drawn depends on the batch")
+            raise MisalignedError("how many random numbers are drawn depends on the batch")
 
 
 def _generators(args: Any, kwargs: Mapping[str, Any]) -> list[torch.Generator]:
@@ -160,7 +161,7 @@ def _grown(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int:
         if others == {(*whole[:rows], *whole[rows + 1 :])} and sum(part[rows] for part in parts) == size:
             return rows
     shapes = ", ".join(map(str, parts))
-    raise Misaligned(f"random numbers of the shapes {shapes} do not make up those of shape {whole} of all samples")
+    raise MisalignedError(f"random numbers of the shapes {shapes} do not make up those of shape {whole} of all samples")
 
 
 def _narrowed(

@@ -1,16 +1,17 @@
 """What a run leaves behind for the comparison, and the callback that writes it down without changing the run.
 
-On each rank `Recorder` notes every call of `training_step`: the batch, the random state and the module's own state before
-it, the loss, and the gradient of that loss on this rank alone. That gradient is seen where the real backward adds it to the
-parameters, by a hook that changes nothing: no second differentiation, which a static graph, a hook that counts or a
-collective in the backward would take for a step of the run. What the strategy and the precision multiply the loss by is
-seen in the same way, at the loss. The methods that are watched are replaced on the class, not on the module, whose copies
-and checkpoints then hold nothing of it, and put back with the last step. No error of the recorder reaches the run.
+On each rank `Recorder` notes every call of `training_step`: the batch, the random state and the module's own state
+before it, the loss, and the gradient of that loss on this rank alone. That gradient is seen where the real backward
+adds it to the parameters, by a hook that changes nothing: no second differentiation, which a static graph, a hook
+that counts or a collective in the backward would take for a step of the run. What the strategy and the precision
+multiply the loss by is seen in the same way, at the loss. The methods that are watched are replaced on the class, not
+on the module, whose copies and checkpoints then hold nothing of it, and put back with the last step. No error of the
+recorder reaches the run.
 
 Big tensors are not copied. A `sketch` of 4096 numbers stands for each: sampled elements, and signed sums over all of
-them, in float64. A sketch is linear, so sums and multiples of gradients are compared by their sketches; and it is another
-one if any element is. Rank 0 alone writes to a file what the reference needs in full: the weights that changed since the
-last step, and the reduced gradient.
+them, in float64. A sketch is linear, so sums and multiples of gradients are compared by their sketches; and it is
+another one if any element is. Rank 0 alone writes to a file what the reference needs in full: the weights that
+changed since the last step, and the reduced gradient.
 """
 
 from __future__ import annotations
@@ -51,10 +52,6 @@ __all__ = [
     "Step",
     "Tape",
     "Tensors",
-    "live_gradients",
-    "loss_terms",
-    "module_state",
-    "options_of",
     "patched",
     "sketch",
     "sketches",
@@ -115,12 +112,10 @@ def live_gradients(module: nn.Module, names: Iterable[str] | None = None) -> Ten
 def loss_terms(output: Any) -> dict[str, tuple[Tensor, float | None]]:
     """Return the losses in what `training_step` returned and their weights, by name; the only one as `WHOLE_LOSS`."""
     content = output if isinstance(output, Mapping) else {"loss": output}
-    losses, weights = (
-        {WHOLE_LOSS: each} if not isinstance(each, Mapping) else each
-        for each in (content.get("loss"), content.get("weight"))
-    )
-    terms = {name: term for name, term in losses.items() if isinstance(term, Tensor)}
-    return {name: (term, None if weights.get(name) is None else float(weights[name])) for name, term in terms.items()}
+    given = (content.get("loss"), content.get("weight"))
+    losses, weights = (each if isinstance(each, Mapping) else {WHOLE_LOSS: each} for each in given)
+    known = {name: float(weight) for name, weight in weights.items() if weight is not None}
+    return {name: (term, known.get(name)) for name, term in losses.items() if isinstance(term, Tensor)}
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -165,126 +160,79 @@ def _bytes_in(value: Any) -> int:
 class Call:
     """One call of `training_step` on one rank.
 
-    Attributes:
-        args: Its arguments, the batch first, on the CPU.
-        random: The states of all random generators before.
-        state: The module's buffers and plain attributes that changed since the call before.
-        version: How many sets of weights rank 0 had written before; the last of each are those of this call.
-        counts: Whether its samples count; not if the strategy only kept the rank busy.
-        losses: The losses by name, without any division; in manual optimization of each backward, by number.
-        weights: The weights that it returned or gave to `manual_backward`, likewise.
-        seeds: What each loss was multiplied by before the backward.
-        gradients: This rank's gradient, as multiplied: of a call under automatic optimization as `WHOLE_LOSS`, in manual
-            optimization of each of its optimizer steps, by number.
+    In manual optimization losses, weights and seeds are by the number of the backward, gradients by that of the step.
     """
 
-    args: tuple[Any, ...]
-    random: dict[str, Any]
-    state: dict[str, Any]
-    version: int
-    counts: bool
-    losses: dict[str, float] = field(default_factory=dict)
+    args: tuple[Any, ...]  # the batch first, on the CPU
+    random: dict[str, Any]  # the states of all random generators before
+    state: dict[str, Any]  # the module's buffers and plain attributes that changed since the call before
+    version: int  # sets of weights that rank 0 had written before; the last of each parameter are those of this call
+    counts: bool  # not if the strategy only kept the rank busy
+    losses: dict[str, float] = field(default_factory=dict)  # by name, without any division
     weights: dict[str, float | None] = field(default_factory=dict)
-    seeds: dict[str, float] = field(default_factory=dict)
-    gradients: dict[str, Tensors] = field(default_factory=dict)
+    seeds: dict[str, float] = field(default_factory=dict)  # what each loss was multiplied by before the backward
+    gradients: dict[str, Tensors] = field(default_factory=dict)  # this rank's alone, as multiplied, in sketches
 
 
 @dataclass
 class Loaded:
-    """A batch that a rank got from its loader.
-
-    Attributes:
-        epoch: The epoch.
-        samples: A fingerprint of every sample as it was loaded.
-        calls: The calls of `training_step` on it: one for each replica, else one.
-    """
+    """A batch that a rank got from its loader."""
 
     epoch: int
-    samples: tuple[bytes, ...]
-    calls: list[Call] = field(default_factory=list)
+    samples: tuple[bytes, ...]  # a fingerprint of each as it was loaded
+    calls: list[Call] = field(default_factory=list)  # one for each replica, else one
 
 
 @dataclass
 class Step:
-    """One optimizer step on one rank.
+    """One optimizer step on one rank; tensors are sketches but for the buffers."""
 
-    Attributes:
-        batches: Which batches were trained on since the step before, as the first and behind the last.
-        within: In manual optimization its number within the call of `training_step`; else None.
-        kind: The class of the optimizer.
-        groups: The options of its parameter groups.
-        before: Sketches of the weights before.
-        reduced: Sketches of the gradient after reduction.
-        file: Where rank 0 wrote it in full, as multiplied for half precision by
-        scale: this number.
-        backward: After which backward of the call it was read, by number; None where it was read before the step.
-        evaluations: How often the optimizer asked for the loss.
-        clipped: Sketches of the gradient that the optimizer stepped with.
-        after: Sketches of the weights after.
-        version: How many sets of weights rank 0 had written when it was done.
-        buffers: The buffers after.
-    """
-
-    batches: tuple[int, int]
-    within: int | None
-    kind: str
-    groups: list[dict[str, Any]]
-    before: Tensors
-    reduced: Tensors
-    file: Path
-    scale: float
-    backward: int | None
-    evaluations: int = 1
-    clipped: Tensors = field(default_factory=dict)
-    after: Tensors = field(default_factory=dict)
-    version: int = 0
-    buffers: Tensors = field(default_factory=dict)
+    batches: tuple[int, int]  # trained on since the step before: the first, and behind the last
+    within: int | None  # in manual optimization its number within the call of `training_step`
+    kind: str  # the class of the optimizer
+    groups: list[dict[str, Any]]  # the options of its parameter groups
+    before: Tensors  # weights
+    reduced: Tensors  # gradients
+    file: Path  # where rank 0 wrote them in full
+    scale: float  # what they are multiplied by there, for half precision
+    backward: int | None  # after which backward of the call they were read; None for before the step
+    evaluations: int = 1  # how often the optimizer asked for the loss
+    clipped: Tensors = field(default_factory=dict)  # the gradients that the optimizer stepped with
+    after: Tensors = field(default_factory=dict)  # weights
+    version: int = 0  # sets of weights that rank 0 had written when it was done
+    buffers: Tensors = field(default_factory=dict)  # after
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """How a run was set up.
+    """How a run was set up."""
 
-    Attributes:
-        strategy: The class of its strategy.
-        told: What `GradAvgStrategy.facts()` says, or None for stock DDP.
-        window: Micro-batches of a full accumulation window on each rank.
-        automatic: Whether Lightning runs the backward and the optimizer.
-        step_end: Whether the loss is that of `training_step_end`, on the outputs of all replicas.
-        statistics: Whether batch norm is over all ranks' samples (`sync_batchnorm`).
-        precision: `precision` of the Trainer.
-        settings: What torch computes with, by the name of the setting.
-        dtypes: The type of every parameter and buffer.
-        loader_size: The samples in a full batch of the loader; None where it has no batch size, or ranks share a batch.
-        epoch: The epoch in which it began.
-        global_step: The optimizer steps before it, of the checkpoint that it went on from.
-        estimated_steps: What `Trainer.estimated_stepping_batches` says; None where it cannot be known.
-        epoch_batches: Batches of an epoch on each rank; infinite for a stream without length.
-        padded: Samples that the sampler repeats in an epoch so that all ranks have equally many.
-        shuffles: Whether the sampler shuffles.
-    """
-
-    strategy: str
-    told: Any
-    window: int
-    automatic: bool
-    step_end: bool
-    statistics: bool
+    strategy: str  # its class
+    told: Any  # what `GradAvgStrategy.facts()` says, or None for stock DDP
+    window: int  # micro-batches of a full accumulation window on each rank
+    automatic: bool  # whether Lightning runs the backward and the optimizer
+    step_end: bool  # whether the loss is that of `training_step_end`, on the outputs of all replicas
+    statistics: bool  # whether batch norm is over all ranks' samples (`sync_batchnorm`)
     precision: str
-    settings: dict[str, Any]
-    dtypes: dict[str, torch.dtype]
-    loader_size: int | None = None
+    settings: dict[str, Any]  # what torch computes with
+    dtypes: dict[str, torch.dtype]  # of parameters and buffers
+    loader_size: int | None = None  # samples in a full batch; None without a batch size, or where ranks share a batch
     epoch: int = 0
-    global_step: int = 0
+    global_step: int = 0  # the steps before it, of the checkpoint that it went on from
     estimated_steps: float | None = None
-    epoch_batches: float = math.inf
-    padded: int = 0
+    epoch_batches: float = math.inf  # on each rank
+    padded: int = 0  # samples that the sampler repeats in an epoch so that all ranks have equally many
     shuffles: bool = False
 
     @property
     def reduction(self) -> str:
         """The rule's name; stock DDP takes the mean."""
         return "mean" if self.told is None else str(self.told.rule.name)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the rule uses weights."""
+        return self.told is not None and bool(self.told.rule.uses_weight)
 
     @property
     def cuts(self) -> int:
@@ -304,27 +252,16 @@ class RunFacts:
 
 @dataclass
 class Tape:
-    """What one rank recorded.
-
-    Attributes:
-        rank: The rank.
-        world_size: The number of ranks.
-        facts: How the run was set up.
-        initial: Sketches of the weights before the first call.
-        batches: What its loader gave it.
-        steps: The optimizer steps.
-        spills: Where rank 0 wrote weights: for each set, the file of every parameter that changed.
-        problem: Why not everything was recorded, or None.
-    """
+    """What one rank recorded."""
 
     rank: int
     world_size: int
     facts: RunFacts
-    initial: Tensors = field(default_factory=dict)
+    initial: Tensors = field(default_factory=dict)  # sketches of the weights before the first call
     batches: list[Loaded] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    spills: list[dict[str, Path]] = field(default_factory=list)
-    problem: str | None = None
+    spills: list[dict[str, Path]] = field(default_factory=list)  # for each set of weights the file of what changed
+    problem: str | None = None  # why not everything was recorded
 
     def state_at(self, batch: int, call: int) -> dict[str, Any]:
         """Return the module's buffers and plain attributes before a call."""
@@ -340,14 +277,13 @@ def patched(owner: type, name: str, make: Callable[[Any], Any]) -> Callable[[], 
     return functools.partial(delattr, owner, name) if inherited else functools.partial(setattr, owner, name, original)
 
 
-def _quietly(method: Callable[..., None]) -> Callable[..., None]:
+def _quietly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Have a method of the recorder do nothing once recording has ended, and end it where it fails, and not the run."""
 
     @functools.wraps(method)
-    def guarded(self: Recorder, *args: Any, **kwargs: Any) -> None:
+    def guarded(self: Recorder, *args: Any, **kwargs: Any) -> Any:
         try:
-            if self.listens:
-                method(self, *args, **kwargs)
+            return method(self, *args, **kwargs) if self.listens else None
         except Exception as error:  # noqa: BLE001  # whatever it is, the run is not to end with it
             self.problem = self.problem or f"the run could not be recorded: {type(error).__name__}: {error}"
             self.release()
@@ -370,7 +306,7 @@ class Recorder(Callback):
         complete: Whether all ranks have recorded all steps.
     """
 
-    def __init__(self, steps: int, folder: str | Path, progress: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, steps: int, folder: str | Path, progress: Callable[[str], None] | None = None) -> None:
         if steps < 1:
             raise ValueError(f"steps must be 1 or more, got {steps}")
         self.steps, self.folder, self.progress = steps, Path(folder), progress
@@ -407,24 +343,30 @@ class Recorder(Callback):
         self._step: Step | None = None
         self._begun = 0  # the first batch of the window
         self._reading: tuple[int, Tensors] | None = None
-        watched = {"training_step": self._watching_step, BEFORE_TRANSFER: self._watching_transfer}
-        if not module.automatic_optimization:
-            watched["manual_backward"] = self._watching_backward
-        self._undo = [patched(type(module), name, make) for name, make in watched.items()]
+        self._watch(BEFORE_TRANSFER, self._saw_batch)
+        self._watch("training_step", self._begin, self._end)
+        self._watch("manual_backward", self._before_backward, self._read)
         self._undo += [each.register_step_post_hook(self._stepped).remove for each in trainer.optimizers]
         if "training_step" in vars(module):  # and no longer found on the class
             self.problem = "training_step is compiled: its batches and random numbers cannot be followed"
 
-    def _watching_transfer(self, original: Any) -> Any:
-        def on_before_batch_transfer(module: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            if module is self._module:
-                self._saw_batch(batch)
-            return original(module, batch, *args, **kwargs)
+    def _watch(self, name: str, before: Callable[..., Any], after: Callable[..., None] | None = None) -> None:
+        """Have a method of the module tell its arguments before, and what was told and its result afterwards."""
 
-        return on_before_batch_transfer
+        def make(original: Any) -> Any:
+            def watched(module: Any, *args: Any, **kwargs: Any) -> Any:
+                noted = before(*args, **kwargs) if module is self._module else None
+                result = original(module, *args, **kwargs)
+                if noted is not None and after is not None:
+                    after(noted, result)
+                return result
+
+            return watched
+
+        self._undo.append(patched(type(self._module), name, make))
 
     @_quietly
-    def _saw_batch(self, batch: Any) -> None:
+    def _saw_batch(self, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Begin a new batch, and hear of the gradients of all parameters that can have one now."""
         tape = self.recorded
         if self._step is not None:  # a gradient scaler left it out
@@ -436,42 +378,39 @@ class Recorder(Callback):
                 hook = functools.partial(self._saw_gradient, name, parameter)
                 self._undo.append(parameter.register_hook(hook).remove)
 
-    def _watching_step(self, original: Any) -> Any:
-        def training_step(module: Any, *args: Any, **kwargs: Any) -> Any:
-            # Recomputed replicas run it in the backward, and some optimizers again within a step.
-            if module is not self._module or self._step is not None or in_backward():
-                return original(module, *args, **kwargs)
-            self._begin((*args, *kwargs.values()))
-            output = original(module, *args, **kwargs)
-            self._end(output)
-            return output
-
-        return training_step
-
     @_quietly
-    def _begin(self, args: tuple[Any, ...]) -> None:
-        tape, strategy = self.recorded, self._trainer.strategy
-        state = module_state(self._module)
+    def _begin(self, *args: Any, **kwargs: Any) -> Call | None:
+        # Recomputed replicas run it in the backward, and some optimizers again within a step.
+        if self._step is not None or in_backward():
+            return None
+        tape, strategy, state = self.recorded, self._trainer.strategy, module_state(self._module)
         known, self._digests = self._digests, {name: digest(value) for name, value in state.items()}
         self._write_weights()
         tape.initial = tape.initial or dict(self._written)
         self._call = Call(
-            copy.deepcopy(move_data_to_device(args, torch.device("cpu"))),
+            copy.deepcopy(move_data_to_device((*args, *kwargs.values()), torch.device("cpu"))),
             random_states(),
             {name: value for name, value in state.items() if known.get(name) != self._digests[name]},
             len(tape.spills),
             not isinstance(strategy, GradAvgStrategy) or strategy.facts().samples != 0,
         )
         tape.batches[-1].calls.append(self._call)
+        return self._call
 
     @_quietly
-    def _end(self, output: Any) -> None:
+    def _end(self, call: Call, output: Any) -> None:
         for name, (term, weight) in loss_terms(output).items():
-            self._saw_loss(name, term, weight)
+            self._saw_loss(call, name, term, weight)
 
-    def _saw_loss(self, name: str, term: Tensor, weight: float | None) -> None:
-        call = self._call
-        assert call is not None
+    @_quietly
+    def _before_backward(self, loss: Tensor, *args: Any, weight: Any = None, **kwargs: Any) -> int | None:
+        if self._call is None:
+            return None
+        number = len(self._call.losses)
+        self._saw_loss(self._call, str(number), loss, None if weight is None else float(weight))
+        return number
+
+    def _saw_loss(self, call: Call, name: str, term: Tensor, weight: float | None) -> None:
         call.losses[name], call.weights[name] = float(term.detach()), weight
         if term.requires_grad:
             term.register_hook(functools.partial(self._saw_seed, call, name))
@@ -492,25 +431,8 @@ class Recorder(Callback):
 
     def _steps_within(self) -> int:
         """Return how many steps were taken in this call."""
-        return sum(
-            step.within is not None and step.batches[1] == len(self.recorded.batches) for step in self.recorded.steps
-        )
-
-    def _watching_backward(self, original: Any) -> Any:
-        def manual_backward(module: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if module is self._module:
-                self._before_backward(loss, kwargs.get("weight"))
-            result = original(module, loss, *args, **kwargs)
-            if module is self._module:
-                self._read(len(self._call.losses) - 1 if self._call is not None else 0)
-            return result
-
-        return manual_backward
-
-    @_quietly
-    def _before_backward(self, loss: Tensor, weight: Any) -> None:
-        assert self._call is not None
-        self._saw_loss(str(len(self._call.losses)), loss, None if weight is None else float(weight))
+        steps, number = self.recorded.steps, len(self.recorded.batches)
+        return sum(step.within is not None and step.batches[1] == number for step in steps)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the reduced gradient before the user's own hook of this name, and clipping, may change it."""
@@ -518,7 +440,8 @@ class Recorder(Callback):
             self._read(0)
 
     @_quietly
-    def _read(self, backward: int) -> None:
+    def _read(self, backward: int, result: Any = None) -> None:
+        """Read the reduced gradient after a backward, or where that is -1 before the step."""
         if self._step is not None:
             return
         live, scaler = live_gradients(self._module), getattr(self._trainer.precision_plugin, "scaler", None)
@@ -539,29 +462,27 @@ class Recorder(Callback):
         if self._step is not None:  # the same step asks for the loss again
             self._step.evaluations += 1
             return
-        known = self._reading is not None
-        if not known:  # of a backward past Lightning
+        if self._reading is None:  # of a backward past Lightning
             self._read(-1)
         assert self._reading is not None
         (number, reduced), self._reading = self._reading, None
         self._write_weights()
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         names = {name for name, parameter in self._module.named_parameters() if id(parameter) in trained}
-        automatic = self._module.automatic_optimization
         self._step = Step(
             (self._begun, len(self.recorded.batches)),
-            None if automatic else self._steps_within(),
+            None if self._module.automatic_optimization else self._steps_within(),
             type(optimizer).__name__,
             options_of(optimizer),
             dict(self._written),
             {name: tensor for name, tensor in reduced.items() if name in names},
             self._file(number),
             self._scale,
-            number if known else None,
+            None if number < 0 else number,
         )
 
     @_quietly
-    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _stepped(self, *args: Any) -> None:
         step, self._step = self._step, None
         if step is None:
             return
@@ -578,16 +499,14 @@ class Recorder(Callback):
         tape, live = self.recorded, dict(self._module.named_parameters())
         found = sketches(live)
         changed = [n for n in live if n not in self._written or not torch.equal(self._written[n], found[n])]
-        file = self.folder / f"weights-{len(tape.spills)}.pt"
-        if changed and tape.rank == 0:
-            torch.save({name: live[name].detach().cpu() for name in changed}, file)
         if changed:
+            file = self.folder / f"weights-{len(tape.spills)}.pt"
             tape.spills.append(dict.fromkeys(changed, file))
             self._written.update({name: found[name] for name in changed})
+            if tape.rank == 0:
+                torch.save({name: live[name].detach().cpu() for name in changed}, file)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Agree with the other ranks whether all steps are recorded."""
         self._taken += 1
         self._end_batch()
@@ -604,7 +523,8 @@ class Recorder(Callback):
         steps, number = self.recorded.steps, len(self.recorded.batches)
         if steps and steps[-1].batches[1] == number:
             self._begun = number
-            self.progress(f"recorded step {len(steps)} of {self.steps}")
+            if self.progress is not None:
+                self.progress(f"recorded step {len(steps)} of {self.steps}")
 
     def on_complete(self, trainer: Trainer, module: LightningModule) -> None:
         """Do what there is to do when all ranks have recorded all steps, on all ranks."""
@@ -624,7 +544,7 @@ class Recorder(Callback):
             restore()
 
 
-def _on_all_ranks(value: bool, trainer: Trainer) -> bool:  # noqa: FBT001  # the value that is agreed on
+def _on_all_ranks(value: bool, trainer: Trainer) -> bool:  # the value that is agreed on
     if trainer.world_size == 1 or not dist.is_initialized():
         return value
     # All ranks come here with the same batch: Lightning itself agrees on a signal once per batch.

@@ -2,13 +2,14 @@
 
 It trains with the user's Trainer on one process, one step of the run after the other, and each stage starts from the
 run's own result of the stage before: `training_step` from the run's weights, buffers, attributes and random numbers,
-clipping and the optimizer from the run's reduced gradient. So a difference is seen in the stage that makes it and in no
-other, training does not amplify rounding, and if every step is equal, so is the run.
+clipping and the optimizer from the run's reduced gradient. So a difference is seen in the stage that makes it and in
+no other, training does not amplify rounding, and if every step is equal, so is the run.
 
-Everything about a gradient is told by one mechanism, the split of a batch into its parts (`replay`): of the global batch
-into the micro-batches of the ranks; where that does not tell what the loss is, the same with one thing taken away, such
-as the statistics of the batch in batch norm; and of every micro-batch into two. The whole is computed twice from one
-state: where the two differ, the step keeps something that cannot be put back, and nothing is blamed on the run.
+Everything about a gradient is told by one mechanism, the split of a batch into its parts (`replay`): of the global
+batch into the micro-batches of the ranks; where that does not tell what the loss is, the same with one thing taken
+away, such as the statistics of the batch in batch norm; and of every micro-batch into two. The whole is computed
+twice from one state: where the two differ, the step keeps something that cannot be put back, and nothing is blamed on
+the run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from typing_extensions import override
 from lightning_gradavg.data.collated import slice_batch
 from lightning_gradavg.verify.compare import Tolerance, flattened, is_rounding
 from lightning_gradavg.verify.internals import BEFORE_TRANSFER, begin_at, torch_settings, without_gradient_hooks
-from lightning_gradavg.verify.noise import Misaligned, Recorded, Replayed
+from lightning_gradavg.verify.noise import MisalignedError, Recorded, Replayed
 from lightning_gradavg.verify.record import (
     Recorder,
     Step,
@@ -50,7 +51,7 @@ from lightning_gradavg.verify.record import (
     sketches,
 )
 from lightning_gradavg.verify.replay import Act, Piece, Replay, Replays, Split, acts_of, gather_outputs
-from lightning_gradavg.verify.rows import Unknown, digest, digests, join
+from lightning_gradavg.verify.rows import UnknownSamplesError, digest, digests, join
 
 __all__ = ["Enough", "Examined", "Reference", "StepOfReference", "Stream", "read_stream", "record_reference"]
 
@@ -60,55 +61,32 @@ _JOINED = 8
 
 @dataclass
 class StepOfReference:
-    """What the reference has to say about an optimizer step.
+    """What the reference has to say about an optimizer step, in sketches; no weights where it took none."""
 
-    Attributes:
-        groups: The options of its own optimizer's parameter groups.
-        clipped: Sketches of the gradient that its optimizer stepped with, and
-        after: of the weights after; empty where it took no step.
-    """
-
-    groups: list[dict[str, Any]]
+    groups: list[dict[str, Any]]  # the options of its own optimizer
     clipped: Tensors = field(default_factory=dict)
     after: Tensors = field(default_factory=dict)
 
 
 @dataclass
 class Examined:
-    """What the reference found out about an act.
-
-    Attributes:
-        act: The act.
-        parts: All its pieces as the ranks computed them.
-        split: The global batch and the ranks' micro-batches, or the first of them.
-        without: The same with something taken away, by the cause that this would show.
-        halves: Each micro-batch in two parts, where the global batch does not tell.
-        unsteady: What changes from one computation to the next, or "".
-        state: The module's buffers and attributes after the global batch; empty where it was not computed.
-        state_of_rank: After rank 0's last call alone.
-    """
+    """What the reference found out about an act."""
 
     act: Act
-    parts: Sequence[Replay]
-    split: Split
-    without: dict[str, Split] = field(default_factory=dict)
-    halves: list[Split] = field(default_factory=list)
-    unsteady: str = ""
-    state: dict[str, Any] = field(default_factory=dict)
-    state_of_rank: dict[str, Any] = field(default_factory=dict)
+    parts: Sequence[Replay]  # all its pieces as the ranks computed them
+    split: Split  # the global batch and the ranks' micro-batches, or the first of them
+    without: dict[str, Split] = field(default_factory=dict)  # with something taken away, by the cause that this shows
+    halves: list[Split] = field(default_factory=list)  # each micro-batch in two parts, where the global batch is silent
+    unsteady: str = ""  # what changes from one computation to the next
+    state: dict[str, Any] = field(default_factory=dict)  # of the module after the global batch, where that is known
+    state_of_rank: dict[str, Any] = field(default_factory=dict)  # after rank 0's last call alone
 
 
 @dataclass
 class Reference:
-    """What one process recorded.
+    """What one process recorded."""
 
-    Attributes:
-        initial: Sketches of its own weights before it took over the run's; empty where the module is the run's own.
-        acts: What it found out, act by act.
-        steps: The optimizer steps by their position.
-    """
-
-    initial: Tensors = field(default_factory=dict)
+    initial: Tensors = field(default_factory=dict)  # its own weights; empty where the module is the run's own
     acts: list[Examined] = field(default_factory=list)
     steps: dict[int, StepOfReference] = field(default_factory=dict)
 
@@ -138,10 +116,10 @@ class _FixedStatistics(TorchFunctionMode):
 
 
 _TAKEN_AWAY: Mapping[str, Callable[[LightningModule], AbstractContextManager[Any]]] = {
-    "batch norm": lambda module: _FixedStatistics(),
+    "batch norm": lambda _: _FixedStatistics(),
     "gradient hooks": without_gradient_hooks,
 }
-"""What is computed without, where the global batch does not tell what the loss is: by the cause that this would show."""
+"""What is computed without, where the global batch does not tell what the loss is: by the cause that this shows."""
 
 
 class _Acts(IterableDataset[int]):
@@ -174,12 +152,7 @@ def _itself(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Last:
-    """The replay that the reference goes on from: what it leaves in the module is what one process would have.
-
-    Attributes:
-        replay: What came of it.
-        again: Computes it anew.
-    """
+    """The replay that the reference goes on from: what it leaves in the module is what one process would have."""
 
     replay: Replay
     again: Callable[[], tuple[Replay, Any]]
@@ -330,7 +303,7 @@ class _ReferenceStrategy(SingleDeviceStrategy):
             whole = whole or self._joined(split.pieces)
             split.whole = self._run(whole, mode, end=end)
             mode.require_all()
-        except (Unknown, Misaligned) as error:
+        except (UnknownSamplesError, MisalignedError) as error:
             split.whole, split.problem = None, str(error)
             return None
         except Exception as error:  # noqa: BLE001  # the user's code, on a batch that the run does not have
@@ -356,7 +329,8 @@ class _ReferenceStrategy(SingleDeviceStrategy):
         """Return the samples of all pieces as one."""
         sizes = [piece.size for piece in pieces if piece.size is not None]
         if len(sizes) < len(pieces):
-            raise Unknown(f"which samples a batch of type {type(pieces[0].args[0]).__name__} holds is not known")
+            kind = type(pieces[0].args[0]).__name__
+            raise UnknownSamplesError(f"which samples a batch of type {kind} holds is not known")
         rest = pieces[0] if self.module.automatic_optimization else self.act.last
         batch = join([piece.args[0] for piece in pieces], sizes)
         return replace(pieces[0], args=(batch, *rest.args[1:]), size=sum(sizes))
@@ -499,8 +473,22 @@ class _ReferenceTrainer(Trainer):
 
 
 _OF_SEVERAL = frozenset(
-    "strategy devices num_nodes plugins accumulate_grad_batches limit_train_batches overfit_batches sync_batchnorm"
-    " use_distributed_sampler fast_dev_run max_steps max_time accelerator callbacks".split()
+    [
+        "strategy",
+        "devices",
+        "num_nodes",
+        "plugins",
+        "accumulate_grad_batches",
+        "limit_train_batches",
+        "overfit_batches",
+        "sync_batchnorm",
+        "use_distributed_sampler",
+        "fast_dev_run",
+        "max_steps",
+        "max_time",
+        "accelerator",
+        "callbacks",
+    ]
 )
 """Options of devices, windows and lengths, which one process has otherwise."""
 
@@ -514,7 +502,7 @@ def record_reference(
     datamodule: Any = None,
     device: str = "cpu",
     handed_over: bool = False,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = print,
 ) -> Reference:
     """Run the reference of a run and return what it found.
 
@@ -559,15 +547,10 @@ class Enough(Exception):  # noqa: N818  # no error: all that was asked for is th
 
 @dataclass(frozen=True)
 class Stream:
-    """What one process reads.
+    """What one process reads."""
 
-    Attributes:
-        batches: Of every loader batch the epoch and the fingerprints of its samples.
-        shuffles: Whether the loader deals the samples at random.
-    """
-
-    batches: Sequence[tuple[int, Sequence[bytes]]]
-    shuffles: bool = False
+    batches: Sequence[tuple[int, Sequence[bytes]]]  # of every loader batch the epoch and the samples' fingerprints
+    shuffles: bool = False  # whether the loader deals the samples at random
 
 
 class _Reading(LightningModule):
@@ -605,7 +588,7 @@ class _Reading(LightningModule):
 
 setattr(_Reading, BEFORE_TRANSFER, _Reading.read)
 
-_OF_DATA = frozenset("max_epochs reload_dataloaders_every_n_epochs overfit_batches precision logger".split())
+_OF_DATA = frozenset(["max_epochs", "reload_dataloaders_every_n_epochs", "overfit_batches", "precision", "logger"])
 
 
 def read_stream(module: LightningModule, data: Mapping[str, Any], options: Mapping[str, Any], batches: int) -> Stream:
@@ -618,7 +601,7 @@ def read_stream(module: LightningModule, data: Mapping[str, Any], options: Mappi
         batches: How many batches to read, at most.
     """
     reading = _Reading(module, batches)
-    quiet = {name: False for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     kept = {name: value for name, value in options.items() if name in _OF_DATA}
     module.trainer = Trainer(strategy=SingleDeviceStrategy(), accelerator="cpu", **{**kept, **quiet})
     with _world_of_one(), warnings.catch_warnings():

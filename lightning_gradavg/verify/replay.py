@@ -1,9 +1,9 @@
 """Calls of `training_step` on one process, each from a stated state: what everything about gradients is told from.
 
-A *piece* is what a call is to compute: the micro-batch of one rank, a part of it, or the samples of all ranks. A *replay*
-is what came of it. A *split* is a whole and its parts, where the whole draws what the parts drew (`noise`); what
-combination of the parts' gradients is that of the whole says what the loss is: a sum over samples, or a mean over
-samples or over what the weights count.
+A *piece* is what a call is to compute: the micro-batch of one rank, a part of it, or the samples of all ranks. A
+*replay* is what came of it. A *split* is a whole and its parts, where the whole draws what the parts drew (`noise`);
+what combination of the parts' gradients is that of the whole says what the loss is: a sum over samples, or a mean
+over samples or over what the weights count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lightning_gradavg.verify.record import (
     module_state,
     sketches,
 )
-from lightning_gradavg.verify.rows import Unknown, digest, samples_in
+from lightning_gradavg.verify.rows import UnknownSamplesError, digest, samples_in
 
 __all__ = ["Act", "Piece", "Replay", "Replays", "Split", "acts_of", "gather_outputs"]
 
@@ -46,40 +46,24 @@ _COLUMNS = 64  # of each output, for each sample
 
 @dataclass(frozen=True)
 class Piece:
-    """What one call of `training_step` on one process is to compute.
+    """What one call of `training_step` on one process is to compute."""
 
-    Attributes:
-        rank: The rank whose state and random numbers it starts from.
-        batch: The number of the loader's batch, and
-        index: of the call on it.
-        call: That call.
-        args: The arguments, which hold other samples than the call's where it is a part of it or the whole.
-        size: The number of samples; None where it is not known.
-    """
-
-    rank: int
-    batch: int
-    index: int
+    rank: int  # whose state and random numbers it starts from
+    batch: int  # the number of the loader's batch, and
+    index: int  # of the call on it
     call: Call
-    args: tuple[Any, ...]
-    size: int | None
+    args: tuple[Any, ...]  # other samples than the call's where it is a part of it, or the whole
+    size: int | None  # in samples; None where that is not known
 
 
 @dataclass(frozen=True)
 class Act:
-    """What one batch of the reference reproduces.
+    """What one batch of the reference reproduces."""
 
-    Attributes:
-        steps: The positions of the optimizer steps in a run: one, or those that manual optimization takes in a batch.
-        epoch: The epoch.
-        pieces: Every rank's calls whose samples count, in the order of one process.
-        last: The call of rank 0 in which the last of the steps is taken.
-    """
-
-    steps: tuple[int, ...]
+    steps: tuple[int, ...]  # one, or those that manual optimization takes in a batch
     epoch: int
-    pieces: tuple[Piece, ...]
-    last: Piece
+    pieces: tuple[Piece, ...]  # every rank's calls whose samples count, in the order of one process
+    last: Piece  # the call of rank 0 in which the last of the steps is taken
 
 
 def acts_of(tapes: Sequence[Tape]) -> list[Act]:
@@ -112,55 +96,35 @@ def _piece(tape: Tape, batch: int, index: int) -> Piece:
     call = tape.batches[batch].calls[index]
     try:
         size: int | None = samples_in(call.args[0], tape.facts.loader_size)
-    except Unknown:
+    except UnknownSamplesError:
         size = None
     return Piece(tape.rank, batch, index, call, call.args, size)
 
 
 @dataclass
 class Replay:
-    """What one process computed of a piece.
-
-    Attributes:
-        losses: The losses by name.
-        weights: Their weights by name.
-        gradients: Sketches of the gradient of each loss, or in manual optimization for each step, undivided.
-        outputs: Some numbers of each sample's outputs, by the module that made them, in the order of their calls.
-        state: The module's buffers and attributes afterwards.
-        mode: What followed its random numbers.
-        layers: The names of the submodules that drew any.
-        host: Whether Python or NumPy drew any.
-    """
+    """What one process computed of a piece; gradients in manual optimization by the number of the step."""
 
     losses: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float | None] = field(default_factory=dict)
-    gradients: dict[str, Tensors] = field(default_factory=dict)
-    outputs: Tensors = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-    mode: Recorded = field(default_factory=Recorded)
-    layers: tuple[str, ...] = ()
-    host: bool = False
+    gradients: dict[str, Tensors] = field(default_factory=dict)  # sketches, by the name of the loss, undivided
+    outputs: Tensors = field(default_factory=dict)  # some numbers of each sample's, by the module that made them
+    state: dict[str, Any] = field(default_factory=dict)  # the module's buffers and attributes afterwards
+    mode: Recorded = field(default_factory=Recorded)  # what followed its random numbers
+    layers: tuple[str, ...] = ()  # the submodules that drew any
+    host: bool = False  # whether Python or NumPy drew any
 
 
 @dataclass
 class Split:
-    """Parts and whole of the same samples, with the same random numbers.
-
-    Attributes:
-        pieces: The parts' pieces.
-        parts: The parts as the ranks computed them.
-        common: The parts from the whole's state and with its random numbers, as far as these belong to no sample.
-        whole: The whole; None where there is none.
-        problem: Why there is none.
-        own: What each part keeps for itself, and computes otherwise with.
-    """
+    """Parts and whole of the same samples, with the same random numbers."""
 
     pieces: Sequence[Piece]
-    parts: Sequence[Replay] = ()
-    common: Sequence[Replay] = ()
+    parts: Sequence[Replay] = ()  # as the ranks computed them
+    common: Sequence[Replay] = ()  # from the whole's state, with its random numbers where these belong to no sample
     whole: Replay | None = None
-    problem: str = ""
-    own: tuple[str, ...] = ()
+    problem: str = ""  # why there is no whole
+    own: tuple[str, ...] = ()  # what each part keeps for itself, and computes otherwise with
 
     def known(self, key: str) -> Parts:
         """Return what is known of the parts' samples and weights."""
@@ -235,7 +199,11 @@ class Replays:
         """Put the module and the random generators into the state that a call of the run started from."""
         state = state or piece
         self.load(state.call.version)
-        self.set_state(self.tapes[state.rank].state_at(state.batch, state.index))
+        wanted, parts = self.tapes[state.rank].state_at(state.batch, state.index), dict(self.module.named_modules())
+        for name in module_state(self.module).keys() - wanted.keys():  # what a later call left behind
+            path, _, attribute = name.rpartition(".")
+            delattr(parts[path], attribute)
+        self.set_state(wanted)
         set_random_states(copy.deepcopy(piece.call.random))
         self._clear()
 

@@ -192,15 +192,18 @@ def _plain(value: Any) -> Any:
 
 def times(factor: float) -> str:
     """Return a factor in words: "half of", "twice", "0.875 x"."""
-    words = {
-        0.5: "half of",
-        2.0: "twice",
-        1 / 3: "a third of",
-        3.0: "three times",
-        0.25: "a quarter of",
-        4.0: "four times",
-    }
-    return next((word for value, word in words.items() if abs(factor / value - 1) < 1e-3), f"{factor:.4g} x")
+    near, words = (
+        1e-3,
+        {
+            0.5: "half of",
+            2.0: "twice",
+            1 / 3: "a third of",
+            3.0: "three times",
+            0.25: "a quarter of",
+            4.0: "four times",
+        },
+    )
+    return next((word for value, word in words.items() if abs(factor / value - 1) < near), f"{factor:.4g} x")
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -211,9 +214,9 @@ def print_report(report: Report, console: Console) -> None:
     for remark in report.remarks:
         console.print(f"  not shown: {remark}", markup=False, soft_wrap=True)
     console.print(
-        f"\n{report.strategy}, reduction {report.reduction!r}, {report.world_size} {_plural('rank', report.world_size)},"
-        f" {report.steps} optimizer {_plural('step', report.steps)}, against {report.reference}. Equal: up to a relative"
-        f" difference of {report.tolerance:g}.",
+        f"\n{report.strategy}, reduction {report.reduction!r}, {report.world_size} {_plural('rank', report.world_size)}"
+        f", {report.steps} optimizer {_plural('step', report.steps)}, against {report.reference}."
+        f" Equal: up to a relative difference of {report.tolerance:g}.",
         markup=False,
         soft_wrap=True,
     )

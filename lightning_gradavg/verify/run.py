@@ -1,8 +1,8 @@
 """The runs of a verification: what is verified, the processes that it takes, and `verify`.
 
-A process per rank, with the variables that a launcher sets, records; then one more is the reference. Each builds module
-and data anew, in the same way, and leads a session of its own, which is ended with all that it started. None imports the
-main module of the script that asks: if a class of it is needed, the script is run up to where it begins to train.
+A process per rank, with the variables that a launcher sets, records; then one more is the reference. Each builds
+module and data anew, in the same way, and leads a session of its own, which is ended with all that it started. None
+imports the main module of the script that asks: if a class of it is needed, the script is run up to where it trains.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ _LEFT_OUT = (
 _QUIET: Mapping[str, Any] = {
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     **dict.fromkeys(("profiler", "min_epochs", "min_steps", "max_time"), None),
-    **{"num_nodes": 1, "limit_val_batches": 0, "num_sanity_val_steps": 0, "fast_dev_run": False},
+    "num_nodes": 1,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "fast_dev_run": False,
 }
 _LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "PL_", "LT_")
 _PIPE_WIDTH = 120  # rich assumes 80 columns where there is no terminal
@@ -102,7 +105,7 @@ _refusing: list[None] = []
 def training_refused() -> Iterator[None]:
     """Have all training within the context, and `verify`, raise `TrainsOnImport`."""
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
         raise TrainsOnImport
 
     kept = {name: getattr(Trainer, name) for name in ("fit", "validate", "test", "predict")}
@@ -165,7 +168,7 @@ class _MainModule(ModuleType):
             raise AttributeError(name)
         self.__file__, self.__name__ = file, "__mp_main__"  # the name that multiprocessing imports it by
         with training_refused(), suppress(TrainsOnImport):
-            exec(compile(Path(file).read_bytes(), file, "exec"), vars(self))  # noqa: S102  # as multiprocessing does
+            exec(compile(Path(file).read_bytes(), file, "exec"), vars(self))  # as multiprocessing does
         return getattr(self, name)
 
 
@@ -431,7 +434,7 @@ def _rank(target: Target, rank: int, settings: Settings, folder: Path) -> Tape |
         options = settings.options({**options, "strategy": resolve_strategy(options.get("strategy") or "ddp")})
         if rank == 0:
             estimate(module, settings.steps, folder)
-        progress = Progress() if rank == 0 else lambda text: None
+        progress = Progress() if rank == 0 else None
         trainer = Trainer(**{**options, "devices": settings.devices})
         return record_run(trainer, module, data, steps=settings.steps, folder=folder, progress=progress)
     except ValueError as error:
@@ -536,7 +539,9 @@ def _environ(rank: int, world_size: int) -> dict[str, str]:
     of_rank = {
         **dict.fromkeys(("RANK", "LOCAL_RANK"), rank),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), world_size),
-        **{"NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500},  # the ranks meet in a file
+        "NODE_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 29500,  # the ranks meet in a file
     }
     gloo = dict.fromkeys(["GLOO_SOCKET_IFNAME"] if loopback else [], "".join(loopback[:1]))
     return {**gloo, **kept, **{name: str(value) for name, value in of_rank.items()}}
