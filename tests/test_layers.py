@@ -42,7 +42,7 @@ FLOORS = (
         " reduction.hooking reduction.reducing"
         " monitoring.observing monitoring.monitor profiling.profiler evaluation.evaluating"
         " rates.recipe_strategy replication.equivalence replication.log replication.steps"
-        " replication.replicating strategy termination verification"
+        " replication.replicating strategy termination verify"
     ),
     "__init__ __main__ cli",
 )

@@ -1,4 +1,4 @@
-"""Runs for the verification: modules with one fault each, healthy ones, and some that cannot be judged; no test in here.
+"""Runs for the verification: with one fault each, healthy ones, and some that cannot be judged; no test in here.
 
 The names of `RUNS` are the lines of the tables in docs/verify.md.
 """
@@ -144,7 +144,8 @@ def mixed_up(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
     order = torch.randperm(len(x))
     outputs = self(part * x + (1 - part) * x[order])
     losses = (nn.functional.cross_entropy(outputs, target) for target in (y, y[order]))
-    return sum(share * loss for share, loss in zip((part, 1 - part), losses, strict=True))
+    first, other = losses
+    return part * first + (1 - part) * other
 
 
 def penalized(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
@@ -378,7 +379,7 @@ class Asking(Net):
         self.length = len(self.trainer.train_dataloader)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.norm = sum(float(parameter.grad.norm()) for parameter in self.parameters())
+        self.norm = [float(parameter.grad.norm()) for parameter in self.parameters()]
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -611,7 +612,9 @@ RUNS = {
     "manual optimization": Run(Manual, strategy=GradAvgStrategy),
     "two optimizers": Run(TwoOptimizers, strategy=GradAvgStrategy, steps=4),
     "a GAN with noise": Run(Gan, strategy=unused, steps=4),
-    "AdamW, one cycle, batch norm on one device": Run(with_optimizer(one_cycle, normed), strategy=SINGLE, data=20, batch_size=8),
+    "AdamW, one cycle, batch norm on one device": Run(
+        with_optimizer(one_cycle, normed), strategy=SINGLE, data=20, batch_size=8
+    ),
     "momentum, weight decay, three epochs": Run(with_optimizer(halving), options={"max_epochs": 3}, steps=5),
     "`split_batches`": Run(strategy=SPLIT, data=14, batch_size=5, steps=3),
     "`split_batches` in pieces": Run(
@@ -647,7 +650,9 @@ RUNS = {
     "dropout, `data_parallel`": Run(dropped, strategy=PARALLEL, data=14, batch_size=5),
     "noise drawn in `training_step`": Run(with_step(noisy), UNEVEN, BY_WEIGHT),
     "mixup": Run(with_step(mixed_up)),
-    "padded texts with their weights, dropout": Run(lambda: Texts(says=True, drops=0.3), strategy=BY_WEIGHT, data=PADDED),
+    "padded texts with their weights, dropout": Run(
+        lambda: Texts(says=True, drops=0.3), strategy=BY_WEIGHT, data=PADDED
+    ),
     "padded texts, a sum loss, `sum`": Run(lambda: Texts("sum"), strategy=BY_SUM, data=PADDED),
     "padded texts, a mean over texts": Run(lambda: Texts(by_text=True), data=PADDED),
     "an L2 penalty in a mean loss": Run(with_step(penalized)),
@@ -664,7 +669,9 @@ RUNS = {
     "one stream on all ranks": Run(data="one stream", causes=("duplicated stream",)),
     "samples repeated to fill the ranks": Run(data=15, options=SHUFFLED, causes=("padding",)),
     "batch norm": Run(normed, causes=("batch norm",)),
-    "batch norm in windows": Run(normed, WINDOWS, GradAvgStrategy, {"accumulate_grad_batches": 3}, 1, causes=("batch norm",)),
+    "batch norm in windows": Run(
+        normed, WINDOWS, GradAvgStrategy, {"accumulate_grad_batches": 3}, 1, causes=("batch norm",)
+    ),
     "batch norm without running statistics": Run(lambda: normed(track_running_stats=False), causes=("batch norm",)),
     "batch norm and uneven batches": Run(normed, UNEVEN, causes=("batch norm", "mean of means")),
     "a loss that compares samples": Run(with_step(spread), causes=("non-decomposable loss",)),
@@ -672,14 +679,20 @@ RUNS = {
     "a sum loss": Run(lambda: Net("sum"), causes=("sum loss",)),
     "a sum loss, dropout": Run(lambda: dropped("sum"), causes=("sum loss",)),
     "a sum loss, bfloat16": Run(lambda: Net("sum"), options={"precision": "bf16-mixed"}, causes=("sum loss",)),
-    "a sum loss, `data_parallel`": Run(lambda: Net("sum"), strategy=PARALLEL, data=16, batch_size=8, causes=("sum loss",)),
+    "a sum loss, `data_parallel`": Run(
+        lambda: Net("sum"), strategy=PARALLEL, data=16, batch_size=8, causes=("sum loss",)
+    ),
     "a sum loss over padded texts": Run(lambda: Texts("sum"), data=PADDED, causes=("sum loss",)),
-    "an L2 penalty under `sum`": Run(with_step(penalized, lambda: Net("sum")), strategy=BY_SUM, causes=("constant term",)),
+    "an L2 penalty under `sum`": Run(
+        with_step(penalized, lambda: Net("sum")), strategy=BY_SUM, causes=("constant term",)
+    ),
     "an L2 penalty in a sum loss": Run(with_step(penalized, lambda: Net("sum")), causes=("sum loss", "constant term")),
     "uneven batches": Run(Net, UNEVEN, causes=("mean of means",)),
     "uneven batches, noise": Run(with_step(noisy), UNEVEN, causes=("mean of means",)),
     "a mean over tokens": Run(with_step(masked), causes=("mean of means",)),
-    "a mean over tokens of padded texts, with weights": Run(lambda: Texts(says=True), data=PADDED, causes=("mean of means",)),
+    "a mean over tokens of padded texts, with weights": Run(
+        lambda: Texts(says=True), data=PADDED, causes=("mean of means",)
+    ),
     "class weights": Run(with_step(class_weighted), causes=("mean of means",)),
     "class weights under `weighted_mean`": Run(with_step(class_weighted), strategy=BY_WEIGHT, causes=("counts",)),
     "a mean over tokens weighted by samples": Run(with_step(masked), UNEVEN, BY_WEIGHT, causes=("counts",)),
@@ -718,7 +731,9 @@ RUNS = {
         causes=("different optimizers", "unsynchronised replicas"),
     ),
     "an optimizer of each rank": Run(
-        with_optimizer(lambda self: (torch.optim.Adam if self.global_rank else torch.optim.SGD)(self.parameters(), lr=0.1)),
+        with_optimizer(
+            lambda self: (torch.optim.Adam if self.global_rank else torch.optim.SGD)(self.parameters(), lr=0.1)
+        ),
         causes=("different optimizers", "unsynchronised replicas"),
     ),
     "a learning rate times the ranks": Run(
@@ -749,7 +764,8 @@ RUNS = {
         lambda: _with_spectral_norm(Net()), WINDOWS, GradAvgStrategy, TWO, not_shown="weight.0._u"
     ),
     "L-BFGS": Run(
-        with_optimizer(lambda self: torch.optim.LBFGS(self.parameters(), max_iter=3)), not_shown="several times in a step"
+        with_optimizer(lambda self: torch.optim.LBFGS(self.parameters(), max_iter=3)),
+        not_shown="several times in a step",
     ),
     "windows in manual optimization": Run(lambda: Manual(every=2), WINDOWS, steps=1, not_shown="the user's own sum"),
     "padding beyond the steps": Run(
@@ -770,10 +786,35 @@ THREE = {
     "an idle rank": Run(strategy=SPLIT, options={"precision": "64-true"}, data=12, batch_size=4),
     "split batches": Run(strategy=SPLIT, options={"precision": "64-true"}, data=20, batch_size=7, steps=3),
 }
+
+
+def backwards(rank: int) -> Any:
+    return batches((4, 4), seed=rank)[:: -1 if ranks() > 1 else 1]
+
+
+class Medium(Net):
+    """Computes products of matrices in a lower precision."""
+
+    def on_fit_start(self) -> None:
+        torch.set_float32_matmul_precision("medium")
+
+
+OTHERS = {
+    "a learning rate times the ranks, a short last window": Run(
+        with_optimizer(lambda self: sgd(self, lr=0.1 * self.trainer.world_size)), WINDOWS, options=TWO
+    ),
+    "a sum loss, shuffled": Run(lambda: Net("sum"), data=16, options=SHUFFLED),
+    "ranks that read backwards": Run(data=backwards),
+    "samples of their own on several processes": Run(data=lambda rank: batches((4, 4), seed=rank + 10 * (ranks() > 1))),
+    "gradients times 1.004 in bfloat16": Run(
+        strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket * 1.004)), options={"precision": "bf16-mixed"}
+    ),
+    "medium precision of products": Run(Medium),
+}
 CASES = {
     "case 7": Run(CaseSeven, strategy=BY_WEIGHT, steps=1, data=of_rank([[1.0, 1.0, 1.0]], [[5.0]])),
     "case 41": Run(dropped),
     "case 42": Run(CaseFortyTwo, steps=1, data=of_rank([[0.0, 2.0]], [[4.0, 6.0]])),
 }
-RUNS.update({**THREE, **CASES})
-IN_DOCS = [name for name in RUNS if name not in {**THREE, **CASES}]
+IN_DOCS = list(RUNS)
+RUNS.update({**THREE, **CASES, **OTHERS})

@@ -102,6 +102,9 @@ class GradAvgVerifier(Recorder):
             if problem is not None:
                 raise RuntimeError(problem)  # noqa: TRY301  # as all that follows
             tapes: list[Tape] = [pickle.loads(each) for each in gathered if isinstance(each, bytes)]
+            for tape in tapes:
+                if not tape.steps:
+                    raise RuntimeError(tape.problem or "the run took no optimizer step")  # noqa: TRY301  # likewise
             device = "cuda" if trainer.strategy.root_device.type == "cuda" else "cpu"
             options = quiet_options({name: getattr(trainer, name) for name in _SENT}, device)
             options["callbacks"] = [each for each in options["callbacks"] if isinstance(_pickled(each), bytes)]

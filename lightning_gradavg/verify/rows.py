@@ -23,6 +23,7 @@ from lightning_gradavg.data.collated import batch_samples, slice_batch, with_ite
 
 __all__ = ["UnknownSamplesError", "digest", "digests", "join", "samples_in"]
 
+_OF_A_TABLE = 2  # dimensions; an image has more
 _CONSTANTS = (int, float, complex, str, bytes, type(None))
 
 
@@ -145,9 +146,10 @@ def _is_known(value: Any, size: int, sizes: set[int | None]) -> bool:
     children = _children(value)
     if children is None:
         return _is_array(value) or isinstance(value, _CONSTANTS)
+    several = type(value) in (list, tuple) and len(value) in sizes and not _is_plain(children)
     rows = all(_is_array(child) and size in child.shape[:1] for child in children)
-    record_each = type(value) in (list, tuple) and len(value) in sizes and not rows and not _is_plain(children)
-    return not record_each and all(_is_known(child, size, sizes) for child in children)
+    images = len(children) != size and all(len(getattr(child, "shape", ())) > _OF_A_TABLE for child in children)
+    return not (several and (images or not rows)) and all(_is_known(child, size, sizes) for child in children)
 
 
 def _concatenated(values: Sequence[Any]) -> Any:
