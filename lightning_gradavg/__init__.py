@@ -10,7 +10,7 @@ from lightning_gradavg.reduction.gather import gather
 from lightning_gradavg.report.noise_scale import GradientNoiseScale
 from lightning_gradavg.rules import Share
 from lightning_gradavg.strategy import GradAvgStrategy
-from lightning_gradavg.verification import GradAvgVerifier, verify
+from lightning_gradavg.verify import GradAvgVerifier, verify
 
 __all__ = [
     "GradAvgMonitor",

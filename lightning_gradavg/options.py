@@ -160,6 +160,7 @@ class StrategyFacts:
             a rank's batch is its own.
         replicated: Whether a training step is run once per replica, and gradients of one rank's loss reach another.
         counts_replicas: Whether every replica has the same say, however many samples it has.
+        equivalent_to: The run that is to be reproduced, by its name, or None.
         scales_rates: Whether the learning rate follows the global batch.
         samples: Samples of the micro-batch in training that count, where the strategy knows: 0 for one that only keeps
             the rank busy; None where it does not.
@@ -172,6 +173,7 @@ class StrategyFacts:
     replicas: int | None
     replicated: bool
     counts_replicas: bool
+    equivalent_to: str | None
     scales_rates: bool
     samples: float | None
 

@@ -339,6 +339,7 @@ class GradAvgStrategy(DDPStrategy):
             replicas=self._shaping_replicas,
             replicated=options.replicated,
             counts_replicas=options.counts_replicas,
+            equivalent_to=options.preset.name if options.preset is not None else None,
             scales_rates=self._rates.recipe.rates is not None,
             samples=self._replicas.samples(self._batches.chunk),
         )

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["batch_samples", "fingerprint", "is_array", "leaves", "mapped", "rebuilt", "slice_batch"]
+__all__ = ["batch_samples", "fingerprint", "is_array", "leaves", "mapped", "rebuilt", "slice_batch", "with_items"]
 
 _HASHED_ELEMENTS = 64
 
@@ -73,7 +73,7 @@ def rebuilt(value: Any, items: Iterator[Any], *, is_leaf: Callable[[Any], bool] 
         return next(items)
     parts = [rebuilt(child, items, is_leaf=is_leaf) for _, child in children]
     if isinstance(value, Mapping):
-        return _with_items(value, dict(zip(value, parts, strict=True)))
+        return with_items(value, dict(zip(value, parts, strict=True)))
     if isinstance(value, (list, tuple)):
         return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
     record = copy.copy(value)
@@ -88,7 +88,7 @@ def mapped(value: Any, function: Callable[[Any], Any], *, is_leaf: Callable[[Any
     return rebuilt(value, (function(leaf) for _, leaf in leaves(value, is_leaf=is_leaf)), is_leaf=is_leaf)
 
 
-def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+def with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
     """Return a mapping of the same type. What else a mutable one holds is kept, as `torch.utils.data` does."""
     if not isinstance(mapping, MutableMapping):
         return type(mapping)(items)  # type: ignore[call-arg]  # there is no other way to build one

@@ -36,7 +36,6 @@ def test_a_path_on_the_accelerator(name: str, sim_world: Worlds, world: Worlds) 
         assert_close(outcome, reference, path.tolerance)
         assert [] == device.races
         assert [] == device.early_frees
-        print(name, counts)
         assert path.waits == counts.get("waits", path.waits), device.waits_in("lightning_gradavg/")[-5:]
 
 

@@ -20,6 +20,7 @@ from toys import Toy
 import lightning_gradavg
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.cli import main
+from lightning_gradavg.verify.report import EXIT_CODES, SCHEMA, Finding, Report, Stage
 
 
 def words(text: str) -> list[str]:
@@ -125,6 +126,7 @@ def test_what_the_strategy_answers():
         (["plan", "--batch-size", "8", "--lr", "0.1", "--devices-per-node", "2"], 0),
         (["plan", "--batch-size", "0", "--lr", "0.1", "--devices-per-node", "2"], 2),
         (["verify"], 2),
+        (["verify", "torch.nn:Linear", "--trainer", "nonsense=1"], 2),
         (["nothing"], 2),
         (["bench", "--ranks", "2"], 2),
     ],
@@ -139,6 +141,11 @@ def test_a_command_that_has_left_names_what_to_use(capsys):
     """`gradavg bench` was a command before the cost model became a benchmark."""
     assert 2 == main(["bench"])
     assert "'bench' is not a command; run `python -m benchmarks.cost_model`" in capsys.readouterr().err
+
+
+def test_the_verdicts_of_verify():
+    """The exit codes of `gradavg verify` by verdict, none of which is that of wrong usage or a failing run."""
+    assert {"equal": 0, "different": 1, "not shown": 3} == EXIT_CODES
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "plan", "verify"])
@@ -179,6 +186,18 @@ def test_the_json_of_plan(capsys):
         "lr_scaling feasible problem lr_factor hyperparameters weight_decay lr_warmup_steps largest_global_batch_size"
     ) == list(plan["gradavg"]["scalings"][0])
     assert {"notes", "code", "nearest_even_batch_sizes"} < set(plan)
+
+
+def test_the_json_of_verify():
+    """The keys of `gradavg verify --json`, schema 1."""
+    finding = Finding("sum loss", "loss", "detail")
+    read = Report("", "", 2, 1, "", 1e-5, [Stage("loss", "differs")], [finding]).as_dict()
+    assert 1 == SCHEMA == read["schema"]
+    assert words(
+        "schema equal verdict strategy reduction world_size steps reference tolerance stages findings gradients remarks"
+    ) == list(read)
+    assert words("name status step difference note") == list(read["stages"][0])
+    assert {*words("cause stage detail step difference advice diff is_difference factor page")} < set(read["findings"][0])
 
 
 @pytest.mark.parametrize(

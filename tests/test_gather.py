@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gradavg.reduction.average import rank_factors
-from lightning_gradavg.reduction.combine import combine
+from lightning_gradavg.reduction.combine import combine, rank_factors
 from lightning_gradavg.reduction.gather import gather
 from lightning_gradavg.rules import RULES, Share
 

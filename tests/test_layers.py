@@ -17,7 +17,7 @@ FLOORS = (
     "batches evaluation termination",
     "replicas report",
     "strategy plan",
-    "verification monitor",
+    "verify monitor",
     "cli",
     "__init__ __main__",
 )
@@ -29,7 +29,7 @@ UPWARD: dict[str, str] = {}
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 LIGHTNING_IN = (
     "part profile batches.part rates.part evaluation reduction.reduction replicas.part",
-    "replicas.obstacles replicas.log strategy termination monitor verification cli __init__",
+    "replicas.obstacles replicas.log strategy termination monitor verify cli __init__",
 )
 """Folders and modules that may import Lightning. Everything else is the core, and works without."""
 

@@ -1,39 +1,23 @@
-"""The backward does not stop for the totals of a weighted rule: buckets that come before them wait, and go in order."""
+"""No bucket waits for the totals of a weighted rule: it is summed as it comes, and scaled when they are there."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import make_trainer
 from torch import nn
+from torch.futures import Future
 from toys import Toy, loader, same_everywhere
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.reduction.window import MOST_TERMS, Totals
+from lightning_gradavg.reduction.reducer import Reducer
 
-SUMMARY = Totals.NORMALIZERS + MOST_TERMS
 LAYERS = 6
 WIDTH = 16
-
-
-class Late:
-    """A sum under way of which nobody learns that it is complete, but by waiting."""
-
-    def __init__(self, work: Any, events: list[str]) -> None:
-        self._work = work
-        self._events = events
-
-    def is_completed(self) -> bool:
-        self._events.append("asked")
-        return False
-
-    def wait(self) -> Any:
-        self._events.append("waited")
-        return self._work.wait()
 
 
 class Deep(Toy):
@@ -63,50 +47,51 @@ class Deep(Toy):
 
 
 def train_late(late_ranks: tuple[int, ...], talks: bool, options: dict[str, Any]) -> Any:
-    """Body: train where the totals come late on some ranks; return what was seen and the events of this rank."""
+    """Body: train where the totals arrive, on some ranks, when the sum of the last bucket has begun."""
     torch.manual_seed(0)
-    model, original = Deep(talks), dist.all_reduce
-    events: list[str] = []
+    model, held, begun = Deep(talks), [], []
 
-    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = original(tensor, *args, **kwargs)
-        if tensor.numel() == SUMMARY and tensor.dtype == torch.float64:
-            return Late(work, events) if dist.get_rank() in late_ranks else work
-        # The flag of termination is an integer.
-        events.append("sum" if kwargs.get("async_op") and tensor.is_floating_point() else "other")
-        return work
+    def future_scale(self: Reducer, closed: Any) -> Any:
+        arrived = original_scale(self, closed)
+        if dist.get_rank() not in late_ranks:
+            return arrived
+        late: Future[Any] = Future()
+        held.append((late, arrived))
+        begun.append(0)
+        return late
 
+    def hook(self: Reducer, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        reduced = original_hook(self, state, bucket)
+        if held:
+            begun[-1] += 1
+            if bucket.is_last():
+                late, arrived = held.pop()
+                late.set_result(arrived.wait())
+        return reduced
+
+    original_scale, original_hook = Reducer._future_scale, Reducer.hook
+    hook.__annotations__ = original_hook.__annotations__  # DDP compares them
     trainer = make_trainer(
         GradAvgStrategy(reduction="weighted_mean", bucket_cap_mb=0.0005, **options),
         max_epochs=1,
         use_distributed_sampler=False,
     )
-    dist.all_reduce = all_reduce  # type: ignore[assignment]  # for this body only
-    try:
+    with mock.patch.object(Reducer, "_future_scale", future_scale), mock.patch.object(Reducer, "hook", hook):
         trainer.fit(model, loader([[1.0]] * 3))
-    finally:
-        dist.all_reduce = original
-    return model.seen, events
+    return model.seen, begun
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
 @pytest.mark.parametrize("talks", [False, True], ids=["quiet", "collectives in the backward"])
 @pytest.mark.parametrize("late_ranks", [(0,), (1,), (0, 1)], ids=str)
 def test_late_totals_change_nothing(world, late_ranks, talks, options):
-    """Wherever the totals come late, gradients have the same bits, and no collective meets another one."""
+    """Where the totals come after the last bucket, all buckets were begun without them, and gradients have the same bits."""
     on_time = same_everywhere([seen for seen, _ in world(2).run(train_late, (), talks, options)])
-    late = same_everywhere([seen for seen, _ in world(2).run(train_late, late_ranks, talks, options)])
+    ranks = world(2).run(train_late, late_ranks, talks, options)
+    late = same_everywhere([seen for seen, _ in ranks])
     assert 3 == len(late.gradients)
     for mine, theirs in zip(late.gradients, on_time.gradients, strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_backward_goes_on_without_the_totals(world):
-    """All hooks but that of the last bucket return without a wait, and then all buckets are summed."""
-    for _, events in world(2).run(train_late, (0, 1), False, {}):
-        steps = re.findall(r"((?:asked )*)waited ((?:sum )+)", "".join(f"{e} " for e in events if e != "other"))
-        asked, sums = zip(*((a.split(), b.split()) for a, b in steps), strict=True)
-        # Before the first step ends, DDP has not cut its buckets yet.
-        assert 3 == len(sums)
-        assert all(len(one) >= LAYERS for one in sums[1:])
-        assert [len(one) - 1 for one in sums] == [len(one) for one in asked]
+    for rank, (_, begun) in enumerate(ranks):
+        assert (3 if rank in late_ranks else 0) == len(begun)
+        assert all(buckets >= LAYERS for buckets in begun[1:])  # the first step ends before DDP has cut its buckets

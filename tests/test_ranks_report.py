@@ -55,7 +55,8 @@ class Manual(Toy):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
         last = (batch_idx + 1) % self.window == 0
-        divisor = self.window if self.trainer.strategy.facts().rule.name == "mean" else 1
+        strategy: Any = self.trainer.strategy
+        divisor = self.window if strategy.facts().rule.name == "mean" else 1
         with optimizer.toggle_model(sync_grad=last):
             losses = self.losses(batch)
             self.manual_backward((losses.mean() if self.loss == "mean" else losses.sum()) / divisor)

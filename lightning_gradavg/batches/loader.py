@@ -1,8 +1,8 @@
 """Training loaders whose batches are the global batches: every rank gets its own chunk of each.
 
-`BatchSplitter.wrap(loader)` returns a `SplitLoader`, an iterable of this rank's micro-batches. The user's samplers are
-asked as they are, on every rank, and what they yield is split, see `lightning_gradavg.batches.sources`. Iterating is a collective
-operation: all ranks do it, or none.
+`BatchSplitter.wrap(loader)` returns a `SplitLoader`, an iterable of this rank's micro-batches. The user's
+samplers are asked as they are, on every rank, and what they yield is split, see `lightning_gradavg.batches.sources`.
+Iterating is a collective operation: all ranks do it, or none.
 
 **Which micro-batch is in training** is told by `BatchSplitter.take()`. A batch reaches the user's hooks in the user's own
 type, so nothing can travel inside it: what stands behind it waits in the iterator that yielded it, and is taken once per
@@ -387,8 +387,8 @@ class BatchSplitter:
             )
             raise RuntimeError(
                 f"the batches of the train loaders, now {found}"
-                f"{' samples' if replicas is None else f' of num_replicas={replicas}'}, do not reach the same {unit}s, so some {unit} has"
-                " samples of one loader and none of another. Set drop_last=True, or use batch sizes that give every"
+                f"{' samples' if replicas is None else f' of num_replicas={replicas}'}, do not reach the same {unit}s,"
+                f" so some {unit} has samples of one loader and none of another. Set drop_last=True, or use batch sizes that give every"
                 f" {unit} samples of every loader."
             )
         return taken

@@ -7,40 +7,47 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from lightning_gradavg.cli.plan import OneLineParser
-from lightning_gradavg.verification.api import verify_target
-from lightning_gradavg.verification.causes import CAUSES
-from lightning_gradavg.verification.config import ConfigTarget
-from lightning_gradavg.verification.plot import plot_report
-from lightning_gradavg.verification.report import Report
-from lightning_gradavg.verification.table import print_report
-from lightning_gradavg.verification.targets import ObjectTarget, Target, imported, resolve_strategy
-from lightning_gradavg.verification.worlds import Settings
+from lightning_gradavg.verify.causes import CAUSES
+from lightning_gradavg.verify.report import EXIT_CODES, Report, plot_report, plotting
+from lightning_gradavg.verify.run import (
+    Settings,
+    Target,
+    print_to_console,
+    quiet_options,
+    resolve_strategy,
+    verify_target,
+)
 
 __all__ = ["add_arguments", "main"]
 
 DESCRIPTION = (
     "Trains a few optimizer steps on several processes, then computes them on one, and compares the two stage by stage."
-    " Exit code 0: equal; 1: different; 2: wrong usage, or the run failed."
+    " Exit code 0: equal; 1: different; 2: wrong usage, or the run failed; 3: not shown, as not all could be compared."
 )
-
-_PIPE_WIDTH = 120  # rich assumes 80 columns where there is no terminal
+_FAILED = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `gradavg verify` to `parser`."""
     what = parser.add_argument_group("what to verify: a config file of LightningCLI, or a module")
-    what.add_argument("module", nargs="?", metavar="module:LightningModule", help="a class or function, by its name")
-    what.add_argument("--data", metavar="module:DataModule", help="a data module, or a function that returns a loader")
+    what.add_argument("module", nargs="?", metavar="NAME", help="a class or function: package.module:Net or train.py:Net")
+    what.add_argument("--data", metavar="NAME", help="a data module, or a function that returns a loader, likewise")
+    what.add_argument(
+        "--init",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument of the module; may be given again",
+    )
     what.add_argument(
         "--config", action="append", default=[], metavar="FILE", help="a config file of `fit`; may be given again"
     )
     what.add_argument(
-        "--strategy", metavar="NAME", help="a registered name, or module:Class (default: the config's, else ddp)"
+        "--strategy", metavar="NAME", help="a registered name, or train.py:Class (default: the config's, else ddp)"
     )
     what.add_argument(
         "--trainer",
@@ -66,45 +73,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--plot", metavar="FILE", help="draw the difference per parameter and step; needs matplotlib")
 
 
-def _trainer_options(texts: Sequence[str]) -> dict[str, Any]:
-    options = {}
+def _assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
+    found = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or not equals:
-            raise ValueError(f"--trainer must be NAME=VALUE, got {text!r}")
+            raise ValueError(f"{option} must be NAME=VALUE, got {text!r}")
         try:
-            options[name] = json.loads(value)
+            found[name] = json.loads(value)
         except json.JSONDecodeError:
-            options[name] = value
-    return options
+            found[name] = value
+    return found
 
 
 def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
-    options = _trainer_options(args.trainer)
+    options = _assignments("--trainer", args.trainer)
+    quiet_options(options, args.accelerator)  # a wrong one is refused before any process starts
     if args.strategy is not None:
-        strategy = imported(args.strategy)() if ":" in args.strategy else args.strategy
-        options["strategy"] = resolve_strategy(strategy)
+        options["strategy"] = args.strategy
+        if ":" not in args.strategy:
+            resolve_strategy(args.strategy)
+    init = _assignments("--init", args.init)
     if args.config:
-        if args.module is not None or args.data is not None:
-            raise ValueError("give either --config or a module with --data, not both")
+        if args.module is not None or args.data is not None or init:
+            raise ValueError("give either --config or a module with --data and --init, not both")
         arguments = [part for config in args.config for part in ("--config", config)]
-        return ConfigTarget((*arguments, *further), options, args.seed)
+        return Target(options=options, seed=args.seed, config=(*arguments, *further))
     if args.module is None:
         raise ValueError("nothing to verify: give --config FILE, or module:LightningModule")
     if further:
         raise ValueError(f"{further[0]!r} is not an option; further options of LightningCLI need --config")
-    data = None if args.data is None else imported(args.data)
-    return ObjectTarget(imported(args.module), data, {"strategy": "ddp", **options}, args.seed)
+    return Target(args.module, args.data, {"strategy": "ddp", **options}, args.seed, init)
 
 
-def _show(report: Report, args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace, further: Sequence[str]) -> Report:
+    settings = Settings(args.devices, args.steps, args.accelerator, args.double, tolerance=args.tolerance)
+    target = _target(args, further)
+    if args.plot is not None:
+        plotting()
+        if not Path(args.plot).absolute().parent.is_dir():
+            raise ValueError(f"--plot {args.plot!r}: there is no folder {str(Path(args.plot).parent)!r}")
+    report = verify_target(target, settings, args.ignore)
     if args.plot is not None:
         plot_report(report, args.plot)
-    if args.json:
-        print(json.dumps(report.as_dict(), indent=2))
-        return
-    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    print_report(report, Console(width=_PIPE_WIDTH if piped else None, highlight=False))
+    return report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,13 +130,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
         sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
     try:
-        settings = Settings(args.devices, args.steps, args.accelerator, args.double)
-        report = verify_target(_target(args, further), settings, tolerance=args.tolerance, ignore=args.ignore)
-        _show(report, args)
-    except (ValueError, RuntimeError) as error:
+        report = _run(args, further)
+        if args.json:
+            print(json.dumps(report.as_dict(), indent=2))
+        else:
+            print_to_console(report)
+    except Exception as error:  # noqa: BLE001  # no failure may look like a verdict
         print(f"gradavg verify: error: {error}", file=sys.stderr)
-        return 2
-    return 0 if report.equal else 1
+        return _FAILED
+    return EXIT_CODES[report.verdict]
 
 
 if __name__ == "__main__":

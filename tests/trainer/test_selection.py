@@ -22,7 +22,13 @@ def run(*command: Any, check: bool = True, **environment: str) -> subprocess.Com
     done = subprocess.run(
         [str(part) for part in command],
         cwd=HERE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), "PYTHONWARNINGS": "default", **environment},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{HERE}:/work/wt/verify",
+            "PYTHONWARNINGS": "default",
+            **environment,
+        },
         capture_output=True,
         text=True,
         timeout=100,
@@ -181,7 +187,7 @@ def test_two_torchrun_agents_are_two_nodes(tmp_path):
         subprocess.Popen(
             [*torchrun, f"--node-rank={node}", *rendezvous, "script_job.py", str(tmp_path), "instance", "2", "1"],
             cwd=HERE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:/work/wt/verify"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,37 +1,93 @@
-"""The real command and the callback, in processes that they start themselves."""
+"""The command and the callback, in processes that they start themselves."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 
 import pytest
 import torch
 import yaml
 from test_selection import GRADAVG, HERE, run
+from torch.utils.data import DataLoader, TensorDataset
+from verify_runs import Net, samples
 
-from lightning_gradavg.verification.worlds import in_processes
+from lightning_gradavg import verify
+from lightning_gradavg.cli import main
+from lightning_gradavg.verify.run import in_processes
 
-VERIFY = [*GRADAVG, "verify"]
+JOB = HERE / "verify_job.py"
+DATA = ["--data", f"{JOB}:Data", "--trainer", "max_epochs=1"]
 
 
-def test_a_module_by_name_is_verified(tmp_path):
-    """A sum loss under stock DDP ends the command with code 1, and both its causes stand in the JSON, in order."""
-    done = run(
-        *VERIFY, "verify_job:Summed", "--data", "verify_job:Data", "--json", "--trainer", "max_epochs=1", check=False
-    )
+def verified(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Return exit code, output and errors of the command, in this process, whose ranks are others."""
+    code = main(["verify", *arguments])
+    return code, *capsys.readouterr()
+
+
+def test_the_command_verifies_a_module_by_name():
+    """A sum loss under stock DDP ends the command with code 1; in the JSON what changes gradients comes first."""
+    arguments = [f"{JOB}:Classifier", *DATA, "--init", "loss=sum", "--init", "hidden=5", "--json"]
+    done = run(*GRADAVG, "verify", *arguments, check=False)
     assert 1 == done.returncode, done.stderr
     report = json.loads(done.stdout)
-    assert ["data order", "sum loss"] == [finding["cause"] for finding in report["findings"]]
-    assert pytest.approx(0.5) == report["findings"][1]["factor"]
-    assert (2, 3, False) == (report["world_size"], report["steps"], report["equal"])
+    assert ["sum loss", "data order"] == [finding["cause"] for finding in report["findings"]]
+    assert (0.5, False) == (pytest.approx(report["findings"][0]["factor"]), report["findings"][1]["is_difference"])
+    assert (2, 3, "different", False) == (*(report[name] for name in ("world_size", "steps", "verdict", "equal")),)
 
 
-@pytest.mark.slow
-def test_a_config_file_is_verified(tmp_path):
+def test_ranks_have_the_variables_of_a_launcher(capsys):
+    """A learning rate and a stream of `WORLD_SIZE` are seen as in a run that a launcher started."""
+    code, output, errors = verified(f"{JOB}:Scaled", "--data", f"{JOB}:stream", "--json", capsys=capsys)
+    assert 1 == code, errors
+    assert ["learning-rate scale"] == [finding["cause"] for finding in json.loads(output)["findings"]]
+
+
+def test_what_runs_on_gpus_only_is_not_shown(capsys):
+    """`sync_batchnorm` on CPUs is no crash: code 3, and the report says what to do."""
+    code, output, errors = verified(f"{JOB}:Normed", *DATA, "--trainer", "sync_batchnorm=true", capsys=capsys)
+    assert 3 == code, errors
+    assert output.startswith("NOT SHOWN")
+    assert "sync_batchnorm=True runs on GPUs only: verify with --accelerator cuda" in output
+
+
+def test_a_run_that_fails_shows_the_last_line_of_the_user(capsys):
+    """An error in the user's code ends the command with code 2, and shows where, and no line of a library."""
+    code, output, errors = verified(f"{JOB}:Failing", *DATA, capsys=capsys)
+    assert (2, "") == (code, output)
+    shown = [line.strip() for line in errors[errors.index("gradavg verify") :].splitlines()]
+    assert "failed: ArithmeticError: as planted" in shown[0]
+    number = JOB.read_text("utf-8").splitlines().index('        raise ArithmeticError("as planted")') + 1
+    assert [f"{JOB}, line {number}, in training_step", 'raise ArithmeticError("as planted")'] == shown[1:]
+    assert [] == multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([f"{JOB}:Classifier"], "`train_dataloader` must be implemented"),
+        ([f"{JOB}:Data", *DATA], "verify needs a lightning.pytorch.LightningModule"),
+    ],
+)
+def test_a_wrong_target_is_one_line(arguments, message, capsys):
+    """What only the ranks can find out is one line, too."""
+    code, _, errors = verified(*arguments, capsys=capsys)
+    assert 2 == code
+    assert message in errors.splitlines()[-1]
+
+
+def test_an_instance_is_verified():
+    """`verify` takes instances, sends them to the processes, and returns the report."""
+    report = verify(Net("sum"), DataLoader(TensorDataset(*samples(16)), 4), strategy="gradavg_sum", steps=2, max_epochs=1)
+    assert ("equal", "GradAvgStrategy", "sum") == (report.verdict, report.strategy, report.reduction), report.remarks
+
+
+def test_a_config_file_is_verified(tmp_path, monkeypatch, capsys):
     """A config of LightningCLI and options behind it are equal: code 0, the verdict and a picture."""
     pytest.importorskip("matplotlib")
-    config = tmp_path / "config.yaml"
+    monkeypatch.chdir(HERE)
     strategy = {
         "class_path": "lightning_gradavg.GradAvgStrategy",
         "init_args": {"split_batches": True, "reduction": "sum"},
@@ -42,31 +98,21 @@ def test_a_config_file_is_verified(tmp_path):
         "model": {"class_path": "verify_job.Classifier"},
         "data": {"class_path": "verify_job.Data", "init_args": {"samples": 10}},
     }
-    config.write_text(yaml.safe_dump(content))
-    picture = tmp_path / "report.png"
-    done = run(*VERIFY, "--config", config, "--steps", 4, "--plot", picture, "--model.init_args.loss=sum")
-    assert "EQUAL: every step is that of the reference." in done.stdout
-    assert b"\x89PNG" == picture.read_bytes()[:4]
-
-
-def test_a_run_that_fails_ends_the_command_with_its_traceback():
-    """An error in the user's code on the ranks ends the command with code 2, and shows where."""
-    done = run(*VERIFY, "verify_job:Failing", "--data", "verify_job:Data", check=False)
-    assert 2 == done.returncode
-    assert "gradavg verify: error: process" in done.stderr
-    assert "ArithmeticError: as planted" in done.stderr
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    arguments = ["--config", str(tmp_path / "config.yaml"), "--steps", "4", "--plot", str(tmp_path / "report.png")]
+    code, output, errors = verified(*arguments, "--model.init_args.loss=sum", capsys=capsys)
+    assert 0 == code, errors
+    assert output.startswith("EQUAL: every step is that of one process.")
+    assert b"\x89PNG" == (tmp_path / "report.png").read_bytes()[:4]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loss", "code"), [("mean", 0), ("sum", 1)])
-def test_the_callback_verifies_a_real_run(loss, code):
-    """A run that is its reference goes on to its end on both ranks; one that is not is ended with the cause."""
-    done = run(sys.executable, HERE / "verify_job.py", loss, "raise", check=False)
-    assert code == done.returncode, done.stderr
-    if code == 0:
-        assert {"rank 0: 6 steps, equal True", "rank 1: 6 steps, equal True"} <= set(done.stdout.splitlines())
-    else:
-        assert "is not the one that one process would train: sum loss (the gradient is 0.5 x" in done.stderr
+def test_the_callback_verifies_a_script_without_guard():
+    """A run that is not its reference is named on both ranks, and goes on to its end where it is only to be warned."""
+    done = run(sys.executable, JOB, "sum", "warn")
+    assert {"rank 0: 6 steps, sum loss", "rank 1: 6 steps, sum loss"} <= set(done.stdout.splitlines())
+    assert "DIFFERENT, from step 0 on: the loss is a sum over samples" in done.stdout
+    assert "is not the one that one process would train: sum loss (the gradient is half of" in done.stderr
 
 
 def test_processes_are_given_any_number_of_tensors():
@@ -76,6 +122,6 @@ def test_processes_are_given_any_number_of_tensors():
 
 
 def test_the_first_process_that_fails_is_named():
-    """One process fails: its traceback is the message, and the call ends."""
-    with pytest.raises(RuntimeError, match=r"(?s)process 1 .* exit code 1.*ValueError: invalid literal"):
-        in_processes([(len, ("abc",)), (int, ("x",))])
+    """One process fails: its error is the message, and the call ends."""
+    with pytest.raises(RuntimeError, match=r"rank 1 failed: ZeroDivisionError"):
+        in_processes([(len, ("abc",)), (divmod, (1, 0))])

@@ -1,12 +1,14 @@
-"""A module and a data module that `gradavg verify` is given by name."""
+"""Modules and data that `gradavg verify` is given by name; run as a script, a run with the verifier as a callback."""
 
+import multiprocessing
+import os
 import sys
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_gradavg import GradAvgStrategy, GradAvgVerifier
 
@@ -14,10 +16,10 @@ from lightning_gradavg import GradAvgStrategy, GradAvgVerifier
 class Classifier(LightningModule):
     """Two layers; `loss` is "mean" or "sum" over the samples."""
 
-    def __init__(self, loss: str = "mean") -> None:
+    def __init__(self, loss: str = "mean", hidden: int = 8) -> None:
         super().__init__()
         self.loss = loss
-        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.model = nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -27,11 +29,21 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Summed(Classifier):
-    """With a sum loss."""
+class Scaled(Classifier):
+    """Takes its learning rate from what a launcher sets, and its workers from where a script does."""
+
+    def configure_optimizers(self) -> Any:
+        assert int(os.environ["LOCAL_RANK"]) == self.local_rank
+        assert multiprocessing.get_start_method(allow_none=True) in (None, "fork")
+        return torch.optim.SGD(self.parameters(), lr=0.1 * int(os.environ["WORLD_SIZE"]))
+
+
+class Normed(Classifier):
+    """With batch norm."""
 
     def __init__(self) -> None:
-        super().__init__("sum")
+        super().__init__()
+        self.model.append(nn.BatchNorm1d(3))
 
 
 class Failing(Classifier):
@@ -42,7 +54,7 @@ class Failing(Classifier):
 
 
 class Data(LightningDataModule):
-    """Random samples, the same in every process, which are read in order."""
+    """Random samples, the same in every process, which are read in order by a worker that no pickle reaches."""
 
     def __init__(self, samples: int = 24, batch_size: int = 4) -> None:
         super().__init__()
@@ -52,7 +64,26 @@ class Data(LightningDataModule):
         generator = torch.Generator().manual_seed(3)
         x = torch.randn(self.samples, 6, generator=generator)
         y = torch.randint(3, (self.samples,), generator=generator)
-        return DataLoader(TensorDataset(x, y), batch_size=self.batch_size)
+        return DataLoader(
+            TensorDataset(x, y),
+            batch_size=self.batch_size,
+            num_workers=1,
+            collate_fn=lambda rows: tuple(torch.stack(column) for column in zip(*rows, strict=True)),
+        )
+
+
+class Stream(IterableDataset[Any]):
+    """Gives each rank its part, by the variables of the launcher."""
+
+    def __iter__(self) -> Any:
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        generator = torch.Generator().manual_seed(3)
+        rows = [(torch.randn(6, generator=generator), index % 3) for index in range(24)]
+        return iter(rows[rank::ranks])
+
+
+def stream() -> Any:
+    return DataLoader(Stream(), batch_size=4)
 
 
 def fit(loss: str, on_difference: Any) -> None:
@@ -70,10 +101,12 @@ def fit(loss: str, on_difference: Any) -> None:
         callbacks=[verifier],
     )
     trainer.fit(Classifier(loss), Data())
-    equal = verifier.report is not None and verifier.report.equal
+    assert verifier.report is not None
+    found = verifier.report.first.cause if verifier.report.first is not None else verifier.report.verdict
     # One write, because the ranks share the output.
-    sys.stdout.write(f"rank {trainer.global_rank}: {trainer.global_step} steps, equal {equal}\n")
+    sys.stdout.write(f"rank {trainer.global_rank}: {trainer.global_step} steps, {found}\n")
 
 
-if __name__ == "__main__":
+# No guard: as most scripts are, and as the reference must be able to read them.
+if len(sys.argv) > 1 and sys.argv[0] == __file__:
     fit(sys.argv[1], sys.argv[2])

@@ -1,0 +1,305 @@
+"""How far apart two sets of tensors are, and which combination of its parts a whole is.
+
+Nothing here guesses. Every way of combining gradients that is seen in practice predicts a result, and it holds where
+the prediction is what was seen.
+
+Rounding is told by its pattern. The difference of two computations that round differently is small and points anywhere;
+that of a wrong factor or a wrong weight points along the gradients themselves, however small it is. So a difference
+beyond the tolerance is rounding only if it is small for the precision, *and* the gradients explain little of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_gradavg.verify.record import RunFacts, Tensors
+
+__all__ = ["FLOOR", "RIGHT", "Difference", "Parts", "Tolerance", "differences", "is_rounding", "matches"]
+
+FLOOR = 0.1
+"""Tensors smaller than this part of the largest in a set are measured against that part of it.
+
+A gradient that is zero but for rounding, as of a bias before batch norm, would otherwise differ by 100 %."""
+
+RIGHT = ("samples", "weights", "sum", "mean")
+"""What a gradient of a batch can be of those of its parts; all other combinations are mistakes."""
+
+# Most numbers of bfloat16 are numbers of float16, too, but not the other way round.
+_WIRES = {"bf16 wire": torch.bfloat16, "fp16 wire": torch.float16}
+_EXPLAINED = 0.5  # of the energy of a difference; that of noise over n elements is about columns / n
+_NEAR = 1e-3  # of a factor that is 1
+_ELEMENTS = 2048  # of a sketch of 4096 numbers; the others are sums
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What rounding stays below.
+
+    Attributes:
+        exact: Between computations of the same numbers in the same order, and for sums of few gradients.
+        loose: Between a batch and its parts, where the difference has the pattern of rounding.
+    """
+
+    exact: float
+    loose: float
+
+    @classmethod
+    def of(cls, facts: RunFacts, exact: float | None) -> Tolerance:
+        """Return the tolerance of a run in its precision.
+
+        Raises:
+            ValueError: If `exact` is given and not a relative difference > 0.
+        """
+        if exact is not None and not 0 < exact < math.inf:
+            raise ValueError(f"tolerance is a relative difference > 0, got {exact}")
+        types = {dtype for dtype in facts.dtypes.values() if dtype.is_floating_point}
+        if types & {torch.float16, torch.bfloat16}:
+            return cls(exact or 2e-2, 1e-1)
+        if "16" in facts.precision or facts.settings["matmul"] != "highest":
+            return cls(exact or 1e-5, 5e-2)
+        return cls(exact or 1e-10, 1e-8) if types == {torch.float64} else cls(exact or 1e-5, 1e-3)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where one tensor of the run differs from the reference.
+
+    Attributes:
+        name: Its parameter, buffer or output.
+        relative: Largest absolute difference of an element over the largest absolute value; infinite where one of the
+            two is not finite. Of tensors with more than 4096 elements, over 2048 of them and 2048 signed sums over all.
+        ulps: The same difference in units in the last place of that largest value.
+        found: The run's value where they differ most.
+        expected: The reference's value there.
+        factor: Run / reference where the whole tensor is that multiple of it, or None.
+    """
+
+    name: str
+    relative: float
+    ulps: float
+    found: float
+    expected: float
+    factor: float | None = None
+
+
+def ulp_of(value: float, dtype: torch.dtype) -> float:
+    """Return the distance of a number of `dtype` from the next larger one."""
+    if not dtype.is_floating_point:
+        return 1.0
+    limits, regular = torch.finfo(dtype), value != 0 and math.isfinite(value)
+    return float(limits.eps * (2.0 ** math.floor(math.log2(abs(value))) if regular else limits.tiny))
+
+
+def factor_between(found: Tensor, expected: Tensor, tolerance: float) -> float | None:
+    """Return `c` where `found = c * expected` within a relative tolerance and `c` is neither 0 nor 1; else None."""
+    found, expected = found.double().reshape(-1), expected.double().reshape(-1)
+    size = float(expected.dot(expected))
+    factor = float(found.dot(expected)) / size if size else 0.0
+    if factor == 0 or not math.isfinite(factor) or abs(factor - 1) <= tolerance:
+        return None
+    return factor if relative_gap(factor * expected, found) <= tolerance else None
+
+
+def differences(
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    tolerance: float,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    slack: Mapping[str, Tensor] | None = None,
+) -> list[Difference]:
+    """Return the differences of all tensors, in the order of `expected`. A missing tensor counts as zeros.
+
+    Args:
+        found: Those of the run.
+        expected: Those of the reference.
+        tolerance: Within it, a factor is a factor.
+        dtypes: The types that the tensors were computed in, where these are sketches.
+        slack: Values of which 2 ulps are taken off every difference: what `found` was computed from by subtraction.
+    """
+    scale = max(map(_largest, expected.values()), default=0.0)
+    result = []
+    for name in dict.fromkeys([*expected, *found]):
+        some = found[name] if name in found else expected[name]
+        a, b = (each.get(name, torch.zeros_like(some)) for each in (found, expected))
+        dtype = (dtypes or {}).get(name, some.dtype)
+        rounding = 2 * ulp_of(_largest((slack or {})[name]), dtype) if name in (slack or {}) else 0.0
+        if a.shape != b.shape:
+            result.append(Difference(name, math.inf, math.inf, math.nan, math.nan))
+        elif a.numel() > 0:
+            result.append(_difference(name, a, b, max(_largest(b), FLOOR * scale), tolerance, dtype, rounding))
+    return result
+
+
+def _difference(
+    name: str, a: Tensor, b: Tensor, scale: float, tolerance: float, dtype: torch.dtype, rounding: float
+) -> Difference:
+    x, y = a.double().reshape(-1), b.double().reshape(-1)
+    gap = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs()).nan_to_num(math.inf, math.inf)
+    gap = (gap - rounding).clamp(min=0.0)
+    index = int(gap.argmax())
+    largest = float(gap[index])
+    relative = largest / scale if scale > 0 else math.inf if largest else 0.0
+    factor = factor_between(a, b, 10 * tolerance) if relative > tolerance else None
+    return Difference(name, relative, largest / ulp_of(scale, dtype), float(x[index]), float(y[index]), factor)
+
+
+def _largest(tensor: Tensor) -> float:
+    values = tensor.double().abs()
+    return float(torch.where(values.isfinite(), values, 0.0).max()) if tensor.numel() else 0.0
+
+
+def apart(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Difference | None:
+    """Return the first tensor that is not the same bits in both, or None."""
+    return next((each for each in differences(other, first, 0.0) if each.relative > 0), None)
+
+
+def flattened(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
+    """Return sketches as one vector in the order of `like`; what is missing is zero."""
+    pieces = [tensors.get(name, torch.zeros_like(tensor)).double().reshape(-1) for name, tensor in like.items()]
+    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.float64)
+
+
+def relative_gap(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of an element over the largest element expected."""
+    if found.numel() == 0:
+        return 0.0
+    gap, scale = float((found - expected).abs().max()), float(expected.abs().max())
+    return gap / scale if scale > 0 else math.inf if gap else 0.0
+
+
+def is_rounding(found: Tensor, expected: Tensor, along: Iterable[Tensor], tolerance: Tolerance) -> bool:
+    """Return whether two vectors differ by nothing but rounding.
+
+    Args:
+        found: What was seen.
+        expected: What was predicted.
+        along: What a difference that is no rounding points along, beside `expected` itself.
+        tolerance: The limits in this precision.
+    """
+    gap, columns = relative_gap(found, expected), torch.stack([expected, *along], 1)
+    if gap <= tolerance.exact or not gap <= tolerance.loose or len(found) < 8 * columns.shape[1]:
+        return gap <= tolerance.exact
+    rest, scaled = found - expected, columns / columns.abs().amax(0).clamp(min=torch.finfo(torch.float64).tiny)
+    # The columns may be multiples of each other, as of ranks with the same samples.
+    explained = scaled @ torch.linalg.lstsq(scaled, rest.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    return float(explained.square().sum()) < _EXPLAINED * float(rest.square().sum())
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is known of the micro-batches of one step.
+
+    Attributes:
+        ranks: The rank of each.
+        samples: The number of samples of each; None where it is not known.
+        weights: The weight that the user gave each, or None.
+        world_size: The number of ranks.
+        accumulation: What the training loop divided every loss by.
+    """
+
+    ranks: tuple[int, ...]
+    samples: tuple[int, ...] | None
+    weights: tuple[float, ...] | None
+    world_size: int = 1
+    accumulation: int = 1
+
+
+def combinations(parts: Parts) -> dict[str, list[float]]:
+    """Return the coefficient of every part under every hypothesis."""
+    number, present = len(parts.ranks), sorted(set(parts.ranks))
+    lengths = [parts.ranks.count(rank) for rank in parts.ranks]
+    found = {
+        "mean": [1 / number] * number,
+        "sum": [1.0] * number,
+        "mean of the ranks' means": [1 / (len(present) * length) for length in lengths],
+        "configured window": [1 / (parts.world_size * parts.accumulation)] * number,
+        "divided twice": [1 / (number * parts.world_size)] * number,
+        "multiplied": [parts.world_size / number] * number,
+    }
+    for name, counts in (("samples", parts.samples), ("weights", parts.weights)):
+        if counts is not None and sum(counts) > 0:
+            found[name] = [count / sum(counts) for count in counts]
+            found[f"sum over {name}"] = [1 / sum(counts)] * number
+            found[f"{name}, divided twice"] = [count / sum(counts) / parts.world_size for count in counts]
+    for rank in present[: len(present) * (len(present) > 1)]:
+        found[f"rank {rank} alone"] = [(other == rank) / parts.ranks.count(rank) for other in parts.ranks]
+    return found
+
+
+def combined(gradients: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """Return the combination of the rows of `gradients`; a row with coefficient 0 is left out, whatever it holds."""
+    weights = torch.tensor(coefficients, dtype=torch.float64)
+    return weights[weights != 0] @ gradients.double()[weights != 0]
+
+
+def matches(target: Tensor, gradients: Tensor, parts: Parts, tolerance: Tolerance) -> list[str]:
+    """Return the hypotheses whose combination of `gradients`, shape `(parts, elements)`, is `target`."""
+    predicted = {name: combined(gradients, shares) for name, shares in combinations(parts).items()}
+    exact = [name for name, found in predicted.items() if relative_gap(target, found) <= tolerance.exact]
+    return exact or [name for name, found in predicted.items() if is_rounding(target, found, gradients, tolerance)]
+
+
+def _shares(target: Tensor, gradients: Tensor, tolerance: Tolerance) -> Tensor | None:
+    """Return the coefficients with which the parts make up `target`; None if none do, or many could."""
+    number, scale = len(gradients), float(gradients.abs().max())
+    regular = len(target) > number and math.isfinite(scale) and scale > 0 and bool(torch.isfinite(target).all())
+    if not regular or int(torch.linalg.matrix_rank(gradients, rtol=1e-6)) < number:
+        return None
+    shares = torch.linalg.lstsq(gradients.T / scale, (target / scale).unsqueeze(1)).solution.squeeze(1)
+    near = Tolerance(10 * tolerance.exact, tolerance.loose)
+    return shares if is_rounding(target, gradients.T @ shares, gradients, near) else None
+
+
+def implied_shares(target: Tensor, gradients: Tensor, tolerance: Tolerance) -> list[float] | None:
+    """Return the shares, >= 0 with sum 1, with which the parts make up `target`; None if none do or many could.
+
+    Found by least squares where there are more elements than parts, and accepted only if what is left over is rounding:
+    a loss that is a mean over terms has such shares, the parts of all terms that each micro-batch holds.
+    """
+    shares = _shares(target, gradients, tolerance)
+    if shares is None:
+        return None
+    # A function of a mean that is no mean itself has such shares, too, but their sum is not quite 1.
+    exact = relative_gap(gradients.T @ shares, target) <= 10 * tolerance.exact
+    near = 10 * tolerance.exact if exact else tolerance.loose
+    return None if float(shares.min()) < -near or abs(float(shares.sum()) - 1) > near else shares.tolist()
+
+
+def clipped_to(target: Tensor, gradients: Tensor, fair: Sequence[float], tolerance: Tolerance) -> float | None:
+    """Return the norm that every part was clipped to before they were combined with the shares `fair`, or None.
+
+    Each part's coefficient is then its share times what clipping multiplied it by: 1 for a gradient below the norm, and
+    for all others what makes them as long as it.
+    """
+    shares = _shares(target, gradients, tolerance)
+    if shares is None:
+        return None
+    scales = shares / torch.tensor(fair, dtype=torch.float64)
+    lengths, cut = scales * gradients.norm(dim=1), scales < 1 - _NEAR
+    norm = float(lengths.max())
+    fits = bool(cut.any()) and float(scales.max()) < 1 + _NEAR and float(lengths[cut].min()) > norm * (1 - _NEAR)
+    return norm if fits else None
+
+
+def rounded_on_the_wire(found: Tensors, gradients: Sequence[Tensors], parts: Parts, tolerance: float) -> str | None:
+    """Return the wire on which a combination of `gradients` becomes `found`, or None.
+
+    A wire rounds the summands and perhaps the sum: either the result is a number of the narrow type in every element,
+    or it is the combination of rounded summands.
+    """
+    like = {name: each[:_ELEMENTS] for name, each in found.items()}
+    cut = [{name: each[:_ELEMENTS] for name, each in tensors.items()} for tensors in gradients]
+    target, rows = flattened(like, like), torch.stack([flattened(tensors, like) for tensors in cut])
+    for name, dtype in _WIRES.items():
+        for coefficients in combinations(parts).values():
+            gap = relative_gap(target, combined(rows, coefficients))
+            sent = relative_gap(target, combined(rows.to(dtype).double(), coefficients)) <= tolerance
+            narrow = sent or torch.equal(target.to(dtype).double(), target)
+            if narrow and tolerance < gap <= 4 * torch.finfo(dtype).eps * len(rows):
+                return name
+    return None

@@ -1,0 +1,583 @@
+"""The runs of a verification: what is verified, the processes that it takes, and `verify`.
+
+A process per rank, with the variables that a launcher sets, records; then one more is the reference. Each builds
+module and data anew, in the same way, and leads a session of its own, which is ended with all that it started. None
+imports the main module of the script that asks: if a class of it is needed, the script is run up to where it trains.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import inspect
+import logging
+import os
+import pickle
+import re
+import shutil
+import signal
+import socket
+import sys
+import sysconfig
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import connection, get_all_start_methods, get_context
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks, seed_everything
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from rich.console import Console
+from typing_extensions import override
+
+from lightning_gradavg.verify.compare import Tolerance
+from lightning_gradavg.verify.internals import (
+    ConfigReader,
+    in_running_processes,
+    start_workers_as_usual,
+    without_main_module,
+)
+from lightning_gradavg.verify.judge import judge, not_shown
+from lightning_gradavg.verify.record import Recorder, Tape
+from lightning_gradavg.verify.reference import Enough, Stream, read_stream, record_reference
+from lightning_gradavg.verify.report import Report, print_report
+
+__all__ = [
+    "Progress",
+    "Settings",
+    "Target",
+    "estimate",
+    "imported",
+    "in_processes",
+    "print_to_console",
+    "quiet_options",
+    "record_run",
+    "reference_report",
+    "resolve_strategy",
+    "verify",
+    "verify_target",
+]
+
+_LEFT_OUT = (
+    *(callbacks.BatchSizeFinder, callbacks.LearningRateFinder, callbacks.EarlyStopping, callbacks.Timer),
+    *(callbacks.Checkpoint, callbacks.DeviceStatsMonitor, callbacks.LearningRateMonitor, callbacks.ModelSummary),
+    *(callbacks.ProgressBar, Recorder),
+)
+"""Callbacks that search, stop, write or watch, and need a longer run or a logger."""
+
+_QUIET: Mapping[str, Any] = {
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    **dict.fromkeys(("profiler", "min_epochs", "min_steps", "max_time"), None),
+    "num_nodes": 1,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "fast_dev_run": False,
+}
+_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "PL_", "LT_")
+_PIPE_WIDTH = 120  # rich assumes 80 columns where there is no terminal
+_PATIENCE = 5.0  # seconds without a word
+_START_METHOD = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
+_ON_GPUS = (
+    "sync_batchnorm=True runs on GPUs only: verify with --accelerator cuda, or use"
+    ' GradAvgStrategy(equivalent_to="single_device"), which synchronizes batch norm on any device'
+)
+
+
+class TrainsOnImport(BaseException):
+    """A module that is only to be imported begins to train; no handler of `Exception` in it is to stop this."""
+
+
+_refusing: list[None] = []
+
+
+@contextmanager
+def training_refused() -> Iterator[None]:
+    """Have all training within the context, and `verify`, raise `TrainsOnImport`."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise TrainsOnImport
+
+    kept = {name: getattr(Trainer, name) for name in ("fit", "validate", "test", "predict")}
+    _refusing.append(None)
+    try:
+        for name in kept:
+            setattr(Trainer, name, refuse)
+        yield
+    finally:
+        _refusing.pop()
+        for name, method in kept.items():
+            setattr(Trainer, name, method)
+
+
+def imported(path: str) -> Any:
+    """Return what `package.module:Name` or `folder/file.py:Name` names.
+
+    Raises:
+        ValueError: If there is no such thing, or the module trains when it is imported.
+    """
+    module, _, name = path.rpartition(":")
+    if not module or not name:
+        raise ValueError(f"{path!r} must be written package.module:Name or file.py:Name")
+    try:
+        with training_refused():
+            found: Any = _module_of_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, OSError) as error:
+        raise ValueError(f"{path!r} cannot be imported: {error}") from error
+    except TrainsOnImport as error:
+        last = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__][-1]
+        where = f"line {last.lineno}: {last.line}"
+        advice = 'Put that under `if __name__ == "__main__":`'
+        raise ValueError(f"{module!r} trains when it is imported ({where}). {advice}") from None
+    return found
+
+
+def _module_of_file(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
+    if spec is None or spec.loader is None or not file.exists():
+        raise ImportError(f"there is no file {str(file)!r}")
+    if file.stem not in sys.modules or getattr(sys.modules[file.stem], "__file__", None) != spec.origin:
+        sys.path.insert(0, str(file.resolve().parent))  # as of a script
+        module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[file.stem]
+
+
+class _MainModule(ModuleType):
+    """Stands for the script that asked, which is run up to where it trains if a class or function of it is needed."""
+
+    def __init__(self, file: str | None) -> None:
+        super().__init__("__main__")
+        vars(self)["_script"] = file
+
+    def __getattr__(self, name: str) -> Any:
+        file = vars(self).pop("_script", None) if not name.startswith("__") else None
+        if file is None:
+            raise AttributeError(name)
+        self.__file__, self.__name__ = file, "__mp_main__"  # the name that multiprocessing imports it by
+        with training_refused(), suppress(TrainsOnImport):
+            exec(compile(Path(file).read_bytes(), file, "exec"), vars(self))  # as multiprocessing does
+        return getattr(self, name)
+
+
+def resolve_strategy(strategy: Any) -> DDPStrategy:
+    """Return a strategy that runs in processes which are there already.
+
+    Raises:
+        ValueError: If it is none of DDP's kind: where gradients or weights are sharded there is none to compare.
+    """
+    if isinstance(strategy, str) and ":" in strategy:
+        strategy = imported(strategy)()
+    if isinstance(strategy, str):
+        name = "ddp" if strategy == "auto" else strategy
+        if name not in StrategyRegistry:
+            known = ", ".join(sorted(StrategyRegistry))
+            raise ValueError(f"strategy={strategy!r} is not registered; use one of {known}")
+        strategy = StrategyRegistry.get(name)
+    if not isinstance(strategy, DDPStrategy):
+        raise ValueError(  # noqa: TRY004  # a wrong choice, not a wrong type: strategies come by name, too
+            f"verify compares gradients of whole models, as DDPStrategy and GradAvgStrategy reduce them; got"
+            f" {type(strategy).__name__}"
+        )
+    return in_running_processes(strategy)
+
+
+def quiet_options(options: Mapping[str, Any], accelerator: str) -> dict[str, Any]:
+    """Return the options of a Trainer that trains as the user's, but neither logs nor saves nor validates.
+
+    Raises:
+        ValueError: If the Trainer has no such option.
+    """
+    known = list(inspect.signature(Trainer.__init__).parameters)[1:]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"Trainer has no option {name!r}; it has {', '.join(known)}")
+    left_out = {"callbacks": _LEFT_OUT, "plugins": (ClusterEnvironment,)}
+    lists = {name: options.get(name) or [] for name in left_out}
+    kept = {
+        name: [one for one in (given if isinstance(given, list) else [given]) if not isinstance(one, left_out[name])]
+        for name, given in lists.items()
+    }
+    return {**options, **_QUIET, "accelerator": accelerator, **kept}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be verified; every process builds it anew.
+
+    Attributes:
+        module: A module, or a function that returns one, such as its class, or `file.py:Name`; None with `config`.
+        data: A data module, a training loader, or a function that returns one of them, or its name; None where the
+            module has it.
+        options: Options of the Trainer, which override a config's.
+        seed: What every process seeds before it builds.
+        init: The arguments of the function that returns the module.
+        config: What would stand behind `fit` of a LightningCLI.
+    """
+
+    module: Any = None
+    data: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    init: Mapping[str, Any] = field(default_factory=dict)
+    config: tuple[str, ...] = ()
+
+    def build(self) -> tuple[LightningModule, dict[str, Any], dict[str, Any]]:
+        """Seed, and return the module, the data arguments of `Trainer.fit`, and the options of the Trainer.
+
+        Raises:
+            TypeError: If `module` makes no LightningModule.
+        """
+        given, data = (imported(each) if isinstance(each, str) else each for each in (self.module, self.data))
+        seed_everything(self.seed, workers=True, verbose=False)
+        options = dict(self.options)
+        if self.config:
+            with training_refused():
+                cli = ConfigReader(args=["fit", *self.config], parser_kwargs={"prog": "gradavg verify"})
+            module, data, options = cli.model, cli.datamodule, {**cli.options, **options}
+        else:
+            module = copy.deepcopy(given) if isinstance(given, LightningModule) else given(**self.init)
+            data = data() if callable(data) and not hasattr(data, "__iter__") else copy.deepcopy(data)
+        if not isinstance(module, LightningModule):
+            raise TypeError(
+                "verify needs a lightning.pytorch.LightningModule, or a function that returns one;"
+                f" got {module!r} of type {type(module).__name__}"
+            )
+        name = "datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders"
+        return module, {} if data is None else {name: data}, options
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to verify.
+
+    Attributes:
+        devices: The number of ranks.
+        steps: The number of optimizer steps.
+        accelerator: "cpu" or "cuda".
+        double: Whether to compute in float64.
+        compare_order: Whether to compare the order of samples with that of one process.
+        tolerance: The largest relative difference that counts as equal; None for what the precision needs.
+    """
+
+    devices: int = 2
+    steps: int = 3
+    accelerator: str = "cpu"
+    double: bool = False
+    compare_order: bool = True
+    tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.accelerator not in ("cpu", "cuda"):
+            raise ValueError(f"accelerator must be 'cpu' or 'cuda', got {self.accelerator!r}")
+        number = torch.cuda.device_count()
+        if self.accelerator == "cuda" and number < self.devices:
+            raise ValueError(f"{self.devices} ranks need as many GPUs, and there are {number}; use accelerator 'cpu'")
+
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a Trainer that verifies."""
+        return {**quiet_options(given, self.accelerator), **({"precision": "64-true"} if self.double else {})}
+
+
+class Progress:
+    """Says on standard error what is done, where nothing was said for some seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        """Say `text` if it is time."""
+        if time.monotonic() - self._last > _PATIENCE:
+            self._last = time.monotonic()
+            print(f"verify: {text}", file=sys.stderr, flush=True)  # noqa: T201  # progress is for people
+
+
+def estimate(module: LightningModule, steps: int, folder: Path) -> None:
+    """Say how much memory and disk a verification takes, where that is much.
+
+    Raises:
+        OSError: If there is not so much space in the folder.
+    """
+    size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    disk, free = 2 * size * steps, shutil.disk_usage(folder).free
+    # Weights, gradients, DDP's buckets, and two numbers of an optimizer such as Adam.
+    needs = f"about {5 * size / 1e9:.2g} GB of memory in each process, beside activations, and {disk / 1e9:.2g} GB of disk"
+    if disk > free:
+        raise OSError(f"{steps} steps take {needs}; {folder} has {free / 1e9:.1f} GB: set TMPDIR, or verify fewer steps")
+    if size > 1e8:  # noqa: PLR2004  # bytes; anything less is a matter of seconds
+        print(f"verify: {steps} steps take {needs} in {folder}", file=sys.stderr, flush=True)  # noqa: T201  # likewise
+
+
+class _RunRecorder(Recorder):
+    """Records, and ends the run."""
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for config in trainer.lr_scheduler_configs:
+            config.strict = False  # nothing is validated, and a plateau may be watched on that
+        super().on_train_start(trainer, pl_module)
+
+    @override
+    def on_complete(self, trainer: Trainer, module: LightningModule) -> None:
+        raise Enough
+
+
+def record_run(
+    trainer: Trainer, module: LightningModule, data: Mapping[str, Any], recorder: Recorder | None = None, **options: Any
+) -> Tape:
+    """Train until all steps are recorded, and return the record of this rank; `options` are those of the recorder."""
+    recorder = recorder or _RunRecorder(**options)
+    trainer.callbacks.append(recorder)  # type: ignore[attr-defined]  # set by a connector
+    with suppress(Enough):
+        trainer.fit(module, **data)
+    return recorder.recorded
+
+
+def verify_target(target: Target, settings: Settings, ignore: Sequence[str] = ()) -> Report:
+    """Run a target on several processes and on one, and return how the two differ.
+
+    Raises:
+        RuntimeError: If one of the processes failed, with the last line of the user's code.
+        ValueError: If the target or a setting is wrong.
+    """
+    with tempfile.TemporaryDirectory(prefix="gradavg-verify-") as name:
+        calls = [(_rank, (target, rank, settings, Path(name))) for rank in range(settings.devices)]
+        tapes = in_processes(calls)
+        if isinstance(tapes[0], str):
+            return not_shown(tapes[0])
+        if not tapes[0].steps:
+            return not_shown(tapes[0].problem or "the run took no optimizer step", tapes)
+        (report,) = in_processes([(_reference, (target, tapes, settings))])
+    result: Report = report.without(ignore)
+    return result
+
+
+def verify(
+    module: LightningModule | Callable[..., LightningModule] | str,
+    data: Any = None,
+    *,
+    strategy: Any = "ddp",
+    devices: int = 2,
+    steps: int = 3,
+    accelerator: str = "cpu",
+    double: bool = False,
+    tolerance: float | None = None,
+    ignore: Sequence[str] = (),
+    compare_order: bool = True,
+    seed: int = 0,
+    **trainer_options: Any,
+) -> Report:
+    """Train a few steps on `devices` processes, and say whether one process would have taken the same.
+
+    What is passed is sent to the processes by pickle.
+
+    Args:
+        module: A module, or a function without arguments that returns one, such as its class, or `file.py:Name`.
+        data: A data module, a training loader, or a function that returns one of them, or `file.py:Name`.
+        strategy: The strategy to verify: a name or an instance, `DDPStrategy` or a subclass such as `GradAvgStrategy`.
+        devices: The number of processes.
+        steps: The number of optimizer steps.
+        accelerator: "cpu", or "cuda" with one GPU per process.
+        double: True to compute in float64, which tells rounding from defects.
+        tolerance: The largest relative difference that counts as equal; default: 1e-5, in float64 1e-10.
+        ignore: Causes that are not to be reported.
+        compare_order: Whether to compare the order of samples with that of one process, too.
+        seed: What every process seeds before it builds.
+        **trainer_options: Further options of the Trainer.
+
+    Returns:
+        The report. `report.verdict` is "equal", "different" or "not shown", `report.first` says why it is different.
+
+    Raises:
+        ValueError: If an option is out of range.
+        RuntimeError: If one of the processes failed, with the last line of the user's code.
+    """
+    if _refusing:
+        raise TrainsOnImport
+    settings = Settings(devices, steps, accelerator, double, compare_order, tolerance)
+    settings.options(trainer_options)  # a wrong one is refused before any process starts
+    target = Target(module, data, {**trainer_options, "strategy": strategy}, seed)
+    return verify_target(target, settings, ignore)
+
+
+def _rank(target: Target, rank: int, settings: Settings, folder: Path) -> Tape | str:
+    """Return what one rank records, or why nothing can be."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.devices))
+    on_gpu = settings.accelerator == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(str(folder / "store"), settings.devices)
+    patience = timedelta(seconds=300)
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=settings.devices, timeout=patience)
+    try:
+        module, data, options = target.build()
+        options = settings.options({**options, "strategy": resolve_strategy(options.get("strategy") or "ddp")})
+        if rank == 0:
+            estimate(module, settings.steps, folder)
+        progress = Progress() if rank == 0 else None
+        trainer = Trainer(**{**options, "devices": settings.devices})
+        return record_run(trainer, module, data, steps=settings.steps, folder=folder, progress=progress)
+    except ValueError as error:
+        if "SyncBatchNorm" in str(error) and not on_gpu:
+            return _ON_GPUS
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _reference(target: Target, tapes: Sequence[Tape], settings: Settings) -> Report:
+    """Return the report of a recorded run of a target."""
+    facts, stream = tapes[0].facts, None
+    if settings.compare_order:
+        module, data, options = target.build()
+        shared = facts.told is not None and facts.told.splits_batches
+        number = len(tapes[0].batches) // facts.cuts if shared else len(tapes[0].batches) * len(tapes)
+        stream = read_stream(module, data, settings.options(options), number)
+    module, data, options = target.build()
+    return reference_report(
+        tapes,
+        module,
+        settings.options(options),
+        settings.tolerance,
+        stream=stream,
+        order_asked=settings.compare_order,
+        datamodule=data.get("datamodule"),
+        device=settings.accelerator,
+    )
+
+
+def reference_report(
+    tapes: Sequence[Tape],
+    module: LightningModule,
+    options: Mapping[str, Any],
+    tolerance: float | None,
+    *,
+    stream: Stream | None = None,
+    order_asked: bool = False,
+    **of_reference: Any,
+) -> Report:
+    """Return the report of a recorded run, with the reference computed in this process; see `record_reference`."""
+    limits = Tolerance.of(tapes[0].facts, tolerance)
+    reference = record_reference(tapes, module, options, tolerance=limits, progress=Progress(), **of_reference)
+    return judge(tapes, reference, limits, stream=stream, order_asked=order_asked)
+
+
+def in_processes(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+    """Return what the calls return, each made in a process of its own, all at once: the ranks of a world.
+
+    Raises:
+        RuntimeError: If one of them failed: the others are ended, and the last line of the user's code is the message.
+        ValueError: If what it was given is wrong.
+    """
+    context: Any = get_context(_START_METHOD)
+    if _START_METHOD == "forkserver":
+        # One import instead of one per process. What a process inherits is the same as with spawn.
+        context.set_forkserver_preload(["lightning.pytorch", "lightning_gradavg"])
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    with tempfile.TemporaryDirectory(prefix="gradavg-verify-") as name:
+        processes = []
+        files = [Path(name, f"{rank}.pt") for rank in range(len(calls))]
+        for rank, (call, file) in enumerate(zip(calls, files, strict=True)):
+            # As a process argument each tensor would be a shared piece of memory with a file descriptor of its own.
+            torch.save(call, file.with_suffix(".in"))
+            processes.append(context.Process(target=_call, args=(file, _environ(rank, len(calls)), main)))
+        try:
+            with without_main_module():
+                for process in processes:
+                    process.start()
+            waiting: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(processes)}
+            while waiting:
+                for sentinel in connection.wait(list(waiting)):
+                    rank = waiting.pop(sentinel)
+                    processes[rank].join()
+                    if processes[rank].exitcode != 0:
+                        raise _failure(f"rank {rank}" if len(calls) > 1 else "the reference", processes[rank], files[rank])
+            return [torch.load(file, weights_only=False) for file in files]
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    # With the workers of its loaders; it may have ended, and they not.
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.kill()
+                    process.join()
+
+
+def _failure(who: str, process: Any, file: Path) -> Exception:
+    text = file.with_suffix(".error")
+    usage, message = pickle.loads(text.read_bytes()) if text.exists() else (False, f"exit code {process.exitcode}")
+    return ValueError(message) if usage else RuntimeError(f"{who} failed: {message}")
+
+
+def _environ(rank: int, world_size: int) -> dict[str, str]:
+    """Return the environment of a rank, as a launcher sets it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    # Gloo otherwise resolves the host name, which fails or waits where there is no working resolver.
+    loopback = [name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)]
+    of_rank = {
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), rank),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), world_size),
+        "NODE_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 29500,  # the ranks meet in a file
+    }
+    gloo = dict.fromkeys(["GLOO_SOCKET_IFNAME"] if loopback else [], "".join(loopback[:1]))
+    return {**gloo, **kept, **{name: str(value) for name, value in of_rank.items()}}
+
+
+def _call(file: Path, environ: Mapping[str, str], main: str | None) -> None:
+    """Make one call in this process, whose result or failure is written beside the file."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environ)
+    start_workers_as_usual()
+    # What the user's code prints must not mix with the report.
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    for logger in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")  # advice for a longer run
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = _MainModule(main)
+    try:
+        function, arguments = torch.load(file.with_suffix(".in"), weights_only=False)
+        torch.save(function(*arguments), file)
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the parent reports it
+        file.with_suffix(".error").write_bytes(pickle.dumps(_told(error)))
+        sys.exit(1)
+
+
+def _told(error: BaseException) -> tuple[bool, str]:
+    """Return whether it is a question of usage, and the message, with the last line of the user's own code."""
+    libraries = (
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        str(Path(__file__).parents[1]),
+        "<",
+    )
+    of_user = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(libraries)]
+    message = f"{type(error).__name__}: {error}"
+    for last in of_user[-1:]:
+        return False, f"{message}\n  {last.filename}, line {last.lineno}, in {last.name}\n    {last.line}"
+    usage = isinstance(error, (ValueError, TypeError, OSError)) or "Misconfiguration" in message
+    return usage, str(error) if usage else message
+
+
+def print_to_console(report: Report) -> None:
+    """Print a report to standard output, as wide as it is."""
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    print_report(report, Console(width=_PIPE_WIDTH if piped else None, highlight=False))

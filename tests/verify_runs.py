@@ -1,0 +1,812 @@
+"""Runs for the verification: with one fault each, healthy ones, and some that cannot be judged; no test in here.
+
+The names of `RUNS` are the lines of the tables in docs/verify.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from ranks import make_trainer
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gradavg import GradAvgStrategy, gather
+from lightning_gradavg.verify.record import Tape
+from lightning_gradavg.verify.run import record_run
+
+FEATURES, CLASSES = 6, 3
+Batch = tuple[Tensor, Tensor]
+
+
+def ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class Net(LightningModule):
+    """Two layers with a mean loss; `loss` is "mean" or "sum", `middle` stands between the layers."""
+
+    def __init__(self, loss: str = "mean", *middle: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+        self.model = nn.Sequential(nn.Linear(FEATURES, 8), *middle, nn.Tanh(), nn.Linear(8, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y, reduction=self.loss)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def normed(**options: Any) -> Net:
+    return Net("mean", nn.BatchNorm1d(8, **options))
+
+
+def dropped(loss: str = "mean") -> Net:
+    return Net(loss, nn.Dropout(0.5))
+
+
+def with_step(step: Callable[..., Any], module: Callable[[], Net] = Net) -> Callable[[], Net]:
+    """Return what builds a module with another training step, which gets the module's own as its first argument."""
+
+    def build() -> Net:
+        built = module()
+        own = type(built)
+        name = f"{own.__name__}With{step.__name__}"
+        return _with_class(built, type(name, (own,), {"training_step": _method(own.training_step, step)}))
+
+    return build
+
+
+def _method(own: Any, step: Callable[..., Any]) -> Any:
+    def training_step(self: Any, batch: Batch, batch_idx: int) -> Any:
+        return step(self, lambda changed: own(self, changed, batch_idx), batch, batch_idx)
+
+    return training_step
+
+
+def _with_class(module: Net, kind: type) -> Net:
+    module.__class__ = kind
+    return module
+
+
+def with_optimizer(make: Callable[[Any], Any], module: Callable[[], LightningModule] = Net) -> Callable[[], Any]:
+    def build() -> Any:
+        built = module()
+        return _with_class(built, type("WithOptimizer", (type(built),), {"configure_optimizers": make}))  # type: ignore[arg-type]  # any
+
+    return build
+
+
+def noisy(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    return own((batch[0] + torch.randn_like(batch[0]), batch[1]))
+
+
+def masked(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    """The mean over the samples of classes other than 0, as over tokens that are not padding."""
+    return nn.functional.cross_entropy(self(batch[0]), batch[1], ignore_index=0)
+
+
+def weighted(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    return {"loss": masked(self, own, batch, batch_idx), "weight": (batch[1] != 0).sum()}
+
+
+def class_weighted(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    return nn.functional.cross_entropy(self(batch[0]), batch[1], weight=torch.tensor([1.0, 5.0, 2.0]))
+
+
+def compensated(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    """Undoes what stock DDP does, as scripts of all ages do: local sum x W / global count."""
+    count = torch.tensor(float(len(batch[0])))
+    dist.all_reduce(count)
+    return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum") * ranks() / count
+
+
+def divided(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    return own(batch) / ranks()
+
+
+def multiplied(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    return own(batch) * ranks()
+
+
+def spread(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    return self(batch[0]).var(dim=0, correction=0).sum()
+
+
+def info_nce(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    rows = self(batch[0])
+    return nn.functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)).roll(1))
+
+
+def contrastive(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    """Each row against all rows of all ranks."""
+    rows = self(batch[0])
+    start = dist.get_rank() * len(rows)
+    return nn.functional.cross_entropy(rows @ gather(rows).T, torch.arange(start, start + len(rows)))
+
+
+def mixed_up(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    (x, y), part = batch, np.random.beta(1, 1)  # noqa: NPY002  # the generator that users' code draws from
+    order = torch.randperm(len(x))
+    outputs = self(part * x + (1 - part) * x[order])
+    losses = (nn.functional.cross_entropy(outputs, target) for target in (y, y[order]))
+    first, other = losses
+    return part * first + (1 - part) * other
+
+
+def penalized(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    return own(batch) + 0.3 * sum(parameter.square().sum() for parameter in self.parameters())
+
+
+def by_index(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    return own(batch) * (1 + batch_idx)
+
+
+def by_average(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    """Divides the loss by its moving average."""
+    loss = own(batch)
+    self.average = 0.9 * getattr(self, "average", 1.0) + 0.1 * float(loss.detach())
+    return loss / self.average
+
+
+def by_count(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    """Warms up with the number of steps, kept in an attribute."""
+    self.count = getattr(self, "count", 0) + 1
+    return own(batch) * min(1.0, self.count / 10)
+
+
+CALLS = 0
+
+
+def by_global(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    global CALLS  # noqa: PLW0603  # as scripts do
+    CALLS += 1
+    return own(batch) * (1 + CALLS)
+
+
+def by_iterator(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    if not hasattr(self, "factors"):
+        self.factors = iter(range(1, 1000))
+    return own(batch) * next(self.factors)
+
+
+def named_terms(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    """A loss per sample and one per sample of a class other than 0, each with its own weight."""
+    outputs, counted = self(batch[0]), batch[1] != 0
+    some = outputs[counted].square().sum() / counted.sum()
+    return {
+        "loss": {"all": nn.functional.cross_entropy(outputs, batch[1]), "some": some},
+        "weight": {"all": len(batch[1]), "some": counted.sum()},
+    }
+
+
+class Hooked(Net):
+    """Changes gradients in a hook on every parameter."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor], *middle: nn.Module) -> None:
+        super().__init__("mean", *middle)
+        for parameter in self.parameters():
+            parameter.register_hook(change)
+
+
+class DividesAfterwards(Net):
+    """Divides the reduced gradients by the number of ranks."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= ranks()
+
+
+class SpreadOfAll(Net):
+    """A loss over the outputs of all replicas."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return {"outputs": self(batch[0])}
+
+    def training_step_end(self, outputs: Any) -> Any:
+        return outputs["outputs"].var(dim=0, correction=0).sum()
+
+
+class Drifting(Net):
+    """One rank changes a weight on its own."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and dist.get_rank() == 1:
+            self.model[2].weight.data[0, 0] += 1e-3
+
+
+class Manual(Net):
+    """Manual optimization; `outside` runs the backward past Lightning, `every` accumulates so many batches."""
+
+    def __init__(self, *, outside: bool = False, every: int = 1) -> None:
+        super().__init__()
+        self.automatic_optimization, self.outside, self.every = False, outside, every
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = nn.functional.cross_entropy((self.model if self.outside else self)(batch[0]), batch[1]) / self.every
+        if batch_idx % self.every == 0:
+            optimizer.zero_grad()
+        if self.outside:
+            with self.trainer.strategy.model.no_sync() if ranks() > 1 else nullcontext():
+                loss.backward()
+        else:
+            self.manual_backward(loss)
+        if (batch_idx + 1) % self.every == 0:
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+
+
+class Gan(LightningModule):
+    """A generator and a discriminator with an optimizer each; `factor` multiplies both losses, 0 for the ranks."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.automatic_optimization, self.factor = False, factor
+        self.make = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, FEATURES))
+        self.judge = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        makes, judges = self.optimizers()  # type: ignore[attr-defined, misc]  # two
+        factor, made = self.factor or ranks(), self.make(torch.randn(len(batch[0]), 3))
+        loss = nn.functional.softplus(-self.judge(batch[0])) + nn.functional.softplus(self.judge(made.detach()))
+        judges.zero_grad()
+        self.manual_backward(factor * loss.mean())
+        judges.step()
+        makes.zero_grad()
+        self.manual_backward(factor * nn.functional.softplus(-self.judge(made)).mean())
+        makes.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.make, self.judge)]
+
+
+class TwoOptimizers(Net):
+    """Steps twice in each batch, with an optimizer per layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.model[layer].parameters(), lr=0.1) for layer in (0, 2)]
+
+
+class Moco(LightningModule):
+    """A momentum encoder, and a queue of keys in a buffer; `gathers` those of all ranks."""
+
+    queue: Tensor
+    place: Tensor
+
+    def __init__(self, *, gathers: bool = True) -> None:
+        super().__init__()
+        self.gathers, self.of_queries, self.of_keys = gathers, nn.Linear(FEATURES, 4), nn.Linear(FEATURES, 4)
+        self.of_keys.requires_grad_(requires_grad=False)
+        self.register_buffer("queue", nn.functional.normalize(torch.randn(32, 4)))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for new, old in zip(self.of_queries.parameters(), self.of_keys.parameters(), strict=True):
+                old.data = 0.9 * old.data + 0.1 * new.data
+            keys = nn.functional.normalize(self.of_keys(batch[0] + 0.1))
+        queries = nn.functional.normalize(self.of_queries(batch[0]))
+        scores = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.queue.T.clone()], 1)
+        every = [torch.zeros_like(keys) for _ in range(ranks())]
+        if self.gathers:
+            dist.all_gather(every, keys)
+        keys, start = torch.cat(every) if self.gathers else keys, int(self.place)
+        self.queue[start : start + len(keys)] = keys
+        self.place[0] = (start + len(keys)) % 32
+        return nn.functional.cross_entropy(5 * scores, torch.zeros(len(queries), dtype=torch.long))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.of_queries.parameters(), lr=0.1)
+
+
+class ClippedByRanks(Net):
+    """Clips to a part of the value for every rank."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, 0.1 / ranks(), "norm")
+
+
+class Counting(Net):
+    """Counts the samples that this rank has seen, in a buffer."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.seen += len(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+class OtherStart(Net):
+    """Initializes other weights where there are several processes."""
+
+    def __init__(self) -> None:
+        if ranks() > 1:
+            torch.manual_seed(2)
+        super().__init__()
+
+
+class Sparse(LightningModule):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, 4, sparse=True)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return (self.table(batch[1]) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(list(self.parameters()), lr=0.1)
+
+
+class Asking(Net):
+    """Asks for what is there in a run, and not everywhere else."""
+
+    def on_train_start(self) -> None:
+        self.length = len(self.trainer.train_dataloader)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norm = [float(parameter.grad.norm()) for parameter in self.parameters()]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+class Texts(LightningModule):
+    """The loss of the tokens that are not padding, in texts of other lengths in every batch."""
+
+    def __init__(self, loss: str = "mean", *, says: bool = False, drops: float = 0.0, by_text: bool = False) -> None:
+        super().__init__()
+        self.loss, self.says, self.by_text = loss, says, by_text
+        self.table, self.drop, self.out = nn.Embedding(7, 3), nn.Dropout(drops), nn.Linear(3, 7)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        outputs, real = self.out(self.drop(self.table(batch)).tanh()), batch != 0
+        losses = nn.functional.cross_entropy(outputs.transpose(1, 2), (batch + 1) % 7, reduction="none") * real
+        if self.by_text:
+            return (losses.sum(1) / real.sum(1)).mean()
+        loss = losses.sum() / (real.sum() if self.loss == "mean" else 1)
+        return {"loss": loss, "weight": real.sum()} if self.says else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Boxes(LightningModule):
+    """Images, and for each a record with a number of boxes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        pairs = zip(self.layer(batch[0]), batch[1], strict=True)
+        return torch.stack([(output - record["boxes"].mean(0)).square().mean() for output, record in pairs]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@dataclass
+class Graph:
+    nodes: Tensor
+    edges: Tensor
+
+
+class OfGraphs(LightningModule):
+    """Sums over the neighbours in a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch: Graph, batch_idx: int) -> Tensor:
+        received = torch.zeros_like(batch.nodes).index_add(0, batch.edges[1], batch.nodes[batch.edges[0]])
+        return self.layer(batch.nodes + received).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class CaseSeven(LightningModule):
+    """Case 7: loss w * x, hand-scaled by W / global count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        count = torch.tensor(float(len(batch)))
+        dist.all_reduce(count)
+        return (self.w * batch).sum() * ranks() / count
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class CaseFortyTwo(LightningModule):
+    """Case 42: BatchNorm1d(1) on {0, 2} and {4, 6}."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.norm(batch.reshape(-1, 1)) * batch.reshape(-1, 1)).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def sgd(self: Any, **options: Any) -> Any:
+    return torch.optim.SGD(self.parameters(), **{"lr": 0.1, **options})
+
+
+def one_cycle(self: Any) -> Any:
+    """Adam makes much of gradients that are zero but for rounding, as of a bias before batch norm."""
+    optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+    steps = int(self.trainer.estimated_stepping_batches) + 1
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def halving(self: Any) -> Any:
+    optimizer = sgd(self, momentum=0.9, weight_decay=0.1)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def reduced_by(change: Callable[[Tensor], Tensor]) -> Callable[..., torch.futures.Future[Tensor]]:
+    """Return a communication hook that changes each rank's bucket before they are averaged."""
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer().copy_(change(bucket.buffer())).div_(dist.get_world_size())
+        summed = dist.all_reduce(buffer, async_op=True).get_future()
+        result: torch.futures.Future[Tensor] = summed.then(lambda done: done.value()[0])
+        return result
+
+    return hook
+
+
+def samples(count: int, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, FEATURES, generator=generator)
+    return x, torch.randint(CLASSES, (count,), generator=generator)
+
+
+def batches(sizes: Sequence[int], seed: int = 0) -> list[Batch]:
+    x, y = samples(sum(sizes), seed)
+    return list(zip(x.split(list(sizes)), y.split(list(sizes)), strict=True))
+
+
+def boxes(rank: int) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(2):
+        records = [{"boxes": torch.randn(1 + index % 3, 2, generator=generator)} for index in range(4)]
+        yield torch.randn(4, FEATURES, generator=generator), records
+
+
+def graphs(rank: int) -> Iterator[Graph]:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(2):
+        yield Graph(torch.randn(5 + rank, 3, generator=generator), torch.randint(5, (2, 7), generator=generator))
+
+
+def of_rank(*rows: Any) -> Callable[[int], Any]:
+    """Return what makes the batches of a rank: tensors of the given rows."""
+    return lambda rank: [torch.tensor(batch) for batch in rows[rank]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, and what is to be found.
+
+    `data` is the number of samples of one data set, a function of the rank that returns its batches, "one stream" for
+    the same batches on all ranks, or None for batches of the given `sizes` on each.
+    """
+
+    module: Callable[[], LightningModule] = Net
+    sizes: Sequence[Sequence[int]] = ((4, 4), (4, 4))
+    strategy: Callable[[], Any] = DDPStrategy
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: int = 2
+    data: int | str | Callable[[int], Any] | None = None
+    batch_size: int = 4
+    causes: tuple[str, ...] = ()
+    not_shown: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return "different" if self.causes else "not shown" if self.not_shown else "equal"
+
+    def build(self) -> LightningModule:
+        torch.manual_seed(1)
+        return self.module()
+
+    def loader(self) -> Any:
+        """Return this rank's loader; that of one process reads all ranks' batches in turn."""
+        if isinstance(self.data, int):
+            return DataLoader(TensorDataset(*samples(self.data)), batch_size=self.batch_size)
+        if self.data == "one stream":
+            return DataLoader(batches(self.sizes[0]), batch_size=None)  # type: ignore[arg-type]  # a list is a data set
+        make: Any = self.data or (lambda rank: batches(self.sizes[rank], seed=rank))
+        if ranks() > 1:
+            return DataLoader(list(make(dist.get_rank())), batch_size=None)
+        of_ranks = [list(make(rank)) for rank in range(len(self.sizes))]
+        return DataLoader([batch for of_step in zip(*of_ranks, strict=True) for batch in of_step], batch_size=None)
+
+
+def recorded(name: str, folder: str) -> Tape:
+    """Body: record a run on this rank."""
+    run = RUNS[name]
+    trainer = make_trainer(run.strategy(), **{"max_epochs": 1, "use_distributed_sampler": False, **run.options})  # type: ignore[arg-type]  # options
+    return record_run(trainer, run.build(), {"train_dataloaders": run.loader()}, steps=run.steps, folder=folder)
+
+
+def gradavg(**options: Any) -> Callable[[], GradAvgStrategy]:
+    return lambda: GradAvgStrategy(**options)
+
+
+def unused() -> DDPStrategy:
+    return DDPStrategy(find_unused_parameters=True)
+
+
+UNEVEN = ((6, 4), (2, 4))
+WINDOWS = ((4, 4, 4), (4, 4, 4))
+TWO: dict[str, Any] = {"accumulate_grad_batches": 2}
+BY_WEIGHT, BY_SUM, SPLIT = gradavg(reduction="weighted_mean"), gradavg(reduction="sum"), gradavg(split_batches=True)
+SINGLE, PARALLEL = gradavg(equivalent_to="single_device"), gradavg(equivalent_to="data_parallel")
+PADDED = of_rank(
+    ([[1, 2, 3, 4], [5, 6, 0, 0], [3, 1, 2, 0]], [[1, 2, 3], [5, 6, 0], [4, 4, 4]]),
+    ([[3, 2], [1, 0], [4, 5]], [[3, 2, 1, 1, 1], [1, 0, 0, 0, 0], [2, 2, 2, 0, 0]]),
+)
+SHUFFLED: dict[str, Any] = {"use_distributed_sampler": True}
+
+RUNS = {
+    # Equal.
+    "stock DDP": Run(),
+    "`GradAvgStrategy()`": Run(strategy=GradAvgStrategy),
+    "stock DDP with a shuffling sampler": Run(data=16, options=SHUFFLED),
+    "a mean over uneven batches, `weighted_mean`": Run(Net, UNEVEN, BY_WEIGHT),
+    "a mean over tokens, with its weight": Run(with_step(weighted), UNEVEN, BY_WEIGHT),
+    "a sum loss, `sum`": Run(lambda: Net("sum"), UNEVEN, BY_SUM),
+    "a sum loss, `normalized_sum`": Run(lambda: Net("sum"), UNEVEN, gradavg(reduction="normalized_sum")),
+    "named loss terms": Run(with_step(named_terms), UNEVEN, BY_WEIGHT),
+    "a short last window, `GradAvgStrategy()`": Run(Net, WINDOWS, GradAvgStrategy, TWO),
+    "windows of weighted batches": Run(with_step(weighted), ((6, 4, 3), (2, 4, 1)), BY_WEIGHT, TWO),
+    "gradient clipping": Run(options={"gradient_clip_val": 0.1}),
+    "manual optimization": Run(Manual, strategy=GradAvgStrategy),
+    "two optimizers": Run(TwoOptimizers, strategy=GradAvgStrategy, steps=4),
+    "a GAN with noise": Run(Gan, strategy=unused, steps=4),
+    "AdamW, one cycle, batch norm on one device": Run(
+        with_optimizer(one_cycle, normed), strategy=SINGLE, data=20, batch_size=8
+    ),
+    "momentum, weight decay, three epochs": Run(with_optimizer(halving), options={"max_epochs": 3}, steps=5),
+    "`split_batches`": Run(strategy=SPLIT, data=14, batch_size=5, steps=3),
+    "`split_batches` in pieces": Run(
+        strategy=gradavg(split_batches=True, max_device_batch_size=2), options=TWO, data=22, batch_size=7
+    ),
+    "a contrastive loss with `gather`": Run(with_step(contrastive)),
+    "`data_parallel`, batch norm": Run(normed, strategy=PARALLEL, data=14, batch_size=7),
+    "`data_parallel`, four replicas on two ranks": Run(
+        normed, strategy=gradavg(equivalent_to="data_parallel", num_replicas=4), data=16, batch_size=8
+    ),
+    "`num_replicas=4` on two ranks": Run(
+        normed, strategy=gradavg(split_batches=True, num_replicas=4), data=16, batch_size=8
+    ),
+    "`mean_of_replica_losses`": Run(
+        normed,
+        strategy=gradavg(equivalent_to="data_parallel", reduction="mean_of_replica_losses"),
+        data=14,
+        batch_size=7,  # batch norm over two samples would amplify rounding
+    ),
+    "`single_device`, batch norm": Run(normed, strategy=SINGLE, data=14, batch_size=5),
+    "`single_device`, `training_step_end`": Run(SpreadOfAll, strategy=SINGLE, data=14, batch_size=5),
+    "a learning rate scaled by `lr_scaling`": Run(
+        strategy=gradavg(lr_scaling="linear", base_batch_size=4, split_batches=True), data=16, batch_size=8
+    ),
+    "unused parameters, bucket views": Run(
+        lambda: Net("mean", nn.PReLU(8, device="cpu")),
+        strategy=lambda: DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=True),
+    ),
+    "a static graph, dropout": Run(dropped, strategy=lambda: DDPStrategy(static_graph=True)),
+    "dropout, uneven batches, `weighted_mean`": Run(dropped, UNEVEN, BY_WEIGHT),
+    "dropout, windows": Run(dropped, WINDOWS, GradAvgStrategy, TWO),
+    "dropout, `single_device`": Run(dropped, strategy=SINGLE, data=14, batch_size=5),
+    "dropout, `data_parallel`": Run(dropped, strategy=PARALLEL, data=14, batch_size=5),
+    "noise drawn in `training_step`": Run(with_step(noisy), UNEVEN, BY_WEIGHT),
+    "mixup": Run(with_step(mixed_up)),
+    "padded texts with their weights, dropout": Run(lambda: Texts(says=True, drops=0.3), strategy=BY_WEIGHT, data=PADDED),
+    "padded texts, a sum loss, `sum`": Run(lambda: Texts("sum"), strategy=BY_SUM, data=PADDED),
+    "padded texts, a mean over texts": Run(lambda: Texts(by_text=True), data=PADDED),
+    "an L2 penalty in a mean loss": Run(with_step(penalized)),
+    "a step counter in an attribute": Run(with_step(by_count)),
+    "a loss of `batch_idx`": Run(with_step(by_index)),
+    "spectral norm": Run(lambda: _with_spectral_norm(Net())),
+    "a momentum encoder and a queue of all ranks' keys": Run(Moco),
+    "sparse gradients, SparseAdam": Run(Sparse),
+    "hooks that read gradients, the loader, a validation metric": Run(Asking, options={"max_epochs": 3}, steps=3),
+    "bfloat16 mixed precision, dropout": Run(dropped, UNEVEN, BY_WEIGHT, {"precision": "bf16-mixed"}),
+    "bfloat16 weights": Run(options={"precision": "bf16-true"}),
+    # Different.
+    "other initial weights on several processes": Run(OtherStart, causes=("initial weights",)),
+    "one stream on all ranks": Run(data="one stream", causes=("duplicated stream",)),
+    "samples repeated to fill the ranks": Run(data=15, options=SHUFFLED, causes=("padding",)),
+    "batch norm": Run(normed, causes=("batch norm",)),
+    "batch norm in windows": Run(
+        normed, WINDOWS, GradAvgStrategy, {"accumulate_grad_batches": 3}, 1, causes=("batch norm",)
+    ),
+    "batch norm without running statistics": Run(lambda: normed(track_running_stats=False), causes=("batch norm",)),
+    "batch norm and uneven batches": Run(normed, UNEVEN, causes=("batch norm", "mean of means")),
+    "a loss that compares samples": Run(with_step(spread), causes=("non-decomposable loss",)),
+    "InfoNCE on each rank, dropout": Run(with_step(info_nce, dropped), causes=("non-decomposable loss",)),
+    "a sum loss": Run(lambda: Net("sum"), causes=("sum loss",)),
+    "a sum loss, dropout": Run(lambda: dropped("sum"), causes=("sum loss",)),
+    "a sum loss, bfloat16": Run(lambda: Net("sum"), options={"precision": "bf16-mixed"}, causes=("sum loss",)),
+    "a sum loss, `data_parallel`": Run(lambda: Net("sum"), strategy=PARALLEL, data=16, batch_size=8, causes=("sum loss",)),
+    "a sum loss over padded texts": Run(lambda: Texts("sum"), data=PADDED, causes=("sum loss",)),
+    "an L2 penalty under `sum`": Run(with_step(penalized, lambda: Net("sum")), strategy=BY_SUM, causes=("constant term",)),
+    "an L2 penalty in a sum loss": Run(with_step(penalized, lambda: Net("sum")), causes=("sum loss", "constant term")),
+    "uneven batches": Run(Net, UNEVEN, causes=("mean of means",)),
+    "uneven batches, noise": Run(with_step(noisy), UNEVEN, causes=("mean of means",)),
+    "a mean over tokens": Run(with_step(masked), causes=("mean of means",)),
+    "a mean over tokens of padded texts, with weights": Run(
+        lambda: Texts(says=True), data=PADDED, causes=("mean of means",)
+    ),
+    "class weights": Run(with_step(class_weighted), causes=("mean of means",)),
+    "class weights under `weighted_mean`": Run(with_step(class_weighted), strategy=BY_WEIGHT, causes=("counts",)),
+    "a mean over tokens weighted by samples": Run(with_step(masked), UNEVEN, BY_WEIGHT, causes=("counts",)),
+    "a mean under `sum`": Run(Net, UNEVEN, BY_SUM, causes=("counts",)),
+    "a short last window": Run(Net, WINDOWS, options=TWO, causes=("short window",)),
+    "a loss compensated by hand under `weighted_mean`": Run(
+        with_step(compensated), UNEVEN, BY_WEIGHT, causes=("hand-compensated loss",)
+    ),
+    "a loss multiplied by the ranks, dropout": Run(with_step(multiplied, dropped), causes=("hand-compensated loss",)),
+    "a GAN multiplied by the ranks": Run(lambda: Gan(0), strategy=unused, steps=4, causes=("hand-compensated loss",)),
+    "a loss divided by the ranks": Run(with_step(divided), causes=("double division",)),
+    "a communication hook that divides again": Run(
+        strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket / 2)), causes=("double division",)
+    ),
+    "a hook on parameters that divides, dropout": Run(
+        lambda: Hooked(lambda grad: grad / ranks(), nn.Dropout(0.5)), causes=("double division",)
+    ),
+    "gradients divided after the reduction": Run(DividesAfterwards, causes=("double division",)),
+    "every rank clips its norm": Run(
+        strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket * min(1.0, 0.05 / float(bucket.norm())))),
+        causes=("clipped before the reduction",),
+    ),
+    "every rank clips its values": Run(
+        strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket.clamp(-0.01, 0.01))),
+        causes=("clipped before the reduction",),
+    ),
+    "a hook on parameters that clips": Run(
+        lambda: Hooked(lambda grad: grad.clamp(-0.01, 0.01)), causes=("gradient hooks",)
+    ),
+    "gradients sent as float16": Run(strategy=gradavg(ddp_comm_hook=fp16_compress_hook), causes=("fp16 wire",)),
+    "gradients sent as bfloat16": Run(strategy=gradavg(ddp_comm_hook=bf16_compress_hook), causes=("bf16 wire",)),
+    "one rank changes a weight": Run(Drifting, causes=("unsynchronised replicas",)),
+    "a backward past the strategy": Run(lambda: Manual(outside=True), causes=("unsynchronised replicas",)),
+    "a learning rate of each rank": Run(
+        with_optimizer(lambda self: sgd(self, lr=0.1 * (1 + self.global_rank))),
+        causes=("different optimizers", "unsynchronised replicas"),
+    ),
+    "an optimizer of each rank": Run(
+        with_optimizer(lambda self: (torch.optim.Adam if self.global_rank else torch.optim.SGD)(self.parameters(), lr=0.1)),
+        causes=("different optimizers", "unsynchronised replicas"),
+    ),
+    "a learning rate times the ranks": Run(
+        with_optimizer(lambda self: sgd(self, lr=0.1 * self.trainer.world_size, momentum=0.9)),
+        causes=("learning-rate scale",),
+    ),
+    "weight decay times the ranks": Run(
+        with_optimizer(lambda self: sgd(self, weight_decay=0.01 * self.trainer.world_size)),
+        causes=("optimizer options",),
+    ),
+    "a buffer of one rank's samples": Run(Counting, causes=("buffers of one rank",)),
+    "a queue of one rank's keys": Run(lambda: Moco(gathers=False), causes=("buffers of one rank",)),
+    "clipping to a part for every rank": Run(ClippedByRanks, causes=("unexplained",)),
+    # Not shown.
+    "a mean over tokens of padded texts": Run(Texts, data=PADDED, not_shown="mean over terms that are not its samples"),
+    "a mean over tokens of padded texts, `sum`": Run(
+        Texts, strategy=BY_SUM, data=PADDED, not_shown="mean over terms that are not its samples"
+    ),
+    "images with a list of records": Run(Boxes, data=boxes, not_shown="which samples a batch of type list holds"),
+    "graphs": Run(OfGraphs, data=graphs, not_shown="which samples a batch of type Graph holds"),
+    "a moving average of the loss in an attribute": Run(with_step(by_average), not_shown="has once: average"),
+    "a counter outside of the module": Run(with_step(by_global), not_shown="training_step changed CALLS of module"),
+    "an iterator in an attribute": Run(with_step(by_iterator), not_shown="training_step changed factors"),
+    "a step counter in windows": Run(
+        with_step(by_count), WINDOWS, GradAvgStrategy, TWO, not_shown="has once: count, batch_idx"
+    ),
+    "spectral norm in windows": Run(
+        lambda: _with_spectral_norm(Net()), WINDOWS, GradAvgStrategy, TWO, not_shown="weight.0._u"
+    ),
+    "L-BFGS": Run(
+        with_optimizer(lambda self: torch.optim.LBFGS(self.parameters(), max_iter=3)),
+        not_shown="several times in a step",
+    ),
+    "windows in manual optimization": Run(lambda: Manual(every=2), WINDOWS, steps=1, not_shown="the user's own sum"),
+    "padding beyond the steps": Run(
+        data=31, options=SHUFFLED, not_shown="the sampler repeats 1 samples, to fill the ranks"
+    ),
+    "a short window beyond the steps": Run(
+        Net, ((4,) * 5, (4,) * 5), options=TWO, steps=1, not_shown="it has 1 of 2 micro-batches"
+    ),
+}
+
+
+def _with_spectral_norm(module: Net) -> Net:
+    nn.utils.parametrizations.spectral_norm(module.model[0])
+    return module
+
+
+THREE = {
+    "an idle rank": Run(strategy=SPLIT, options={"precision": "64-true"}, data=12, batch_size=4),
+    "split batches": Run(strategy=SPLIT, options={"precision": "64-true"}, data=20, batch_size=7, steps=3),
+}
+
+
+def backwards(rank: int) -> Any:
+    return batches((4, 4), seed=rank)[:: -1 if ranks() > 1 else 1]
+
+
+class Medium(Net):
+    """Computes products of matrices in a lower precision."""
+
+    def on_fit_start(self) -> None:
+        torch.set_float32_matmul_precision("medium")
+
+
+OTHERS = {
+    "a learning rate times the ranks, a short last window": Run(
+        with_optimizer(lambda self: sgd(self, lr=0.1 * self.trainer.world_size)), WINDOWS, options=TWO
+    ),
+    "a sum loss, shuffled": Run(lambda: Net("sum"), data=16, options=SHUFFLED),
+    "ranks that read backwards": Run(data=backwards),
+    "samples of their own on several processes": Run(data=lambda rank: batches((4, 4), seed=rank + 10 * (ranks() > 1))),
+    "gradients times 1.004 in bfloat16": Run(
+        strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket * 1.004)), options={"precision": "bf16-mixed"}
+    ),
+    "medium precision of products": Run(Medium),
+}
+CASES = {
+    "case 7": Run(CaseSeven, strategy=BY_WEIGHT, steps=1, data=of_rank([[1.0, 1.0, 1.0]], [[5.0]])),
+    "case 41": Run(dropped),
+    "case 42": Run(CaseFortyTwo, steps=1, data=of_rank([[0.0, 2.0]], [[4.0, 6.0]])),
+}
+IN_DOCS = list(RUNS)
+RUNS.update({**THREE, **CASES, **OTHERS})
