@@ -219,7 +219,9 @@ def measure_links(places: Sequence[Place], device: torch.device, *, repeats: int
     return Links(within[0], None if between is None else between[0], stages, adding, about)
 
 
-def _median_seconds(call: Callable[[], object], device: torch.device, repeats: int, clock: Callable[[], float]) -> float:
+def _median_seconds(
+    call: Callable[[], object], device: torch.device, repeats: int, clock: Callable[[], float]
+) -> float:
     """Return the median time of a call; the first one does not count."""
     times = []
     for _ in range(repeats + 1):

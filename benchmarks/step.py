@@ -54,7 +54,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("benchmarks/results/step.json"), help="file to write")
     parsed = parser.parse_args(arguments)
     if parsed.rounds < 1 or (parsed.steps is not None and parsed.steps < 1) or parsed.ranks < 1:
-        parser.error(f"--rounds, --steps and --ranks are 1 or more; got {parsed.rounds}, {parsed.steps} and {parsed.ranks}")
+        parser.error(
+            f"--rounds, --steps and --ranks are 1 or more; got {parsed.rounds}, {parsed.steps} and {parsed.ranks}"
+        )
     if parsed.minutes is not None and not parsed.minutes > 0:
         parser.error(f"--minutes is more than 0; got {parsed.minutes}")
     return parsed

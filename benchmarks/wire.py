@@ -158,7 +158,9 @@ def main() -> None:
     parser.add_argument("--buckets", type=int, default=64)
     parser.add_argument("--elements", type=int, default=4096, help="largest size of a bucket (default: 4096)")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--skew", type=float, default=0.02, help="how often a rank pauses after a bucket (default: 0.02)")
+    parser.add_argument(
+        "--skew", type=float, default=0.02, help="how often a rank pauses after a bucket (default: 0.02)"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (folder, arguments), nprocs=arguments.world_size)

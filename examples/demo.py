@@ -172,7 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     reference, *others = runs
     comparisons = {
-        other.name: {task: compare(results[reference.name][task], result) for task, result in results[other.name].items()}
+        other.name: {
+            task: compare(results[reference.name][task], result) for task, result in results[other.name].items()
+        }
         for other in others
     }
     console.print(make_table(results, comparisons, {task.name: task.metric for task in tasks(quick=options.quick)}))

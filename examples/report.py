@@ -84,7 +84,9 @@ def save_plot(path: Path, results: Results, comparisons: Comparisons, colors: Ma
             # Beside each other, because runs that agree would hide one another.
             x = len(expected) * (1.02 + 0.025 * position)
             panel.plot([x], [max(comparisons[run][task].weights, PLOT_FLOOR)], "D", color=colors[run], markersize=5)
-        panel.axhline(TOLERANCE, color="black", linestyle="--", linewidth=1, label=f"promise of GradAvg: {TOLERANCE:.0e}")
+        panel.axhline(
+            TOLERANCE, color="black", linestyle="--", linewidth=1, label=f"promise of GradAvg: {TOLERANCE:.0e}"
+        )
         panel.set_yscale("log")
         panel.set_title(task)
         panel.set_xlabel("loss, over optimizer steps (diamonds: weights after training)")

@@ -34,7 +34,9 @@ def by_keyword(constructor: _F) -> _F:
     def checked(self: Any, *positional: Any, **given: Any) -> None:
         owner = type(self).__name__
         if positional:
-            raise TypeError(f"{owner} takes its options by name, such as {names[0]}={positional[0]!r}; got {positional!r}")
+            raise TypeError(
+                f"{owner} takes its options by name, such as {names[0]}={positional[0]!r}; got {positional!r}"
+            )
         for name, value in given.items():
             if name not in parameters:
                 raise TypeError(f"{name}={value!r} is not an option of {owner}{nearest(name, names)}")

@@ -1,8 +1,8 @@
 """Every private name of Lightning, torch and torchmetrics that this package touches, each with its reason.
 
-Public interfaces do not offer what is done here. Names were read in lightning 2.5.0 and 2.6.6, torch 2.4.0 and 2.13.0 and
-torchmetrics 1.4.0 and 1.9.0, unless another version stands beside them. `missing()` tells which of them an installed
-release has not.
+Public interfaces do not offer what is done here. Names were read in lightning 2.5.0 and 2.6.6, torch 2.4.0 and 2.13.0
+and torchmetrics 1.4.0 and 1.9.0, unless another version stands beside them. `missing()` tells which of them an
+installed release has not.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def syncs_batch_norm(strategy: Any) -> bool:
 class SigtermHooks:
     """Where Lightning asks all ranks whether to end, and what it does on SIGTERM.
 
-    `_TrainingEpochLoop._broadcast_sigterm_tensor`, `_SignalConnector._sigterm_notifier_fn` and `received_sigterm`, there
-    since lightning 2.6, which blocks every rank at every batch (docs/sigterm.md).
+    `_TrainingEpochLoop._broadcast_sigterm_tensor`, `_SignalConnector._sigterm_notifier_fn` and `received_sigterm`,
+    there since lightning 2.6, which blocks every rank at every batch (docs/sigterm.md).
 
     Args:
         loop: The training epoch loop.

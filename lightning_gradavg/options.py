@@ -35,10 +35,12 @@ class Preset:
         if reduction not in self.reductions:
             if isinstance(reduction, str) and reduction not in RULES and reduction != "mean_of_replica_losses":
                 resolve_rule(reduction)
-            named = repr(reduction) if isinstance(reduction, str) else getattr(reduction, "__qualname__", repr(reduction))
+            named = (
+                repr(reduction) if isinstance(reduction, str) else getattr(reduction, "__qualname__", repr(reduction))
+            )
             raise ValueError(
-                f"reduction={named} contradicts equivalent_to={self.name!r}, whose gradient is that of the loss over the"
-                f" whole batch. Use one of {', '.join(map(repr, self.reductions))}, or leave equivalent_to out."
+                f"reduction={named} contradicts equivalent_to={self.name!r}, whose gradient is that of the loss over"
+                f" the whole batch. Use one of {', '.join(map(repr, self.reductions))}, or leave equivalent_to out."
             )
         for name, why in _NEVER_FALSE.items():
             if given[name] is False:
@@ -237,7 +239,9 @@ def options_of_ddp(given: Mapping[str, Any], constructor: Callable[..., None], h
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     for name, value in options.items():
         if name not in known:
-            raise TypeError(f"{name}={value!r} is not an option of DistributedDataParallel in torch {torch.__version__}.")
+            raise TypeError(
+                f"{name}={value!r} is not an option of DistributedDataParallel in torch {torch.__version__}."
+            )
         if name in _REDUCED_BY_DDP_ITSELF and hooked is not None:
             raise ValueError(
                 f"{name} has DDP reduce gradients outside the communication hook, which {hooked} needs."
@@ -269,8 +273,8 @@ def check_groups(options: Options, given: Mapping[str, Any]) -> None:
     for option, counts in counting.items():
         if counts:
             raise ValueError(
-                f"{name} has gradients reduced over some of the run's ranks, and {option} counts them all, which are not"
-                f" all data-parallel to each other. Leave one of them out: {name} is served as in stock DDP, for the"
+                f"{name} has gradients reduced over some of the run's ranks, and {option} counts them all, which are"
+                f" not all data-parallel to each other. Leave one of them out: {name} is served as in stock DDP, for the"
                 " reduction alone."
             )
     if mesh is not None and mesh.ndim != 1:

@@ -1,8 +1,8 @@
 """A part of the strategy: one concern, and the moments of a run that it answers.
 
 Moments are named as Lightning names its hooks, and come in the order in which they stand here. A part overrides those
-that it has something to say to. The part that does nothing is `Part` itself. Parts do not know each other: what one needs
-of another the strategy passes as an argument.
+that it has something to say to. The part that does nothing is `Part` itself. Parts do not know each other: what one
+needs of another the strategy passes as an argument.
 """
 
 from __future__ import annotations

@@ -114,7 +114,9 @@ class Recipe:
             if not 0 <= given.get(name, 0) < math.inf:
                 raise ValueError(f"{name} must be finite and >= 0, got {given[name]!r}.")
         if {"steps", "epochs"} <= given.keys():
-            raise ValueError(f"steps={self.steps} and epochs={self.epochs} both give the length. Leave one of them out.")
+            raise ValueError(
+                f"steps={self.steps} and epochs={self.epochs} both give the length. Leave one of them out."
+            )
         if "epochs" in given and "dataset_size" not in given:
             raise ValueError(f"epochs={self.epochs} needs the size of the data set to become steps. Give dataset_size.")
 

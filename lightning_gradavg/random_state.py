@@ -1,4 +1,4 @@
-"""The random state of a process: what samplers, datasets and models on the CPU draw from unless they were given another."""
+"""The random state of a process, from which samplers, datasets and models on the CPU draw by default."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ class Share(NamedTuple):
 RuleFunction: TypeAlias = Callable[[Place, Any], Share]
 """`(place, weight) -> Share`. Pure, the same on all ranks, and arithmetic only.
 
-A weight is a number >= 0: a float, or while training a 0-dim float64 tensor. So are the numbers of a share; a `Fraction`
-keeps sums such as W * (1/W) exact.
+A weight is a number >= 0: a float, or while training a 0-dim float64 tensor. So are the numbers of a share; a
+`Fraction` keeps sums such as W * (1/W) exact.
 """
 
 

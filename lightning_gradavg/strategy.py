@@ -112,8 +112,8 @@ class GradAvgStrategy(DDPStrategy):
             Otherwise the differences are an error.
         exact_evaluation: True to have validation, test and prediction see each sample exactly once, and log the values
             of one process. See docs/evaluation.md. None for what `equivalent_to` says, and False without it.
-        wire_dtype: What gradients are sent as between ranks: `"bfloat16"` or `"float16"`, half the bytes. They are summed
-            in float32, and all ranks get the same bits. None for their own type. See docs/communication.md.
+        wire_dtype: What gradients are sent as between ranks: `"bfloat16"` or `"float16"`, half the bytes. They are
+            summed in float32, and all ranks get the same bits. None for their own type. See docs/communication.md.
         wire_scope: `"all"` to use `wire_dtype` between any ranks, `"nodes"` only between nodes.
         node_aware: True to sum within each node before anything is sent between nodes, False not to, None to do so
             where it pays: with nodes of equally many ranks, two or more, on gloo under a rule that has a hook anyway,
@@ -124,8 +124,8 @@ class GradAvgStrategy(DDPStrategy):
         checkpoint_io: As in `DDPStrategy`.
         precision_plugin: As in `DDPStrategy`.
         ddp_comm_state: State of `ddp_comm_hook`.
-        ddp_comm_hook: Reduces each bucket; it must return the mean over the ranks, which the rule then scales. It is used
-            on CPU too.
+        ddp_comm_hook: Reduces each bucket; it must return the mean over the ranks, which the rule then scales. It is
+            used on CPU too.
         ddp_comm_wrapper: Wraps `ddp_comm_hook`, or a plain all-reduce.
         model_averaging_period: Refused: averaging models is not reducing gradients.
         process_group_backend: As in `DDPStrategy`.
@@ -300,7 +300,7 @@ class GradAvgStrategy(DDPStrategy):
 
     @property
     def _shaping_replicas(self) -> int | None:
-        """Chunks of each loader batch that have batch statistics of their own, so that their number is in the result."""
+        """Chunks of each loader batch that have batch statistics of their own, which the result depends on."""
         return self.num_replicas if self._options.replicated and not self._options.one_device else None
 
     def observe_next_step(self, *, cosines: bool = True) -> None:
@@ -517,7 +517,9 @@ class GradAvgStrategy(DDPStrategy):
         if self._reports.measures:
             scaler = getattr(self.precision_plugin, "scaler", None)
             loss_scale = float(scaler.get_scale()) if scaler is not None else 1.0
-            self._reports.end_window(self._reduction.closed, self.optimizers, lr_scale=self.lr_scale, loss_scale=loss_scale)
+            self._reports.end_window(
+                self._reduction.closed, self.optimizers, lr_scale=self.lr_scale, loss_scale=loss_scale
+            )
         # It adds what was accumulated in earlier windows, which is no part of the report.
         self._reduction.end_backward()
 
@@ -570,7 +572,9 @@ class GradAvgStrategy(DDPStrategy):
             return self.lightning_module.validation_step(*args, **kwargs)
 
     @override
-    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Tensor:
+    def reduce(
+        self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor:
         """Reduce a tensor over the ranks, in exact evaluation over those that have a batch of what is evaluated.
 
         Where the ranks share batches, the mean of integers, such as batch sizes, is exact. Stock floors it on gloo.

@@ -83,7 +83,10 @@ class Terms(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         found = batch[:, 0] > 0
         masked = (self.net(batch).square().mean(1) * found).sum() / found.sum()
-        return {"loss": {"all": self.loss(batch), "masked": masked}, "weight": {"all": len(batch), "masked": found.sum()}}
+        return {
+            "loss": {"all": self.loss(batch), "masked": masked},
+            "weight": {"all": len(batch), "masked": found.sum()},
+        }
 
 
 class Manual(Net):
@@ -376,7 +379,10 @@ WINDOW: Mapping[str, Any] = {"accumulate_grad_batches": 4}
 PATHS: Mapping[str, Path] = {
     "stock DDPStrategy": Path(stock),
     **{name: Path(fit, options(reduction=name), of_rule(rule), nodes=FOUR) for name, rule in RULES.items()},
-    **{f"{name}, windows of 4": Path(fit, options(reduction=name), of_rule(rule), WINDOW) for name, rule in RULES.items()},
+    **{
+        f"{name}, windows of 4": Path(fit, options(reduction=name), of_rule(rule), WINDOW)
+        for name, rule in RULES.items()
+    },
     "weights on the host": Path(fit, options(**WEIGHTED)),
     "weights on the host, windows of 4": Path(fit, options(**WEIGHTED), trainer=WINDOW),
     "named terms": Path(fit, options(**WEIGHTED), Terms),
@@ -389,7 +395,11 @@ PATHS: Mapping[str, Path] = {
     "sparse gradients": Path(fit, options(**WEIGHTED), Sparse),
     "clipping": Path(fit, options(**WEIGHTED), trainer={"gradient_clip_val": 0.1}),
     "bf16-mixed": Path(
-        fit, options(**WEIGHTED), trainer={"precision": "bf16-mixed"}, reference={"precision": "32-true"}, tolerance=2e-2
+        fit,
+        options(**WEIGHTED),
+        trainer={"precision": "bf16-mixed"},
+        reference={"precision": "32-true"},
+        tolerance=2e-2,
     ),
     "16-mixed with a GradScaler": Path(
         fit, options(**WEIGHTED), trainer={"precision": "16-mixed"}, reference={"precision": "32-true"}, tolerance=2e-2

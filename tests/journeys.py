@@ -204,7 +204,9 @@ JOURNEYS: Mapping[str, Journey] = {
         {"exact_evaluation": True}, callbacks=(WholeEvaluation,), run="validate", trainer={"limit_val_batches": 6}
     ),
     "step on the bfloat16 wire": Journey({**WEIGHTED, "wire_dtype": "bfloat16"}, callbacks=(OneStep,)),
-    "data_parallel with 4 replicas": Journey({"equivalent_to": "data_parallel", "num_replicas": 4}, callbacks=(OneStep,)),
+    "data_parallel with 4 replicas": Journey(
+        {"equivalent_to": "data_parallel", "num_replicas": 4}, callbacks=(OneStep,)
+    ),
     # Its reference is computed in a process of its own, which is not seen.
     "verify, two steps": Journey(None, callbacks=(WholeFit, verifier), trainer={"max_steps": 2}),
 }

@@ -423,7 +423,9 @@ class RankEnvironment(ClusterEnvironment):
         world_size = dist.get_world_size()
         self.nodes = tuple(nodes) if nodes is not None else (0,) * world_size
         if len(self.nodes) != world_size or set(self.nodes) != set(range(len(set(self.nodes)))):
-            raise ValueError(f"nodes={nodes!r} must give one node index, counted from 0, for each of {world_size} ranks")
+            raise ValueError(
+                f"nodes={nodes!r} must give one node index, counted from 0, for each of {world_size} ranks"
+            )
 
     @property
     def num_nodes(self) -> int:

@@ -503,7 +503,9 @@ def host_between_streams() -> None:
         (host_between_streams, {}, 0),
     ],
 )
-def test_what_orders_two_accesses(sim_world: World, body: Callable[..., Any], options: dict[str, Any], races: int) -> None:
+def test_what_orders_two_accesses(
+    sim_world: World, body: Callable[..., Any], options: dict[str, Any], races: int
+) -> None:
     """Other bytes are no race; streams, events and waits of the host order what came before them."""
     [(_, seen)] = sim_world(1).run(observed, body, **options)
     assert races == len(seen.races), seen.races

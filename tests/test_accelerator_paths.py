@@ -1,4 +1,4 @@
-"""Every path of the package on the simulated accelerator: right values, no race, nothing freed early, waits as stated."""
+"""Every path on the simulated accelerator: right values, no race, nothing freed early, waits as stated."""
 
 from __future__ import annotations
 

@@ -64,7 +64,9 @@ def _matches(row: tuple[Any, list[Chunk | None]]) -> bool:
     """Whether every batch of the row holds the samples that are said to stand behind it."""
     batches, chunks = row
     return all(
-        batch is None if chunk is None else [value % 4 for value in batch.tolist()] == list(range(chunk.start, chunk.stop))
+        batch is None
+        if chunk is None
+        else [value % 4 for value in batch.tolist()] == list(range(chunk.start, chunk.stop))
         for batch, chunk in zip(batches, chunks, strict=True)
     )
 

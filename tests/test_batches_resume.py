@@ -183,7 +183,9 @@ class Fit:
             chunks = self.splitter.take_each()
             if self.draws and any(chunk is not None and chunk.index == 0 for chunk in chunks):
                 torch.rand(1 + self.splitter.split.rank), random.random(), np.random.random()  # noqa: NPY002  # likewise
-            yield Row([None if chunk is None else Taken(part, chunk) for part, chunk in zip(batch, chunks, strict=True)])
+            yield Row(
+                [None if chunk is None else Taken(part, chunk) for part, chunk in zip(batch, chunks, strict=True)]
+            )
             count += 1
 
     def epoch(self, stop: int | None = None) -> list[Row]:
@@ -278,7 +280,9 @@ def check(
         expected = [remaining(runs, epochs, index) for index in range(loaders)]
         ranks = resumed(world_size, make, runs[0].states, len(expected[0]), max_samples=limits[1], **options)
         for index in range(loaders):
-            assert expected[index] == [samples([rank[epoch] for rank in ranks], index) for epoch in range(len(expected[0]))]
+            assert expected[index] == [
+                samples([rank[epoch] for rank in ranks], index) for epoch in range(len(expected[0]))
+            ]
 
 
 @given(

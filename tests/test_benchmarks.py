@@ -143,7 +143,9 @@ def test_variants_are_chosen_by_name():
 
 def test_unknown_interface():
     """An interface that is not there is an error that lists those that are."""
-    with pytest.raises(ValueError, match=r"--interface='no such' is not a network interface of this machine; it has \["):
+    with pytest.raises(
+        ValueError, match=r"--interface='no such' is not a network interface of this machine; it has \["
+    ):
         sent_by("no such")
 
 

@@ -249,7 +249,9 @@ def test_every_option_reaches_the_plan(argv: str, recipe: Recipe, capsys: pytest
         (["--learning-rate", "1"], "unrecognized arguments: --learning-rate 1"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_two(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line_and_exit_code_two(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Whoever finds it, the parser or the recipe: one line on standard error that quotes the value, and code 2."""
     try:
         code: object = main([*SEED, *argv])

@@ -112,7 +112,9 @@ def test_ratio_that_differs_between_ranks() -> None:
         window_ratio(rule, places, 2)
 
 
-@pytest.mark.parametrize("number", [float, lambda value: torch.tensor(value, dtype=torch.float64)], ids=["float", "tensor"])
+@pytest.mark.parametrize(
+    "number", [float, lambda value: torch.tensor(value, dtype=torch.float64)], ids=["float", "tensor"]
+)
 @pytest.mark.parametrize(
     ("normalizer", "divided_by", "expected"),
     [(12.0, 12.0, 1.0), (2.0, 1.0, 0.5), (0.0, 1.0, 0.0), (math.nan, 1.0, 0.0), (math.inf, 1.0, 0.0)],

@@ -197,7 +197,9 @@ def test_the_json_of_verify():
         "schema equal verdict strategy reduction world_size steps reference tolerance stages findings gradients remarks"
     ) == list(read)
     assert words("name status step difference note") == list(read["stages"][0])
-    assert {*words("cause stage detail step difference advice diff is_difference factor page")} < set(read["findings"][0])
+    assert {*words("cause stage detail step difference advice diff is_difference factor page")} < set(
+        read["findings"][0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -299,9 +301,10 @@ def test_the_keys_of_a_checkpoint():
     kept = torch.load(DATA / "version_0_1_0.ckpt", weights_only=True)["lightning_gradavg"]
     assert {"recipe", "rates", "micro_batches", "loaders"} == set(kept)
     assert words(
-        "reduction split_batches equivalent_to num_replicas global_batch_size lr_scaling base_batch_size lr_warmup_steps"
+        "reduction split_batches equivalent_to num_replicas global_batch_size lr_scaling base_batch_size"
+        " lr_warmup_steps"
     ) == list(kept["recipe"])
     assert ["steps"] == list(kept["rates"])
-    assert words("format complete batches samples epoch_batches digest passes generators objects seeded random") == list(
-        kept["loaders"][0]
-    )
+    assert words(
+        "format complete batches samples epoch_batches digest passes generators objects seeded random"
+    ) == list(kept["loaders"][0])

@@ -81,7 +81,9 @@ def test_scatter_is_that_of_torch(on_cpu, num_replicas):
 def test_scatter_cuts_dataclasses():
     """A dataclass, which torch's scatter would share, is cut field by field, and what is no tensor in it is shared."""
     parts = scatter([Labels(torch.arange(5), "metre")], 4)
-    assert [([0, 1], "metre"), ([2, 3], "metre"), ([4], "metre")] == [(one.target.tolist(), one.unit) for (one,) in parts]
+    assert [([0, 1], "metre"), ([2, 3], "metre"), ([4], "metre")] == [
+        (one.target.tolist(), one.unit) for (one,) in parts
+    ]
 
 
 def test_gather_is_that_of_torch(on_cpu):

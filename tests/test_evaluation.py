@@ -44,7 +44,9 @@ def wrapped(loader: Any, **options: Any) -> EvaluationLoader:
     return EvaluationLoader(loader, **(defaults | options))
 
 
-@given(size=st.integers(0, 30), batch=st.integers(1, 7), world_size=st.integers(1, 6), limit=st.none() | st.integers(0, 9))
+@given(
+    size=st.integers(0, 30), batch=st.integers(1, 7), world_size=st.integers(1, 6), limit=st.none() | st.integers(0, 9)
+)
 @pytest.mark.parametrize("make", [range, Stream], ids=["indexed", "streamed"])
 def test_every_batch_of_one_process_is_dealt_once(make, size, batch, world_size, limit):
     """The ranks' batches, put into order, are those of one process; rounds are as many as with DistributedSampler."""

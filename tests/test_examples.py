@@ -69,7 +69,8 @@ def test_ranks_cover_each_global_batch_once_and_in_order(world_size):
 def test_every_rank_has_the_same_number_of_batches(world_size, batch_size):
     """Ranks agree on the number of batches and on the size of the largest, which is the first chunk's."""
     samplers = [
-        GlobalBatchSampler(SequentialSampler(range(37)), 8, rank=rank, world_size=world_size) for rank in range(world_size)
+        GlobalBatchSampler(SequentialSampler(range(37)), 8, rank=rank, world_size=world_size)
+        for rank in range(world_size)
     ]
 
     assert [5] * world_size == [len(sampler) for sampler in samplers] == [len(list(sampler)) for sampler in samplers]
@@ -253,7 +254,9 @@ def test_reversed_samples_are_the_same_global_batches(world):
 
 def test_relative_differences_by_hand():
     """Weights: the largest ratio of norms over the parameters. Losses: |l - l_ref| / |l_ref| of each step."""
-    reference = TaskResult(torch.tensor([2.0, 4.0, -1.0]), {"a": torch.tensor([3.0, 4.0]), "b": torch.ones(1)}, 0.5, 1.0)
+    reference = TaskResult(
+        torch.tensor([2.0, 4.0, -1.0]), {"a": torch.tensor([3.0, 4.0]), "b": torch.ones(1)}, 0.5, 1.0
+    )
     other = TaskResult(torch.tensor([2.0, 3.0, -1.5]), {"a": torch.tensor([3.0, 4.5]), "b": torch.ones(1)}, 0.5, 1.0)
 
     assert Comparison(weights=0.1, losses=0.5) == compare(reference, other)
@@ -339,7 +342,8 @@ def test_the_table_reports_both_differences_of_every_run():
     results = made_up_results(2.5e-6)
     reference, *others = results
     comparisons = {
-        run: {task: compare(results[reference][task], result) for task, result in results[run].items()} for run in others
+        run: {task: compare(results[reference][task], result) for task, result in results[run].items()}
+        for run in others
     }
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(make_table(results, comparisons, {"digits": "test_accuracy", "text": "test_loss"}))
@@ -616,7 +620,9 @@ def test_convergence_from_command_to_files(tmp_path):
     )
     assert 0 == done.returncode, done.stdout + done.stderr
     runs = json.loads((tmp_path / "convergence.json").read_text())["runs"]
-    assert [(task, way.name) for task in ("digits", "text") for way in WAYS] == [(run["task"], run["way"]) for run in runs]
+    assert [(task, way.name) for task in ("digits", "text") for way in WAYS] == [
+        (run["task"], run["way"]) for run in runs
+    ]
     of_digits = {run["way"]: run for run in runs if run["task"] == "digits"}
     assert of_digits["float32, reversed"]["distance"] <= 1e-5
     assert of_digits["float16"]["distance"] < of_digits["bfloat16"]["distance"]

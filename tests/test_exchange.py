@@ -91,7 +91,7 @@ def test_calls_run_in_order_and_the_thread_ends():
 
 
 def test_failure_of_a_call_is_the_last_one():
-    """What a call raises is told by its future and by those after it, which do not run; the thread ends all the same."""
+    """What a call raises is told by its future and those after it, which do not run; the thread ends all the same."""
     in_order = InOrder(CPU, "failing")
 
     def fail() -> torch.Tensor:

@@ -24,7 +24,9 @@ def test_one_global_batch_size() -> None:
 
 
 @given(loader=COUNTS, ranks=COUNTS, base_ranks=COUNTS, window=COUNTS)
-def test_scale_of_loaders_per_rank_is_the_ratio_of_the_ranks(loader: int, ranks: int, base_ranks: int, window: int) -> None:
+def test_scale_of_loaders_per_rank_is_the_ratio_of_the_ranks(
+    loader: int, ranks: int, base_ranks: int, window: int
+) -> None:
     """Without a base batch the base run is the same script on the base world size, accumulation included."""
     batch = batch_scale(loader, world_size=ranks, accumulate_grad_batches=window, base_world_size=base_ranks)
     assert batch.scale == pytest.approx(ranks / base_ranks, rel=1e-15)
@@ -59,7 +61,9 @@ def test_base_batch_wins_over_base_world_size() -> None:
 
 def test_base_world_size_of_a_shared_batch_is_refused() -> None:
     """With split_batches a base world size could not mean anything, and the message names both and the remedy."""
-    with pytest.raises(ValueError, match=r"base_world_size=4 says nothing .* split_batches=True.* Give base_batch_size"):
+    with pytest.raises(
+        ValueError, match=r"base_world_size=4 says nothing .* split_batches=True.* Give base_batch_size"
+    ):
         batch_scale(16, world_size=2, split_batches=True, base_world_size=4)
 
 

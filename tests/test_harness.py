@@ -329,7 +329,9 @@ def test_lightning_trains_on_the_ranks(world: World, world_size: int) -> None:
     ],
     ids=str,
 )
-def test_synthetic_nodes_are_what_lightning_sees(world: World, nodes: list[int], expected: list[tuple[int, int]]) -> None:
+def test_synthetic_nodes_are_what_lightning_sees(
+    world: World, nodes: list[int], expected: list[tuple[int, int]]
+) -> None:
     """The node list gives each rank its node and its index on the node, for uneven and interleaved nodes, too."""
     seen = [(*place, rank, len(nodes)) for rank, place in enumerate(expected)]
 

@@ -342,7 +342,8 @@ def test_what_others_write_is_effective() -> None:
     rates.refresh()
     assert 0.7 == group["lr"]
     assert (
-        pytest.approx(0.35, rel=1e-15) == rates.base_state_dict(optimizer, optimizer.state_dict())["param_groups"][0]["lr"]
+        pytest.approx(0.35, rel=1e-15)
+        == rates.base_state_dict(optimizer, optimizer.state_dict())["param_groups"][0]["lr"]
     )
     step(optimizer, rates)
     assert pytest.approx(1.05, rel=1e-15) == group["lr"]
@@ -707,7 +708,9 @@ def test_what_cannot_be_watched_is_refused() -> None:
         others.watch(scheduler)
     with pytest.raises(TypeError, match=r"object has no method 'step' or 'step_update'\. Wrap .*\.in_base_units\("):
         rates.watch(object())
-    with pytest.raises(TypeError, match=r"This OwnRecursion holds step in the object, before .*\. Wrap .*in_base_units"):
+    with pytest.raises(
+        TypeError, match=r"This OwnRecursion holds step in the object, before .*\. Wrap .*in_base_units"
+    ):
         rates.watch(patched)
     with pytest.raises(TypeError, match=r"A Mine cannot be watched: .*'key'\. Wrap .*\.in_base_units\("):
         rates.watch(Mine(optimizer))

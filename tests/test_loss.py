@@ -1,4 +1,4 @@
-"""The terms of a loss and their weights; gradients that are weighed at the backward, and gradients that are discarded."""
+"""The terms of a loss and their weights; gradients weighed at the backward, and gradients discarded."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_hooks_are_removed_after_an_error() -> None:
 
 
 def test_loss_of_nothing() -> None:
-    """A loss of 0 gives every parameter a gradient of zeros, NaN as the parameter may be, and a sparse one no entries."""
+    """A loss of 0 gives each parameter, NaN as it may be, a gradient of zeros, and a sparse one no entries."""
     dense, table = nn.Parameter(torch.full((2,), math.nan)), nn.Parameter(torch.ones(4, 2))
     loss = zero_loss([dense, table], {id(table)})
     loss.backward()

@@ -186,7 +186,9 @@ def test_options_of_ddp_are_handed_on_where_they_are_given():
 )
 def test_gradients_that_ddp_reduces_itself_are_refused(name, ours, needs):
     """Options by which DDP reduces outside of its hook are refused where the hook is needed, and served elsewhere."""
-    with pytest.raises(ValueError, match=f"{name} has DDP reduce gradients outside the communication hook, which {needs}"):
+    with pytest.raises(
+        ValueError, match=f"{name} has DDP reduce gradients outside the communication hook, which {needs}"
+    ):
         GradAvgStrategy(**{name: []}, **ours)
     assert {name: []} == GradAvgStrategy(**{name: []})._ddp_kwargs
 

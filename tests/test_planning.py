@@ -232,7 +232,9 @@ def test_a_beta_of_zero_allows_no_larger_batch() -> None:
     optimizer=st.sampled_from(["adam", "adamw", "rmsprop"]),
     smoothing=st.sampled_from([0.5, 0.8, 0.9, 0.95, 0.97]),
 )
-def test_the_largest_feasible_batch_is_feasible_and_the_next_is_not(batch: int, optimizer: str, smoothing: float) -> None:
+def test_the_largest_feasible_batch_is_feasible_and_the_next_is_not(
+    batch: int, optimizer: str, smoothing: float
+) -> None:
     """The largest global batch that the plan names is accepted by the rule, and one sample more is refused."""
     options: dict[str, Any] = {"alpha": smoothing} if optimizer == "rmsprop" else {"betas": (smoothing, 0.99)}
     recipe = Recipe(batch, 1e-3, optimizer=optimizer, **options)
@@ -241,7 +243,9 @@ def test_the_largest_feasible_batch_is_feasible_and_the_next_is_not(batch: int, 
     largest = refused.largest_global_batch_size
     assert largest is not None
     for size, feasible in ((largest, True), (largest + 1, False)):
-        assert outcome(make_plan(recipe, Cluster(1, 1), global_batch_size=size).gradavg, "adam_sde").feasible is feasible
+        assert (
+            outcome(make_plan(recipe, Cluster(1, 1), global_batch_size=size).gradavg, "adam_sde").feasible is feasible
+        )
 
 
 def test_an_infeasible_scaling_says_why_once_per_batch() -> None:
@@ -338,7 +342,9 @@ def test_impossible_recipes_are_quoted(options: dict[str, Any], message: str) ->
 
 
 @pytest.mark.parametrize("value", [2.5, True, "4"])
-@pytest.mark.parametrize("name", ["batch_size", "devices", "accumulate_grad_batches", "steps", "nodes", "total", "most"])
+@pytest.mark.parametrize(
+    "name", ["batch_size", "devices", "accumulate_grad_batches", "steps", "nodes", "total", "most"]
+)
 def test_counts_are_integers(name: str, value: object) -> None:
     """A float, a bool or a string where a count belongs is an error that quotes it, as on the command line."""
 

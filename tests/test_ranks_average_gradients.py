@@ -313,7 +313,11 @@ def reduce_checkpointed(reentrant: bool) -> list[Tensor]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        x = torch.randn(4, 4, dtype=torch.float64)[:3] if dist.get_rank() == 0 else torch.ones(1, 4, dtype=torch.float64)
+        x = (
+            torch.randn(4, 4, dtype=torch.float64)[:3]
+            if dist.get_rank() == 0
+            else torch.ones(1, 4, dtype=torch.float64)
+        )
         x.requires_grad_()
         for _ in range(5):
             optimizer.zero_grad()
@@ -469,7 +473,9 @@ def set_source(make: Callable[[nn.Sequential], Any]) -> Callable[[Misused], None
     return change
 
 
-def with_gradient(make: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> Callable[[nn.Sequential], Any]:
+def with_gradient(
+    make: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32
+) -> Callable[[nn.Sequential], Any]:
     """Return a source with one more parameter, whose gradient is `make` of zeros."""
 
     def source(model: nn.Sequential) -> list[Tensor]:
@@ -546,7 +552,8 @@ MISUSES: dict[str, tuple[Sequence[int], Callable[[Misused], None], str]] = {
     "unknown wire type": (
         [1],
         set_wire_dtype("int8"),
-        r"on rank 1: wire_dtype='int8' is not a type that gradients can be sent as\. Use 'bfloat16', 'float16', or None",
+        r"on rank 1: wire_dtype='int8' is not a type that gradients can be sent as\."
+        r" Use 'bfloat16', 'float16', or None",
     ),
     "a dtype": (
         EVERYWHERE,

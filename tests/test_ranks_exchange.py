@@ -59,7 +59,9 @@ def count_stock(micro_batches: int, window: int) -> Any:
     return count_reductions(DDPStrategy(bucket_cap_mb=0.001), micro_batches, window)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.6", reason="the profiler of an older torch records no shapes of gloo's events")
+@pytest.mark.skipif(
+    torch.__version__ < "2.6", reason="the profiler of an older torch records no shapes of gloo's events"
+)
 @pytest.mark.parametrize("reduction", RULES)
 @pytest.mark.parametrize("window", [1, 4])
 def test_number_of_collectives(world, reduction, window):
@@ -167,7 +169,9 @@ def test_only_sums_cross_the_wire(world):
     run = world(2).run
     assert (
         approx(30.0)
-        == same_everywhere(run(train_without_avg, [[[1, 2]], [[3, 4]]], {"kind": "s", "loss": "sum"}, {"reduction": "sum"}))
+        == same_everywhere(
+            run(train_without_avg, [[[1, 2]], [[3, 4]]], {"kind": "s", "loss": "sum"}, {"reduction": "sum"})
+        )
         .gradients[0]
         .item()
     )

@@ -45,7 +45,9 @@ class MLP(LightningModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.variant.startswith("checkpoint"):
             reentrant = self.variant == "checkpoint_reentrant"
-            hidden = checkpoint(lambda y: torch.tanh(self.first(y)), x.requires_grad_(reentrant), use_reentrant=reentrant)
+            hidden = checkpoint(
+                lambda y: torch.tanh(self.first(y)), x.requires_grad_(reentrant), use_reentrant=reentrant
+            )
             return checkpoint(self.second, hidden, use_reentrant=reentrant)
         return self.calls[0](x)
 
@@ -79,7 +81,9 @@ def reference(variant: str, steps: int, window: int, dtype: torch.dtype = torch.
     return dict(model.state_dict())
 
 
-def train_mlp(variant: str, steps: int, window: int = 1, strategy: Any = None, **options: Any) -> dict[str, torch.Tensor]:
+def train_mlp(
+    variant: str, steps: int, window: int = 1, strategy: Any = None, **options: Any
+) -> dict[str, torch.Tensor]:
     """Body: rank r takes its share of COUNTS of every global batch."""
     bounds = np.cumsum([0, *COUNTS])
     rank = dist.get_rank()
@@ -315,9 +319,9 @@ class TwoPlayers(LightningModule):
 def train_two_players(per_rank: Any) -> Any:
     model = TwoPlayers()
     data = [tuple(torch.tensor(x, dtype=torch.float64) for x in per_rank[dist.get_rank()])] * 3
-    make_trainer(GradAvgStrategy(**WEIGHTED, find_unused_parameters=True), max_epochs=1, use_distributed_sampler=False).fit(
-        model, DataLoader(data, batch_size=None)
-    )
+    make_trainer(
+        GradAvgStrategy(**WEIGHTED, find_unused_parameters=True), max_epochs=1, use_distributed_sampler=False
+    ).fit(model, DataLoader(data, batch_size=None))
     return dist.get_rank(), model.gradients
 
 

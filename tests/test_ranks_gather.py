@@ -147,7 +147,9 @@ def gradients_of(
     seen = world(len(nodes)).run(body, *args, nodes, **variant)
     assert len(nodes) == len(seen)
     for of_rank in seen:
-        assert all(torch.equal(mine, first) or first.isnan().any() for mine, first in zip(of_rank, seen[0], strict=True))
+        assert all(
+            torch.equal(mine, first) or first.isnan().any() for mine, first in zip(of_rank, seen[0], strict=True)
+        )
     return seen[0]
 
 

@@ -177,7 +177,9 @@ def _counted(function: Any, counts: dict[str, int], key: str) -> Any:
 def test_steps_that_are_not_logged_do_nothing(world):
     """A logged step costs one exchange and one hook per parameter; 12 steps with 2 of them logged cost twice that."""
     batches = [[[index] for index in range(12)]] * 2
-    for alone, watched in zip(world(2).run(count_work, batches, None), world(2).run(count_work, batches, 6), strict=True):
+    for alone, watched in zip(
+        world(2).run(count_work, batches, None), world(2).run(count_work, batches, 6), strict=True
+    ):
         assert (2, 2) == (watched[0] - alone[0], watched[1] - alone[1])
         assert (0, 2) == (alone[2], watched[2])
 
@@ -337,7 +339,9 @@ def noise_of_two_halves(folder: Path) -> tuple[float, float, float]:
 
     def fit(max_epochs: int, ckpt_path: Path | None = None) -> tuple[float, Trainer]:
         monitor = GradAvgMonitor(1, noise_scale=True)
-        trainer = make_trainer(GradAvgStrategy(), callbacks=[monitor], max_epochs=max_epochs, use_distributed_sampler=False)
+        trainer = make_trainer(
+            GradAvgStrategy(), callbacks=[monitor], max_epochs=max_epochs, use_distributed_sampler=False
+        )
         trainer.fit(Toy(start=[0.5, -1.0], kind="s", lr=0.02), loader(draws()), ckpt_path=ckpt_path)
         assert monitor.noise_scale is not None
         return float(monitor.noise_scale.compute()), trainer

@@ -71,7 +71,13 @@ REFUSED = {
         "ValueError",
         "training_step_end with manual optimization",
     ),
-    "static graph": (Classifier, {**parallel(), "static_graph": True}, (), "ValueError", "static_graph=True with num_rep"),
+    "static graph": (
+        Classifier,
+        {**parallel(), "static_graph": True},
+        (),
+        "ValueError",
+        "static_graph=True with num_rep",
+    ),
     "summed whole batch": (
         ClassifierEnd,
         {**parallel(), "reduction": "sum"},
@@ -189,7 +195,9 @@ def test_a_replica_of_one_sample_is_an_error_on_all_ranks(world, kind, size, rep
     """Batch norm refuses one value per channel on the ranks that have it; no other rank may wait for them."""
     for raised in world(size).run_expecting_errors(outcome, kind, parallel(replicas), samples, samples):
         assert raised.type_name == "ValueError"
-        assert f"a batch of {samples} samples in {replicas} replicas gives one of them a single sample" in raised.message
+        assert (
+            f"a batch of {samples} samples in {replicas} replicas gives one of them a single sample" in raised.message
+        )
 
 
 @pytest.mark.parametrize("strategy", [parallel(1), single()], ids=str)

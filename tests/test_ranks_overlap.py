@@ -49,7 +49,9 @@ class Deep(Toy):
 def train_late(late_ranks: tuple[int, ...], talks: bool, options: dict[str, Any]) -> Any:
     """Body: train where the totals arrive, on some ranks, when the sum of the last bucket has begun."""
     torch.manual_seed(0)
-    model, held, begun = Deep(talks), [], []
+    model = Deep(talks)
+    held: list[Any] = []
+    begun: list[int] = []
 
     def future_scale(self: Reducer, closed: Any) -> Any:
         arrived = original_scale(self, closed)
@@ -85,7 +87,7 @@ def train_late(late_ranks: tuple[int, ...], talks: bool, options: dict[str, Any]
 @pytest.mark.parametrize("talks", [False, True], ids=["quiet", "collectives in the backward"])
 @pytest.mark.parametrize("late_ranks", [(0,), (1,), (0, 1)], ids=str)
 def test_late_totals_change_nothing(world, late_ranks, talks, options):
-    """Where the totals come after the last bucket, all buckets were begun without them, and gradients have the same bits."""
+    """Where the totals come after the last bucket, all were begun without them, and gradients have the same bits."""
     on_time = same_everywhere([seen for seen, _ in world(2).run(train_late, (), talks, options)])
     ranks = world(2).run(train_late, late_ranks, talks, options)
     late = same_everywhere([seen for seen, _ in ranks])

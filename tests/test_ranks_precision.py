@@ -79,7 +79,9 @@ def train_mixed(precision: str, scale: float | None, weights: Any, window: int) 
         plugins=[plugin],
         accumulate_grad_batches=window,
     )
-    data = [torch.randn(weights[rank], 6, generator=torch.Generator().manual_seed(10 * m + rank)) for m in range(window)]
+    data = [
+        torch.randn(weights[rank], 6, generator=torch.Generator().manual_seed(10 * m + rank)) for m in range(window)
+    ]
     trainer.fit(model, DataLoader(data, batch_size=None))
     return model.seen
 
@@ -238,7 +240,9 @@ def test_sparse_gradients(world, per_rank):
 def train_in_subgroup(reduction: str) -> Any:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
-    return train([[[1, 2, 3]], [[4]], [[9]]], {"kind": "s"}, {"reduction": reduction, "process_group": groups[rank // 2]})
+    return train(
+        [[[1, 2, 3]], [[4]], [[9]]], {"kind": "s"}, {"reduction": reduction, "process_group": groups[rank // 2]}
+    )
 
 
 @pytest.mark.parametrize(("reduction", "pair", "single"), [("weighted_mean", 7.5, 81.0), ("sum", 62 / 3, 81.0)])

@@ -220,7 +220,9 @@ def test_buckets_are_named_however_they_travel(world, tmp_path, make, options, b
 def test_beside_the_monitor(world, tmp_path):
     """The monitor, which stops DDP's timers after each step that it logs, takes none from the profiler."""
     beside = [partial(GradAvgMonitor, 1)]
-    found = check(world(2).run(profiled, STRATEGIES["ours, sum"], str(tmp_path), QUIET, beside, default_root_dir=tmp_path))
+    found = check(
+        world(2).run(profiled, STRATEGIES["ours, sum"], str(tmp_path), QUIET, beside, default_root_dir=tmp_path)
+    )
 
     assert all(one.timers.total > 0 for one in found)
 

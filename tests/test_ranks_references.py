@@ -79,7 +79,9 @@ class WithAdam(Toy):
 def test_adam_hides_the_factor(world, reduction, loss, norm):
     """Case 6: AdamW steps to 0.99 whatever the factor; only the reduced gradient tells 7.5 from 15 and 30."""
     seen = same_everywhere(
-        world(2).run(train, [[[1, 2]], [[3, 4]]], {"kind": "s", "loss": loss}, {"reduction": reduction}, module=WithAdam)
+        world(2).run(
+            train, [[[1, 2]], [[3, 4]]], {"kind": "s", "loss": loss}, {"reduction": reduction}, module=WithAdam
+        )
     )
     assert approx(norm, 1e-9) == seen.gradients[0].abs().item()
     assert approx(0.99, 1e-6) == seen.weights[0].item()

@@ -71,7 +71,9 @@ class Steps(Callback):
 
 def logged(end: bool, strategy: Options, batch_size: int) -> tuple[list[dict[str, float]], dict[str, float]]:
     steps = Steps()
-    trainer = fit(Logging(end=end), strategy, data(30, batch_size), callbacks=[steps], log_every_n_steps=1, logger=False)
+    trainer = fit(
+        Logging(end=end), strategy, data(30, batch_size), callbacks=[steps], log_every_n_steps=1, logger=False
+    )
     return steps.metrics, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 

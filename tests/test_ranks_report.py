@@ -36,7 +36,10 @@ class Reports(Callback):
         self.reports: list[StepReport] = []
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0 and not trainer.strategy.observing:
+        if (
+            trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+            and not trainer.strategy.observing
+        ):
             trainer.strategy.observe_next_step(cosines=self.cosines)
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -176,7 +179,9 @@ def test_a_loss_that_was_scaled_by_hand(world):
 @pytest.mark.parametrize("strategy", [{}, WEIGHTED, {"reduction": "mean_of_node_means"}])
 def test_the_loss_is_not_divided_by_the_window(world, strategy):
     """Case 17: micro losses all 8.0, accumulation 4, 2 ranks: the loss is 8.0."""
-    (report,) = same_everywhere(world(2).run(observe, [[[8.0]] * 4] * 2, {"lr": 0.0}, strategy, accumulate_grad_batches=4))
+    (report,) = same_everywhere(
+        world(2).run(observe, [[[8.0]] * 4] * 2, {"lr": 0.0}, strategy, accumulate_grad_batches=4)
+    )
     assert approx(8.0) == report.loss
     assert approx(8.0) == report.gradient_norm
     assert (approx(8.0), approx(8.0)) == report.local_gradient_norms
@@ -278,7 +283,9 @@ class Detector(Toy):
 
 def test_several_terms(world):
     """Case 9: each term has its own weights, normalizer and loss; 2 + 2.5 = 4.5."""
-    (report,) = same_everywhere(world(2).run(observe, [[[1, 1, 14]], [[3, 3, 10, 12, 14]]], {}, WEIGHTED, module=Detector))
+    (report,) = same_everywhere(
+        world(2).run(observe, [[[1, 1, 14]], [[3, 3, 10, 12, 14]]], {}, WEIGHTED, module=Detector)
+    )
     assert approx(4.5) == report.loss
     assert approx(4.5) == report.gradient_norm
     terms = {term.name: term for term in report.terms}
@@ -294,7 +301,9 @@ def test_several_terms(world):
 def test_nodes_and_rules_of_users(world):
     """A rule's multipliers and normalizer are reported as they enter the formula, whatever the rule."""
     batches = [[[1.0]], [[3.0]], [[5.0]]]
-    (report,) = same_everywhere(world(3).run(observe, batches, {}, {"reduction": "mean_of_node_means"}, nodes=[0, 0, 1]))
+    (report,) = same_everywhere(
+        world(3).run(observe, batches, {}, {"reduction": "mean_of_node_means"}, nodes=[0, 0, 1])
+    )
     assert (0.5, 0.5, 1) == report.terms[0].multipliers
     assert approx(2.0) == report.normalizer
     assert approx(3.5) == report.gradient_norm
@@ -313,7 +322,9 @@ class StepEnd(Toy):
         return losses.mean()
 
 
-@pytest.mark.parametrize(("preset", "replicas"), [("data_parallel", None), ("data_parallel", 4), ("single_device", None)])
+@pytest.mark.parametrize(
+    ("preset", "replicas"), [("data_parallel", None), ("data_parallel", 4), ("single_device", None)]
+)
 @pytest.mark.parametrize("module", [Toy, StepEnd])
 def test_reference_modes(world, preset, module, replicas):
     """Under equivalent_to= the loss and the norm are those of one process, however the replicas share the batch."""

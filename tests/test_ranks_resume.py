@@ -111,8 +111,12 @@ def test_save_at_3_resume_at_2_and_4(world, tmp_path, order, limit, window):
         folders = [str(tmp_path / f"{first}-{part}") for part in range(4)]
         whole = of_all(world(1).run(fit, order, limit, window, folders[0], None, None))
         parts = [of_all(world(3).run(fit, order, None, window, folders[1], first, None))]
-        parts.append(of_all(world(2).run(fit, order, limit, window, folders[2], second, f"{folders[1]}/step={first}.ckpt")))
-        parts.append(of_all(world(4).run(fit, order, limit, window, folders[3], None, f"{folders[2]}/step={second}.ckpt")))
+        parts.append(
+            of_all(world(2).run(fit, order, limit, window, folders[2], second, f"{folders[1]}/step={first}.ckpt"))
+        )
+        parts.append(
+            of_all(world(4).run(fit, order, limit, window, folders[3], None, f"{folders[2]}/step={second}.ckpt"))
+        )
         assert total == len(whole[2])
         assert whole[2] == [pytest.approx(rate, rel=1e-12) for part in parts for rate in part[2]]
         assert whole[1] == sorted(x for part in parts for x in part[1])

@@ -199,7 +199,9 @@ class Windows(Toy):
 def test_gradients_that_were_cleared_take_their_weights_along(world: Any, set_to_none: bool) -> None:
     """Case 18: a window that the user drops by `zero_grad` does not count in the next one."""
     rows = [[[1.0], [1.0], [1.0, 1.0, 1.0]]] * 2
-    seen = same_everywhere(world(2).run(train, rows, {"set_to_none": set_to_none}, WEIGHTED, module=Windows, max_epochs=2))
+    seen = same_everywhere(
+        world(2).run(train, rows, {"set_to_none": set_to_none}, WEIGHTED, module=Windows, max_epochs=2)
+    )
     assert [1.0, 1.0] == [gradient.item() for gradient in seen.gradients]
 
 
@@ -241,7 +243,9 @@ class NoGraph(LightningModule):
 
 def train_without_graph(kind: str) -> Any:
     model = NoGraph(kind)
-    make_trainer(GradAvgStrategy(**WEIGHTED), max_epochs=1, use_distributed_sampler=False).fit(model, loader([[1.0, 2.0]]))
+    make_trainer(GradAvgStrategy(**WEIGHTED), max_epochs=1, use_distributed_sampler=False).fit(
+        model, loader([[1.0, 2.0]])
+    )
     return dist.get_rank(), model.gradients
 
 

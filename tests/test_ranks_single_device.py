@@ -196,7 +196,9 @@ class Digits(DigitsClassifier):
         super().__init__()
         if batch_norm:
             self.network[1], self.network[4] = nn.BatchNorm2d(16), nn.BatchNorm2d(32)
-        self.accuracy = nn.ModuleDict({stage: MulticlassAccuracy(10, average="micro") for stage in ("fit", "val", "end")})
+        self.accuracy = nn.ModuleDict(
+            {stage: MulticlassAccuracy(10, average="micro") for stage in ("fit", "val", "end")}
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         images, labels = batch

@@ -150,7 +150,9 @@ class EmbeddingModel(LightningModule):
 def train_with_ignored_labels():
     tokens, labels = torch.arange(6), torch.arange(1, 7)
     model = EmbeddingModel()
-    reference = torch.autograd.grad(torch.nn.functional.cross_entropy(model.net(tokens), labels), list(model.parameters()))
+    reference = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(model.net(tokens), labels), list(model.parameters())
+    )
     if dist.get_rank() == 1:
         labels = torch.full_like(labels, -100)
     trainer = make_trainer(GradAvgStrategy(**WEIGHTED), max_epochs=1)
@@ -204,7 +206,8 @@ def test_denominator_is_a_sum_of_class_weights(world):
     """Case 8: weights 2 and 18 give 1.9; plain and sample-weighted means give 1.5."""
     batches = [[[1, 1]], [[2, 2]]]
     assert (
-        approx(1.9) == same_everywhere(world(2).run(train, batches, {}, WEIGHTED, module=ClassWeighted)).gradients[0].item()
+        approx(1.9)
+        == same_everywhere(world(2).run(train, batches, {}, WEIGHTED, module=ClassWeighted)).gradients[0].item()
     )
     assert approx(1.5) == same_everywhere(world(2).run(train, batches, {}, WEIGHTED)).gradients[0].item()
 

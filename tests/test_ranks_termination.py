@@ -36,7 +36,9 @@ class Signalled(Toy):
         return super().training_step(batch, batch_idx)
 
 
-def train_signalled(ranks: int, step: int, epochs: int, reduction: str, accumulate: int = 1) -> tuple[int, int, bool, Any]:
+def train_signalled(
+    ranks: int, step: int, epochs: int, reduction: str, accumulate: int = 1
+) -> tuple[int, int, bool, Any]:
     """Body: return rank, steps, whether a termination ended the run, and what is left in the trainer."""
     trainer = make_trainer(
         GradAvgStrategy(reduction=reduction),
@@ -81,7 +83,9 @@ def test_signal_at_the_end_of_an_epoch(world, rank):
 
 def test_signal_in_the_last_step(world):
     """Signalled in the very last step, the run ends as it would have anyway."""
-    assert [(0, BATCHES, False, []), (1, BATCHES, False, [])] == world(2).run(train_signalled, 1, BATCHES - 1, 1, "mean")
+    assert [(0, BATCHES, False, []), (1, BATCHES, False, [])] == world(2).run(
+        train_signalled, 1, BATCHES - 1, 1, "mean"
+    )
 
 
 def test_no_signal(world):

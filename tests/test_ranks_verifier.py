@@ -29,7 +29,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "AdamW, foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
-    "L-BFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=2, tolerance_grad=0, tolerance_change=0),
+    "L-BFGS": lambda parameters: torch.optim.LBFGS(
+        parameters, lr=0.1, max_iter=2, tolerance_grad=0, tolerance_change=0
+    ),
 }
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "DDP": DDPStrategy,

@@ -489,7 +489,7 @@ def train_after_failed_backward(nodes: Sequence[int], wire: Any) -> Any:
 
 @EVERY_WIRE
 def test_thread_ends_after_a_failed_backward(world, nodes, wire):
-    """A thread that cannot be waited for, because buckets are under way when training fails, ends when those arrived."""
+    """A thread that cannot be waited for, as buckets are under way when training fails, ends when those arrived."""
     assert [(["gradavg-exchange"], [])] * len(nodes) == world(len(nodes)).run(train_after_failed_backward, nodes, wire)
 
 

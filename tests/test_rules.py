@@ -91,7 +91,9 @@ def test_sum_is_world_size_times_mean(pairs: Pairs) -> None:
 @every_pairs
 def test_normalized_sum_of_sums_is_the_weighted_mean_of_means(pairs: Pairs) -> None:
     """A loss summed over n items under `normalized_sum` is one averaged over them under `weighted_mean`."""
-    sums = Pairs(pairs.gradients * torch.tensor(pairs.weights, dtype=torch.float64)[:, None], pairs.nodes, pairs.weights)
+    sums = Pairs(
+        pairs.gradients * torch.tensor(pairs.weights, dtype=torch.float64)[:, None], pairs.nodes, pairs.weights
+    )
     assert_same(pairs.combined("weighted_mean"), sums.combined("normalized_sum"))
 
 

@@ -217,7 +217,9 @@ def test_adam_sde_is_refused_for_other_optimizers(group: dict[str, Any]) -> None
         scaled_hyperparameters("adam_sde", 2.0, group)
 
 
-@pytest.mark.parametrize(("betas", "name"), [((1.0, 0.999), "beta1"), ((0.9, -0.1), "beta2"), ((0.9, math.nan), "beta2")])
+@pytest.mark.parametrize(
+    ("betas", "name"), [((1.0, 0.999), "beta1"), ((0.9, -0.1), "beta2"), ((0.9, math.nan), "beta2")]
+)
 def test_impossible_betas_are_named(betas: tuple[float, float], name: str) -> None:
     """A smoothing constant outside [0, 1) is an error that names it."""
     with pytest.raises(ValueError, match=rf"{name} must be in \[0, 1\), got"):

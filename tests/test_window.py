@@ -139,7 +139,9 @@ def test_unusable_weight(name: str, weight: float) -> None:
 def test_unusable_weight_of_a_term_is_named() -> None:
     """The message says which of the loss terms has the unusable weight."""
     window = window_of([{"box": -2.0, "cls": 1.0}])
-    assert ["micro-batch 0 of the window: loss term 'box': weight -2.0 is not a finite number >= 0"] == window.problems()
+    assert [
+        "micro-batch 0 of the window: loss term 'box': weight -2.0 is not a finite number >= 0"
+    ] == window.problems()
     assert ("box", "cls") == window.terms
 
 

@@ -650,7 +650,9 @@ RUNS = {
     "dropout, `data_parallel`": Run(dropped, strategy=PARALLEL, data=14, batch_size=5),
     "noise drawn in `training_step`": Run(with_step(noisy), UNEVEN, BY_WEIGHT),
     "mixup": Run(with_step(mixed_up)),
-    "padded texts with their weights, dropout": Run(lambda: Texts(says=True, drops=0.3), strategy=BY_WEIGHT, data=PADDED),
+    "padded texts with their weights, dropout": Run(
+        lambda: Texts(says=True, drops=0.3), strategy=BY_WEIGHT, data=PADDED
+    ),
     "padded texts, a sum loss, `sum`": Run(lambda: Texts("sum"), strategy=BY_SUM, data=PADDED),
     "padded texts, a mean over texts": Run(lambda: Texts(by_text=True), data=PADDED),
     "an L2 penalty in a mean loss": Run(with_step(penalized)),
@@ -677,9 +679,13 @@ RUNS = {
     "a sum loss": Run(lambda: Net("sum"), causes=("sum loss",)),
     "a sum loss, dropout": Run(lambda: dropped("sum"), causes=("sum loss",)),
     "a sum loss, bfloat16": Run(lambda: Net("sum"), options={"precision": "bf16-mixed"}, causes=("sum loss",)),
-    "a sum loss, `data_parallel`": Run(lambda: Net("sum"), strategy=PARALLEL, data=16, batch_size=8, causes=("sum loss",)),
+    "a sum loss, `data_parallel`": Run(
+        lambda: Net("sum"), strategy=PARALLEL, data=16, batch_size=8, causes=("sum loss",)
+    ),
     "a sum loss over padded texts": Run(lambda: Texts("sum"), data=PADDED, causes=("sum loss",)),
-    "an L2 penalty under `sum`": Run(with_step(penalized, lambda: Net("sum")), strategy=BY_SUM, causes=("constant term",)),
+    "an L2 penalty under `sum`": Run(
+        with_step(penalized, lambda: Net("sum")), strategy=BY_SUM, causes=("constant term",)
+    ),
     "an L2 penalty in a sum loss": Run(with_step(penalized, lambda: Net("sum")), causes=("sum loss", "constant term")),
     "uneven batches": Run(Net, UNEVEN, causes=("mean of means",)),
     "uneven batches, noise": Run(with_step(noisy), UNEVEN, causes=("mean of means",)),
@@ -725,7 +731,9 @@ RUNS = {
         causes=("different optimizers", "unsynchronised replicas"),
     ),
     "an optimizer of each rank": Run(
-        with_optimizer(lambda self: (torch.optim.Adam if self.global_rank else torch.optim.SGD)(self.parameters(), lr=0.1)),
+        with_optimizer(
+            lambda self: (torch.optim.Adam if self.global_rank else torch.optim.SGD)(self.parameters(), lr=0.1)
+        ),
         causes=("different optimizers", "unsynchronised replicas"),
     ),
     "a learning rate times the ranks": Run(

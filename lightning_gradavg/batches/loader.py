@@ -4,13 +4,14 @@
 samplers are asked as they are, on every rank, and what they yield is split, see `lightning_gradavg.batches.sources`.
 Iterating is a collective operation: all ranks do it, or none.
 
-**Which micro-batch is in training** is told by `BatchSplitter.take()`. A batch reaches the user's hooks in the user's own
-type, so nothing can travel inside it: what stands behind it waits in the iterator that yielded it, and is taken once per
-training step, in order. A queue, because Lightning fetches one batch ahead where the length is unknown. One per iterator,
-and those of the training loop are asked: an epoch may be left early, and a user may look at a batch of the loader.
+**Which micro-batch is in training** is told by `BatchSplitter.take()`. A batch reaches the user's hooks in the user's
+own type, so nothing can travel inside it: what stands behind it waits in the iterator that yielded it, and is taken
+once per training step, in order. A queue, because Lightning fetches one batch ahead where the length is unknown. One
+per iterator, and those of the training loop are asked: an epoch may be left early, and a user may look at a batch of
+the loader.
 
-**Where training stands** is told by the same queues: the pass of the next batch to take, and those begun after it. Taken is
-not yielded: Lightning and worker processes fetch ahead, and a training loop may leave a pass early.
+**Where training stands** is told by the same queues: the pass of the next batch to take, and those begun after it.
+Taken is not yielded: Lightning and worker processes fetch ahead, and a training loop may leave a pass early.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ __all__ = ["BatchSplitter", "ResumableSplitLoader", "SplitIterator", "SplitLoade
 class SplitIterator(Iterator[Any]):
     """One pass over a split loader.
 
-    Where a checkpoint is gone on from, the pass begins when it is read: Lightning draws random numbers and sets the epoch
-    of samplers after it is made, and may drop it. Until training takes something, any that is made goes on from there.
+    Where a checkpoint is gone on from, the pass begins when it is read: Lightning draws random numbers and sets the
+    epoch of samplers after it is made, and may drop it. Until training takes something, any that is made goes on from
+    there.
 
     Attributes:
         loader: The loader.
@@ -182,8 +184,8 @@ class SplitLoader:
         split, micro_batches = self._splitter.split, self._splitter.micro_batches
         most = f", in {micro_batches} micro-batches of at most {split.max_samples} samples per rank"
         return (
-            f"{what}: used as it is, its batches are the global batches, in {split.replicas or split.world_size} chunks on"
-            f" {split.world_size} ranks{most if split.max_samples else ''};"
+            f"{what}: used as it is, its batches are the global batches, in {split.replicas or split.world_size} chunks"
+            f" on {split.world_size} ranks{most if split.max_samples else ''};"
             f" {'every rank reads whole batches' if self._source.alike else 'each rank loads its own samples only'}"
         )
 
@@ -344,8 +346,8 @@ class BatchSplitter:
             return (
                 f"{type(loader).__name__} or its dataset {type(getattr(loader, 'dataset', None)).__name__} has"
                 " sharded_by_rank = True: the ranks' batches are not one batch, whose replicas equivalent_to= and"
-                " num_replicas= share out over the ranks. Remove the attribute and have every rank read the same data; or"
-                " leave these options out and set split_batches=False."
+                " num_replicas= share out over the ranks. Remove the attribute and have every rank read the same data;"
+                " or leave these options out and set split_batches=False."
             )
         if replicas > 1 and not sharded:
             return (
@@ -361,8 +363,8 @@ class BatchSplitter:
         if self.split.max_samples is not None and largest is None:
             return (
                 f"max_device_batch_size={self.split.max_samples} needs to know the largest batch of"
-                f" {type(loader).__name__}, to have all ranks accumulate alike. Give the loader, its batch sampler or its"
-                " dataset an attribute `batch_size` with it, or leave max_device_batch_size out and set"
+                f" {type(loader).__name__}, to have all ranks accumulate alike. Give the loader, its batch sampler or"
+                " its dataset an attribute `batch_size` with it, or leave max_device_batch_size out and set"
                 " accumulate_grad_batches."
             )
         return None
@@ -382,13 +384,16 @@ class BatchSplitter:
             replicas = self.split.replicas
             unit = "rank" if replicas is None else "replica"
             found = " and ".join(
-                f"{chunk.batch_samples}" if replicas is None else f"{chunk.batch_samples} samples in {chunk.batch_replicas}"
+                f"{chunk.batch_samples}"
+                if replicas is None
+                else f"{chunk.batch_samples} samples in {chunk.batch_replicas}"
                 for chunk in chunks
             )
             raise RuntimeError(
                 f"the batches of the train loaders, now {found}"
                 f"{' samples' if replicas is None else f' of num_replicas={replicas}'}, do not reach the same {unit}s,"
-                f" so some {unit} has samples of one loader and none of another. Set drop_last=True, or use batch sizes that give every"
+                f" so some {unit} has samples of one loader and none of another."
+                " Set drop_last=True, or use batch sizes that give every"
                 f" {unit} samples of every loader."
             )
         return taken

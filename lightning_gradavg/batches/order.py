@@ -1,13 +1,13 @@
 """One order of the data on all ranks, and how much of it training took: what a pass over a loader is determined by.
 
-The order is that of one process with the random state of rank 0. What differs between ranks is that state, so they agree
-on it twice in a pass: when the iterator is made, where workers and samplers draw that draw at once, and when the first
-batch is asked for, where most samplers draw. Hooks and other loaders may have drawn in between. From there the pass goes on
-by itself, and what it yields is compared.
+The order is that of one process with the random state of rank 0. What differs between ranks is that state, so they
+agree on it twice in a pass: when the iterator is made, where workers and samplers draw that draw at once, and when the
+first batch is asked for, where most samplers draw. Hooks and other loaders may have drawn in between. From there the
+pass goes on by itself, and what it yields is compared.
 
-A pass is determined by these states. A checkpoint holds them, and the number of loader batches that were taken since. To
-go on, the pass is gone through again from the same states, and that many batches are passed over; a digest of them proves
-that they are the same. Nothing of this depends on the number of ranks or of micro-batches.
+A pass is determined by these states. A checkpoint holds them, and the number of loader batches that were taken since.
+To go on, the pass is gone through again from the same states, and that many batches are passed over; a digest of them
+proves that they are the same. Nothing of this depends on the number of ranks or of micro-batches.
 """
 
 from __future__ import annotations
@@ -162,9 +162,9 @@ class Order:
         A collective operation.
 
         Args:
-            moment: `begin`, before an iterator is made; `made`, before that of a sampler is, or after that of an iterable;
-                `first`, before the first batch is asked for. Within a draw, as where worker processes are fed their
-                first indices, the state is rank 0's already.
+            moment: `begin`, before an iterator is made; `made`, before that of a sampler is, or after that of an
+                iterable; `first`, before the first batch is asked for. Within a draw, as where worker processes are fed
+                their first indices, the state is rank 0's already.
         """
         if moment == "first" and moment in self._snapshots:
             return
@@ -201,7 +201,7 @@ class Order:
             restore_random_state(self._own or self._state)
 
     def go_on(self) -> None:
-        """Draw from the state that the pass was left with, past draws that are not made again. To be called in a draw."""
+        """Draw from the state that the pass was left with, past draws that are not made again. Within a draw."""
         assert self._left is not None
         restore_random_state(self._left)
         if self._own is not None and same_random_state(self._own, self._left):
@@ -321,7 +321,9 @@ def checked_state(state: Any, loader: Any) -> LoaderState:
     Raises:
         ValueError: If it is no state of a split loader, or that of one with other generators or stateful parts.
     """
-    if not (isinstance(state, dict) and state.get("format") == _FORMAT and LoaderState.__required_keys__ <= state.keys()):
+    if not (
+        isinstance(state, dict) and state.get("format") == _FORMAT and LoaderState.__required_keys__ <= state.keys()
+    ):
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise ValueError(
             f"the checkpoint's state of a train loader is not one of format {_FORMAT} of a loader split with"

@@ -146,8 +146,8 @@ class SplitBatches(Batches):
         count = self.micro_batches
         if count > 1 and not self.run.module.automatic_optimization:
             raise ValueError(
-                f"max_device_batch_size={self._options.max_device_batch_size} cuts every batch into {count} micro-batches,"
-                " between which a training_step in manual optimization would step. Use automatic optimization, or cut"
+                f"max_device_batch_size={self._options.max_device_batch_size} cuts every batch into {count}"
+                " micro-batches, between which a training_step in manual optimization would step. Use automatic optimization, or cut"
                 " the batches in training_step."
             )
         self._count_micro_batches(split, count)
@@ -155,7 +155,11 @@ class SplitBatches(Batches):
         return split
 
     def _count_micro_batches(self, loader: Any, count: int) -> None:
-        trainer, limit, interval = self.run.trainer, self._given["limit_train_batches"], self._given["val_check_interval"]
+        trainer, limit, interval = (
+            self.run.trainer,
+            self._given["limit_train_batches"],
+            self._given["val_check_interval"],
+        )
         if self._schedule is None:  # the callback insists on 1 until training begins
             trainer.accumulate_grad_batches = self.accumulation * count
         if isinstance(limit, int):
@@ -223,7 +227,9 @@ class SplitBatches(Batches):
         """
         assert self.chunk is not None, "slices() needs a batch that is in training"
         if self._options.num_replicas is None:
-            return [ReplicaSlice(self.chunk.pieces[0].replica if self.chunk.pieces else None, self.chunk.samples, batch)]
+            return [
+                ReplicaSlice(self.chunk.pieces[0].replica if self.chunk.pieces else None, self.chunk.samples, batch)
+            ]
         structure = self.splitter.loop.structure
         try:
             parts = structure.flatten_up_to(batch)

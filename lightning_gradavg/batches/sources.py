@@ -4,10 +4,10 @@
 * `FromSamples`: an iterable-style dataset, before the samples are collated.
 * `FromBatches`: an iterable of batches, or `batch_size=None`.
 
-Where the batches are to be those of one process with all that random numbers, padding and mixing make of them, every rank
-reads whole batches and cuts its part out of what `collate_fn` returns (`FromBatches`, `FromWholeBatches`): in the main
-process datasets draw from the random state of rank 0, and worker processes have the same seeds on all ranks. That costs
-each rank the reading of all samples, so loaders that cannot tell the difference are still split at their indices.
+Where the batches are to be those of one process with all that random numbers, padding and mixing make of them, every
+rank reads whole batches and cuts its part out of what `collate_fn` returns (`FromBatches`, `FromWholeBatches`): in the
+main process datasets draw from the random state of rank 0, and worker processes have the same seeds on all ranks. That
+costs each rank the reading of all samples, so loaders that cannot tell the difference are still split at their indices.
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ def _noise_scale(text: str) -> float:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"must be a number or a CSVLogger's metrics.csv, got {text!r}: {error}") from None
+        raise argparse.ArgumentTypeError(
+            f"must be a number or a CSVLogger's metrics.csv, got {text!r}: {error}"
+        ) from None
     measured = [value for row in rows for name, value in row.items() if str(name).endswith("/noise_scale") and value]
     if not measured:
         raise argparse.ArgumentTypeError(

@@ -34,7 +34,9 @@ _FAILED = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `gradavg verify` to `parser`."""
     what = parser.add_argument_group("what to verify: a config file of LightningCLI, or a module")
-    what.add_argument("module", nargs="?", metavar="NAME", help="a class or function: package.module:Net or train.py:Net")
+    what.add_argument(
+        "module", nargs="?", metavar="NAME", help="a class or function: package.module:Net or train.py:Net"
+    )
     what.add_argument("--data", metavar="NAME", help="a data module, or a function that returns a loader, likewise")
     what.add_argument(
         "--init",

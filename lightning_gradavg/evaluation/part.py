@@ -196,7 +196,9 @@ class ExactEvaluation(Evaluation):
             )
         together = [self._together(loaders)] if mode != "sequential" else [loader.lengths for loader in loaders]
         incomplete = {
-            ranks_having(lengths, ended) for lengths in filter(None, together) for ended in set(lengths) - {max(lengths)}
+            ranks_having(lengths, ended)
+            for lengths in filter(None, together)
+            for ended in set(lengths) - {max(lengths)}
         }
         self._groups |= subgroups(self.run.world, incomplete - set(self._groups), self._timeout)
         if self.run.model is not None:

@@ -1,4 +1,4 @@
-"""The learning rate as a part of the strategy: it follows the global batch, and a checkpoint must agree with the recipe."""
+"""The part that has the learning rate follow the global batch, and checkpoints agree with the recipe."""
 
 from __future__ import annotations
 

@@ -92,7 +92,9 @@ def resolve_scaling(lr_scaling: str | ScaleFunction | Scaling) -> Scaling:
         return Scaling(name, lr_scaling, False, f"{name}(k) * lr")
     accepted = f"{', '.join(map(repr, SCALINGS))}, or a function scale -> factor"
     if not isinstance(lr_scaling, str):
-        raise TypeError(f"lr_scaling must be one of {accepted}; got {lr_scaling!r} of type {type(lr_scaling).__name__}.")
+        raise TypeError(
+            f"lr_scaling must be one of {accepted}; got {lr_scaling!r} of type {type(lr_scaling).__name__}."
+        )
     if lr_scaling not in SCALINGS:
         raise ValueError(f"lr_scaling={lr_scaling!r} is not a scaling. Use one of {accepted}.")
     return SCALINGS[lr_scaling]

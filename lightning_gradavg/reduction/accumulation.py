@@ -25,8 +25,8 @@ class Accumulation:
 
     A weight that is on an accelerator is read on the host where something is to be decided by it: under accumulation,
     where a gradient of weight 0 must not be added; among named terms, where one of weight 0 must be left out of the
-    backward; and where gradients cross ranks. The host then waits once per micro-batch. Otherwise the micro-batch is its
-    window, and the buckets themselves are selected.
+    backward; and where gradients cross ranks. The host then waits once per micro-batch. Otherwise the micro-batch is
+    its window, and the buckets themselves are selected.
 
     Args:
         reducer: Combines the accumulated gradients during the last backward of a window.
@@ -35,8 +35,8 @@ class Accumulation:
             added to its result, as they must be when a user accumulates gradients that were already reduced.
 
     Attributes:
-        crosses_ranks: Whether gradients of one rank's loss reach another within the backward, as through batch norm over
-            all ranks, or a gather: samples whose own loss does not count still enter the losses of others.
+        crosses_ranks: Whether gradients of one rank's loss reach another within the backward, as through batch norm
+            over all ranks, or a gather: samples whose own loss does not count still enter the losses of others.
     """
 
     def __init__(self, reducer: Reducer, parameters: Sequence[nn.Parameter], *, preserves_gradients: bool) -> None:

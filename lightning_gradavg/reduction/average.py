@@ -2,8 +2,8 @@
 
 A call has two steps. Every rank first tells the others, in one small exchange, what it is about to reduce: whether it
 met a problem, digests of its parameters and gradients, its node and its weight. Whatever does not fit together raises
-the same error on all ranks, before any gradient has changed. Then the gradients are summed, in flat buckets of which all
-are in flight at once.
+the same error on all ranks, before any gradient has changed. Then the gradients are summed, in flat buckets of which
+all are in flight at once.
 """
 
 from __future__ import annotations
@@ -212,7 +212,9 @@ def agreed_factors(rule: Rule, headers: Sequence[Header]) -> list[float]:
 def _factors_for_loss(rule: Rule, headers: Sequence[Header]) -> list[float]:
     given = [header.weight is not None for header in headers]
     if any(given) and not all(given):
-        present, absent = ([rank for rank, is_given in enumerate(given) if is_given is which] for which in (True, False))
+        present, absent = (
+            [rank for rank, is_given in enumerate(given) if is_given is which] for which in (True, False)
+        )
         raise ValueError(
             f"weight= was given {on_ranks(present)} but not {on_ranks(absent)}:"
             " pass it on all ranks, 0 where a rank has no loss term, or on none."
@@ -319,7 +321,9 @@ def _form_of(label: str, parameter: Tensor, device_types: Sequence[str] | None) 
             f"the gradient of {label} is {gradient.layout}; only torch.strided and torch.sparse_coo can be reduced"
         )
     if gradient.dtype not in SUM_DTYPES:
-        raise ValueError(f"the gradient of {label} is {gradient.dtype}; only {', '.join(map(str, _DTYPES))} can be reduced")
+        raise ValueError(
+            f"the gradient of {label} is {gradient.dtype}; only {', '.join(map(str, _DTYPES))} can be reduced"
+        )
     if device_types is not None and gradient.device.type not in device_types:
         raise ValueError(
             f"the gradient of {label} is on {gradient.device.type}, but the process group serves"
@@ -356,7 +360,9 @@ def _sparse_dim(form: int) -> int:
     return (form - 1) % _SPARSE_DIMENSIONS
 
 
-def _reduce(world: World, parameters: Sequence[Tensor], forms: Sequence[int], factor: float, codec: Codec | None) -> None:
+def _reduce(
+    world: World, parameters: Sequence[Tensor], forms: Sequence[int], factor: float, codec: Codec | None
+) -> None:
     present = [(parameter, form) for parameter, form in zip(parameters, forms, strict=True) if form != _ABSENT]
     for parameter, form in present:
         parameter.grad = _writable(parameter, form)

@@ -6,10 +6,10 @@ ranks together know is the same for all, and is multiplied after the sum:
 
     g = N u / Z * sum over r of G_r ,        G_r = sum over m of (w_rm / u) * g_rm / N
 
-`N` is the constant that the training loop already divided every loss by. The *unit* `u` is a power of two near the weights
-of the window before, the same on all ranks: losses keep their magnitude whatever the unit of the weights, since a factor
-of 4096 tokens on the loss would overflow float16 activations that the exact result does not overflow; and to multiply by
-it and to divide by it is exact.
+`N` is the constant that the training loop already divided every loss by. The *unit* `u` is a power of two near the
+weights of the window before, the same on all ranks: losses keep their magnitude whatever the unit of the weights, since
+a factor of 4096 tokens on the loss would overflow float16 activations that the exact result does not overflow; and to
+multiply by it and to divide by it is exact.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def unit_above(numbers: Tensor) -> Tensor:
         numbers: Shape `(n,)`, in float64. What is not finite is passed over.
     """
     largest = numbers.nan_to_num(0, 0, 0).amax().clamp(min=0)
-    # The biased exponent stands in bits 52 to 62: a computed power may be off by a rounding. Between these bounds neither
-    # the power nor its reciprocal is infinite or subnormal.
+    # The biased exponent stands in bits 52 to 62: a computed power may be off by a rounding. Between these bounds
+    # neither the power nor its reciprocal is infinite or subnormal.
     exponent = ((largest.view(torch.int64) >> 52) + 1).clamp(1, 2045)
     return torch.where(largest > 0, (exponent << 52).view(torch.float64), 1.0)
 
@@ -169,8 +169,8 @@ def constant_normalizer(rule: Rule, places: Sequence[Place], micro_batches: int)
 def window_ratio(rule: Rule, places: Sequence[Place], micro_batches: int) -> float:
     """Return what multipliers are in a window of that length, relative to what they are in one of a single micro-batch.
 
-    A rule sees the length of the window in the place, and the length is only known at the window's end, when losses have
-    been multiplied: so the ratio must be the same for all ranks, as it is for every named rule.
+    A rule sees the length of the window in the place, and the length is only known at the window's end, when losses
+    have been multiplied: so the ratio must be the same for all ranks, as it is for every named rule.
 
     Raises:
         ValueError: If it is not.

@@ -6,9 +6,9 @@ applied to the losses,
     g = d/dtheta sum over q of  w_q * l_q / Z
       = sum over r of  (dx_r/dtheta)^T  sum over q of  (w_q / Z) * dl_q/dx_r .
 
-The strategy multiplies each rank's loss by `w_q` before its backward, and the sum over ranks by `1/Z` after it: what comes
-back to the rows of rank r is then the plain sum over ranks, the adjoint of the gather. `average_gradients` multiplies
-each rank's gradient by `w_r / Z` after the backward, so there it has to be
+The strategy multiplies each rank's loss by `w_q` before its backward, and the sum over ranks by `1/Z` after it: what
+comes back to the rows of rank r is then the plain sum over ranks, the adjoint of the gather. `average_gradients`
+multiplies each rank's gradient by `w_r / Z` after the backward, so there it has to be
 
     sum over q of  (w_q / w_r) * dl_q/dx_r ,
 

@@ -78,7 +78,8 @@ class OwnGroups:
     def close(self) -> None:
         """End the thread and the groups, unless a peer may be lost: a group that is destroyed waits for its works.
 
-        What is left of a group here is let go, so that gloo closes its connections, and ranks that wait for this one fail.
+        What is left of a group here is let go, so that gloo closes its connections, and ranks that wait for this one
+        fail.
         """
         if self._in_order is None or self._in_order.close():
             for made in self._made:

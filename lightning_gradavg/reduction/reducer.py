@@ -44,8 +44,8 @@ class _Closed:
 
     Attributes:
         window: The window.
-        divided_by: What its gradients were divided by before the sum: `N u`, where multipliers follow the window's length
-            with their ratio.
+        divided_by: What its gradients were divided by before the sum: `N u`, where multipliers follow the window's
+            length with their ratio.
         constant: Z of a rule that uses no weight.
         totals: The sum of the ranks' summaries, which is under way; None if nothing is exchanged.
         work: Its arrival.
@@ -63,8 +63,8 @@ class _Closed:
 class Reducer:
     """Reduces the gradients of a DDP module by a rule.
 
-    A window goes through `add` once per micro-batch, `close` before the backward of its last micro-batch, `hook` once per
-    bucket during that backward, and `finish` after it.
+    A window goes through `add` once per micro-batch, `close` before the backward of its last micro-batch, `hook` once
+    per bucket during that backward, and `finish` after it.
 
     Args:
         rule: The reduction rule.

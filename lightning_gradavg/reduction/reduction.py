@@ -1,4 +1,4 @@
-"""The reduction of a run: between Lightning's loop, which hands over losses, and the accumulation of their gradients."""
+"""The reduction of a run, between Lightning's loop, which hands over losses, and what accumulates gradients."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Reduction(Part):
 
     @property
     def on_gather(self) -> Callable[[], None] | None:
-        """What is told that gradients of a step cross ranks; None where losses are not multiplied before the backward."""
+        """What is told that gradients of a step cross ranks; None where no loss is multiplied before its backward."""
         return None if self._accumulation is None else self._note_crossing
 
     def _note_crossing(self) -> None:
@@ -213,7 +213,7 @@ class Reduction(Part):
         return output if value is loss else {**output, "loss": value}
 
     def add(self, loss: Any, weight: Any, samples: float | None) -> WeighedLoss:
-        """Return a loss that is weighed when its backward runs, which is to be run next, or after those added before."""
+        """Return a loss that is weighed by its backward, which is to be run next, or after those added before."""
         terms = loss_terms(loss)
         if weight is not None and not self.rule.uses_weight:
             self.warn(f'a "weight" was given, but reduction={self.rule.name!r} does not use weights: it is ignored.')

@@ -44,7 +44,7 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def start_sum(buffer: Tensor, group: dist.ProcessGroup | None) -> Future[Tensor]:
-    """Return the future sum over the ranks of a bucket, in the dtype that it is summed in; in its memory if it is that."""
+    """Return the future sum of a bucket over the ranks, in the dtype of sums; in its memory if it has that."""
     if buffer.is_sparse:
         return done(_sparse_sums([buffer], World.of(group))[0])
     wide = buffer.to(SUM_DTYPES[buffer.dtype])

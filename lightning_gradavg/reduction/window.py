@@ -167,7 +167,9 @@ class Window:
         except ValueError as error:
             return f"{of_term}{error}"
         if abs(whole.multiplier - ratio * alone.multiplier) > _TOLERANCE * whole.multiplier:
-            return f"{of_term}the multiplier of weight {number:g} follows the length of the window by a factor of its own"
+            return (
+                f"{of_term}the multiplier of weight {number:g} follows the length of the window by a factor of its own"
+            )
         return None
 
     def summary(self, device: torch.device) -> Tensor:

@@ -84,7 +84,9 @@ def restore_batch_norm(module: nn.Module) -> None:
 def unsynchronizable_batch_norms(module: nn.Module) -> list[str]:
     """Return the names of the batch norms that have a forward of their own, which cannot be synchronized."""
     return [
-        name for name, norm in module.named_modules() if isinstance(norm, _BatchNorm) and _forward_of(norm) not in _FORWARDS
+        name
+        for name, norm in module.named_modules()
+        if isinstance(norm, _BatchNorm) and _forward_of(norm) not in _FORWARDS
     ]
 
 

@@ -55,9 +55,9 @@ class _Entry(NamedTuple):
 class ReplicaLog:
     """Collects what `self.log` is given in a step, and logs it once per batch.
 
-    A mean is weighted by the replicas' samples, or the `batch_size` that was given. With `sync_dist=True` a value is that
-    of the replicas of all ranks. What does not count adds nothing, and neither does a rank that has not logged a name
-    that another has.
+    A mean is weighted by the replicas' samples, or the `batch_size` that was given. With `sync_dist=True` a value is
+    that of the replicas of all ranks. What does not count adds nothing, and neither does a rank that has not logged a
+    name that another has.
 
     Args:
         module: The module whose `log` is replaced.

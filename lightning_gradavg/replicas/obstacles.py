@@ -88,7 +88,9 @@ def _statistics(
     assert options.preset is not None
     found = []
     norms = [name for name, each in module.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
-    synchronized = [name for name in norms if sync_batchnorm or isinstance(module.get_submodule(name), nn.SyncBatchNorm)]
+    synchronized = [
+        name for name in norms if sync_batchnorm or isinstance(module.get_submodule(name), nn.SyncBatchNorm)
+    ]
     if not options.preset.synchronizes_statistics:
         if synchronized:
             found.append(

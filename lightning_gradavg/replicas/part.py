@@ -173,7 +173,9 @@ class ManyReplicas(Replicas):
         with model.no_sync() if later else nullcontext(), replaced(module, "training_step", step):
             yield
 
-    def _run_step(self, step: Callable[..., Any], reduction: Reduction, batches: Batches, batch: Any, *args: Any) -> Any:
+    def _run_step(
+        self, step: Callable[..., Any], reduction: Reduction, batches: Batches, batch: Any, *args: Any
+    ) -> Any:
         """Run a training step on the batch that `batches` has noted.
 
         Returns:
@@ -268,8 +270,8 @@ class ManyReplicas(Replicas):
     def _read(self, output: Any, reduction: Reduction, weight: float | None) -> Any:
         if self._counts_replicas and isinstance(output, Mapping) and output.get("weight") is not None:
             raise ValueError(
-                f'training_step returned "weight": {output["weight"]!r}, but reduction={self._options.rule.name!r} gives'
-                " every replica the same say. Leave the weight out, or leave reduction out."
+                f'training_step returned "weight": {output["weight"]!r}, but reduction={self._options.rule.name!r}'
+                " gives every replica the same say. Leave the weight out, or leave reduction out."
             )
         return reduction.read(output, weight)
 

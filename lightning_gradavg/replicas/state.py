@@ -1,8 +1,8 @@
 """What a replica owns: its own copies of the buffers, and its own random numbers.
 
-All replicas of a rank are run one after another within one forward of the wrapper, as `nn.DataParallel` runs them on its
-devices. What one computes depends neither on the rank that it is on nor on the replicas before it: each starts from the
-module's buffers and draws from a stream of its own. What replica 0 writes into its buffers, the module keeps.
+All replicas of a rank are run one after another within one forward of the wrapper, as `nn.DataParallel` runs them on
+its devices. What one computes depends neither on the rank that it is on nor on the replicas before it: each starts from
+the module's buffers and draws from a stream of its own. What replica 0 writes into its buffers, the module keeps.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class ReplicaState:
             if check:
                 self._require_alike(written)
             self._keep(first)
-        changed = [name for (name, one), version in zip(self._parameters, versions, strict=True) if one._version != version]
+        changed = [
+            name for (name, one), version in zip(self._parameters, versions, strict=True) if one._version != version
+        ]
         if changed:
             raise RuntimeError(
                 f"training_step has written the parameters {', '.join(changed)}, but it runs once per replica, and of"

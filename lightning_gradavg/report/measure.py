@@ -41,7 +41,9 @@ class LocalGradients:
                 self._see(parameter)
         self._handles = [parameter.register_post_accumulate_grad_hook(self._see) for parameter in self._parameters]
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for handle in self._handles:
             handle.remove()
 

@@ -198,7 +198,8 @@ class Reports(Part):
         window, divisor = closed
         if by_hand:
             observation.micro_batches = [
-                ObservedMicroBatch(_times(seen.losses, window.length), seen.samples) for seen in observation.micro_batches
+                ObservedMicroBatch(_times(seen.losses, window.length), seen.samples)
+                for seen in observation.micro_batches
             ]
         return window, divisor
 

@@ -139,7 +139,9 @@ def measure_rank(
         product=math.nan if product is None else product * factor if factor else 0.0,
         coefficient=coefficient,
         batch_size=batch_size,
-        communication=(math.nan, math.nan) if communication is None else (communication.total, communication.overlapped),
+        communication=(math.nan, math.nan)
+        if communication is None
+        else (communication.total, communication.overlapped),
         terms=tuple(terms),
     )
 
@@ -171,7 +173,8 @@ def spread_of(ranks: Sequence[RankMeasurement], squared_norm: float) -> Gradient
         return None
     # g Z = sum of w_r g_r = sum of a_r l_r
     norms = (
-        rank.squared_norm * (rank.terms[0][2] / rank.coefficient) ** 2 if rank.coefficient > 0 else 0.0 for rank in ranks
+        rank.squared_norm * (rank.terms[0][2] / rank.coefficient) ** 2 if rank.coefficient > 0 else 0.0
+        for rank in ranks
     )
     normalizer = sum(rank.terms[0][3] for rank in ranks)
     return GradientSpread(

@@ -188,7 +188,9 @@ class Evidence:
         if self.facts.whole_only or (because is not None and self.facts.replicas is None):
             covers = whole is not None and len(self.split.pieces) == len(self.pieces)
             gradient = self._normalized(key, whole.gradients.get(key, {})) if whole is not None and covers else None
-            return Expected(gradient, right, None, because, self.split.problem or "the window is too long for one batch")
+            return Expected(
+                gradient, right, None, because, self.split.problem or "the window is too long for one batch"
+            )
         if told is not None and told.counts_replicas:
             number = Counter(piece.batch for piece in self.pieces)
             shares = [1 / number[piece.batch] / len(number) for piece in self.pieces]
@@ -253,7 +255,9 @@ class Evidence:
     def multiple(self) -> str:
         """The reduced gradient beside the expected one, in words."""
         factor = factor_between(self.flat(self.reduced), self.flat(self.expected.gradient or {}), self.tolerance.loose)
-        return "the gradient is another one" if factor is None else f"the gradient is {times(factor)} that of one process"
+        return (
+            "the gradient is another one" if factor is None else f"the gradient is {times(factor)} that of one process"
+        )
 
     @cached_property
     def done(self) -> str:

@@ -110,7 +110,9 @@ class _Judge:
             name: CAUSES[name].advice_for(finding.detail, self.facts.strategy) for name, finding in kept.items()
         }
         replicas = self.facts.replicas
-        reference = f"DataParallel over {replicas} replicas" if replicas else "one process on the global batches of the run"
+        reference = (
+            f"DataParallel over {replicas} replicas" if replicas else "one process on the global batches of the run"
+        )
         return Report(
             *(self.facts.strategy, self.facts.reduction, len(self.tapes), len(self.steps)),
             *(f"{reference}, each step from the run's own state", self.tolerance.exact, stages),
@@ -165,7 +167,9 @@ class _Judge:
         if told:
             return Stage(name, "differs", told[0].step, told[0].difference, told[0].detail)
         largest = max((each for _, each in measured), key=lambda each: each.relative, default=None)
-        return Stage(name, "not compared", note=missing) if missing and not rows else Stage(name, "equal", None, largest)
+        return (
+            Stage(name, "not compared", note=missing) if missing and not rows else Stage(name, "equal", None, largest)
+        )
 
     def _before(self, name: str, rows: Sequence[_Row]) -> Stage:
         """Return a stage before the reduced gradient, which is not needed where that is right."""
@@ -253,9 +257,13 @@ class _Judge:
             if not known & set(here) and not shuffled:
                 note = "no sample is one that one process reads: they may be transformed at random"
                 return Stage(name, "not compared", step, note=note)
-            why = "; a sampler shuffles them, and deals another order to another number of processes" if shuffled else ""
+            why = (
+                "; a sampler shuffles them, and deals another order to another number of processes" if shuffled else ""
+            )
             shared = (Counter(here) & there).total()
-            detail = f"{shared} of the {len(here)} samples of a global batch are those that one process trains on then{why}"
+            detail = (
+                f"{shared} of the {len(here)} samples of a global batch are those that one process trains on then{why}"
+            )
             self.findings.append(Finding("data order", name, detail, step, note=shuffled))
             return Stage(name, "note" if shuffled else "differs", step, note=detail)
         return Stage(name, "equal")
@@ -381,7 +389,9 @@ class _Judge:
         for option, here, there in _unlike(mine, alone) if not getattr(self.facts.told, "scales_rates", False) else ():
             numbers = isinstance(here, float) and isinstance(there, float) and there != 0
             found = Difference(option, abs(here / there - 1), math.nan, here, there, here / there) if numbers else None
-            label, cause = ("the learning rate", "learning-rate scale") if option == "lr" else (option, "optimizer options")
+            label, cause = (
+                ("the learning rate", "learning-rate scale") if option == "lr" else (option, "optimizer options")
+            )
             detail = f"{label} is {here}, on one process {there}{_as_factor(found)}"
             return self._add(cause, name, detail, e.position, found)
         return None

@@ -164,7 +164,9 @@ def _grown(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int:
     raise MisalignedError(f"random numbers of the shapes {shapes} do not make up those of shape {whole} of all samples")
 
 
-def _narrowed(func: Any, args: Any, rows: int, start: int, whole: tuple[int, ...], part: tuple[int, ...]) -> Iterator[Any]:
+def _narrowed(
+    func: Any, args: Any, rows: int, start: int, whole: tuple[int, ...], part: tuple[int, ...]
+) -> Iterator[Any]:
     """Yield the arguments of an operator for the samples of one part."""
     length = part[rows]
     for value in args:

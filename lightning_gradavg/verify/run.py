@@ -316,9 +316,13 @@ def estimate(module: LightningModule, steps: int, folder: Path) -> None:
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     disk, free = 2 * size * steps, shutil.disk_usage(folder).free
     # Weights, gradients, DDP's buckets, and two numbers of an optimizer such as Adam.
-    needs = f"about {5 * size / 1e9:.2g} GB of memory in each process, beside activations, and {disk / 1e9:.2g} GB of disk"
+    needs = (
+        f"about {5 * size / 1e9:.2g} GB of memory in each process, beside activations, and {disk / 1e9:.2g} GB of disk"
+    )
     if disk > free:
-        raise OSError(f"{steps} steps take {needs}; {folder} has {free / 1e9:.1f} GB: set TMPDIR, or verify fewer steps")
+        raise OSError(
+            f"{steps} steps take {needs}; {folder} has {free / 1e9:.1f} GB: set TMPDIR, or verify fewer steps"
+        )
     if size > 1e8:  # noqa: PLR2004  # bytes; anything less is a matter of seconds
         print(f"verify: {steps} steps take {needs} in {folder}", file=sys.stderr, flush=True)  # noqa: T201  # likewise
 
@@ -507,7 +511,9 @@ def in_processes(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) ->
                     rank = waiting.pop(sentinel)
                     processes[rank].join()
                     if processes[rank].exitcode != 0:
-                        raise _failure(f"rank {rank}" if len(calls) > 1 else "the reference", processes[rank], files[rank])
+                        raise _failure(
+                            f"rank {rank}" if len(calls) > 1 else "the reference", processes[rank], files[rank]
+                        )
             return [torch.load(file, weights_only=False) for file in files]
         finally:
             for process in processes:

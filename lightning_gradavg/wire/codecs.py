@@ -1,7 +1,7 @@
 """Numbers as they are sent: in their own type, or in one of half the bytes.
 
-A *payload* is a matrix of the type that is sent. Each row goes to one rank, and begins with a header where a codec needs
-one, of 16 bytes: NCCL moves rows in packs of 16 bytes only where all of them begin at such an address.
+A *payload* is a matrix of the type that is sent. Each row goes to one rank, and begins with a header where a codec
+needs one, of 16 bytes: NCCL moves rows in packs of 16 bytes only where all of them begin at such an address.
 """
 
 from __future__ import annotations

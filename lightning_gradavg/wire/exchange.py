@@ -94,7 +94,7 @@ class Exchange:
         ]
 
     def sum_(self, tensor: Tensor) -> None:
-        """Replace a dense, contiguous tensor, in the type of the sum, by its sum over the ranks. A collective operation."""
+        """Replace a dense, contiguous tensor of the type of sums by its sum over the ranks. Collective."""
         flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
         with torch.no_grad():
             for step, segment in _in_turn(self._steps, list(self._cut(flat))):

@@ -6,7 +6,8 @@ Bytes that leave a node of `L` ranks, with `M` nodes, `W = L M` ranks and a buck
     scattered over all ranks               2 (W - L) / W * L * S
     scattered in the node, then across     2 (M - 1) / M * S
 
-so with several ranks on a node the last sends the least, whatever the type. In half the bytes it sends `(M - 1) / M * S`.
+so with several ranks on a node the last sends the least, whatever the type. In half the bytes it sends `(M - 1) / M *
+S`.
 """
 
 from __future__ import annotations
@@ -152,8 +153,8 @@ def _refuse_more_bytes(options: WireOptions, sizes: Sequence[int]) -> None:
     narrow, ring = largest * (world - largest) / world, 2 * (world - 1) / world
     if narrow > ring:
         raise ValueError(
-            f"wire_dtype={options.dtype!r} would have a node of {largest} ranks send {narrow:.3g} times the gradients to"
-            f" the other nodes, where one all-reduce in float32 sends {ring:.3g} times: there are nodes of"
+            f"wire_dtype={options.dtype!r} would have a node of {largest} ranks send {narrow:.3g} times the gradients"
+            f" to the other nodes, where one all-reduce in float32 sends {ring:.3g} times: there are nodes of"
             f" {', '.join(map(str, sorted(set(sizes))))} ranks, and node_aware={options.node_aware}. Leave wire_dtype"
             " out; or give all nodes equally many ranks, and leave node_aware out."
         )

@@ -80,7 +80,9 @@ def test_a_wrong_target_is_one_line(arguments, message, capsys):
 
 def test_an_instance_is_verified():
     """`verify` takes instances, sends them to the processes, and returns the report."""
-    report = verify(Net("sum"), DataLoader(TensorDataset(*samples(16)), 4), strategy="gradavg_sum", steps=2, max_epochs=1)
+    report = verify(
+        Net("sum"), DataLoader(TensorDataset(*samples(16)), 4), strategy="gradavg_sum", steps=2, max_epochs=1
+    )
     assert ("equal", "GradAvgStrategy", "sum") == (report.verdict, report.strategy, report.reduction), report.remarks
 
 
