@@ -274,8 +274,8 @@ def check_groups(options: Options, given: Mapping[str, Any]) -> None:
         if counts:
             raise ValueError(
                 f"{name} has gradients reduced over some of the run's ranks, and {option} counts them all, which are"
-                f" not all data-parallel to each other. Leave one of them out: {name} is served as in stock DDP, for the"
-                " reduction alone."
+                f" not all data-parallel to each other. Leave one of them out: {name} is served as in stock DDP, for"
+                " the reduction alone."
             )
     if mesh is not None and mesh.ndim != 1:
         names = mesh.mesh_dim_names

@@ -552,8 +552,10 @@ MISUSES: dict[str, tuple[Sequence[int], Callable[[Misused], None], str]] = {
     "unknown wire type": (
         [1],
         set_wire_dtype("int8"),
-        r"on rank 1: wire_dtype='int8' is not a type that gradients can be sent as\."
-        r" Use 'bfloat16', 'float16', or None",
+        (
+            r"on rank 1: wire_dtype='int8' is not a type that gradients can be sent as\."
+            r" Use 'bfloat16', 'float16', or None"
+        ),
     ),
     "a dtype": (
         EVERYWHERE,

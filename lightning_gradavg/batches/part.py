@@ -147,8 +147,8 @@ class SplitBatches(Batches):
         if count > 1 and not self.run.module.automatic_optimization:
             raise ValueError(
                 f"max_device_batch_size={self._options.max_device_batch_size} cuts every batch into {count}"
-                " micro-batches, between which a training_step in manual optimization would step. Use automatic optimization, or cut"
-                " the batches in training_step."
+                " micro-batches, between which a training_step in manual optimization would step."
+                " Use automatic optimization, or cut the batches in training_step."
             )
         self._count_micro_batches(split, count)
         rank_zero_info(f"GradAvgStrategy: {split.describe()}")
