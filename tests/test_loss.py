@@ -177,7 +177,7 @@ def test_samples_that_do_not_count() -> None:
         ("x", None, "a weight is one number, got 'x' of type str"),
         (None, object(), "the number of samples cannot be read from a batch of type object"),
     ],
-    ids=str,
+    ids=["missing", "a string of a term", "a string", "no samples"],
 )
 def test_faults_of_weights_are_noted(weight: Any, batch: Any, problem: str) -> None:
     """What is wrong with weights is noted for all ranks to raise together, and not raised here."""
