@@ -151,7 +151,7 @@ def weights_of(micro_batch: MicroBatch) -> dict[str, float]:
         ({"weight": {"cls": 2, "box": torch.tensor(4)}}, {"box": 4.0, "cls": 2.0}),
         ({"rule": RULES["sum"], "weight": "ignored"}, {"": 1.0}),
     ],
-    ids=str,
+    ids=["counted", "samples", "weight", "of terms", "of a rule without"],
 )
 def test_weights_are_read(given: dict[str, Any], weights: dict[str, float]) -> None:
     """The weight is that given, for all terms or for each; else the samples, told or counted; or none where unused."""
