@@ -228,7 +228,7 @@ class Reduction(Part):
     def _weighed(self, accumulation: Accumulation, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
         run = self.run
         # Looked at on the host only: an accelerator would be waited for.
-        weights = micro_batch.weights.values() if run.device.type == "cpu" else ()
+        weights = [weight for weight in micro_batch.weights.values() if weight.device.type == "cpu"]
         if any(weight == 0 for weight in weights) and micro_batch.explicit and not micro_batch.absent:
             self.warn(
                 f"rank {run.trainer.global_rank} has a micro-batch of weight 0, which contributes nothing to the"
