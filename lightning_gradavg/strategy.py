@@ -37,7 +37,7 @@ from lightning_gradavg.lightning_internals import leave_batch_norm_alone
 from lightning_gradavg.options import Options, StrategyFacts, check_groups, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
-from lightning_gradavg.ranks import World
+from lightning_gradavg.ranks import World, require_members
 from lightning_gradavg.rates.part import Rates
 from lightning_gradavg.rates.recipe import RunRecipe
 from lightning_gradavg.rates.scaling import ScaleFunction
@@ -246,6 +246,7 @@ class GradAvgStrategy(DDPStrategy):
             **options_of_ddp(given, GradAvgStrategy.__init__, hooked),
         )
         self._options = options
+        self._members = (process_group, device_mesh)
         hook = ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper
         self._reports = Reports(options.rule, crosses_ranks=options.replicated)
         self._reduction = Reduction(
@@ -365,6 +366,8 @@ class GradAvgStrategy(DDPStrategy):
             part.setup(run)
         if self._options.one_device:
             leave_batch_norm_alone(self)  # ours serves CPUs and idle ranks, too
+        if any(each is not None for each in self._members):
+            require_members(run.world, *self._members)
         super().setup(trainer)
 
     @override

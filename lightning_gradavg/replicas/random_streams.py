@@ -82,7 +82,7 @@ def _module_of(device: torch.device) -> Any:
     module = getattr(torch, device.type, None)
     if device.type != "cpu" and not hasattr(module, "set_rng_state"):
         raise ValueError(
-            f"device must be a CPU or an accelerator whose module has get_rng_state, as torch.cuda; got {str(device)!r}:"
-            " move the model to such a one"
+            f"device must be a CPU or an accelerator whose module has get_rng_state, as torch.cuda; got"
+            f" {str(device)!r}: move the model to such a one"
         )
     return module if device.type != "cpu" else None
