@@ -224,7 +224,11 @@ class Path:
         module: The module that is trained.
         trainer: Options of the Trainer.
         nodes: The nodes of the ranks, one for each.
-        waits: Waits of the host per optimizer step, by lines of the package.
+        parts: Micro-batches that a rank makes of a loader batch.
+        waits: Waits of the host per optimizer step, by lines of the package, on every rank; None where nothing is
+            counted, as no training goes on step after step. One per micro-batch is that for the signal to end of the
+            micro-batch before, one per step under rules with weights that for the totals of the step before: both are
+            long there. One more per micro-batch of a window, or of named terms, reads weights that are on the device.
         tolerance: Of the norm of what came of it, relative to that on the CPU.
         reference: Options of the Trainer for the run on the CPU, where those of the path are for accelerators.
     """
@@ -234,14 +238,15 @@ class Path:
     module: type[Net] = Net
     trainer: Mapping[str, Any] = field(default_factory=dict)
     nodes: tuple[int, ...] = (0, 0)
-    waits: float = 0.0
+    parts: int = 1
+    waits: float | None = None
     tolerance: float = 1e-6
     reference: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def window(self) -> int:
         """Micro-batches of an optimizer step."""
-        return int(self.trainer.get("accumulate_grad_batches", 1))
+        return int(self.trainer.get("accumulate_grad_batches", 1)) * self.parts
 
 
 def rows(samples: int, seed: int) -> Tensor:
@@ -291,7 +296,7 @@ def fit_split(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Out
     """Train on global batches, and return gradients, buffers and logs."""
     counter, module = Counter(counts, path.window), path.module()
     trainer = trainer_on(device, path, OnNodes(**path.options()), counter, use_distributed_sampler=True)
-    trainer.fit(module, DataLoader(rows(8 * STEPS * path.window, 1), batch_size=8))  # type: ignore[arg-type]  # a tensor is a data set
+    trainer.fit(module, DataLoader(rows(16 * STEPS, 1), batch_size=16))  # type: ignore[arg-type]  # a tensor is a data set
     buffers = {name: one.double().flatten().tolist() for name, one in module.named_buffers()}
     logged = {name: [float(value)] for name, value in trainer.callback_metrics.items()}
     return {**outcome_of(module), **buffers, **logged}, counter.per_step
@@ -377,54 +382,70 @@ WEIGHTED: Mapping[str, Any] = {"reduction": "weighted_mean"}
 WINDOW: Mapping[str, Any] = {"accumulate_grad_batches": 4}
 
 PATHS: Mapping[str, Path] = {
-    "stock DDPStrategy": Path(stock),
-    **{name: Path(fit, options(reduction=name), of_rule(rule), nodes=FOUR) for name, rule in RULES.items()},
+    "stock DDPStrategy": Path(stock, module=OnDevice, waits=0),
+    "stock DDPStrategy, windows of 4": Path(stock, module=OnDevice, trainer=WINDOW, waits=0),
     **{
-        f"{name}, windows of 4": Path(fit, options(reduction=name), of_rule(rule), WINDOW)
+        name: Path(fit, options(reduction=name), of_rule(rule), nodes=FOUR, waits=1 + rule.uses_weight)
         for name, rule in RULES.items()
     },
-    "weights on the host": Path(fit, options(**WEIGHTED)),
-    "weights on the host, windows of 4": Path(fit, options(**WEIGHTED), trainer=WINDOW),
-    "named terms": Path(fit, options(**WEIGHTED), Terms),
-    "named terms, windows of 4": Path(fit, options(**WEIGHTED), Terms, WINDOW),
-    "manual optimization": Path(fit, options(**WEIGHTED), Manual),
-    "find_unused_parameters": Path(fit, options(**WEIGHTED, find_unused_parameters=True), Unused),
-    "gradient_as_bucket_view": Path(fit, options(**WEIGHTED, gradient_as_bucket_view=True)),
-    "static_graph": Path(fit, options(**WEIGHTED, static_graph=True)),
-    "static_graph, windows of 4": Path(fit, options(**WEIGHTED, static_graph=True), trainer=WINDOW),
-    "sparse gradients": Path(fit, options(**WEIGHTED), Sparse),
-    "clipping": Path(fit, options(**WEIGHTED), trainer={"gradient_clip_val": 0.1}),
+    **{
+        f"{name}, windows of 4": Path(
+            fit, options(reduction=name), of_rule(rule), WINDOW, waits=4 + 5 * rule.uses_weight
+        )
+        for name, rule in RULES.items()
+    },
+    "weights on the host": Path(fit, options(**WEIGHTED), waits=2),
+    "weights on the host, windows of 4": Path(fit, options(**WEIGHTED), trainer=WINDOW, waits=5),
+    "named terms": Path(fit, options(**WEIGHTED), Terms, waits=3),
+    "named terms, windows of 4": Path(fit, options(**WEIGHTED), Terms, WINDOW, waits=9),
+    "manual optimization": Path(fit, options(**WEIGHTED), Manual, waits=2),
+    "find_unused_parameters": Path(fit, options(**WEIGHTED, find_unused_parameters=True), Unused, waits=2),
+    "gradient_as_bucket_view": Path(fit, options(**WEIGHTED, gradient_as_bucket_view=True), waits=2),
+    "static_graph": Path(fit, options(**WEIGHTED, static_graph=True), waits=2),
+    "static_graph, windows of 4": Path(fit, options(**WEIGHTED, static_graph=True), trainer=WINDOW, waits=5),
+    "sparse gradients": Path(fit, options(**WEIGHTED), Sparse, waits=4),
+    "clipping": Path(fit, options(**WEIGHTED), trainer={"gradient_clip_val": 0.1}, waits=2),
     "bf16-mixed": Path(
         fit,
         options(**WEIGHTED),
         trainer={"precision": "bf16-mixed"},
         reference={"precision": "32-true"},
         tolerance=2e-2,
+        waits=2,
     ),
     "16-mixed with a GradScaler": Path(
-        fit, options(**WEIGHTED), trainer={"precision": "16-mixed"}, reference={"precision": "32-true"}, tolerance=2e-2
+        fit,
+        options(**WEIGHTED),
+        trainer={"precision": "16-mixed"},
+        reference={"precision": "32-true"},
+        tolerance=2e-2,
+        waits=2,
     ),
-    "a user's hook": Path(fit, options(**WEIGHTED, ddp_comm_hook=of_mean)),
-    "bf16_compress_hook": Path(fit, options(**WEIGHTED, ddp_comm_hook=bf16_compress_hook)),
-    "PowerSGD": Path(fit, power_sgd),
-    "wire bfloat16": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16")),
-    "wire float16": Path(fit, options(reduction="sum", wire_dtype="float16")),
-    "wire bfloat16, two hops": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), nodes=FOUR),
-    "wire float16 between nodes": Path(fit, options(**WEIGHTED, wire_dtype="float16", wire_scope="nodes"), nodes=FOUR),
-    "wire bfloat16, windows of 4": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), trainer=WINDOW),
-    "node_aware": Path(fit, options(**WEIGHTED, node_aware=True), nodes=FOUR),
-    "lr_scaling": Path(fit, options(lr_scaling="linear")),
-    "gather": Path(fit, module=Gathering),
-    "gather, windows of 4": Path(fit, options(**WEIGHTED), Gathering, WINDOW),
-    "split_batches": Path(fit_split, options(split_batches=True)),
-    "split_batches, parts of 2 samples": Path(fit_split, options(split_batches=True, max_device_batch_size=2)),
-    "data_parallel": Path(fit_split, options(equivalent_to="data_parallel", num_replicas=4), BatchNorm),
-    "data_parallel on 4 ranks": Path(fit_split, options(equivalent_to="data_parallel"), BatchNorm, nodes=FOUR),
+    "a user's hook": Path(fit, options(**WEIGHTED, ddp_comm_hook=of_mean), waits=2),
+    "bf16_compress_hook": Path(fit, options(**WEIGHTED, ddp_comm_hook=bf16_compress_hook), waits=2),
+    "PowerSGD": Path(fit, power_sgd, waits=1),
+    "wire bfloat16": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), waits=2),
+    "wire float16": Path(fit, options(reduction="sum", wire_dtype="float16"), waits=1),
+    "wire bfloat16, two hops": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), nodes=FOUR, waits=2),
+    "wire float16 between nodes": Path(
+        fit, options(**WEIGHTED, wire_dtype="float16", wire_scope="nodes"), nodes=FOUR, waits=2
+    ),
+    "wire bfloat16, windows of 4": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), trainer=WINDOW, waits=5),
+    "node_aware": Path(fit, options(**WEIGHTED, node_aware=True), nodes=FOUR, waits=2),
+    "lr_scaling": Path(fit, options(lr_scaling="linear"), waits=1),
+    "gather": Path(fit, module=Gathering, waits=1),
+    "gather, windows of 4": Path(fit, options(**WEIGHTED), Gathering, WINDOW, waits=5),
+    "split_batches": Path(fit_split, options(split_batches=True), waits=2),
+    "split_batches, parts of 4 samples": Path(
+        fit_split, options(split_batches=True, max_device_batch_size=4), parts=2, waits=3
+    ),
+    "data_parallel": Path(fit_split, options(equivalent_to="data_parallel", num_replicas=4), BatchNorm, waits=3),
+    "data_parallel on 4 ranks": Path(fit_split, options(equivalent_to="data_parallel"), BatchNorm, nodes=FOUR, waits=3),
     "data_parallel, recomputed": Path(
-        fit_split, options(equivalent_to="data_parallel", num_replicas=4, recompute_replicas=True), BatchNorm
+        fit_split, options(equivalent_to="data_parallel", num_replicas=4, recompute_replicas=True), BatchNorm, waits=3
     ),
-    "data_parallel, training_step_end": Path(fit_split, options(equivalent_to="data_parallel"), Contrastive),
-    "single_device": Path(fit_split, options(equivalent_to="single_device"), BatchNorm),
+    "data_parallel, training_step_end": Path(fit_split, options(equivalent_to="data_parallel"), Contrastive, waits=2),
+    "single_device": Path(fit_split, options(equivalent_to="single_device"), BatchNorm, waits=4.5),
     "exact_evaluation": Path(evaluate, options(exact_evaluation=True), Evaluated),
     "monitor": Path(monitored, options(**WEIGHTED), OnDevice),
     "NaN weight": Path(refused, options(**WEIGHTED), BadWeight),

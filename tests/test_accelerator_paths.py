@@ -36,7 +36,7 @@ def test_a_path_on_the_accelerator(name: str, sim_world: Worlds, world: Worlds) 
         assert_close(outcome, reference, path.tolerance)
         assert [] == device.races
         assert [] == device.early_frees
-        assert path.waits == counts.get("waits", path.waits), device.waits_in("lightning_gradavg/")[-5:]
+        assert path.waits == counts.get("waits"), device.waits_in("lightning_gradavg/")[-5:]
 
 
 def assert_close(found: Outcome, expected: Outcome, tolerance: float) -> None:
@@ -45,3 +45,20 @@ def assert_close(found: Outcome, expected: Outcome, tolerance: float) -> None:
         mine, its = torch.tensor(found[name]), torch.tensor(values)
         assert mine.shape == its.shape, name
         assert float((mine - its).norm()) <= tolerance * float(its.norm()) + 1e-12, name
+
+
+@pytest.mark.parametrize("name", ["weighted_mean", "normalized_sum", "sum", "mean_of_node_means", "sum_of_node_means"])
+def test_launches_do_not_grow_with_the_window(name: str, sim_world: Worlds) -> None:
+    """Beyond stock a micro-batch costs at most 12 launches, whatever the window, and a step 30."""
+    one, four = (launched(sim_world, path) for path in (name, f"{name}, windows of 4"))
+    stock = launched(sim_world, "stock DDPStrategy"), launched(sim_world, "stock DDPStrategy, windows of 4")
+    per_micro_batch = (four - stock[1] - one + stock[0]) / 3
+    assert per_micro_batch <= 12
+    assert one - stock[0] - per_micro_batch <= 30
+
+
+def launched(sim_world: Worlds, name: str) -> float:
+    """Return the launches of an optimizer step on rank 0."""
+    ranks = sim_world(len(PATHS[name].nodes)).run(observed, on_sim, name)
+    (_, counts), _ = ranks[0]
+    return float(counts["launches"])
