@@ -32,14 +32,13 @@ from lightning_gradavg.rules import RULES, Rule
 __all__ = ["PATHS", "Count", "Outcome", "Path", "perform"]
 
 WIDTH = 8
-STEPS = 6
 SAMPLES = ((3, 4, 2, 1), (5, 2, 1, 4), (4, 4, 3, 2), (2, 6, 4, 3), (3, 3, 1, 5), (1, 5, 2, 2))
 """Of the batches of each rank; the window of every other one is another."""
 
 Outcome = dict[str, list[float]]
 """What came of a body, by name: the same numbers on every device."""
 
-Count = Callable[[], int]
+Count = Callable[[], float]
 """Counts what happened on the device so far."""
 
 
@@ -197,21 +196,19 @@ class OnNodes(GradAvgStrategy):
 
 
 class Counter(Callback):
-    """Counts, from the begin of the fourth window to that of the last, in windows of `window` batches."""
+    """Counts, from the begin of a path's fourth window to that of the last."""
 
-    FIRST, LAST = 3, STEPS - 1
-
-    def __init__(self, counts: Mapping[str, Count], window: int) -> None:
-        self.counts, self.window = counts, window
+    def __init__(self, counts: Mapping[str, Count], path: Path) -> None:
+        self.counts, self.window, self.first, self.last = counts, path.window, 3, path.steps - 1
         self.per_step: dict[str, float] = {}
-        self._begun: dict[str, int] = {}
+        self._begun: dict[str, float] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.FIRST * self.window:
+        if batch_idx == self.first * self.window:
             self._begun = {name: count() for name, count in self.counts.items()}
-        if batch_idx == self.LAST * self.window:
+        if batch_idx == self.last * self.window:
             for name, count in self.counts.items():
-                self.per_step[name] = (count() - self._begun[name]) / (self.LAST - self.FIRST)
+                self.per_step[name] = (count() - self._begun[name]) / (self.last - self.first)
 
 
 @dataclass(frozen=True)
@@ -225,6 +222,7 @@ class Path:
         trainer: Options of the Trainer.
         nodes: The nodes of the ranks, one for each.
         parts: Micro-batches that a rank makes of a loader batch.
+        steps: Optimizer steps of a training.
         waits: Waits of the host per optimizer step, by lines of the package, on every rank; None where nothing is
             counted, as no training goes on step after step. One per micro-batch is that for the signal to end of the
             micro-batch before, one per step under rules with weights that for the totals of the step before: both are
@@ -239,6 +237,7 @@ class Path:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     nodes: tuple[int, ...] = (0, 0)
     parts: int = 1
+    steps: int = 6
     waits: float | None = None
     tolerance: float = 1e-6
     reference: Mapping[str, Any] = field(default_factory=dict)
@@ -253,10 +252,10 @@ def rows(samples: int, seed: int) -> Tensor:
     return torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def batches_of_rank(window: int) -> list[Tensor]:
+def batches_of_rank(count: int) -> list[Tensor]:
     """Return this rank's batches, of as many samples as the table says."""
     rank = dist.get_rank()
-    return [rows(SAMPLES[number % len(SAMPLES)][rank], 100 * rank + number) for number in range(STEPS * window)]
+    return [rows(SAMPLES[number % len(SAMPLES)][rank], 100 * rank + number) for number in range(count)]
 
 
 def trainer_on(device: str, path: Path, strategy: Any, counter: Callback | None = None, **options: Any) -> Any:
@@ -274,9 +273,9 @@ def trainer_on(device: str, path: Path, strategy: Any, counter: Callback | None 
 
 def fit(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Train, and return the gradients of every step."""
-    counter, module = Counter(counts, path.window), path.module()
+    counter, module = Counter(counts, path), path.module()
     trainer = trainer_on(device, path, OnNodes(**path.options()), counter)
-    trainer.fit(module, DataLoader(batches_of_rank(path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+    trainer.fit(module, DataLoader(batches_of_rank(path.steps * path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
     return outcome_of(module), counter.per_step
 
 
@@ -286,17 +285,17 @@ def outcome_of(module: Net) -> Outcome:
 
 def stock(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Train under Lightning's own strategy, which the others are compared with."""
-    counter, module = Counter(counts, path.window), path.module()
+    counter, module = Counter(counts, path), path.module()
     trainer = trainer_on(device, path, DDPStrategy(), counter)
-    trainer.fit(module, DataLoader(batches_of_rank(path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+    trainer.fit(module, DataLoader(batches_of_rank(path.steps * path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
     return outcome_of(module), counter.per_step
 
 
 def fit_split(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Train on global batches, and return gradients, buffers and logs."""
-    counter, module = Counter(counts, path.window), path.module()
+    counter, module = Counter(counts, path), path.module()
     trainer = trainer_on(device, path, OnNodes(**path.options()), counter, use_distributed_sampler=True)
-    trainer.fit(module, DataLoader(rows(16 * STEPS, 1), batch_size=16))  # type: ignore[arg-type]  # a tensor is a data set
+    trainer.fit(module, DataLoader(rows(16 * path.steps, 1), batch_size=16))  # type: ignore[arg-type]  # a tensor is a data set
     buffers = {name: one.double().flatten().tolist() for name, one in module.named_buffers()}
     logged = {name: [float(value)] for name, value in trainer.callback_metrics.items()}
     return {**outcome_of(module), **buffers, **logged}, counter.per_step
@@ -318,7 +317,7 @@ def monitored(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Out
     strategy, module = OnNodes(**path.options()), path.module()
     monitor = GradAvgMonitor(every_n_steps=2, check_parameters_every_n_steps=2)
     trainer = trainer_on(device, path, strategy, callbacks=[monitor])
-    trainer.fit(module, DataLoader(batches_of_rank(path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+    trainer.fit(module, DataLoader(batches_of_rank(path.steps * path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
     report = strategy.report()
     summary = [report.gradient_norm, report.terms[0].normalizer, *report.terms[0].weights]
     return {**outcome_of(module), "report": [float(value) for value in summary]}, {}
@@ -328,7 +327,7 @@ def refused(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outco
     """Train until a weight is refused, and return after how many steps, and that of the refused one changed nothing."""
     module, trainer = path.module(), trainer_on(device, path, OnNodes(**path.options()))
     with pytest.raises(ValueError, match="rank 1: micro-batch 0 of the window: weight nan is not a finite number"):
-        trainer.fit(module, DataLoader(batches_of_rank(1), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+        trainer.fit(module, DataLoader(batches_of_rank(path.steps), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
     # On an accelerator it is told one step later; what is stepped on is zero.
     assert all(bool((gradient == 0).all()) for gradient in module.gradients[1:])
     return {"first gradient": module.gradients[0].double().tolist()}, {}
@@ -339,7 +338,7 @@ def terminated(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Ou
     module = path.module()
     trainer = trainer_on(device, path, OnNodes(**path.options()))
     with pytest.raises(SIGTERMException):
-        trainer.fit(module, DataLoader(batches_of_rank(1), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+        trainer.fit(module, DataLoader(batches_of_rank(path.steps), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
     return {"steps": [float(trainer.global_step)]}, {}
 
 
@@ -347,7 +346,7 @@ def plain_loop(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Ou
     """Reduce a plain loop's gradients by `average_gradients`, dense and sparse ones."""
     module = path.module().to(device)
     optimizer = module.configure_optimizers()
-    for batch in batches_of_rank(1):
+    for batch in batches_of_rank(path.steps):
         optimizer.zero_grad()
         module.loss(batch.to(device)).backward()
         average_gradients(module, weight=len(batch), **path.options())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import gpu
 import pytest
 import torch
 from accelerator.seen import Seen, observed, seen
@@ -45,6 +47,29 @@ def assert_close(found: Outcome, expected: Outcome, tolerance: float) -> None:
         mine, its = torch.tensor(found[name]), torch.tensor(values)
         assert mine.shape == its.shape, name
         assert float((mine - its).norm()) <= tolerance * float(its.norm()) + 1e-12, name
+
+
+def test_the_page_has_every_path() -> None:
+    """The table of docs/accelerators.md is that of `PATHS`, with ranks and waits."""
+    lines = (Path(__file__).parent.parent / "docs" / "accelerators.md").read_text("utf-8").splitlines()
+    stated = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if line.count("|") == 4]
+    waits = {name: "" if path.waits is None else f"{path.waits:g}" for name, path in PATHS.items()}
+    expected = [(name, str(len(path.nodes)), waits[name]) for name, path in PATHS.items()]
+    assert expected == [row for row in stated if row[0] in PATHS and row[1].isdigit()][: len(PATHS)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timeout(1800)
+def test_every_path_on_cuda() -> None:
+    """On NCCL, too, the numbers are those of the CPU."""
+    assert 0 == gpu.main([])
+
+
+def test_the_script_for_gpus_works(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without one it runs the paths on gloo, and prints a table."""
+    assert 0 == gpu.main(["--device", "cpu", "--only", "data_parallel", "NaN*"])
+    assert "NaN weight" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["weighted_mean", "normalized_sum", "sum", "mean_of_node_means", "sum_of_node_means"])
