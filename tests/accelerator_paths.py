@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -333,6 +334,22 @@ def refused(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outco
     return {"first gradient": module.gradients[0].double().tolist()}, {}
 
 
+def saved(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
+    """Save a checkpoint after the step of a weight that is refused: the error comes first, and there is no file."""
+    module, folder = path.module(), tempfile.mkdtemp()
+    file = os.path.join(folder, "step.ckpt")  # noqa: PTH118  # `Path` is another one here
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 2:  # the step of that weight, which an accelerator has not told of yet
+                trainer.save_checkpoint(file)
+
+    trainer = trainer_on(device, path, OnNodes(**path.options()), callbacks=[Save()])
+    with pytest.raises(ValueError, match="weight nan is not a finite number"):
+        trainer.fit(module, DataLoader(batches_of_rank(path.steps), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+    return {"files": [float(os.path.exists(file))]}, {}  # noqa: PTH110  # as above
+
+
 def terminated(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Train until a signal to one rank ends all, and return after how many steps."""
     module = path.module()
@@ -448,6 +465,7 @@ PATHS: Mapping[str, Path] = {
     "exact_evaluation": Path(evaluate, options(exact_evaluation=True), Evaluated),
     "monitor": Path(monitored, options(**WEIGHTED), OnDevice),
     "NaN weight": Path(refused, options(**WEIGHTED), BadWeight),
+    "NaN weight before a checkpoint": Path(saved, options(**WEIGHTED), BadWeight),
     "SIGTERM": Path(terminated, module=Signalled),
     "average_gradients": Path(plain_loop, options(**WEIGHTED), Sparse),
     "average_gradients, bfloat16": Path(plain_loop, options(**WEIGHTED, wire_dtype="bfloat16")),

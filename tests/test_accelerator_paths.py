@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import gpu
 import pytest
@@ -80,6 +81,18 @@ def test_launches_do_not_grow_with_the_window(name: str, sim_world: Worlds) -> N
     per_micro_batch = (four - stock[1] - one + stock[0]) / 3
     assert per_micro_batch <= 12
     assert one - stock[0] - per_micro_batch <= 30
+
+
+def backwards(name: str) -> int:
+    """Body: return how many backwards a path runs."""
+    with mock.patch.object(torch.Tensor, "backward", autospec=True, side_effect=torch.Tensor.backward) as backward:
+        perform(name, "sim")
+    return int(backward.call_count)
+
+
+def test_named_terms_take_one_backward(sim_world: Worlds) -> None:
+    """Without accumulation all terms go through one backward, on an accelerator as on a CPU."""
+    assert [PATHS["named terms"].steps] * 2 == sim_world(2).run(backwards, "named terms")
 
 
 def launched(sim_world: Worlds, name: str) -> float:
