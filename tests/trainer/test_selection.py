@@ -85,7 +85,7 @@ NAMES = {
     ("name", "gradient"),
     [
         # Names differ in the options that they stand for, which a test of the registry reads, and in how they launch.
-        pytest.param(*item, marks=pytest.mark.full if item[0] in ("gradavg_sum", "instance") else ())
+        pytest.param(*item, marks=pytest.mark.full if item[0] == "gradavg_sum" else ())
         for item in NAMES.items()
     ],
 )
