@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -25,7 +24,6 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -33,7 +31,7 @@ from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.batches.sources import loader_batch_size
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
-from lightning_gradavg.lightning_internals import leave_batch_norm_alone
+from lightning_gradavg.lightning_internals import MixedPrecision, StrategyRegistry, leave_batch_norm_alone
 from lightning_gradavg.options import Options, StrategyFacts, check_groups, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
@@ -199,7 +197,7 @@ class GradAvgStrategy(DDPStrategy):
         static_graph: bool = False,
         delay_all_reduce_named_params: list[tuple[str, nn.Parameter]] | None = None,
         param_to_hook_all_reduce: nn.Parameter | None = None,
-        mixed_precision: _MixedPrecision | None = None,
+        mixed_precision: MixedPrecision | None = None,
         device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: list[int] | None = None,
@@ -277,7 +275,7 @@ class GradAvgStrategy(DDPStrategy):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
         """Register the names of this strategy. Doing it again changes nothing."""
         for name, options in _NAMES.items():
             description = f"{cls.__name__} with {options}" if options else cls.__name__

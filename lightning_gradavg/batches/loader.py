@@ -39,7 +39,7 @@ from lightning_gradavg.batches.order import (
     states_of,
 )
 from lightning_gradavg.batches.sources import FromIndices, FromWholeBatches, as_on_rank_0, loader_batch_size, source_of
-from lightning_gradavg.lightning_internals import TrainingLoop
+from lightning_gradavg.lightning_internals import TrainingLoop, iterator_of
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state
 from lightning_gradavg.ranks import World
 
@@ -153,14 +153,7 @@ class SplitLoader:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.loader, name)
 
-    @property
-    def _iterator(self) -> Any:
-        # Lightning shuts down persistent workers through this attribute.
-        return self._source.loader._iterator
-
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        self._source.loader._iterator = iterator
+    _iterator = iterator_of(lambda self: self._source.loader)
 
     @property
     def worker_init_fn(self) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_gradavg.lightning_internals import finds_learning_rate
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.rates.recipe import RunRecipe
 
@@ -77,8 +77,7 @@ class Rates(Part):
             schedulers: Those that Lightning steps.
             accumulation: Loader batches per optimizer step.
         """
-        callbacks = self.run.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        found, self._finds_lr = self._finds_lr, any(isinstance(callback, _LRCallback) for callback in callbacks)
+        found, self._finds_lr = self._finds_lr, finds_learning_rate(self.run.trainer)
         if found and not self._finds_lr:
             # The learning rate was found with this global batch: scaling it again would count the batch twice.
             self.recipe.found_here()
@@ -117,7 +116,7 @@ class Rates(Part):
         """Return an optimizer's state with base values in it."""
         if self.recipe.rates is None or not state:
             return state
-        return self.recipe.rates.base_state_dict(getattr(optimizer, "_optimizer", optimizer), state)
+        return self.recipe.rates.base_state_dict(optimizer, state)
 
     def load_optimizers(self, saved: Saved | None, load: Callable[[], None]) -> None:
         """Have optimizers load their states, which hold base values, and go on with effective ones."""

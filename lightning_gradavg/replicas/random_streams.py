@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 import torch
 
+from lightning_gradavg.lightning_internals import mps_generator
 from lightning_gradavg.random_state import random_state, restore_random_state
 
 __all__ = ["ReplicaStreams"]
@@ -85,7 +86,7 @@ def _generators_of(device: torch.device) -> list[torch.Generator]:
         index = torch.cuda.current_device() if device.index is None else device.index  # type: ignore[redundant-expr]
         return [torch.cuda.default_generators[index]]
     if device.type == "mps":
-        return [torch.mps._get_default_mps_generator()]
+        return [mps_generator()]
     if device.type == "cpu":
         return []
     raise ValueError(f"device must be of type {', '.join(_DEVICES)}; got {str(device)!r}: move the model to such a one")

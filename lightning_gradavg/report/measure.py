@@ -1,4 +1,4 @@
-"""What one rank measures of an optimizer step: its own gradient before the reduction, and how long that takes."""
+"""What one rank measures of an optimizer step: its own gradient, before the reduction."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from types import TracebackType
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg.report.report import Communication
-
-__all__ = ["CommunicationTimers", "LocalGradients", "squared_norm"]
+__all__ = ["LocalGradients", "squared_norm"]
 
 _HALF_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -93,36 +90,3 @@ def _product(one: Tensor, other: Tensor) -> Tensor:
     if one.dtype in _HALF_PRECISION:
         one, other = one.float(), other.float()
     return torch.dot(one.reshape(-1), other.reshape(-1)).double()
-
-
-class CommunicationTimers:
-    """Has DDP time one reduction: by the clock on CPU, by events on an accelerator.
-
-    DDP times the first ten iterations and then each hundredth. Reading an event waits for it, so the rate is put back
-    before the next forward would read the events of a step that is not observed.
-
-    Args:
-        model: The wrapper.
-    """
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = model
-        self._usual_rate = 100  # torch's kDDPRuntimeLoggingSampleRate, which nothing returns
-
-    def start(self) -> None:
-        """Time the next iteration; to be called before its forward."""
-        self._model._set_ddp_runtime_logging_sample_rate(1)
-
-    def read(self) -> Communication | None:
-        """Return the times of the iteration that just ended, and time no further ones."""
-        assert self._model.logger is not None
-        self._model.logger.set_runtime_stats_and_log()
-        self.stop()
-        times = self._model._get_ddp_logging_data()
-        total = times.get("backward_comm_time", 0) / 1e9
-        overlapped = times.get("backward_compute_comm_overlap_time", 0) / 1e9
-        return Communication(total, overlapped) if total > 0 else None
-
-    def stop(self) -> None:
-        """Put DDP's usual rate back."""
-        self._model._set_ddp_runtime_logging_sample_rate(self._usual_rate)
