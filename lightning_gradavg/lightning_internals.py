@@ -11,18 +11,10 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies import _StrategyRegistry as StrategyRegistry
-from lightning.pytorch.loops import _PredictionLoop
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _Sync
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
-from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
@@ -31,7 +23,11 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecision
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
+
+if TYPE_CHECKING:  # the core, which touches names of torch, works without Lightning and torchmetrics
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+    from lightning.pytorch.trainer.states import RunningStage
+    from torchmetrics import Metric
 
 __all__ = [
     "NEWER",
@@ -40,9 +36,7 @@ __all__ = [
     "EvaluationPass",
     "MetricInside",
     "MixedPrecision",
-    "ResultMetric",
     "SigtermHooks",
-    "StrategyRegistry",
     "TrainingLoop",
     "backend_name",
     "backward_times",
@@ -83,8 +77,6 @@ _CONNECTORS = "lightning.pytorch.trainer.connectors"
 _DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
 
 PRIVATE: Mapping[str, str] = {
-    "lightning.fabric.strategies:": "_StrategyRegistry",
-    f"{_LOOPS}:": "_PredictionLoop",
     f"{_LOOPS}.evaluation_loop:_EvaluationLoop": (
         "_combined_loader _logged_outputs _results _store_dataloader_outputs"
     ),
@@ -380,7 +372,7 @@ class TrainingLoop:
 
 def finds_learning_rate(trainer: Any) -> bool:
     """Return whether Lightning is searching for a learning rate: `_LRCallback` is there while it does."""
-    return any(isinstance(callback, _LRCallback) for callback in trainer.callbacks)
+    return any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks)
 
 
 def limited_batches(stage: RunningStage, length: float, limit: float) -> float:
@@ -389,6 +381,9 @@ def limited_batches(stage: RunningStage, length: float, limit: float) -> float:
     Raises:
         MisconfigurationException: If it is a fraction of an unknown length, or leaves nothing of a loader.
     """
+    # The core imports no Lightning.
+    from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches  # noqa: PLC0415  # see above
+
     return _parse_num_batches(stage, length, limit)
 
 
@@ -418,14 +413,9 @@ class EvaluationPass:
 
     @property
     def predictions(self) -> list[list[Any]] | None:
-        """The predictions of each loader's batches, which the Trainer returns; None where it returns none."""
-        kept = isinstance(self._loop, _PredictionLoop) and self._loop.return_predictions
-        return self._loop._predictions if kept else None
-
-    @property
-    def predicts(self) -> bool:
-        """Whether nothing is logged, because this is prediction."""
-        return isinstance(self._loop, _PredictionLoop)
+        """Of a prediction loop those of each loader, which the Trainer returns; None where it returns none."""
+        predictions: list[list[Any]] = self._loop._predictions
+        return predictions if self._loop.return_predictions else None
 
     @property
     def results(self) -> dict[str, Any]:
@@ -459,7 +449,7 @@ def _restore(loop: Any) -> None:
 
 def neutral_result(
     fields: Mapping[str, Any], reduce_fx: Callable[..., Any], reduce: Callable[..., Any], *, synced: bool, tensor: bool
-) -> ResultMetric:
+) -> _ResultMetric:
     """Return what `log` makes of a value, before it is updated: `_Metadata`, `_Sync._should` and `_ResultMetric`.
 
     Args:
@@ -469,11 +459,14 @@ def neutral_result(
         synced: Whether it is reduced over the ranks.
         tensor: Whether a number or tensor was logged, and not a `Metric`.
     """
-    meta = _Metadata(**fields, reduce_fx=reduce_fx)
-    meta.sync = _Sync(_should=synced, fn=reduce)
-    result = ResultMetric(meta, tensor)
-    result._update_count = 1
-    return result
+    # The core imports no Lightning.
+    from lightning.pytorch.trainer.connectors.logger_connector import result  # noqa: PLC0415  # see above
+
+    meta = result._Metadata(**fields, reduce_fx=reduce_fx)
+    meta.sync = result._Sync(_should=synced, fn=reduce)
+    metric = result._ResultMetric(meta, tensor)
+    metric._update_count = 1
+    return metric
 
 
 def restore_evaluation_loops(trainer: Any) -> None:
@@ -487,8 +480,8 @@ def within_notes(batch_sampler: Any, function: Callable[[Any], Any]) -> Any:
 
     `_IndexBatchSamplerWrapper._batch_sampler`: Lightning looks for this class.
     """
-    if isinstance(batch_sampler, _IndexBatchSamplerWrapper):
-        return _IndexBatchSamplerWrapper(function(batch_sampler._batch_sampler))
+    if type(batch_sampler).__name__ == "_IndexBatchSamplerWrapper":
+        return type(batch_sampler)(function(batch_sampler._batch_sampler))
     return function(batch_sampler)
 
 

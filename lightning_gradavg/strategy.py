@@ -31,7 +31,7 @@ from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.batches.sources import loader_batch_size
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
-from lightning_gradavg.lightning_internals import MixedPrecision, StrategyRegistry, leave_batch_norm_alone
+from lightning_gradavg.lightning_internals import MixedPrecision, leave_batch_norm_alone
 from lightning_gradavg.options import Options, StrategyFacts, check_groups, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
@@ -275,7 +275,7 @@ class GradAvgStrategy(DDPStrategy):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the names of this strategy. Doing it again changes nothing."""
         for name, options in _NAMES.items():
             description = f"{cls.__name__} with {options}" if options else cls.__name__

@@ -266,7 +266,7 @@ def test_named_errors() -> None:
         GradAvgStrategy(lr_warmup_steps=5)
     with pytest.raises(ValueError, match="lr_scaling='cubic'"):
         GradAvgStrategy(lr_scaling="cubic")
-    with pytest.raises(TypeError, match=r"base_batch_size must be an integer >= 1, got 2\.5 of type float"):
+    with pytest.raises(TypeError, match=r"base_batch_size=2\.5 is of type float: give an integer"):
         GradAvgStrategy(lr_scaling="linear", base_batch_size=2.5)
     with pytest.raises(TypeError, match="base_world_size must be an integer >= 1, got True of type bool"):
         GradAvgStrategy(base_world_size=True)

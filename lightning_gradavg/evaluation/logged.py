@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from lightning_gradavg.lightning_internals import MetricInside, ResultMetric, neutral_result
+from lightning_gradavg.lightning_internals import MetricInside, neutral_result
 from lightning_gradavg.ranks import World
 
 __all__ = [
@@ -68,7 +68,7 @@ class ListState(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-def describe_results(results: Mapping[str, ResultMetric]) -> dict[str, Logged]:
+def describe_results(results: Mapping[str, Any]) -> dict[str, Logged]:
     """Return what is computed at the end of the evaluation, and by all ranks or none."""
     logged = {}
     for key, entry in results.items():
@@ -88,7 +88,7 @@ def describe_results(results: Mapping[str, ResultMetric]) -> dict[str, Logged]:
 
 
 def complete_results(
-    results: dict[str, ResultMetric], of_ranks: Sequence[Mapping[str, Logged]], module: LightningModule
+    results: dict[str, Any], of_ranks: Sequence[Mapping[str, Logged]], module: LightningModule
 ) -> list[str]:
     """Add what other ranks logged and this one did not, with its neutral value, and put all into one order.
 
@@ -100,7 +100,7 @@ def complete_results(
     Returns:
         The names of values that some rank lacks and that are not reduced over the ranks.
     """
-    ordered: dict[str, ResultMetric] = {}
+    ordered: dict[str, Any] = {}
     lacking = []
     for key, logged in {key: logged for of_rank in of_ranks for key, logged in of_rank.items()}.items():
         if logged.dtypes and not logged.synced:
@@ -115,7 +115,7 @@ def complete_results(
     return lacking
 
 
-def _neutral(logged: Logged, module: LightningModule) -> ResultMetric:
+def _neutral(logged: Logged, module: LightningModule) -> Any:
     name, of_python = logged.reduce_fx
     reduce_fx = getattr(builtins if of_python else torch, name)
     reduce, tensor = module.trainer.strategy.reduce, bool(logged.dtypes)

@@ -206,7 +206,7 @@ class ExactEvaluation(Evaluation):
         metrics = self._metrics()
         self._updates = {name: MetricInside(metric).updates for name, metric in metrics.items()}
         self._on_step = [metric for metric in metrics.values() if metric.dist_sync_on_step]
-        if not now.predicts:
+        if not self.run.trainer.predicting:
             now.compute_at_end(self._complete)
 
     def group(self) -> Any:
@@ -235,7 +235,7 @@ class ExactEvaluation(Evaluation):
         self._note(None)
         self._put_back.close()
         now, world = self._pass, self.run.world
-        if not now.predicts:
+        if not self.run.trainer.predicting:
             return
         compare_streams(world.gather_objects([loader.read for loader in now.loaders]), together=False)
         if now.predictions is not None:
