@@ -167,7 +167,7 @@ class GradAvgMonitor(Callback):
 
     def _values_of(self, report: StepReport) -> dict[str, float]:
         values = {"loss": report.loss}
-        of_ranks: dict[str, Sequence[float]] = {}
+        of_ranks: dict[str, Sequence[float] | None] = {}
         for term in report.terms:
             of_term = f"/{term.name}" if term.name else ""
             values |= {f"loss{of_term}": term.loss, f"normalizer{of_term}": term.normalizer}
@@ -176,14 +176,17 @@ class GradAvgMonitor(Callback):
         values |= {f"lr/group_{index}": lr for index, lr in enumerate(report.learning_rates)}
         if report.global_batch_size is not None:
             values["global_batch_size"] = report.global_batch_size
-        of_ranks["local_gradient_norm"] = report.local_gradient_norms
-        if report.cosines is not None:
-            of_ranks["cosine"] = report.cosines
-        if report.communication is not None:
-            of_ranks["communication_seconds"] = [times.total for times in report.communication]
-            of_ranks["communication_exposed_seconds"] = [times.exposed for times in report.communication]
-            of_ranks["communication_overlapped_seconds"] = [times.overlapped for times in report.communication]
+        times = report.communication or ()
+        of_ranks |= {
+            "local_gradient_norm": report.local_gradient_norms,
+            "cosine": report.cosines,
+            "communication_seconds": [each.total for each in times],
+            "communication_exposed_seconds": [each.exposed for each in times],
+            "communication_overlapped_seconds": [each.overlapped for each in times],
+        }
         for name, each in of_ranks.items():
+            if not each:  # not asked for, or not known
+                continue
             values |= {
                 f"{name}/mean": sum(each) / len(each),
                 f"{name}/min": min(each),

@@ -36,7 +36,7 @@ from lightning_gradavg.options import Options, StrategyFacts, check_groups, opti
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
 from lightning_gradavg.ranks import World
-from lightning_gradavg.rates.part import Rates
+from lightning_gradavg.rates.part import rates_of
 from lightning_gradavg.rates.recipe import RunRecipe
 from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.gather import losses_weighed, require_allowed
@@ -250,7 +250,7 @@ class GradAvgStrategy(DDPStrategy):
             options.rule, wire, hook, timeout, crosses_ranks=options.replicated, on_weighed=self._reports.weighed
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()
-        self._rates = Rates(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
+        self._rates = rates_of(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
         self._replicas = ManyReplicas(options, static_graph=static_graph) if options.replicated else Replicas(options)
         self._evaluation = ExactEvaluation(timeout) if options.exact_evaluation else Evaluation()
         self._parts: tuple[Part, ...] = (
@@ -338,7 +338,7 @@ class GradAvgStrategy(DDPStrategy):
             replicated=options.replicated,
             counts_replicas=options.counts_replicas,
             equivalent_to=options.preset.name if options.preset is not None else None,
-            scales_rates=self._rates.recipe.rates is not None,
+            scales_rates=self._rates.recipe.scales,
             samples=self._replicas.samples(self._batches.chunk),
         )
 

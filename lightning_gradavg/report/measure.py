@@ -8,9 +8,9 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LocalGradients", "squared_norm"]
+from lightning_gradavg.reduction.sums import SUM_DTYPES, as_real
 
-_HALF_PRECISION = (torch.float16, torch.bfloat16)
+__all__ = ["LocalGradients", "squared_norm"]
 
 
 class LocalGradients:
@@ -75,18 +75,12 @@ def _total(values: Iterable[Tensor], device: torch.device | None) -> Tensor:
 def _norm(gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
-    wide = gradient.float() if gradient.dtype in _HALF_PRECISION else gradient
-    norm: Tensor = torch.linalg.vector_norm(wide)
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=SUM_DTYPES[gradient.dtype])
     return norm
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
     if one.is_sparse or other.is_sparse:
-        if one.is_sparse and other.is_sparse:
-            return (one * other).coalesce().values().double().sum()
-        one, other = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (one, other))
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    if one.dtype in _HALF_PRECISION:
-        one, other = one.float(), other.float()
-    return torch.dot(one.reshape(-1), other.reshape(-1)).double()
+        return (one * other).coalesce().values().double().sum()
+    one, other = (as_real(tensor.to(SUM_DTYPES[tensor.dtype])).reshape(-1) for tensor in (one, other))
+    return torch.dot(one, other).double()

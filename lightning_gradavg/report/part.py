@@ -115,16 +115,14 @@ class Reports(Part):
         named = tuple(weighed.micro_batch.weights) != (WHOLE_LOSS,)
         terms = loss_terms(loss) if named else {WHOLE_LOSS: weighed.value}
         losses = {name: term.detach() for name, term in terms.items()}
-        counted = self._count_samples(samples, weighed.micro_batch, batch)
+        counted = self._count_samples(samples, batch)
         self._observation.losses[id(weighed)] = ObservedMicroBatch(losses, counted)
 
-    def _count_samples(self, samples: float | None, micro_batch: MicroBatch, batch: Any) -> float:
+    def _count_samples(self, samples: float | None, batch: Any) -> float:
         if self._crosses_ranks:
             return math.nan
         if samples is not None:
             return samples
-        if self._rule.uses_weight and not micro_batch.explicit and micro_batch.problem is None:
-            return float(micro_batch.weights[WHOLE_LOSS])
         try:
             return batch_samples(batch)
         except ValueError:
