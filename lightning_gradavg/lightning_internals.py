@@ -1,36 +1,150 @@
 """Every private name of Lightning, torch and torchmetrics that this package touches, each with its reason.
 
-Public interfaces do not offer what is done here. Names were read in lightning 2.5.0 and 2.6.6, torch 2.4.0 and 2.13.0
-and torchmetrics 1.4.0 and 1.9.0, unless another version stands beside them. `missing()` tells which of them an
-installed release has not.
+Public interfaces do not offer what is done here. `PRIVATE` lists the names by their owner, read in lightning 2.5.0 and
+2.6.6, torch 2.4.0 and 2.13.0, and torchmetrics 1.4.0 and 1.9.0; `NEWER` those that came with a later
+release, whose absence is an answer. `missing()` tells which of them the installed releases have not: look there first
+when a release breaks something. No other file of the package may touch one (`tests/test_lightning_internals.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
+from torch.futures import Future
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torchmetrics import Metric
+from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecision
+from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:  # the core, which touches names of torch, works without Lightning and torchmetrics
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+    from lightning.pytorch.trainer.states import RunningStage
+    from torchmetrics import Metric
 
 __all__ = [
+    "NEWER",
+    "PRIVATE",
+    "BatchNorm",
+    "EvaluationPass",
+    "MetricInside",
+    "MixedPrecision",
     "SigtermHooks",
     "TrainingLoop",
     "backend_name",
+    "backward_times",
     "broadcast_from_first",
+    "cloned",
+    "compute_alone",
+    "copy_each",
     "defers_reduction",
+    "finds_learning_rate",
     "flushes_static_graph",
+    "in_backward",
     "injects_samplers",
+    "iterator_of",
     "leave_batch_norm_alone",
+    "limited_batches",
+    "missing",
+    "neutral_result",
+    "process_groups",
     "profiling",
     "put_back",
     "reduced_parameters",
+    "require_dimensions",
+    "restore_evaluation_loops",
     "set_injection_of_samplers",
+    "sparse_parts",
+    "stored",
     "syncs_batch_norm",
+    "time_backwards",
+    "until_done",
+    "version_of",
+    "views_of",
+    "within_notes",
 ]
+
+_LOOPS = "lightning.pytorch.loops"
+_CONNECTORS = "lightning.pytorch.trainer.connectors"
+_DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
+
+PRIVATE: Mapping[str, str] = {
+    f"{_LOOPS}.evaluation_loop:_EvaluationLoop": (
+        "_combined_loader _logged_outputs _results _store_dataloader_outputs"
+    ),
+    f"{_LOOPS}.fit_loop:_FitLoop": "_combined_loader _should_accumulate",
+    f"{_LOOPS}.prediction_loop:_PredictionLoop": "_combined_loader _predictions",
+    f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop": "_batches_that_stepped _num_ready_batches_reached",
+    "lightning.pytorch.overrides.distributed:": "_IndexBatchSamplerWrapper",
+    "lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper": "_batch_sampler",
+    "lightning.pytorch.strategies:DDPStrategy": "_ddp_comm_state _layer_sync _register_ddp_hooks",
+    "lightning.pytorch.trainer.trainer:Trainer": "_accelerator_connector _active_loop _logger_connector",
+    f"{_CONNECTORS}.data_connector:": "_parse_num_batches",
+    f"{_CONNECTORS}.logger_connector.result:": "_Metadata _ResultMetric _Sync",
+    f"{_CONNECTORS}.logger_connector.result:_Sync": "_should",
+    "lightning.pytorch.tuner.lr_finder:": "_LRCallback",
+    "lightning.pytorch.utilities.combined_loader:CombinedLoader": "_iterator _mode _spec",
+    "lightning.pytorch.utilities.combined_loader:_MaxSizeCycle": "_consumed",
+    "torch:": "_C _foreach_copy_",
+    "torch:Tensor": "_indices _values _version",
+    "torch._C:": "_current_graph_task_id _nn",
+    "torch.autograd:": "_profiler_enabled",
+    "torch.autograd.profiler:record_function": "_call_end_callbacks_on_future",
+    "torch.distributed:": "_broadcast_coalesced",
+    "torch.distributed:ProcessGroup": "_get_backend",
+    "torch.distributed.distributed_c10d:": "_world",
+    "torch.nn.modules.batchnorm:": "_BatchNorm",
+    "torch.nn.modules.batchnorm:_BatchNorm": "_check_input_dim",
+    "torch.nn.parallel.distributed:": "_MixedPrecision",
+    _DDP: "_build_params_for_reducer _get_ddp_logging_data _set_ddp_runtime_logging_sample_rate",
+    "torch.utils.data:DataLoader": "_iterator",
+    "torchmetrics:Metric": "_computed _plot _reductions _to_sync _update_count",
+}
+"""Names by `module:Class` of their owner, or `module:`."""
+
+NEWER: Mapping[str, Mapping[str, str]] = {
+    "lightning>=2.6": {
+        "lightning.pytorch.strategies:DDPStrategy": "_pl_static_graph_delay_done",
+        f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop": "_broadcast_sigterm_tensor",
+        "lightning.pytorch.trainer.trainer:Trainer": "_signal_connector",
+        f"{_CONNECTORS}.signal_connector:_SignalConnector": "_sigterm_notifier_fn",
+    },
+}
+"""Names of which the package asks whether they are there, by the release that has them first."""
+
+
+def missing(private: Mapping[str, str] = PRIVATE, newer: Mapping[str, Mapping[str, str]] = NEWER) -> list[str]:
+    """Return the names that the installed releases have not, as `module:Class.name`. Empty where all is as expected."""
+    there = [private, *(names for release, names in newer.items() if RequirementCache(release))]
+    listed = ((owner, name) for names in there for owner, each in names.items() for name in each.split())
+    return [f"{owner}.{name}".replace(":.", ":") for owner, name in listed if not _has(owner, name)]
+
+
+def _has(owner: str, name: str) -> bool:
+    module, _, cls = owner.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError:
+        return False
+    if cls:
+        found = getattr(found, cls, None)
+    # What a constructor sets is no attribute of the class: it stands in its text.
+    bases = inspect.getmro(found) if inspect.isclass(found) else ()
+    return hasattr(found, name) or any(f"self.{name}" in _source(base) for base in bases)
+
+
+def _source(cls: type) -> str:
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):  # of an extension module
+        return ""
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -129,14 +243,51 @@ def profiling() -> bool:
     return bool(torch.autograd._profiler_enabled())
 
 
-def put_back(metric: Metric, states: Mapping[str, Any], update_count: int) -> None:
-    """Give a metric the states and the number of updates that it had before, and have it compute anew.
+class MetricInside:
+    """What torchmetrics keeps of a metric beside its states: `Metric._update_count`, `_computed` and `_reductions`.
 
-    `Metric._update_count` and `_computed`: its `reset` knows the states of the beginning only.
+    Args:
+        metric: The metric.
     """
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    @property
+    def updates(self) -> int:
+        """How often it was updated. Of a metric that never was, `compute` warns."""
+        return self._metric._update_count
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        self._metric._update_count = count
+
+    @property
+    def reductions(self) -> dict[str, Any]:
+        """What reduces each of its states over the ranks."""
+        return dict(self._metric._reductions)
+
+    @reductions.setter
+    def reductions(self, reductions: Mapping[str, Any]) -> None:
+        self._metric._reductions = dict(reductions)
+
+    def forget(self) -> None:
+        """Have it compute anew: it remembers the value that it computed last."""
+        self._metric._computed = None
+
+
+def put_back(metric: Metric, states: Mapping[str, Any], updates: int) -> None:
+    """Give a metric the states and the number of updates of before. Its `reset` knows those of the beginning."""
     for name, state in states.items():
         setattr(metric, name, state)
-    metric._update_count, metric._computed = update_count, None
+    inside = MetricInside(metric)
+    inside.updates = updates
+    inside.forget()
+
+
+def compute_alone(metric: Metric) -> None:
+    """Have a metric not be reduced over the ranks: `Metric._to_sync` is a copy, made with the metric."""
+    metric.sync_on_compute = metric._to_sync = False
 
 
 _BROADCAST_BYTES = 250 * 2**20  # as DistributedDataParallel broadcasts its buffers
@@ -168,9 +319,9 @@ def set_injection_of_samplers(trainer: Any, value: bool) -> None:
 class TrainingLoop:
     """What Lightning's training loop reads, and whether it is at the end of an epoch.
 
-    `_FitLoop._combined_loader`, `CombinedLoader._iterator` and `_spec`, `_MaxSizeCycle._consumed` and
-    `_TrainingEpochLoop._num_ready_batches_reached`. A batch comes to the strategy in the user's own type, and nothing
-    public tells which iterator it came from.
+    `_FitLoop._combined_loader` and `_should_accumulate`, `CombinedLoader._iterator` and `_spec`,
+    `_MaxSizeCycle._consumed`, `_TrainingEpochLoop._num_ready_batches_reached` and `_batches_that_stepped`.
+    A batch comes to the strategy in the user's own type, and nothing public tells which iterator it came from.
 
     Args:
         fit_loop: The Trainer's.
@@ -200,7 +351,219 @@ class TrainingLoop:
         """Whether no further batch of the epoch will be trained on, although loaders may have some."""
         return bool(self._loop.epoch_loop._num_ready_batches_reached())
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether the window goes on after the batch in training."""
+        return bool(self._loop._should_accumulate())
+
+    @property
+    def step(self) -> int:
+        """The step that Lightning's own callbacks log with: the optimizer steps before this one."""
+        steps: int = self._loop.epoch_loop._batches_that_stepped
+        return steps
+
     def count_as_read(self, index: int) -> None:
         """Tell that a loader was read to its end in this epoch: without lengths, one ends once all of them were."""
         if hasattr(self.epoch, "_consumed"):
             self.epoch._consumed[index] = True
+
+
+def finds_learning_rate(trainer: Any) -> bool:
+    """Return whether Lightning is searching for a learning rate: `_LRCallback` is there while it does."""
+    return any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks)
+
+
+def limited_batches(stage: RunningStage, length: float, limit: float) -> float:
+    """Return how many batches of a loader `limit_*_batches` leaves: `_parse_num_batches`, with Lightning's errors.
+
+    Raises:
+        MisconfigurationException: If it is a fraction of an unknown length, or leaves nothing of a loader.
+    """
+    # The core imports no Lightning.
+    from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches  # noqa: PLC0415  # see above
+
+    return _parse_num_batches(stage, length, limit)
+
+
+class EvaluationPass:
+    """The evaluation loop under way, and where it computes what was logged.
+
+    `Trainer._active_loop` and `_logger_connector`; `_combined_loader` of the loops, with `CombinedLoader._mode`;
+    `_EvaluationLoop._results`, `_logged_outputs` and `_store_dataloader_outputs`; `_PredictionLoop._predictions`.
+    No hook comes between the last batch of an evaluation and the computation of its results.
+
+    Args:
+        trainer: The Trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._loop = trainer, trainer._active_loop
+
+    @property
+    def mode(self) -> str:
+        """How several loaders are read: `"sequential"`, or together, as `CombinedLoader` names it."""
+        return str(self._loop._combined_loader._mode)
+
+    @property
+    def loaders(self) -> list[Any]:
+        """The loaders that are read, in order."""
+        return list(self._loop._combined_loader.flattened)
+
+    @property
+    def predictions(self) -> list[list[Any]] | None:
+        """Of a prediction loop those of each loader, which the Trainer returns; None where it returns none."""
+        predictions: list[list[Any]] = self._loop._predictions
+        return predictions if self._loop.return_predictions else None
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """What was logged, by key."""
+        results: dict[str, Any] = self._loop._results
+        return results
+
+    def compute_at_end(self, complete: Callable[[], None]) -> None:
+        """Have the results of all loaders computed once all were read, after `complete`, and not of each after its own.
+
+        In stock, ranks that have no batch of a loader compute the results of fewer loaders than the others.
+        """
+        loop, connector = self._loop, self._trainer._logger_connector
+
+        def end() -> Any:
+            complete()
+            count = loop.num_dataloaders
+            for index in range(count) if self.mode == "sequential" and count > 1 else (None,):
+                loop._results.dataloader_idx = index
+                loop._logged_outputs.append(connector.update_eval_epoch_metrics())
+            _restore(loop)
+            return loop.on_run_end()
+
+        loop._store_dataloader_outputs, loop.on_run_end = connector.epoch_end_reached, end
+
+
+def _restore(loop: Any) -> None:
+    for name in ("on_run_end", "_store_dataloader_outputs"):
+        vars(loop).pop(name, None)
+
+
+def neutral_result(
+    fields: Mapping[str, Any], reduce_fx: Callable[..., Any], reduce: Callable[..., Any], *, synced: bool, tensor: bool
+) -> _ResultMetric:
+    """Return what `log` makes of a value, before it is updated: `_Metadata`, `_Sync._should` and `_ResultMetric`.
+
+    Args:
+        fields: Of the metadata.
+        reduce_fx: The reduction over the steps.
+        reduce: The reduction over the ranks. It must equal what Lightning compares with in the next epoch.
+        synced: Whether it is reduced over the ranks.
+        tensor: Whether a number or tensor was logged, and not a `Metric`.
+    """
+    # The core imports no Lightning.
+    from lightning.pytorch.trainer.connectors.logger_connector import result  # noqa: PLC0415  # see above
+
+    meta = result._Metadata(**fields, reduce_fx=reduce_fx)
+    meta.sync = result._Sync(_should=synced, fn=reduce)
+    metric = result._ResultMetric(meta, tensor)
+    metric._update_count = 1
+    return metric
+
+
+def restore_evaluation_loops(trainer: Any) -> None:
+    """Leave the loops as they were, whose evaluation may have failed."""
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        _restore(loop)
+
+
+def within_notes(batch_sampler: Any, function: Callable[[Any], Any]) -> Any:
+    """Return `function` of a batch sampler, inside of what notes its indices for prediction writers.
+
+    `_IndexBatchSamplerWrapper._batch_sampler`: Lightning looks for this class.
+    """
+    if type(batch_sampler).__name__ == "_IndexBatchSamplerWrapper":
+        return type(batch_sampler)(function(batch_sampler._batch_sampler))
+    return function(batch_sampler)
+
+
+def cloned(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """Return a `DataLoader` with other attributes, of any subclass, without a constructor that may not know them.
+
+    `DataLoader._iterator` holds its worker processes, which are not shared.
+    """
+    copy = object.__new__(type(loader))
+    copy.__dict__.update({**loader.__dict__, "_iterator": None, **attributes})
+    return copy
+
+
+def iterator_of(read: Callable[[Any], Any]) -> property:
+    """Return the attribute `_iterator` of what stands for a loader: Lightning shuts down worker processes through it.
+
+    Args:
+        read: Returns, of the object with that attribute, the loader that is really read.
+    """
+    return property(lambda self: read(self)._iterator, lambda self, value: setattr(read(self), "_iterator", value))
+
+
+def time_backwards(model: DistributedDataParallel, *, every: int = 100) -> None:
+    """Have DDP time each n-th backward from now on: `_set_ddp_runtime_logging_sample_rate`.
+
+    DDP times the first ten iterations and then each hundredth (kDDPRuntimeLoggingSampleRate, which nothing returns).
+    """
+    model._set_ddp_runtime_logging_sample_rate(every)
+
+
+def backward_times(model: DistributedDataParallel) -> tuple[float, float]:
+    """Return what DDP timed of the iteration that just ended: `_get_ddp_logging_data`. Waits for its events.
+
+    Returns:
+        Seconds from the start of the first bucket's reduction to the end of the last, and the part of them before the
+        last gradient was computed; 0 where it kept no times.
+    """
+    assert model.logger is not None
+    model.logger.set_runtime_stats_and_log()
+    times = model._get_ddp_logging_data()
+    return times.get("backward_comm_time", 0) / 1e9, times.get("backward_compute_comm_overlap_time", 0) / 1e9
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return all process groups that this process is a member of: `distributed_c10d._world.pg_map`."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def until_done(label: record_function, future: Future[Tensor]) -> Future[Tensor]:
+    """Have a profiler's label end with a future: `record_function._call_end_callbacks_on_future`."""
+    labelled: Future[Tensor] = label._call_end_callbacks_on_future(future)
+    return labelled
+
+
+def in_backward() -> bool:
+    """Return whether autograd is running a backward: `_current_graph_task_id`, which checkpointing asks, too."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def require_dimensions(norm: BatchNorm, input: Tensor) -> None:  # noqa: A002  # torch's name
+    """Raise as batch norm does for an input of other dimensions: `_BatchNorm._check_input_dim`."""
+    norm._check_input_dim(input)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place: `Tensor._version`, which autograd's notes name."""
+    return tensor._version
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """Return what memory a tensor has: of a sparse one the values, coalesced or not (`Tensor._values`)."""
+    return tensor._values() if tensor.is_sparse else tensor
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return indices and values of a sparse tensor, coalesced or not: `_indices` and `_values`."""
+    return tensor._indices(), tensor._values()
+
+
+def views_of(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of a flat tensor in the shapes of others: `torch._C._nn.unflatten_dense_tensors`, as DDP has."""
+    return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
+
+
+def copy_each(destinations: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    """Copy tensors into others by one kernel: `torch._foreach_copy_`, the foreach functions have no public names."""
+    torch._foreach_copy_(list(destinations), list(sources))

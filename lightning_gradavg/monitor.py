@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_gradavg.lightning_internals import TrainingLoop, compute_alone
 from lightning_gradavg.report.drift import SameData, drifted_parameter
 from lightning_gradavg.report.noise_scale import GradientNoiseScale
 from lightning_gradavg.report.report import StepReport
@@ -73,9 +74,8 @@ class GradAvgMonitor(Callback):
         self.noise_scale: GradientNoiseScale | None = None
         if not isinstance(noise_scale, bool) or noise_scale:
             self.noise_scale = GradientNoiseScale() if isinstance(noise_scale, bool) else noise_scale
-            # Every rank of a group is fed the same numbers: there is nothing to add up over the ranks. What compute()
-            # asks was taken from `sync_on_compute` when the metric was made.
-            self.noise_scale.sync_on_compute = self.noise_scale._to_sync = False
+            # Every rank of a group is fed the same numbers: there is nothing to add up over the ranks.
+            compute_alone(self.noise_scale)
         self.check_data = check_data
         self.check_parameters_every_n_steps = check_parameters_every_n_steps
         self._asked_at: int | None = None
@@ -103,7 +103,7 @@ class GradAvgMonitor(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        strategy, step = _strategy_of(trainer), _step_of(trainer)
+        strategy, step = _strategy_of(trainer), TrainingLoop(trainer.fit_loop).step
         if self._data is not None:
             self._compare_data(strategy, batch)
         # A window has several batches and is asked for once.
@@ -115,11 +115,11 @@ class GradAvgMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        strategy, step = _strategy_of(trainer), _step_of(trainer)
+        strategy, step = _strategy_of(trainer), TrainingLoop(trainer.fit_loop).step
         if self._waits and not strategy.observing:
             self._waits = False
             self._log(trainer, pl_module, strategy.report(), step)
-        if _is_due(step, self.check_parameters_every_n_steps) and not trainer.fit_loop._should_accumulate():
+        if _is_due(step, self.check_parameters_every_n_steps) and not TrainingLoop(trainer.fit_loop).accumulates:
             self._check_parameters(strategy, pl_module)
 
     @override
@@ -167,7 +167,7 @@ class GradAvgMonitor(Callback):
 
     def _values_of(self, report: StepReport) -> dict[str, float]:
         values = {"loss": report.loss}
-        of_ranks: dict[str, Sequence[float]] = {}
+        of_ranks: dict[str, Sequence[float] | None] = {}
         for term in report.terms:
             of_term = f"/{term.name}" if term.name else ""
             values |= {f"loss{of_term}": term.loss, f"normalizer{of_term}": term.normalizer}
@@ -176,14 +176,17 @@ class GradAvgMonitor(Callback):
         values |= {f"lr/group_{index}": lr for index, lr in enumerate(report.learning_rates)}
         if report.global_batch_size is not None:
             values["global_batch_size"] = report.global_batch_size
-        of_ranks["local_gradient_norm"] = report.local_gradient_norms
-        if report.cosines is not None:
-            of_ranks["cosine"] = report.cosines
-        if report.communication is not None:
-            of_ranks["communication_seconds"] = [times.total for times in report.communication]
-            of_ranks["communication_exposed_seconds"] = [times.exposed for times in report.communication]
-            of_ranks["communication_overlapped_seconds"] = [times.overlapped for times in report.communication]
+        times = report.communication or ()
+        of_ranks |= {
+            "local_gradient_norm": report.local_gradient_norms,
+            "cosine": report.cosines,
+            "communication_seconds": [each.total for each in times],
+            "communication_exposed_seconds": [each.exposed for each in times],
+            "communication_overlapped_seconds": [each.overlapped for each in times],
+        }
         for name, each in of_ranks.items():
+            if not each:  # not asked for, or not known
+                continue
             values |= {
                 f"{name}/mean": sum(each) / len(each),
                 f"{name}/min": min(each),
@@ -241,11 +244,6 @@ def _strategy_of(trainer: Trainer) -> GradAvgStrategy:
 
 def _group_of(strategy: GradAvgStrategy) -> dist.ProcessGroup | None:
     return strategy.model.process_group if isinstance(strategy.model, DistributedDataParallel) else None
-
-
-def _step_of(trainer: Trainer) -> int:
-    """Return the step that Lightning's own callbacks log with: the optimizer steps before this one."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def _is_due(step: int, every: int | None) -> bool:

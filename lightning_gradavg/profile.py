@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
@@ -28,10 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 from typing_extensions import override
 
-__all__ = ["GradAvgProfiler", "Overlap", "StepTimes", "overlap", "read_steps"]
+from lightning_gradavg.lightning_internals import process_groups, profiling
+from lightning_gradavg.timers import Communication, DDPTimers
+
+__all__ = ["GradAvgProfiler", "StepTimes", "overlap", "read_steps"]
 
 _FEWEST_SKIPPED = 2
-_USUAL_RATE = 100  # of DDP's timers: torch's kDDPRuntimeLoggingSampleRate, which nothing returns
 _STEP = "ProfilerStep#"  # of torch.profiler, from one call of its `step` to the next
 _BACKWARD = "gradavg::backward"
 _NODE = "autograd::engine::evaluate_function"  # of a backward, on the host
@@ -40,23 +41,6 @@ _SEEN = re.compile(f"{_STEP}|{_BACKWARD}|{_NODE}|{_GLOO}")
 _NCCL = "ncclDevKernel"
 
 Interval = tuple[int, int]  # start and end, in nanoseconds
-
-
-class Overlap(NamedTuple):
-    """The communication of one step on one rank, in seconds.
-
-    Attributes:
-        total: While at least one collective ran, waiting for slower ranks included.
-        overlapped: The part of it in which gradients were computed, too..
-    """
-
-    total: float
-    overlapped: float
-
-    @property
-    def exposed(self) -> float:
-        """What was not overlapped."""
-        return self.total - self.overlapped
 
 
 class StepTimes(NamedTuple):
@@ -70,8 +54,8 @@ class StepTimes(NamedTuple):
     """
 
     seconds: float
-    trace: Overlap
-    timers: Overlap
+    trace: Communication
+    timers: Communication
 
 
 def _length(intervals: Iterable[Interval]) -> int:
@@ -83,14 +67,14 @@ def _length(intervals: Iterable[Interval]) -> int:
     return covered
 
 
-def overlap(communication: Sequence[Interval], computation: Sequence[Interval]) -> Overlap:
+def overlap(communication: Sequence[Interval], computation: Sequence[Interval]) -> Communication:
     """Return how long there was communication, and how long both."""
     total = _length(communication)
     both = total + _length(computation) - _length([*communication, *computation])
-    return Overlap(total / 1e9, both / 1e9)
+    return Communication(total / 1e9, both / 1e9)
 
 
-def read_steps(events: Iterable[Any]) -> list[tuple[float, Overlap]]:
+def read_steps(events: Iterable[Any]) -> list[tuple[float, Communication]]:
     """Return the seconds and the communication of each step but the last, which is not complete.
 
     On a host, collectives are the events of gloo's threads, and computation is the evaluation of a backward's nodes.
@@ -176,7 +160,7 @@ class GradAvgProfiler(Callback):
                 " callback out."
             )
         other = trainer.profiler  # type: ignore[attr-defined]  # set by a connector
-        if isinstance(other, PyTorchProfiler) or torch.autograd._profiler_enabled():
+        if isinstance(other, PyTorchProfiler) or profiling():
             raise ValueError(
                 f"{type(self).__name__} and another profiler (profiler={type(other).__name__}, or one around fit())"
                 " both record with torch.profiler, of which a process can run one at a time. Leave one of them out;"
@@ -187,7 +171,7 @@ class GradAvgProfiler(Callback):
         when = schedule(wait=self.skip - 1, warmup=1, active=self.steps + 1, repeat=1)
         self.profile = self._running = profile(activities=activities, schedule=when, record_shapes=True)
         self.times, self._model, self._step_before = [], model, trainer.global_step
-        self._timers: list[Overlap] = []
+        self._timers, self._timed = DDPTimers(model), list[Communication]()
         self._recording = self._within_backward = False
         self._label = ExitStack()
         self.profile.start()
@@ -211,12 +195,12 @@ class GradAvgProfiler(Callback):
             return
         self._step_before = trainer.global_step
         if self._recording:
-            self._timers.append(_read_timers(self._model))
+            self._timed.append(self._timers.read())
         self._running.step()
         self._recording = self._running.current_action == ProfilerAction.RECORD
         if self._recording:  # after each step, because GradAvgMonitor puts the usual rate back
-            self._model._set_ddp_runtime_logging_sample_rate(1)
-        elif self._timers:
+            self._timers.start()
+        elif self._timed:
             self._finish(trainer)
 
     @override
@@ -235,17 +219,17 @@ class GradAvgProfiler(Callback):
     def _finish(self, trainer: Trainer) -> None:
         finished, model, self._running = self._running, self._model, None
         assert finished is not None
-        model._set_ddp_runtime_logging_sample_rate(_USUAL_RATE)
+        self._timers.stop()
         _close_events(model)
         finished.stop()
-        if not self._timers:
+        if not self._timed:
             rank_zero_warn(
                 f"{type(self).__name__} has nothing to report: training ended before the first step after"
                 f" skip={self.skip}. Train longer, or skip less."
             )
             return
         steps = read_steps(finished.profiler.kineto_results.events())  # type: ignore[union-attr]  # there since `start`
-        self.times = [StepTimes(*step, timers) for step, timers in zip(steps, self._timers, strict=True)]
+        self.times = [StepTimes(*step, timers) for step, timers in zip(steps, self._timed, strict=True)]
         everyone: list[list[StepTimes]] = [[] for _ in range(dist.get_world_size(model.process_group))]
         dist.all_gather_object(everyone, self.times, group=model.process_group)
         if self.trace:
@@ -254,14 +238,6 @@ class GradAvgProfiler(Callback):
             finished.export_chrome_trace(str(folder / f"trace_rank{trainer.global_rank}.json.gz"))
         if trainer.is_global_zero:
             Console(highlight=False).print(_table(type(trainer.strategy).__name__, self.skip, everyone))
-
-
-def _read_timers(model: DistributedDataParallel) -> Overlap:
-    """Return what DDP timed of the iteration that just ended, for whose events this waits on a device."""
-    assert model.logger is not None
-    model.logger.set_runtime_stats_and_log()
-    found = model._get_ddp_logging_data()
-    return Overlap(found.get("backward_comm_time", 0) / 1e9, found.get("backward_compute_comm_overlap_time", 0) / 1e9)
 
 
 def _close_events(model: DistributedDataParallel) -> None:
@@ -273,7 +249,7 @@ def _close_events(model: DistributedDataParallel) -> None:
     event is a barrier of the same group (`AsyncBarrierWork::run`).
     """
     ranks = set(dist.get_process_group_ranks(model.process_group))
-    for group in dist.distributed_c10d._world.pg_map:
+    for group in process_groups():
         # A group that reaches beyond the ranks of the model could wait for one that does not come here.
         if "gloo" in dist.get_backend_config(group) and ranks.issuperset(dist.get_process_group_ranks(group)):
             dist.barrier(group=group)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -25,7 +24,6 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -33,12 +31,12 @@ from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.batches.sources import loader_batch_size
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
-from lightning_gradavg.lightning_internals import leave_batch_norm_alone
+from lightning_gradavg.lightning_internals import MixedPrecision, leave_batch_norm_alone
 from lightning_gradavg.options import Options, StrategyFacts, check_groups, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
 from lightning_gradavg.ranks import World, require_members
-from lightning_gradavg.rates.part import Rates
+from lightning_gradavg.rates.part import rates_of
 from lightning_gradavg.rates.recipe import RunRecipe
 from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.gather import losses_weighed, require_allowed
@@ -199,7 +197,7 @@ class GradAvgStrategy(DDPStrategy):
         static_graph: bool = False,
         delay_all_reduce_named_params: list[tuple[str, nn.Parameter]] | None = None,
         param_to_hook_all_reduce: nn.Parameter | None = None,
-        mixed_precision: _MixedPrecision | None = None,
+        mixed_precision: MixedPrecision | None = None,
         device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: list[int] | None = None,
@@ -253,7 +251,7 @@ class GradAvgStrategy(DDPStrategy):
             options.rule, wire, hook, timeout, crosses_ranks=options.replicated, on_weighed=self._reports.weighed
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()
-        self._rates = Rates(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
+        self._rates = rates_of(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
         self._replicas = ManyReplicas(options, static_graph=static_graph) if options.replicated else Replicas(options)
         self._evaluation = ExactEvaluation(timeout) if options.exact_evaluation else Evaluation()
         self._parts: tuple[Part, ...] = (
@@ -278,7 +276,7 @@ class GradAvgStrategy(DDPStrategy):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the names of this strategy. Doing it again changes nothing."""
         for name, options in _NAMES.items():
             description = f"{cls.__name__} with {options}" if options else cls.__name__
@@ -341,7 +339,7 @@ class GradAvgStrategy(DDPStrategy):
             replicated=options.replicated,
             counts_replicas=options.counts_replicas,
             equivalent_to=options.preset.name if options.preset is not None else None,
-            scales_rates=self._rates.recipe.rates is not None,
+            scales_rates=self._rates.recipe.scales,
             samples=self._replicas.samples(self._batches.chunk),
         )
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 from array import array
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import singledispatch
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -27,24 +28,54 @@ def is_array(value: Any) -> bool:
     return isinstance(value, Tensor) or (hasattr(value, "dtype") and hasattr(value, "shape"))
 
 
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+class _Opened(NamedTuple):
+    """A structure's items, where each stands in it, and what makes the same structure of others."""
+
+    places: list[str]
+    items: list[Any]
+    made_of: Callable[[list[Any]], Any]
 
 
-def _children(value: Any) -> Sequence[tuple[str, Any]] | None:
-    """Return what a nested structure holds, each with its place in it; None where it is no structure."""
-    if isinstance(value, PackedSequence):  # a named tuple, of time steps
+@singledispatch
+def _opened(value: Any) -> _Opened | None:
+    """Return what a nested structure holds; None where it is no structure."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
-    if isinstance(value, Mapping):
-        return [(f"[{key!r}]", item) for key, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [(f"[{index}]", item) for index, item in enumerate(value)]
-    if _is_record(value):
-        return [(f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+    names = [field.name for field in dataclasses.fields(value)]
+
+    def made_of(parts: list[Any]) -> Any:
+        record = copy.copy(value)
+        for name, part in zip(names, parts, strict=True):
+            # Past a frozen class, and without running `__init__` on values that it has already changed.
+            object.__setattr__(record, name, part)
+        return record
+
+    return _Opened([f".{name}" for name in names], [getattr(value, name) for name in names], made_of)
+
+
+@_opened.register
+def _(value: PackedSequence) -> None:  # noqa: ARG001  # it is told by its type: a named tuple, of time steps
     return None
 
 
-def leaves(value: Any, label: str = "", *, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[tuple[str, Any]]:
+@_opened.register(Mapping)
+def _(value: Mapping[Any, Any]) -> _Opened:
+    places = [f"[{key!r}]" for key in value]
+    return _Opened(places, list(value.values()), lambda parts: with_items(value, dict(zip(value, parts, strict=True))))
+
+
+@_opened.register(list)
+@_opened.register(tuple)
+def _(value: Any) -> _Opened:
+    places = [f"[{index}]" for index in range(len(value))]
+    return _Opened(places, list(value), getattr(value, "_make", type(value)))
+
+
+def _never(value: Any) -> bool:  # noqa: ARG001  # one signature for all that say what is a leaf
+    return False
+
+
+def leaves(value: Any, label: str = "", *, is_leaf: Callable[[Any], bool] = _never) -> Iterator[tuple[str, Any]]:
     """Yield what a nested value holds, in order, each with its place such as `['image'][0]`.
 
     Args:
@@ -52,15 +83,15 @@ def leaves(value: Any, label: str = "", *, is_leaf: Callable[[Any], bool] | None
         label: What places begin with.
         is_leaf: Says of a structure that it is not to be looked into.
     """
-    children = None if is_leaf is not None and is_leaf(value) else _children(value)
-    if children is None:
+    opened = None if is_leaf(value) else _opened(value)
+    if opened is None:
         yield label, value
         return
-    for place, child in children:
-        yield from leaves(child, label + place, is_leaf=is_leaf)
+    for place, item in zip(opened.places, opened.items, strict=True):
+        yield from leaves(item, label + place, is_leaf=is_leaf)
 
 
-def rebuilt(value: Any, items: Iterator[Any], *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def rebuilt(value: Any, items: Iterator[Any], *, is_leaf: Callable[[Any], bool] = _never) -> Any:
     """Return a value of the same structure and types that holds other leaves.
 
     Args:
@@ -68,22 +99,13 @@ def rebuilt(value: Any, items: Iterator[Any], *, is_leaf: Callable[[Any], bool] 
         items: As many leaves as `leaves` yields of it, in that order.
         is_leaf: As given to `leaves`.
     """
-    children = None if is_leaf is not None and is_leaf(value) else _children(value)
-    if children is None:
+    opened = None if is_leaf(value) else _opened(value)
+    if opened is None:
         return next(items)
-    parts = [rebuilt(child, items, is_leaf=is_leaf) for _, child in children]
-    if isinstance(value, Mapping):
-        return with_items(value, dict(zip(value, parts, strict=True)))
-    if isinstance(value, (list, tuple)):
-        return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
-    record = copy.copy(value)
-    for field, part in zip(dataclasses.fields(value), parts, strict=True):
-        # Past a frozen class, and without running `__init__` on values that it has already changed.
-        object.__setattr__(record, field.name, part)
-    return record
+    return opened.made_of([rebuilt(item, items, is_leaf=is_leaf) for item in opened.items])
 
 
-def mapped(value: Any, function: Callable[[Any], Any], *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def mapped(value: Any, function: Callable[[Any], Any], *, is_leaf: Callable[[Any], bool] = _never) -> Any:
     """Return a value of the same structure with `function` of each leaf."""
     return rebuilt(value, (function(leaf) for _, leaf in leaves(value, is_leaf=is_leaf)), is_leaf=is_leaf)
 
@@ -101,8 +123,14 @@ def _is_column(value: Any) -> bool:
     """Return whether a value lists one plain object per sample, as `default_collate` lists strings."""
     if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
         return False
-    nested = (is_array(item) or isinstance(item, PackedSequence) or _children(item) is not None for item in value)
-    return not any(nested)
+    return not any(is_array(item) or isinstance(item, PackedSequence) or _opened(item) for item in value)
+
+
+def _rows(leaf: Any) -> int | None:
+    """Return how many samples a leaf holds along dimension 0; None where it is no matter of samples."""
+    if is_array(leaf):
+        return next(iter(leaf.shape), None)
+    return len(leaf) if _is_column(leaf) else None
 
 
 def batch_samples(batch: Any) -> int:
@@ -119,10 +147,10 @@ def batch_samples(batch: Any) -> int:
             "a PackedSequence cannot be split: it holds the samples step by step. Let collate_fn return the padded"
             " sequences and their lengths, and call pack_padded_sequence in training_step."
         )
-    arrays = {int(leaf.shape[0]) for leaf in held if is_array(leaf) and len(leaf.shape) > 0}
-    lengths = arrays or {len(leaf) for leaf in held if _is_column(leaf)}
+    rows = [(is_array(leaf), size) for leaf in held if (size := _rows(leaf)) is not None]
+    lengths = {size for of_array, size in rows if of_array} or {size for _, size in rows}
     if len(lengths) == 1:
-        return lengths.pop()
+        return next(iter(lengths))
     found = f"dimension 0 is {' and '.join(map(str, sorted(lengths)))}" if lengths else "nothing in it has one"
     raise ValueError(
         f"a batch of type {type(batch).__name__} cannot be split: all its tensors must have the samples along dimension"
@@ -145,9 +173,7 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     size = batch_samples(batch)
 
     def cut(leaf: Any) -> Any:
-        if is_array(leaf):
-            return leaf[start:stop] if len(leaf.shape) > 0 else leaf
-        return leaf[start:stop] if _is_column(leaf) and len(leaf) == size else leaf
+        return leaf[start:stop] if _rows(leaf) == size else leaf
 
     return batch if (start, stop) == (0, size) else mapped(batch, cut, is_leaf=_is_column)
 
@@ -168,18 +194,16 @@ def _described(value: Any) -> Iterator[bytes]:
     if is_array(value):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         if not isinstance(value, Tensor) or value.device.type == "cpu":
-            rows = (value[:1], value[-1:]) if len(value.shape) > 0 else (value,)
-            for row in rows:
+            rows = value.reshape(value.shape or (1,))
+            for row in (rows[:1], rows[-1:]):
                 yield repr(row.reshape(-1)[:_HASHED_ELEMENTS].tolist()).encode()
-    elif isinstance(value, (int, float, complex, str, bytes, bool, type(None))):
+    elif isinstance(value, (int, float, complex, str, bytes, type(None))):
         yield f"{value!r};".encode()
-    elif (children := _children(value)) is not None:
-        yield f"{type(value).__qualname__}{len(children)}:".encode()
-        items = [item for _, item in children]
+    else:
+        items = opened.items if (opened := _opened(value)) is not None else []
+        yield f"{type(value).__qualname__}{len(items)}:".encode()
         try:
             yield array("q", items).tobytes()  # indices, the common case, at the speed of C
         except (TypeError, OverflowError, RuntimeError, ValueError):
             for item in items:
                 yield from _described(item)
-    else:
-        yield type(value).__qualname__.encode()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
@@ -18,17 +16,7 @@ from torchmetrics import CatMetric
 
 from lightning_gradavg.evaluation.dealt import EvaluationLoader, compare_streams, in_order, ranks_having
 from lightning_gradavg.evaluation.logged import complete_states, describe_results, describe_states
-
-Place = Callable[[int, int], None]
-
-
-@pytest.fixture
-def stand_on(monkeypatch: pytest.MonkeyPatch) -> Place:
-    def stand(rank: int, world_size: int) -> None:
-        monkeypatch.setattr(dist, "get_rank", lambda group=None: rank)
-        monkeypatch.setattr(dist, "get_world_size", lambda group=None: world_size)
-
-    return stand
+from lightning_gradavg.ranks import World
 
 
 class Stream(IterableDataset[int]):
@@ -39,9 +27,9 @@ class Stream(IterableDataset[int]):
         return iter(range(self.size))
 
 
-def wrapped(loader: Any, **options: Any) -> EvaluationLoader:
+def wrapped(loader: Any, rank: int, size: int, **options: Any) -> EvaluationLoader:
     defaults: dict[str, Any] = {"kept": False, "limit": None, "lengths": None, "on_batch": lambda _: None}
-    return EvaluationLoader(loader, **(defaults | options))
+    return EvaluationLoader(loader, World(None, rank, size), **(defaults | options))
 
 
 @given(
@@ -52,12 +40,7 @@ def test_every_batch_of_one_process_is_dealt_once(make, size, batch, world_size,
     """The ranks' batches, put into order, are those of one process; rounds are as many as with DistributedSampler."""
     loader = DataLoader(make(size), batch_size=batch)
     alone = [one.tolist() for one in loader][:limit]
-    of_ranks = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_world_size", lambda group=None: world_size)
-        for rank in range(world_size):
-            patch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
-            of_ranks.append([one.tolist() for one in wrapped(loader, limit=limit)])
+    of_ranks = [[one.tolist() for one in wrapped(loader, rank, world_size, limit=limit)] for rank in range(world_size)]
     assert alone == in_order(of_ranks)
     if limit is None:
         per_rank = -(-size // world_size)
@@ -67,11 +50,10 @@ def test_every_batch_of_one_process_is_dealt_once(make, size, batch, world_size,
         assert tuple(range(min(world_size, len(alone) - index * world_size))) == ranks_having(lengths, index)
 
 
-def test_the_loader_is_the_users(stand_on):
+def test_the_loader_is_the_users():
     """Type, attributes and sampler of the user's loader can be read; what Lightning sets reaches the copy only."""
-    stand_on(1, 2)
     loader = DataLoader(range(5), batch_size=2, num_workers=0)
-    ours = wrapped(loader, lengths=[2, 1])
+    ours = wrapped(loader, 1, 2, lengths=[2, 1])
     assert (loader.dataset, 2, loader.batch_sampler.sampler) == (
         ours.dataset,
         ours.batch_size,
@@ -85,27 +67,24 @@ def test_the_loader_is_the_users(stand_on):
         ours.no_such  # noqa: B018  # reading it is the test
 
 
-def test_a_length_that_no_rank_knows(stand_on):
+def test_a_length_that_no_rank_knows():
     """Without the ranks' lengths there is none, as Lightning expects of a stream."""
-    stand_on(0, 2)
     with pytest.raises(TypeError, match="no length"):
-        len(wrapped(Stream(3)))
+        len(wrapped(Stream(3), 0, 2))
 
 
-def test_indices_are_noted_for_prediction_writers(stand_on):
+def test_indices_are_noted_for_prediction_writers():
     """Lightning's note of the indices holds this rank's, batch by batch."""
-    stand_on(1, 2)
     noting = _IndexBatchSamplerWrapper(BatchSampler(SequentialSampler(range(8)), 2, drop_last=False))
-    ours = wrapped(DataLoader(range(8), batch_sampler=noting))
+    ours = wrapped(DataLoader(range(8), batch_sampler=noting), 1, 2)
     assert [[2, 3], [6, 7]] == [one.tolist() for one in ours]
     assert [[2, 3], [6, 7]] == ours.batch_sampler.seen_batch_indices
 
 
-def test_workers_of_a_stream_are_seeded_alike(stand_on):
+def test_workers_of_a_stream_are_seeded_alike():
     """Lightning seeds workers by the rank: not so where all ranks read the same stream."""
-    stand_on(1, 2)
     for loader, rank in ((DataLoader(Stream(4)), 0), (DataLoader(range(4)), 1)):
-        ours = wrapped(loader)
+        ours = wrapped(loader, 1, 2)
         ours.worker_init_fn = partial(print, rank=1)
         assert {"rank": rank} == ours.worker_init_fn.keywords
 
@@ -158,7 +137,10 @@ def test_list_states_get_one_form_on_every_rank():
     for value in (2.0, 3.0):
         metrics[1].update(torch.tensor(value, dtype=torch.float64))
     of_ranks = [describe_states({"cat": metric}) for metric in metrics[:2]] + [{}]
-    changed = [complete_states({"cat": metric}, of_ranks) for metric in metrics]
+    changed = [complete_states({"cat": metric}, of_ranks, World()) for metric in metrics]
     assert [[1.0], [2.0, 3.0], []] == [metric.value[0].tolist() for metric in metrics]
     assert {torch.float64} == {metric.value[0].dtype for metric in metrics}
-    assert [[], [], [(metrics[2], {"_update_count": 0})]] == changed
+    assert [0, 0, 1] == [len(each) for each in changed]
+    assert metrics[2].update_called
+    changed[2][0]()
+    assert not metrics[2].update_called

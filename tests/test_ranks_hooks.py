@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from contextlib import closing
 from datetime import timedelta
 from typing import Any
@@ -170,3 +171,17 @@ def test_hooks_that_cannot_serve_are_refused(world, name, reduction):
     raised = world(2).run_expecting_errors(train_refused, name, reduction)
     assert ["ValueError"] * 2 == [one.type_name for one in raised]
     assert all(f"ddp_comm_hook={name}" in one.message for one in raised)
+
+
+def train_pickled(pickled: bool) -> Any:
+    strategy: Any = GradAvgStrategy(ddp_comm_hook=default_hooks.allreduce_hook)
+    if pickled:
+        strategy = pickle.loads(pickle.dumps(strategy))
+    model = Toy(lr=0.0)
+    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(model, loader([[1.0], [3.0]]))
+    return dist.get_rank(), [gradient.item() for gradient in model.seen.gradients]
+
+
+def test_pickling_changes_nothing(world: Any) -> None:
+    """A strategy that was pickled, as for spawned processes, reduces as the original does."""
+    assert [(0, [1.0, 3.0]), (1, [1.0, 3.0])] == world(2).run(train_pickled, False) == world(2).run(train_pickled, True)

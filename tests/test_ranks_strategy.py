@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from ranks import make_trainer
 from torch.utils.data import DataLoader
-from toys import Toy, loader, same_everywhere, train
+from toys import Toy, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
 
@@ -109,16 +108,6 @@ def test_invariance_grid_of_sums(world, ranks, accumulation, local):
     assert approx(-1.04) == seen.weights[0].item()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_short_last_window(world, ranks, reduction):
-    """Case 13: three full steps of 1, although the last window has 2 of 4 micro-batches."""
-    seen = same_everywhere(
-        world(ranks).run(train, [[[1]] * 10] * ranks, {"lr": 1.0}, {"reduction": reduction}, accumulate_grad_batches=4)
-    )
-    assert [weight.item() for weight in seen.weights] == [0.0, -1.0, -2.0]
-
-
 def test_rank_without_samples_has_a_nan_loss(world):
     """Case 5: rank 0 holds {2, 4} and rank 1 nothing, whose mean is NaN: the gradient is 3."""
     batches = [[[2, 4]], [[]]]
@@ -212,40 +201,6 @@ def test_denominator_is_a_sum_of_class_weights(world):
     assert approx(1.5) == same_everywhere(world(2).run(train, batches, {}, WEIGHTED)).gradients[0].item()
 
 
-class Detector(Toy):
-    """Case 9: a classification loss per image and a box loss per box; the batch is (images, boxes)."""
-
-    def training_step(self, batch, batch_idx):
-        classes, boxes = batch
-        loss = {"cls": self.losses(classes).mean(), "box": self.losses(boxes).mean()}
-        return {"loss": loss, "weight": {"cls": classes.numel(), "box": boxes.numel()}}
-
-
-def train_detector(per_rank, **options):
-    data = [tuple(torch.tensor(part, dtype=torch.float64) for part in pair) for pair in per_rank[dist.get_rank()]]
-    model = Detector()
-    make_trainer(GradAvgStrategy(**WEIGHTED), max_epochs=1, use_distributed_sampler=False, **options).fit(
-        model, DataLoader(data, batch_size=None)
-    )
-    return model.seen
-
-
-def test_two_terms_with_their_own_denominators(world):
-    """Case 9: 8/4 + 10/4 = 4.5, where any single weight gives 5.0."""
-    ranks = [[([1, 1], [4])], [([3, 3], [0, 2, 4])]]
-    assert approx(4.5) == same_everywhere(world(2).run(train_detector, ranks)).gradients[0].item()
-
-
-def test_named_terms_over_a_window(world):
-    """Case 9: over two micro-batches, one without any box and so with a NaN loss, each term has its own mean."""
-    ranks = [[([1, 1], [4]), ([2], [])], [([3, 3], [0, 2, 4]), ([6, 6, 6], [10])]]
-    seen = same_everywhere(world(2).run(train_detector, ranks, accumulate_grad_batches=2))
-    assert [approx((8 + 20) / 8 + (10 + 10) / 5)] == [gradient.item() for gradient in seen.gradients]
-    late = [list(reversed(rank)) for rank in ranks]
-    seen = same_everywhere(world(2).run(train_detector, late, accumulate_grad_batches=2))
-    assert [approx((8 + 20) / 8 + (10 + 10) / 5)] == [gradient.item() for gradient in seen.gradients]
-
-
 @pytest.mark.parametrize(
     ("reduction", "expected"),
     [("mean_of_node_means", 4.0), ("mean_of_node_sums", 8.0), ("sum_of_node_means", 8.0), ("sum", 16.0), ("mean", 4.0)],
@@ -266,32 +221,3 @@ def test_nodes_or_accumulation(world, ranks, accumulation, reduction, expected):
         world(ranks).run(train, batches, {}, {"reduction": reduction}, accumulate_grad_batches=accumulation)
     )
     assert [approx(expected)] == [gradient.item() for gradient in seen.gradients]
-
-
-@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
-def test_epoch_shorter_than_the_window(world, reduction):
-    """Case 14: gradients 1, 2, 3 in a window of 4 make one step of 2.0."""
-    seen = same_everywhere(
-        world(2).run(train, [[[1], [2], [3]]] * 2, {"lr": 1.0}, {"reduction": reduction}, accumulate_grad_batches=4)
-    )
-    assert [approx(-1.0)] == [weight.item() for weight in seen.weights]
-
-
-def train_on_schedule(reduction):
-    model = Toy(lr=1.0)
-    trainer = make_trainer(
-        GradAvgStrategy(reduction=reduction),
-        max_epochs=2,
-        use_distributed_sampler=False,
-        callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})],
-    )
-    trainer.fit(model, loader([[1]] * 4))
-    return model.seen
-
-
-@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
-def test_scheduled_window(world, reduction):
-    """Case 14: 4 batches of gradient 1, windows of 1 and then 2, end at 1 - 4 - 2 = -5."""
-    seen = same_everywhere(world(2).run(train_on_schedule, reduction))
-    assert approx(-5.0) == seen.weights[-1].item()
-    assert len(seen.weights) == 6

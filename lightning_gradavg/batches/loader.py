@@ -20,30 +20,79 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict, cast
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_gradavg.batches.chunks import Chunk, Split
-from lightning_gradavg.batches.order import (
-    LoaderState,
-    Order,
-    PassState,
-    Taken,
-    checked_state,
-    generators_of,
-    load_objects,
-    objects_of,
-    require_alike,
-    set_generators,
-    states_of,
-)
+from lightning_gradavg.batches.order import LoaderParts, Order, PassState, Start, Taken, require_alike
 from lightning_gradavg.batches.sources import FromIndices, FromWholeBatches, as_on_rank_0, loader_batch_size, source_of
-from lightning_gradavg.lightning_internals import TrainingLoop
+from lightning_gradavg.lightning_internals import TrainingLoop, iterator_of
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state
 from lightning_gradavg.ranks import World
 
 __all__ = ["BatchSplitter", "ResumableSplitLoader", "SplitIterator", "SplitLoader", "StatefulSplitLoader"]
+
+_FORMAT = 1
+
+
+class LoaderState(TypedDict):
+    """Where training stands in a loader. The same on all ranks, and for every world size.
+
+    Attributes:
+        format: Version of this format.
+        complete: Whether the epoch is over, so that the next pass starts at its first batch.
+        batches: Loader batches of the first of `passes` that were trained on.
+        samples: Samples in them.
+        epoch_batches: Loader batches of the epoch that were trained on. Of a loader that was started again within the
+            epoch, being shorter than another, it is more than `batches`.
+        digest: Of the fingerprints of these batches, in hexadecimal digits.
+        passes: The pass; then those that were already begun after it, because Lightning fetches ahead. None after a
+            complete epoch.
+        generators: States of the loader's own generators now.
+        objects: States of the samplers and datasets that have some, now.
+        seeded: Whether worker processes outlive the epoch, so that the next pass draws no seed for them.
+        random: Rank 0's global random state after these batches.
+    """
+
+    format: int
+    complete: bool
+    batches: int
+    samples: int
+    epoch_batches: int
+    digest: str
+    passes: list[PassState]
+    generators: list[torch.Tensor]
+    objects: list[Any]
+    seeded: bool
+    random: RandomState
+
+
+def checked_state(state: Any, parts: LoaderParts) -> LoaderState:
+    """Return `state` if the loader of these parts can go on from it.
+
+    Raises:
+        ValueError: If it is no state of a split loader, or that of one with other generators or stateful parts.
+    """
+    if not (
+        isinstance(state, dict) and state.get("format") == _FORMAT and LoaderState.__required_keys__ <= state.keys()
+    ):
+        found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
+        raise ValueError(
+            f"the checkpoint's state of a train loader is not one of format {_FORMAT} of a loader split with"
+            f" split_batches=True; it holds {found}. Resume with the strategy and the train loaders that saved it."
+        )
+    for what, mine, theirs in (
+        ("generators of its own", parts.generators, state["generators"]),
+        ("samplers and datasets with a state_dict", parts.objects, state["objects"]),
+    ):
+        if len(mine) != len(theirs):
+            raise ValueError(
+                f"the train loader has {len(mine)} {what}, but that of the checkpoint had {len(theirs)}. Resume"
+                " with the sampler and dataset of the run that saved it."
+            )
+    return cast("LoaderState", state)
 
 
 class SplitIterator(Iterator[Any]):
@@ -69,13 +118,13 @@ class SplitIterator(Iterator[Any]):
         self.order: Order | None = None
         self._pending: deque[tuple[Chunk, bytes, Order]] = deque() if before is None else before._pending
         self.following: deque[PassState] = deque() if before is None else before.following
-        self._start, self._seeded = Taken(), False
+        self._taken, self._seeded = Taken(), False
         if resumed is not None and before is None:
             begun = [] if loader.begun is None else [loader.begun.state()]
             self.following.extend(resumed["passes"] or begun)
             self._seeded = resumed["complete"] and resumed["seeded"]
-            if not resumed["complete"]:
-                self._start = Taken(resumed["batches"], resumed["samples"], bytes.fromhex(resumed["digest"]))
+            # Of a complete epoch nothing was taken: the next pass starts at its first batch.
+            self._taken = Taken(resumed["batches"], resumed["samples"], bytes.fromhex(resumed["digest"]))
         if resumed is None:
             self.begin()
 
@@ -83,7 +132,7 @@ class SplitIterator(Iterator[Any]):
         """Begin the pass, unless it has begun. A collective operation."""
         if self.order is None:
             again = self.following.popleft() if self.following else None
-            self.order = Order(self.loader.loader, self.loader._world, again, self._start, seeded=self._seeded)
+            self.order = Order(self.loader.loader, self.loader._world, Start(again, self._taken, self._seeded))
             self.loader.begun = self.order
             self._items = self.loader._source.read(self.order)
 
@@ -98,7 +147,7 @@ class SplitIterator(Iterator[Any]):
         assert self.order is not None
         if item is None:
             self.ended = True
-            if self.order.caught_up:
+            if self.order.yielded_nothing:
                 splitter.end_resumed_epoch()
             raise StopIteration
         batch, chunk, digest = item
@@ -153,14 +202,7 @@ class SplitLoader:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.loader, name)
 
-    @property
-    def _iterator(self) -> Any:
-        # Lightning shuts down persistent workers through this attribute.
-        return self._source.loader._iterator
-
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        self._source.loader._iterator = iterator
+    _iterator = iterator_of(lambda self: self._source.loader)
 
     @property
     def worker_init_fn(self) -> Any:
@@ -212,7 +254,7 @@ class ResumableSplitLoader(SplitLoader):
         """
         mine = [] if ended else [each for each in self._splitter.loop.iterators if each.loader is self]
         orders = [order for each in mine for order in each.orders]
-        taken = orders[0].taken if orders else Taken()
+        taken, parts = orders[0].taken if orders else Taken(), LoaderParts(self.loader)
         running = getattr(self.loader, "persistent_workers", False) and self._iterator is not None
         return LoaderState(
             format=1,
@@ -222,8 +264,8 @@ class ResumableSplitLoader(SplitLoader):
             epoch_batches=self._splitter.batches,
             digest=taken.digest.hex(),
             passes=[order.state() for order in orders] + [state for each in mine for state in each.following],
-            generators=[generator.get_state() for generator in generators_of(self.loader)],
-            objects=states_of(objects_of(self.loader)),
+            generators=parts.generator_states(),
+            objects=parts.object_states(),
             seeded=bool(running),
             random=random_state(),
         )
@@ -234,15 +276,16 @@ class ResumableSplitLoader(SplitLoader):
         Raises:
             ValueError: If it is not the state of such a loader.
         """
-        state = checked_state(state_dict, self.loader)
+        state = checked_state(state_dict, LoaderParts(self.loader))
         self.begun = None
         self.begin_at(state)
         self._splitter.go_on(self, state)
 
     def begin_at(self, state: LoaderState) -> None:
         """Have the next pass begin where the one of a state ended."""
-        set_generators(generators_of(self.loader), state["generators"])
-        load_objects(objects_of(self.loader), state["objects"])
+        parts = LoaderParts(self.loader)
+        parts.set_generators(state["generators"])
+        parts.load_objects(state["objects"])
 
 
 class StatefulSplitLoader(SplitLoader):

@@ -1,9 +1,9 @@
-"""One order of the data on all ranks, and how much of it training took: what a pass over a loader is determined by.
+"""The order of one pass over a loader, the same on all ranks, and how much of the pass training took.
 
 The order is that of one process with the random state of rank 0. What differs between ranks is that state, so they
-agree on it twice in a pass: when the iterator is made, where workers and samplers draw that draw at once, and when the
-first batch is asked for, where most samplers draw. Hooks and other loaders may have drawn in between. From there the
-pass goes on by itself, and what it yields is compared.
+agree on it twice in a pass: when the iterator is made, where workers and some samplers draw, and when the first batch
+is asked for, where most samplers draw. Hooks and other loaders may draw in between. From there the pass goes on by
+itself, and what it yields is compared.
 
 A pass is determined by these states. A checkpoint holds them, and the number of loader batches that were taken since.
 To go on, the pass is gone through again from the same states, and that many batches are passed over; a digest of them
@@ -13,10 +13,10 @@ proves that they are the same. Nothing of this depends on the number of ranks or
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple, TypedDict, cast
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 
@@ -25,22 +25,8 @@ from lightning_gradavg.random_state import RandomState, random_state, restore_ra
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import fingerprint
 
-__all__ = [
-    "LoaderState",
-    "Order",
-    "PassState",
-    "Taken",
-    "checked_state",
-    "generators_of",
-    "length_of",
-    "load_objects",
-    "objects_of",
-    "require_alike",
-    "set_generators",
-    "states_of",
-]
+__all__ = ["LoaderParts", "Order", "PassState", "Start", "Taken", "length_of", "require_alike"]
 
-_FORMAT = 1
 _DEPTH = 4  # a sampler of a batch sampler, a dataset of a subset: more levels are not followed
 _END = object()
 
@@ -66,38 +52,6 @@ class PassState(TypedDict):
     common: RandomState
 
 
-class LoaderState(TypedDict):
-    """Where training stands in a loader. The same on all ranks, and for every world size.
-
-    Attributes:
-        format: Version of this format.
-        complete: Whether the epoch is over, so that the next pass starts at its first batch.
-        batches: Loader batches of the first of `passes` that were trained on.
-        samples: Samples in them.
-        epoch_batches: Loader batches of the epoch that were trained on. Of a loader that was started again within the
-            epoch, being shorter than another, it is more than `batches`.
-        digest: Of the fingerprints of these batches, in hexadecimal digits.
-        passes: The pass; then those that were already begun after it, because Lightning fetches ahead. None after a
-            complete epoch.
-        generators: States of the loader's own generators now.
-        objects: States of the samplers and datasets that have some, now.
-        seeded: Whether worker processes outlive the epoch, so that the next pass draws no seed for them.
-        random: Rank 0's global random state after these batches.
-    """
-
-    format: int
-    complete: bool
-    batches: int
-    samples: int
-    epoch_batches: int
-    digest: str
-    passes: list[PassState]
-    generators: list[torch.Tensor]
-    objects: list[Any]
-    seeded: bool
-    random: RandomState
-
-
 class Taken(NamedTuple):
     """How much of a pass training took: loader batches, samples in them, and the digest of their fingerprints."""
 
@@ -106,41 +60,85 @@ class Taken(NamedTuple):
     digest: bytes = b""
 
 
+class Start(NamedTuple):
+    """Where a pass starts.
+
+    Attributes:
+        again: The pass of another run that is gone through again; None for a new one.
+        taken: How much of that pass is passed over.
+        seeded: Whether the worker processes had their seed from an earlier epoch, so that none is to be drawn. Where
+            they have to be started anew, the draw is taken back.
+    """
+
+    again: PassState | None = None
+    taken: Taken = Taken()
+    seeded: bool = False
+
+
+class LoaderParts:
+    """What has a state in a loader, each once, in an order that is the same in every run.
+
+    Attributes:
+        generators: The generators that the loader, its samplers and its datasets own.
+        objects: The samplers and datasets that have a state. A loader with one of its own resumes itself.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        found, level = {id(loader): loader}, [loader]
+        for _ in range(_DEPTH):
+            inner = [getattr(part, name, None) for part in level for name in ("batch_sampler", "sampler", "dataset")]
+            level = [part for part in inner if part is not None and id(part) not in found]
+            found |= {id(part): part for part in level}
+        owned = [getattr(part, "generator", None) for part in found.values()]
+        unique = {id(each): each for each in owned if isinstance(each, torch.Generator)}
+        self.generators = list(unique.values())
+        inside = list(found.values())[1:]
+        self.objects = [part for part in inside if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")]
+
+    def generator_states(self) -> list[torch.Tensor]:
+        """Return the states of the generators."""
+        return [generator.get_state() for generator in self.generators]
+
+    def set_generators(self, states: Sequence[torch.Tensor]) -> None:
+        """Give every generator its state."""
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
+
+    def object_states(self) -> list[Any]:
+        """Return the states of samplers and datasets."""
+        return [copy.deepcopy(part.state_dict()) for part in self.objects]
+
+    def load_objects(self, states: Sequence[Any]) -> None:
+        """Give every sampler and dataset a state of its own."""
+        for part, state in zip(self.objects, states, strict=True):
+            part.load_state_dict(copy.deepcopy(state))
+
+
 class Order:
     """The order of one pass over a loader. Making it is a collective operation.
 
     Args:
         loader: The user's loader.
         world: The ranks that read the same batches.
-        again: The pass of another run that is gone through again, or None.
-        start: How much of that pass is passed over.
-        seeded: Whether the worker processes have their seed from an earlier epoch, so that none is to be drawn. Where
-            they had to be started anew, the draw is taken back.
+        start: Where the pass starts.
 
     Attributes:
-        taken: How much of the pass training took, of `start` and since.
+        taken: How much of the pass training took, before and since.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        world: World,
-        again: PassState | None = None,
-        start: Taken = Taken(),  # noqa: B008  # immutable
-        *,
-        seeded: bool = False,
-    ) -> None:
-        self._world, self._start, self.taken = world, start, start
-        self._generators, stateful = generators_of(loader), objects_of(loader)
+    def __init__(self, loader: Any, world: World, start: Start) -> None:
+        again, self._passed_over, seeded = start
+        self.taken = self._passed_over
+        self._world, self._parts = world, LoaderParts(loader)
+        self._seen: dict[str, Snapshot] = {}
         if again is not None:
-            load_objects(stateful, again["objects"])
-        self._objects = states_of(stateful)
-        self._seen = {} if again is None else dict(again["snapshots"])
+            self._parts.load_objects(again["objects"])
+            self._seen, self._left = dict(again["snapshots"]), again["common"]
+        self._objects = self._parts.object_states()
         self._snapshots: dict[str, Snapshot] = {}
-        self._left = None if again is None else again["common"]
         self._drawing = False
         self._own: RandomState | None = None  # to put back after a draw
-        self._hash, self._batches = blake2b(digest_size=16), 0
+        self._batches, self._hash = 0, blake2b(digest_size=16)
         self.agree("begin")
         if seeded:
             self._seen["made"] = self._snapshots["begin"]
@@ -154,7 +152,14 @@ class Order:
 
     @property
     def _common(self) -> RandomState:
+        """The state that the next draw starts from. Within a draw it is that of the process."""
         return random_state() if self._drawing else self._state
+
+    @_common.setter
+    def _common(self, state: RandomState) -> None:
+        self._state = state
+        if self._drawing:
+            restore_random_state(state)
 
     def agree(self, moment: Literal["begin", "made", "first"]) -> None:
         """Have further draws start from rank 0's random state, or from where the pass to go through again drew.
@@ -169,16 +174,12 @@ class Order:
         if moment == "first" and moment in self._snapshots:
             return
         seen = self._seen.get(moment)
-        if seen is None and not self._drawing:
-            self._state: RandomState = self._world.from_first(random_state())
-        elif seen is not None:
-            self._state = seen["random"]
-            set_generators(self._generators, seen["generators"])
-            if self._drawing:
-                restore_random_state(self._state)
-        self._snapshots[moment] = Snapshot(
-            random=self._common, generators=[generator.get_state() for generator in self._generators]
-        )
+        if seen is not None:
+            self._common = seen["random"]
+            self._parts.set_generators(seen["generators"])
+        elif not self._drawing:
+            self._common = self._world.from_first(random_state())
+        self._snapshots[moment] = Snapshot(random=self._common, generators=self._parts.generator_states())
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -201,9 +202,8 @@ class Order:
             restore_random_state(self._own or self._state)
 
     def go_on(self) -> None:
-        """Draw from the state that the pass was left with, past draws that are not made again. Within a draw."""
-        assert self._left is not None
-        restore_random_state(self._left)
+        """Within a draw, draw from the state that the pass was left with, past draws that are not made again."""
+        self._common = self._left
         if self._own is not None and same_random_state(self._own, self._left):
             self._own = None
 
@@ -223,12 +223,12 @@ class Order:
     @property
     def behind(self) -> bool:
         """Whether batches are still to be passed over."""
-        return self._batches < self._start.batches
+        return self._batches < self._passed_over.batches
 
     @property
-    def caught_up(self) -> bool:
-        """Whether no batch was noted but those to be passed over."""
-        return self._batches == self._start.batches
+    def yielded_nothing(self) -> bool:
+        """Whether there was no batch but those to be passed over."""
+        return self._batches == self._passed_over.batches
 
     def note(self, key: bytes) -> bytes | None:
         """Note the next loader batch by its fingerprint, and compare. A collective operation.
@@ -245,13 +245,18 @@ class Order:
         passed_over = self.behind
         self._hash.update(key)
         self._batches += 1
-        if self.caught_up:
-            self._compare(f"batch {self._batches}, the last that the checkpoint counts as trained on")
-            if self._hash.digest() != self._start.digest:
-                raise self._other_batches("are not those of the checkpoint")
-        elif not passed_over and not (self._sized and self._batches & (self._batches - 1)):
+        if passed_over:
+            self._check_passed_over()
+            return None
+        if not self._sized or self._batches & (self._batches - 1) == 0:
             self._compare(f"batch {self._batches}")
-        return None if passed_over else self._hash.digest()
+        return self._hash.digest()
+
+    def _check_passed_over(self) -> None:
+        if not self.behind:
+            self._compare(f"batch {self._batches}, the last that the checkpoint counts as trained on")
+            if self._hash.digest() != self._passed_over.digest:
+                raise self._other_batches("are not those of the checkpoint")
 
     def finish(self) -> None:
         """Compare at the end of the pass. A collective operation.
@@ -282,7 +287,7 @@ class Order:
             )
 
     def _other_batches(self, found: str) -> RuntimeError:
-        batches, samples, _ = self._start
+        batches, samples, _ = self._passed_over
         return RuntimeError(
             f"the checkpoint was saved after {batches} batches ({samples} samples) of its epoch, but the"
             f" first {batches} batches of the train loader {found}: going on would train on some samples twice"
@@ -313,72 +318,3 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
-
-
-def checked_state(state: Any, loader: Any) -> LoaderState:
-    """Return `state` if `loader` can go on from it.
-
-    Raises:
-        ValueError: If it is no state of a split loader, or that of one with other generators or stateful parts.
-    """
-    if not (
-        isinstance(state, dict) and state.get("format") == _FORMAT and LoaderState.__required_keys__ <= state.keys()
-    ):
-        found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
-        raise ValueError(
-            f"the checkpoint's state of a train loader is not one of format {_FORMAT} of a loader split with"
-            f" split_batches=True; it holds {found}. Resume with the strategy and the train loaders that saved it."
-        )
-    for what, mine, theirs in (
-        ("generators of its own", generators_of(loader), state["generators"]),
-        ("samplers and datasets with a state_dict", objects_of(loader), state["objects"]),
-    ):
-        if len(mine) != len(theirs):
-            raise ValueError(
-                f"the train loader has {len(mine)} {what}, but that of the checkpoint had {len(theirs)}. Resume"
-                " with the sampler and dataset of the run that saved it."
-            )
-    return cast("LoaderState", state)
-
-
-def _parts(loader: Any) -> list[Any]:
-    """Return the loader's samplers and datasets, each once, in an order that is the same in every run."""
-    found, level = [loader], [loader]
-    for _ in range(_DEPTH):
-        inner = [getattr(part, name, None) for part in level for name in ("batch_sampler", "sampler", "dataset")]
-        level = []
-        for part in inner:
-            if part is not None and not any(part is known for known in found):
-                found.append(part)
-                level.append(part)
-    return found
-
-
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """Return the generators that the loader, its samplers and its datasets own, each once."""
-    owned = [getattr(part, "generator", None) for part in _parts(loader)]
-    unique = {id(generator): generator for generator in owned if isinstance(generator, torch.Generator)}
-    return list(unique.values())
-
-
-def set_generators(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
-    """Give every generator its state."""
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
-
-
-def objects_of(loader: Any) -> list[Any]:
-    """Return the samplers and datasets that have a state."""
-    parts = _parts(loader)[1:]  # a loader with a state of its own resumes itself
-    return [part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")]
-
-
-def states_of(objects: list[Any]) -> list[Any]:
-    """Return the states of samplers and datasets, as they are now."""
-    return [copy.deepcopy(part.state_dict()) for part in objects]
-
-
-def load_objects(objects: list[Any], states: list[Any]) -> None:
-    """Give every sampler and dataset a state of its own."""
-    for part, state in zip(objects, states, strict=True):
-        part.load_state_dict(copy.deepcopy(state))

@@ -36,6 +36,7 @@ from torch.utils.data import (
 
 from lightning_gradavg.batches.chunks import EMPTY_BATCH, Chunk, Split
 from lightning_gradavg.batches.order import Order
+from lightning_gradavg.lightning_internals import cloned
 from lightning_gradavg.tree import batch_samples, fingerprint, slice_batch
 
 __all__ = [
@@ -58,15 +59,6 @@ _DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRan
 _DRAW_NOTHING = (TensorDataset, Tensor, list, tuple, range)
 
 
-def _clone(loader: Any, **attributes: Any) -> Any:
-    """Return a `DataLoader` with other attributes, of any subclass, without a constructor that may not know them."""
-    if not isinstance(loader, DataLoader):
-        return loader
-    copy = object.__new__(type(loader))
-    copy.__dict__.update({**loader.__dict__, "_iterator": None, **attributes})
-    return copy
-
-
 class FromBatches:
     """Splits the batches of any iterable, as they come.
 
@@ -84,7 +76,7 @@ class FromBatches:
     alike: ClassVar[bool] = True
 
     def __init__(self, loader: Any, split: Split, count: Callable[[], int], **replaced: Any) -> None:
-        self.loader = _clone(loader, **replaced)
+        self.loader: Any = cloned(loader, **replaced) if isinstance(loader, DataLoader) else loader
         self._user_loader = loader
         self._split = split
         self._count = count

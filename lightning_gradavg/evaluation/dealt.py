@@ -11,12 +11,12 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
-import torch.distributed as dist
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
+from lightning_gradavg.lightning_internals import cloned, iterator_of, within_notes
+from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import fingerprint
 
 __all__ = [
@@ -32,25 +32,20 @@ __all__ = [
 class _DealtIndices:
     """This rank's share of what a sampler yields; in a copy of the loader it stands in the sampler's place."""
 
-    def __init__(self, sampler: Any, limit: int | None, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, sampler: Any, limit: int | None, world: World) -> None:
         self.dealt = sampler
-        self._limit, self._group = limit, group
+        self._limit, self._world = limit, world
 
     def __iter__(self) -> Iterator[Any]:
         indices: Any = islice(self.dealt, self._limit)
         inner = self.dealt.sampler if type(self.dealt) is BatchSampler else self.dealt
         if type(inner) is not SequentialSampler:
-            # It may draw from a generator that differs between the ranks. Each draws, to move on, and rank 0's counts:
-            # that of the run, as the ranks beside this group may hold other parts of the same model.
-            drawn = [list(indices)]
-            dist.broadcast_object_list(drawn, 0)
-            indices = drawn[0]
-        return islice(indices, dist.get_rank(self._group), None, dist.get_world_size(self._group))
+            # It may draw from a generator that differs between the ranks. Each draws, to move on, and rank 0's counts.
+            indices = self._world.from_first(list(indices))
+        return islice(indices, self._world.rank, None, self._world.size)
 
     def __len__(self) -> int:
-        length = len(self.dealt)
-        length = length if self._limit is None else min(length, self._limit)
-        return len(range(dist.get_rank(self._group), length, dist.get_world_size(self._group)))
+        return len(range(len(self.dealt))[: self._limit][self._world.rank :: self._world.size])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "dealt" not in vars(self):
@@ -58,25 +53,18 @@ class _DealtIndices:
         return getattr(self.dealt, name)
 
 
-def _dealt_copy(loader: DataLoader[Any], limit: int | None, group: dist.ProcessGroup | None) -> DataLoader[Any]:
+def _dealt_copy(loader: DataLoader[Any], limit: int | None, world: World) -> DataLoader[Any]:
     """Return a copy of a map-style loader with its sampler dealt, without running a constructor."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    sampler: Any = getattr(loader, name)
-    if isinstance(sampler, _IndexBatchSamplerWrapper):  # it notes the indices for prediction writers
-        sampler = _IndexBatchSamplerWrapper(cast("Any", _DealtIndices(sampler._batch_sampler, limit, group)))
-    else:
-        sampler = _DealtIndices(sampler, limit, group)
-    copy = object.__new__(type(loader))
-    copy.__dict__.update(loader.__dict__, _iterator=None, **{name: sampler})
-    return copy
+    dealt = within_notes(getattr(loader, name), lambda sampler: _DealtIndices(sampler, limit, world))
+    return cloned(loader, **{name: dealt})
 
 
 class EvaluationLoader:
     """This rank's batches of a user's evaluation loader. All other attributes are those of that loader.
 
     Attributes:
-        group: The process group that the batches are dealt to; None for that of all ranks.
-        loader: The user's loader, untouched.
+        dealt_from: The user's loader, untouched.
         kept: Whether the user shares out the data; otherwise the batches are dealt.
         lengths: Each rank's number of batches; None if some rank does not know.
         taken: How many batches were taken in this pass.
@@ -86,19 +74,19 @@ class EvaluationLoader:
     def __init__(
         self,
         loader: Any,
+        world: World,
         *,
         kept: bool,
         limit: int | None,
         lengths: Sequence[int] | None,
         on_batch: Callable[[EvaluationLoader], None],
-        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.group = group
-        self.loader, self.kept, self.lengths = loader, kept, lengths
+        self.dealt_from, self.kept, self.lengths = loader, kept, lengths
+        self._world = world
         self._limit, self._on_batch = limit, on_batch
         indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         self._streamed = not kept and not indexed
-        self._source = _dealt_copy(loader, limit, group) if indexed and not kept else loader
+        self._source = _dealt_copy(loader, limit, world) if indexed and not kept else loader
         self.taken = 0
         self.read = (0, b"")
 
@@ -117,7 +105,7 @@ class EvaluationLoader:
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield every `world_size`-th batch of a stream that all ranks read."""
-        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        rank, world_size = self._world.rank, self._world.size
         digest = blake2b(digest_size=16)
         size, rounds = world_size, 0
         while size == world_size:
@@ -133,7 +121,7 @@ class EvaluationLoader:
 
     def __len__(self) -> int:
         if self.lengths is None:
-            raise TypeError(f"{type(self.loader).__name__} has no length on some rank")
+            raise TypeError(f"{type(self.dealt_from).__name__} has no length on some rank")
         # The same on all ranks: Lightning skips a loop, and refuses a loader, whose own rank has nothing.
         return max(self.lengths)
 
@@ -142,14 +130,7 @@ class EvaluationLoader:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._source, name)
 
-    @property
-    def _iterator(self) -> Any:
-        # Lightning shuts down persistent workers through this attribute.
-        return self._source._iterator
-
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        self._source._iterator = iterator
+    _iterator = iterator_of(lambda self: self._source)
 
     @property
     def worker_init_fn(self) -> Any:
@@ -164,12 +145,12 @@ class EvaluationLoader:
 
     def describe(self) -> str:
         """Return one line that says what is done with the loader."""
-        name = type(self.loader).__name__
+        name = type(self.dealt_from).__name__
         if self.kept:
             return f"{name}: every rank evaluates its own batches"
         if self._streamed:
-            return f"{name}: every rank reads all batches and evaluates one of every {dist.get_world_size(self.group)}"
-        return f"{name}: its batches are dealt to {dist.get_world_size(self.group)} ranks, each of them once"
+            return f"{name}: every rank reads all batches and evaluates one of every {self._world.size}"
+        return f"{name}: its batches are dealt to {self._world.size} ranks, each of them once"
 
 
 def ranks_having(lengths: Sequence[int], index: int) -> tuple[int, ...]:

@@ -7,15 +7,19 @@ rank that lacks a key, or has an empty list where the others have rows, would le
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
+
+from lightning_gradavg.lightning_internals import MetricInside, neutral_result
+from lightning_gradavg.ranks import World
 
 __all__ = [
     "ListState",
@@ -24,20 +28,12 @@ __all__ = [
     "complete_states",
     "describe_results",
     "describe_states",
-    "gather",
 ]
 
 _FIELDS = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx"),
     *("dataloader_idx", "metric_attribute"),
 )
-
-
-def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the value of every rank of a process group, in rank order; None for that of all ranks."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 class Logged(NamedTuple):
@@ -72,7 +68,7 @@ class ListState(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-def describe_results(results: Mapping[str, _ResultMetric]) -> dict[str, Logged]:
+def describe_results(results: Mapping[str, Any]) -> dict[str, Logged]:
     """Return what is computed at the end of the evaluation, and by all ranks or none."""
     logged = {}
     for key, entry in results.items():
@@ -81,7 +77,7 @@ def describe_results(results: Mapping[str, _ResultMetric]) -> dict[str, Logged]:
         if entry.has_reset or not meta.on_epoch or meta.sync.rank_zero_only or meta.sync.group is not None:
             continue
         function: Any = meta.reduce_fx
-        dtypes = {name: getattr(entry, name).dtype for name in entry._defaults} if entry.is_tensor else {}
+        dtypes = {name: getattr(entry, name).dtype for name in entry.metric_state} if entry.is_tensor else {}
         logged[key] = Logged(
             {name: getattr(meta, name) for name in _FIELDS},
             (function.__name__, getattr(builtins, function.__name__, None) is function),
@@ -92,7 +88,7 @@ def describe_results(results: Mapping[str, _ResultMetric]) -> dict[str, Logged]:
 
 
 def complete_results(
-    results: dict[str, _ResultMetric], of_ranks: Sequence[Mapping[str, Logged]], module: LightningModule
+    results: dict[str, Any], of_ranks: Sequence[Mapping[str, Logged]], module: LightningModule
 ) -> list[str]:
     """Add what other ranks logged and this one did not, with its neutral value, and put all into one order.
 
@@ -104,7 +100,7 @@ def complete_results(
     Returns:
         The names of values that some rank lacks and that are not reduced over the ranks.
     """
-    ordered: dict[str, _ResultMetric] = {}
+    ordered: dict[str, Any] = {}
     lacking = []
     for key, logged in {key: logged for of_rank in of_ranks for key, logged in of_rank.items()}.items():
         if logged.dtypes and not logged.synced:
@@ -119,22 +115,17 @@ def complete_results(
     return lacking
 
 
-def _neutral(logged: Logged, module: LightningModule) -> _ResultMetric:
+def _neutral(logged: Logged, module: LightningModule) -> Any:
     name, of_python = logged.reduce_fx
     reduce_fx = getattr(builtins if of_python else torch, name)
-    meta = _Metadata(**logged.fields, reduce_fx=reduce_fx)
-    # Built as Lightning's `log` does it, and equal to what it compares with in the next epoch.
-    meta.sync = _Sync(_should=logged.synced, fn=module.trainer.strategy.reduce)
-    entry = _ResultMetric(meta, bool(logged.dtypes))
-    entry._update_count = 1
-    if logged.dtypes:
-        for state, dtype in logged.dtypes.items():
-            setattr(entry, state, getattr(entry, state).to(module.device, dtype))
-        return entry
-    attribute = meta.metric_attribute
-    metric = module.get_submodule(attribute) if attribute else None
-    assert isinstance(metric, Metric)
-    entry.value = metric
+    reduce, tensor = module.trainer.strategy.reduce, bool(logged.dtypes)
+    entry = neutral_result(logged.fields, reduce_fx, reduce, synced=logged.synced, tensor=tensor)
+    for state, dtype in logged.dtypes.items():
+        setattr(entry, state, getattr(entry, state).to(module.device, dtype))
+    if not tensor:
+        attribute = entry.meta.metric_attribute
+        assert attribute is not None  # Lightning refuses to log a metric that it does not find in the module
+        entry.value = module.get_submodule(attribute)
     return entry
 
 
@@ -142,9 +133,9 @@ def describe_states(metrics: Mapping[str, Metric]) -> dict[str, dict[str, ListSt
     """Return the list states of the metrics, as `{metric: {state: description}}`."""
     return {
         name: {
-            state: _describe_list(value, concatenated=metric._reductions[state] is dim_zero_cat)
-            for state in metric._reductions
-            if isinstance(value := getattr(metric, state), list)
+            state: _describe_list(value, concatenated=MetricInside(metric).reductions[state] is dim_zero_cat)
+            for state, value in metric.metric_state.items()
+            if isinstance(value, list)
         }
         for name, metric in metrics.items()
     }
@@ -159,8 +150,8 @@ def _describe_list(value: list[Any], *, concatenated: bool) -> ListState:
 def complete_states(
     metrics: Mapping[str, Metric],
     of_ranks: Sequence[Mapping[str, Mapping[str, ListState]]],
-    group: dist.ProcessGroup | None = None,
-) -> list[tuple[Metric, dict[str, Any]]]:
+    world: World,
+) -> list[Callable[[], None]]:
     """Give the list states of the metrics a form that torchmetrics can gather. A collective operation.
 
     It cannot gather rows of different types and shapes, which an empty list stands for, nor unconcatenated lists of
@@ -169,19 +160,20 @@ def complete_states(
     Args:
         metrics: All metrics of this rank's module, by name.
         of_ranks: What `describe_states` returned, in rank order.
-        group: The process group of those ranks; None for that of all.
+        world: Those ranks.
 
     Returns:
-        Metrics, with the attributes to put back when their results are computed.
+        What puts the metrics back, to be called when their results are computed.
     """
-    changed: list[tuple[Metric, dict[str, Any]]] = []
+    changed: list[Callable[[], None]] = []
     for name, states in {name: states for of_rank in of_ranks for name, states in of_rank.items()}.items():
         metric, whole = metrics[name], set()
         # What it remembers of an earlier evaluation is not what the others compute now, waiting for this rank.
-        metric._computed = None
+        inside = MetricInside(metric)
+        inside.forget()
         if not metric.update_called:  # it warns otherwise, although other ranks have updated it
-            changed.append((metric, {"_update_count": 0}))
-            metric._update_count = 1
+            changed.append(partial(setattr, inside, "updates", 0))
+            inside.updates = 1
         for state in states:
             every = [of_rank[name][state] for of_rank in of_ranks if name in of_rank]
             own: Any = getattr(metric, state)
@@ -193,18 +185,11 @@ def complete_states(
                 elif filled is not None:
                     setattr(metric, state, [torch.empty((0, *filled.shape), dtype=filled.dtype, device=metric.device)])
             elif len(sizes) > 1:
-                own = [item for of_rank in gather(_to(own, "cpu"), group) for item in of_rank]
-                setattr(metric, state, _to(own, metric.device))
+                everything = chain.from_iterable(world.gather_objects(move_data_to_device(own, "cpu")))
+                setattr(metric, state, move_data_to_device(list(everything), metric.device))
                 whole.add(state)
         if whole:
-            changed.append((metric, {"_reductions": metric._reductions}))
-            metric._reductions = {state: how for state, how in metric._reductions.items() if state not in whole}
+            reductions = inside.reductions
+            changed.append(partial(setattr, inside, "reductions", reductions))
+            inside.reductions = {state: how for state, how in reductions.items() if state not in whole}
     return changed
-
-
-def _to(value: Any, device: torch.device | str) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to(item, device) for item in value)
-    return value

@@ -13,16 +13,15 @@ What follows from that is done here:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -43,6 +42,15 @@ from lightning_gradavg.evaluation.logged import (
     complete_states,
     describe_results,
     describe_states,
+)
+from lightning_gradavg.lightning_internals import (
+    EvaluationPass,
+    MetricInside,
+    broadcast_from_first,
+    injects_samplers,
+    limited_batches,
+    restore_evaluation_loops,
+    set_injection_of_samplers,
 )
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import subgroups
@@ -86,18 +94,13 @@ class ExactEvaluation(Evaluation):
     def setup(self, run: Run) -> None:
         """Begin a run."""
         super().setup(run)
-        trainer = run.trainer
-        self._trainer, self._module = trainer, run.module
-        self._group = run.world.group
-        self._injects_samplers = trainer._accelerator_connector.use_distributed_sampler
+        self._alone = run.world.size == 1
+        self._injects_samplers = injects_samplers(run.trainer)
         self._stage: RunningStage | None = None
-        self._options: list[tuple[Any, str, Any]] = []
         self._latest = None
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._updates: dict[str, int] = {}
-        self._changed: list[tuple[Metric, dict[str, Any]]] = []
-        self._regrouped: list[tuple[Metric, Any]] = []
-        self._own_buffers: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._on_step: list[Metric] = []
+        self._put_back_options, self._put_back = ExitStack(), ExitStack()
 
     @property
     def prepares(self) -> bool:  # type: ignore[override]  # an attribute where it is always the same
@@ -107,21 +110,20 @@ class ExactEvaluation(Evaluation):
     @property
     def through_ddp(self) -> bool:  # type: ignore[override]  # likewise
         """Whether a step may run through DDP: ranks with fewer batches would not take part in its broadcasts."""
-        return self._group is None
+        return self._alone
 
     def prepare_loaders(self, stage: str) -> None:
         """Have Lightning leave the samplers and the number of batches to us, for the loaders of a stage."""
-        self.put_options_back()
-        self._stage = _STAGES.get(stage) if self._group is not None else None
+        self._put_back_options.close()
+        trainer: Any = self.run.trainer
+        self._stage = None if self._alone else _STAGES.get(stage)
         if self._stage is not None:
-            self._set(self._trainer, f"limit_{self._stage.dataloader_prefix}_batches", 1.0)
-            self._set(self._trainer._accelerator_connector, "use_distributed_sampler", False)
-
-    def put_options_back(self) -> None:
-        """Give the Trainer the options again that `prepare_loaders` has replaced."""
-        for owner, name, value in self._options:
-            setattr(owner, name, value)
-        self._options = []
+            limited = f"limit_{self._stage.dataloader_prefix}_batches"
+            self._limit = getattr(trainer, limited)
+            self._put_back_options.callback(setattr, trainer, limited, self._limit)
+            self._put_back_options.callback(set_injection_of_samplers, trainer, self._injects_samplers)
+            setattr(trainer, limited, 1.0)
+            set_injection_of_samplers(trainer, False)
 
     def process_dataloader(self, loader: Any) -> EvaluationLoader:
         """Return this rank's part of an evaluation loader. A collective operation.
@@ -136,46 +138,44 @@ class ExactEvaluation(Evaluation):
                 loader, or the ranks' loaders differ.
         """
         assert self._stage is not None
-        limit = self._options[0][2]
-        if isinstance(loader, EvaluationLoader):
-            loader = loader.loader
+        world, prefix = self.run.world, self._stage.dataloader_prefix
+        loader = getattr(loader, "dealt_from", loader)  # Lightning writes ours into a CombinedLoader of the user
         sampler = distributed_sampler(loader)
         owners = (loader, getattr(loader, "dataset", None))
         sharded = any(getattr(owner, "sharded_by_rank", False) for owner in owners)
         kept = sharded or sampler is not None or not self._injects_samplers
-        problem = sampler_problem(sampler, dist.get_world_size(self._group)) if sampler is not None else None
+        problem = None if sampler is None else sampler_problem(sampler, world.size)
         limited: float = 0
         try:
             length = sized_len(loader)
-            limited = _parse_num_batches(self._stage, float("inf") if length is None else length, limit)
+            limited = limited_batches(self._stage, math.inf if length is None else length, self._limit)
         except MisconfigurationException as error:
             problem = problem or str(error)
-        every = self.run.world.gather_objects((kept, limited, problem))
+        every = world.gather_objects((kept, limited, problem))
         # A problem that only some ranks have is raised by them all: nobody waits for a rank that has given up.
         problem = next((of_rank[2] for of_rank in every if of_rank[2] is not None), None)
-        if problem is None and len({of_rank[:2] if not of_rank[0] else True for of_rank in every}) > 1:
-            counts = ", ".join(str(of_rank[1]) for of_rank in every)
+        lengths = [of_rank[1] for of_rank in every]
+        if problem is None and len({(of_rank[0], of_rank[0] or of_rank[1]) for of_rank in every}) > 1:
             problem = (
-                f"the ranks' {self._stage.dataloader_prefix} loaders differ: in rank order they have {counts} batches,"
+                f"the ranks' {prefix} loaders differ: in rank order they have {', '.join(map(str, lengths))} batches,"
                 " but they are dealt as one and the same. Make them the same on all ranks; or, where every rank is to"
                 " evaluate its own data, set `sharded_by_rank = True` on the loader or its dataset, or"
                 " Trainer(use_distributed_sampler=False)."
             )
         if problem is not None:
             raise ValueError(problem)
-        lengths = [of_rank[1] for of_rank in every]
-        sized = float("inf") not in lengths
-        ranks = range(dist.get_world_size(self._group))
-        of_ranks = lengths if kept else [len(range(rank, int(lengths[0]), len(ranks))) for rank in ranks if sized]
+        sized = math.inf not in lengths
+        if sized and not kept:
+            lengths = [len(range(rank, int(limited), world.size)) for rank in range(world.size)]
         wrapped = EvaluationLoader(
             loader,
+            world,
             kept=kept,
-            limit=None if limited == float("inf") else int(limited),
-            lengths=of_ranks if sized else None,
-            group=self._group,
+            limit=None if limited == math.inf else int(limited),
+            lengths=lengths if sized else None,
             on_batch=self._note,
         )
-        rank_zero_info(f"GradAvgStrategy: {self._stage.dataloader_prefix} {wrapped.describe()}")
+        rank_zero_info(f"GradAvgStrategy: {prefix} {wrapped.describe()}")
         return wrapped
 
     def on_evaluation_start(self) -> None:
@@ -184,33 +184,30 @@ class ExactEvaluation(Evaluation):
         Raises:
             ValueError: If batches would be repeated to fill up a `CombinedLoader`.
         """
-        if self._group is None:
+        if self._alone:
             return
-        self.put_options_back()
+        self._put_back_options.close()
         self._stage = self._latest = None
-        loop, loaders, mode = self._loop, self._loaders, self._mode
-        if mode == "max_size_cycle":
+        self._pass = now = EvaluationPass(self.run.trainer)
+        if now.mode == "max_size_cycle":
             raise ValueError(
-                f"CombinedLoader(mode={mode!r}) repeats the batches of the shorter loaders, so their samples would be"
-                " evaluated more than once. Use 'sequential', 'min_size' or 'max_size'."
+                f"CombinedLoader(mode={now.mode!r}) repeats the batches of the shorter loaders, so their samples would"
+                " be evaluated more than once. Use 'sequential', 'min_size' or 'max_size'."
             )
-        together = [self._together(loaders)] if mode != "sequential" else [loader.lengths for loader in loaders]
+        rows = [[loader] for loader in now.loaders] if now.mode == "sequential" else [now.loaders]
         incomplete = {
             ranks_having(lengths, ended)
-            for lengths in filter(None, together)
+            for lengths in filter(None, map(self._steps, rows))
             for ended in set(lengths) - {max(lengths)}
         }
         self._groups |= subgroups(self.run.world, incomplete - set(self._groups), self._timeout)
         if self.run.model is not None:
             self._take_buffers(self.run.model)
         metrics = self._metrics()
-        self._updates = {name: metric._update_count for name, metric in metrics}
-        self._regrouped = [(metric, metric.process_group) for _, metric in metrics if metric.dist_sync_on_step]
-        if isinstance(loop, _EvaluationLoop):
-            connector = self._trainer._logger_connector
-            # In stock, ranks that have no batch of a loader compute the results of fewer loaders than the others.
-            loop._store_dataloader_outputs = connector.epoch_end_reached  # type: ignore[method-assign]  # see `_run_end`
-            loop.on_run_end = partial(self._run_end, loop)  # type: ignore[method-assign]  # once per run
+        self._updates = {name: MetricInside(metric).updates for name, metric in metrics.items()}
+        self._on_step = [metric for metric in metrics.values() if metric.dist_sync_on_step]
+        if not self.run.trainer.predicting:
+            now.compute_at_end(self._complete)
 
     def group(self) -> Any:
         """Return the process group of the ranks that have a batch in this round; None if all have, or between passes.
@@ -221,129 +218,98 @@ class ExactEvaluation(Evaluation):
         latest = self._latest
         if latest is None:
             return None
-        loaders, taken = [latest], latest.taken
-        if self._mode != "sequential":
-            loaders = self._loaders
-            taken = max(loader.taken for loader in loaders)
-        lengths = self._together(loaders)
+        row = [latest] if self._pass.mode == "sequential" else self._pass.loaders
+        lengths = self._steps(row)
         if lengths is None:
             raise RuntimeError(
                 "something is reduced or gathered over the ranks within an evaluation step, but it is not known which"
                 " ranks have a batch then, because a loader has no length. Give it a `__len__`; or log with"
                 " on_step=False, and use no metric with dist_sync_on_step=True."
             )
-        return self._groups.get(ranks_having(lengths, taken - 1))
+        return self._groups.get(ranks_having(lengths, max(loader.taken for loader in row) - 1))
 
     def on_evaluation_end(self) -> None:
         """End one pass, when its results are computed. A collective operation for predictions."""
-        if self._group is None:
+        if self._alone:
             return
-        self._latest = None
-        for metric, attributes in self._changed:
-            vars(metric).update(attributes)
-        for metric, group in self._regrouped:
-            metric.process_group = group
-        for buffer, own, taken in self._own_buffers:
-            if torch.equal(buffer, taken):  # otherwise the evaluation has written it
-                buffer.copy_(own)
-        self._changed, self._regrouped, self._own_buffers = [], [], []
-        loop = self._loop
-        if isinstance(loop, _PredictionLoop):
-            compare_streams(self.run.world.gather_objects([loader.read for loader in self._loaders]), together=False)
-            if loop.return_predictions:
-                every = self.run.world.gather_objects(loop._predictions)
-                for index, loader in enumerate(self._loaders):
-                    if not loader.kept:
-                        # In place: this list is what the loop returns.
-                        loop._predictions[index][:] = in_order([of_rank[index] for of_rank in every])
+        self._note(None)
+        self._put_back.close()
+        now, world = self._pass, self.run.world
+        if not self.run.trainer.predicting:
+            return
+        compare_streams(world.gather_objects([loader.read for loader in now.loaders]), together=False)
+        if now.predictions is not None:
+            every = world.gather_objects(now.predictions)
+            for index, loader in enumerate(now.loaders):
+                if not loader.kept:
+                    # In place: this list is what the loop returns.
+                    now.predictions[index][:] = in_order([of_rank[index] for of_rank in every])
 
     def teardown(self) -> None:
         """Put everything back at the end of the run."""
         if self._run is None:
             return
-        self.put_options_back()
-        trainer = self._trainer
-        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-            for name in ("on_run_end", "_store_dataloader_outputs"):
-                vars(loop).pop(name, None)
+        self._put_back_options.close()
+        restore_evaluation_loops(self.run.trainer)
         for ranks, group in self._groups.items():
-            if dist.get_rank(self._group) in ranks:
+            if self.run.world.rank in ranks:
                 dist.destroy_process_group(group)
         self._groups = {}
 
-    @property
-    def _loop(self) -> Any:
-        return self._trainer._active_loop
-
-    @property
-    def _mode(self) -> str:
-        return str(self._loop._combined_loader._mode)
-
-    @property
-    def _loaders(self) -> list[EvaluationLoader]:
-        return list(self._loop._combined_loader.flattened)
-
-    def _metrics(self) -> list[tuple[str, Metric]]:
+    def _metrics(self) -> dict[str, Metric]:
         """Return the metrics whose states are shared by all ranks when they are computed."""
-        found = [(name, module) for name, module in self._module.named_modules() if isinstance(module, Metric)]
-        return [(name, metric) for name, metric in found if metric.sync_on_compute and metric.process_group is None]
+        found = {name: module for name, module in self.run.module.named_modules() if isinstance(module, Metric)}
+        return {name: one for name, one in found.items() if one.sync_on_compute and one.process_group is None}
 
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        self._options.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
-
-    def _together(self, loaders: Sequence[EvaluationLoader]) -> list[int] | None:
-        """Return each rank's number of steps over the loaders, None if it is unknown."""
-        fewest = self._mode == "min_size"
+    def _steps(self, loaders: Sequence[EvaluationLoader]) -> list[int] | None:
+        """Return each rank's number of steps over loaders that are read together, None if it is unknown."""
         lengths = [loader.lengths for loader in loaders if loader.lengths is not None]
+        fewest_or_most = min if self._pass.mode == "min_size" else max
         if len(lengths) < len(loaders):
             return None
-        return [(min if fewest else max)(of_rank) for of_rank in zip(*lengths, strict=True)]
+        return [fewest_or_most(of_rank) for of_rank in zip(*lengths, strict=True)]
 
-    def _note(self, loader: EvaluationLoader) -> None:
-        """Note that a batch of the loader is evaluated next."""
+    def _note(self, loader: EvaluationLoader | None) -> None:
+        """Note that a batch of the loader is evaluated next; None at the end."""
         self._latest = loader
-        for metric, _ in self._regrouped:
+        for metric in self._on_step:
             metric.process_group = self.group()
 
     def _take_buffers(self, model: DistributedDataParallel) -> None:
         """Take over rank 0's buffers: for good where the next forward of DDP would do it, else until the end."""
-        source = dist.get_global_rank(model.process_group, 0)
-        for name, buffer in model.module.named_buffers():
-            if name in model.parameters_to_ignore:
-                continue
-            taken = buffer.clone(memory_format=torch.contiguous_format)
-            dist.broadcast(taken, source, group=model.process_group)
-            if not model.broadcast_buffers:
-                self._own_buffers.append((buffer, buffer.clone(), taken))
-            buffer.copy_(taken)
+        buffers = [one for name, one in model.module.named_buffers() if name not in model.parameters_to_ignore]
+        own = [buffer.clone() for buffer in buffers]
+        broadcast_from_first(buffers, model.process_group)
+        if not model.broadcast_buffers:
+            taken = [buffer.clone() for buffer in buffers]
+            self._put_back.callback(_give_back, buffers, own, taken)
 
-    def _run_end(self, loop: _EvaluationLoop) -> Any:
-        """Compute the results of all loaders on all ranks, and go on with what Lightning does at the end."""
-        self._latest = None
-        for metric, group in self._regrouped:
-            metric.process_group = group
-        self._complete(loop)
-        connector = self._trainer._logger_connector
-        count = loop.num_dataloaders
-        for index in range(count) if loop._is_sequential and count > 1 else (None,):
-            loop._results.dataloader_idx = index
-            loop._logged_outputs.append(connector.update_eval_epoch_metrics())
-        del loop.on_run_end, loop._store_dataloader_outputs  # those of the class are back
-        return loop.on_run_end()
-
-    def _complete(self, loop: _EvaluationLoop) -> None:
-        metrics = dict(self._metrics())
-        updated = {name: one for name, one in metrics.items() if one._update_count != self._updates.get(name, 0)}
-        read = [loader.read for loader in self._loaders]
-        every = self.run.world.gather_objects((describe_results(loop._results), describe_states(updated), read))
+    def _complete(self) -> None:
+        """Have all ranks agree on what was logged, before the results are computed."""
+        self._note(None)
+        metrics = self._metrics()
+        updated = {
+            name: metric
+            for name, metric in metrics.items()
+            if MetricInside(metric).updates != self._updates.get(name, 0)
+        }
+        now, world = self._pass, self.run.world
+        read = [loader.read for loader in now.loaders]
+        every = world.gather_objects((describe_results(now.results), describe_states(updated), read))
         results, states, reads = zip(*every, strict=True)
-        compare_streams(reads, together=self._mode != "sequential")
-        self._changed = complete_states(metrics, states, self._group)
-        lacking = complete_results(loop._results, results, self._module)
-        if lacking and not self._trainer.sanity_checking:
+        compare_streams(reads, together=now.mode != "sequential")
+        for put_back in complete_states(metrics, states, world):
+            self._put_back.callback(put_back)
+        lacking = complete_results(now.results, results, self.run.module)
+        if lacking and not self.run.trainer.sanity_checking:
             rank_zero_warn(
                 f"{', '.join(map(repr, lacking))} was logged by some ranks and not by others, which had no batch to log"
                 " it from, and is not reduced over the ranks: each has a value of its own, or none. Log it with"
                 " sync_dist=True to have the value of one process on all ranks."
             )
+
+
+def _give_back(buffers: Sequence[Tensor], own: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
+    for buffer, before, given in zip(buffers, own, taken, strict=True):
+        if torch.equal(buffer, given):  # otherwise the evaluation has written it
+            buffer.copy_(before)

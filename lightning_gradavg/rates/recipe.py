@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from lightning_gradavg.rates.groups import LearningRates
 from lightning_gradavg.rates.scaling import (
     BatchScale,
     ScaleFunction,
+    as_count,
     batch_scale,
     contradictions,
     resolve_scaling,
@@ -33,7 +33,6 @@ class RunRecipe:
         lr_warmup_steps: Optimizer steps from the base to the scaled learning rate.
         equivalent_to: The name of the run to be reproduced, or None.
         num_replicas: Chunks that every loader batch is computed in, where they shape the result; else None.
-        rates: Keeps effective learning rates; None where nothing is scaled.
         batch: The global and the base batch; of scale 1 until the training loaders are known.
         global_batch_size: Samples of one optimizer step over ranks and window; None where no loader tells, or none is
             there yet.
@@ -48,20 +47,22 @@ class RunRecipe:
     lr_warmup_steps: int
     equivalent_to: str | None = None
     num_replicas: int | None = None
-    rates: LearningRates | None = field(init=False)
     batch: BatchScale = field(init=False, default=BatchScale(1, 1))
     global_batch_size: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._scaling = resolve_scaling(self.lr_scaling)
-        rates = LearningRates(self._scaling, self.lr_warmup_steps)
-        self.rates = None if self._scaling.name == "none" else rates
-        if self.lr_warmup_steps and self.rates is None:
+        if as_count("lr_warmup_steps", self.lr_warmup_steps, least=0) > 0 and not self.scales:
             raise ValueError(
                 f"lr_warmup_steps={self.lr_warmup_steps} leads to the learning rate that lr_scaling='none' does not"
                 " scale. Choose an lr_scaling, or warm up with a scheduler."
             )
         self._batch_scale(1, world_size=1, accumulation=1)  # the same checks, before there is a loader
+
+    @property
+    def scales(self) -> bool:
+        """Whether the learning rate follows the global batch."""
+        return self._scaling.name != "none"
 
     def _batch_scale(self, size: int, *, world_size: int, accumulation: int) -> BatchScale:
         return batch_scale(
@@ -79,7 +80,7 @@ class RunRecipe:
         return scale_factor(self._scaling, self.batch.scale)
 
     def set_batch(self, sizes: Sequence[int | None], *, world_size: int, accumulation: int) -> None:
-        """Compute the global batch and apply the scale.
+        """Compute the global batch, and the scale.
 
         Args:
             sizes: The batch size of every training loader.
@@ -87,10 +88,10 @@ class RunRecipe:
             accumulation: Loader batches per optimizer step and rank.
 
         Raises:
-            ValueError: If the scale cannot be known or served.
+            ValueError: If the scale cannot be known.
         """
         size = sizes[0] if len({*sizes}) == 1 else None
-        if size is None and self.base_batch_size is not None and self.rates is not None:
+        if size is None and self.base_batch_size is not None and self.scales:
             raise ValueError(
                 f"lr_scaling={self._scaling.name!r} with base_batch_size={self.base_batch_size} needs the size of a"
                 f" training batch, but the training loaders have the batch sizes {list(sizes)}. Give the loader, its"
@@ -99,8 +100,6 @@ class RunRecipe:
         # Without a base batch the scale is a ratio of ranks, for which any size will do.
         self.batch = self._batch_scale(size or 1, world_size=world_size, accumulation=accumulation)
         self.global_batch_size = self.batch.global_batch_size if size is not None else None
-        if self.rates is not None:
-            self.rates.set_scale(self.batch.scale)
 
     def found_here(self) -> None:
         """Take the current global batch for the base batch: a learning rate was just found with it."""
@@ -115,7 +114,7 @@ class RunRecipe:
     def fingerprint(self) -> dict[str, Any]:
         """Return what a run that continues this one must agree with, free of the world size."""
         # Without a scaling the base says nothing, and a search for a learning rate would seem to change the recipe.
-        says_base = self.rates is not None and self.global_batch_size is not None
+        says_base = self.scales and self.global_batch_size is not None
         return {
             "reduction": self.rule.name,
             "split_batches": self.split_batches,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_gradavg.lightning_internals import stored, version_of
 from lightning_gradavg.reduction.loss import WeighedLoss, gradients_discarded
 from lightning_gradavg.reduction.reducer import Reducer
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch
@@ -113,7 +114,7 @@ class Accumulation:
         """End a micro-batch that is not the last one of its window."""
         self.reducer.accumulating = False
         if self._preserves:
-            self._left = [(p.grad, 0 if p.grad is None else p.grad._version) for p in self.parameters]
+            self._left = [(p.grad, 0 if p.grad is None else version_of(p.grad)) for p in self.parameters]
 
     def finish(self) -> None:
         """End the window after its last backward: check it, and add what was there before it."""
@@ -146,15 +147,11 @@ class Accumulation:
         """Return whether the user zeroed the gradients of a window that was not reduced, which gives it up."""
         gradients = [parameter.grad for parameter in self.parameters]
         touched = [
-            now is not left or (now is not None and now._version != version)
+            now is not left or (now is not None and version_of(now) != version)
             for now, (left, version) in zip(gradients, self._left, strict=True)
         ]
         # Only gradients that someone touched are looked at, which waits for an accelerator.
-        return any(touched) and not any(
-            bool((gradient._values() if gradient.is_sparse else gradient).any())
-            for gradient in gradients
-            if gradient is not None
-        )
+        return any(touched) and not any(bool(stored(gradient).any()) for gradient in gradients if gradient is not None)
 
     def _select(self, loss: WeighedLoss, coefficient: Tensor, run: Callable[..., None]) -> None:
         """Run the only backward of a window, and have the reducer discard the buckets where it does not count."""

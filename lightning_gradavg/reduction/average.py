@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gradavg.lightning_internals import copy_each, views_of
 from lightning_gradavg.place import node_from_environment
 from lightning_gradavg.ranks import Header, World, by_value, digest, on_ranks, ranks_by_value
 from lightning_gradavg.reduction.combine import is_number, rank_factors
@@ -422,8 +423,8 @@ class _Bucket:
             bucket = cls(gradients, first, [])
         else:
             flat = torch.empty(sum(gradient.numel() for gradient in gradients), dtype=dtype, device=first.device)
-            bucket = cls(gradients, flat, list(torch._C._nn.unflatten_dense_tensors(flat, gradients)))
-            torch._foreach_copy_(bucket.views, gradients)
+            bucket = cls(gradients, flat, views_of(flat, gradients))
+            copy_each(bucket.views, gradients)
         if factor == 0:
             bucket.flat.zero_()
         elif factor != 1:
@@ -456,7 +457,7 @@ def _sum_dense(gradients: Sequence[Tensor], factor: float, world: World, codec: 
         work.wait()
     for bucket in buckets:
         if bucket.views:
-            torch._foreach_copy_(bucket.gradients, bucket.views)
+            copy_each(bucket.gradients, bucket.views)
 
 
 def _partition(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from lightning_gradavg.lightning_internals import backend_name
@@ -185,7 +184,7 @@ def exchange_sum(
     exchange = Exchange(route, codec, made)
     all_reduce = plain_sum(group)
 
-    def exchange_of(bucket: GradBucket) -> Future[Tensor]:
+    def exchange_of(bucket: dist.GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
         if buffer.is_sparse or buffer.numel() == 0:
             return all_reduce(bucket)

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.profiler import record_function
 
 from lightning_gradavg.device import HostCopy, on_device
-from lightning_gradavg.lightning_internals import profiling
+from lightning_gradavg.lightning_internals import profiling, stored, until_done
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.combine import (
@@ -34,7 +33,7 @@ from lightning_gradavg.rules import Rule
 
 __all__ = ["BucketSum", "Reducer"]
 
-BucketSum = Callable[[GradBucket], Future[Tensor]]
+BucketSum = Callable[[dist.GradBucket], Future[Tensor]]
 """Begins the sum of a bucket over the ranks; the future holds it in the bucket's memory or in memory of its own."""
 
 
@@ -196,30 +195,29 @@ class Reducer:
             closed.work.wait()
         return {term: self._factor(closed, index) for index, term in enumerate(closed.window.terms)}
 
-    def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
+    def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         """Sum a bucket over the ranks, and scale the sum: a DDP communication hook."""
         del state
         if not profiling():
             return self._reduce(bucket)
         # So that a trace names the bucket, from here until it is reduced.
         with record_function(f"gradavg::bucket {bucket.index()}") as label:
-            named: Future[Tensor] = label._call_end_callbacks_on_future(self._reduce(bucket))
-        return named
+            return until_done(label, self._reduce(bucket))
 
-    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
+    def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
         if self.accumulating:
             return done(buffer)
         scale = self._require_closed().scale
         if self.discarded is not None:
             # A product of 0 and NaN is NaN: a gradient is discarded by selection.
-            (buffer._values() if buffer.is_sparse else buffer).masked_fill_(self.discarded, 0)
+            stored(buffer).masked_fill_(self.discarded, 0)
 
         def scaled(future: Future[Tensor]) -> Tensor:
             total: Tensor = future.value()
             factor = self._summands if scale is None else scale.wait()
             if not (isinstance(factor, (int, float)) and factor == 1):
-                as_real(total._values() if total.is_sparse else total).mul_(factor)
+                as_real(stored(total)).mul_(factor)
             if total.dtype == buffer.dtype:
                 return total
             return total.to(buffer.dtype) if total.is_sparse else buffer.copy_(total)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_gradavg.lightning_internals import sparse_parts
 from lightning_gradavg.ranks import World
 
 __all__ = ["SUM_DTYPES", "as_real", "done", "start_sum", "sum_sparse", "zero_gradient"]
@@ -72,13 +73,13 @@ def _sparse_sums(gradients: Sequence[Tensor], world: World, factor: float = 1.0)
     if not gradients:
         return []
     wide = [_scaled(gradient, factor) for gradient in gradients]
-    counts = zip(*world.gather_integers([tensor._nnz() for tensor in wide]), strict=True)
+    counts = zip(*world.gather_integers([len(sparse_parts(tensor)[1]) for tensor in wide]), strict=True)
     return [_gathered(tensor, of_tensor, world.group) for tensor, of_tensor in zip(wide, counts, strict=True)]
 
 
 def _scaled(gradient: Tensor, factor: float) -> Tensor:
     """Return the gradient scaled and coalesced, with nothing added up in fewer than 32 bits."""
-    indices, values = gradient._indices(), gradient._values()
+    indices, values = sparse_parts(gradient)
     if factor == 0:
         indices, values = indices[:, :0], values[:0]
     values = values.to(SUM_DTYPES[values.dtype], copy=True).resolve_conj().resolve_neg()

@@ -29,13 +29,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_gradavg.lightning_internals import BatchNorm, in_backward, require_dimensions
 from lightning_gradavg.ranks import World
 
 __all__ = ["not_counted", "restore_batch_norm", "synchronize_batch_norm", "unsynchronizable_batch_norms"]
 
-_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 _counted: ContextVar[bool] = ContextVar("counted", default=True)
 
@@ -68,7 +68,7 @@ def synchronize_batch_norm(module: nn.Module, group: dist.ProcessGroup | None = 
     world = World.of(group)
     names = []
     for name, norm in module.named_modules():
-        if isinstance(norm, _BatchNorm) and _forward_of(norm) in _FORWARDS:
+        if isinstance(norm, BatchNorm) and _forward_of(norm) in _FORWARDS:
             vars(norm)["forward"] = _Synchronized(norm, module, world)
             names.append(name)
     return names
@@ -86,7 +86,7 @@ def unsynchronizable_batch_norms(module: nn.Module) -> list[str]:
     return [
         name
         for name, norm in module.named_modules()
-        if isinstance(norm, _BatchNorm) and _forward_of(norm) not in _FORWARDS
+        if isinstance(norm, BatchNorm) and _forward_of(norm) not in _FORWARDS
     ]
 
 
@@ -120,7 +120,7 @@ class _Synchronized:
         world: The ranks.
     """
 
-    def __init__(self, norm: _BatchNorm, model: nn.Module, world: World) -> None:
+    def __init__(self, norm: BatchNorm, model: nn.Module, world: World) -> None:
         self.norm, self.model, self.world = norm, model, world
         self.counted = True
 
@@ -135,11 +135,11 @@ class _Synchronized:
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name, by which callers may pass it
         norm = self.norm
         # A forward within a backward is a recomputation, perhaps on a thread of autograd without the context.
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             self.counted = _counted.get()
         if not self._uses_all_ranks or (self.world.group is None and self.counted):
-            return _BatchNorm.forward(norm, input)
-        norm._check_input_dim(input)
+            return BatchNorm.forward(norm, input)
+        require_dimensions(norm, input)
         if input.shape[1] != norm.num_features and (norm.affine or norm.track_running_stats):
             raise ValueError(
                 f"a batch norm of {norm.num_features} channels got an input of shape {tuple(input.shape)}, which has"
@@ -162,7 +162,7 @@ class _Normalize(torch.autograd.Function):
         values: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        norm: _BatchNorm,
+        norm: BatchNorm,
         world: World,
         counted: bool,
     ) -> Tensor:
@@ -247,7 +247,7 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def _move_running_statistics(norm: _BatchNorm, mean: Tensor, squares: Tensor, total: Tensor) -> None:
+def _move_running_statistics(norm: BatchNorm, mean: Tensor, squares: Tensor, total: Tensor) -> None:
     if not (norm.training and norm.track_running_stats):
         return
     factor: float | Tensor = 0.0 if norm.momentum is None else norm.momentum

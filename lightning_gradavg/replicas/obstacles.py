@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_gradavg.lightning_internals import BatchNorm
 from lightning_gradavg.options import Options
 from lightning_gradavg.replicas.batch_norm import unsynchronizable_batch_norms
 
@@ -87,7 +88,7 @@ def _statistics(
 ) -> list[str]:
     assert options.preset is not None
     found = []
-    norms = [name for name, each in module.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+    norms = [name for name, each in module.named_modules() if isinstance(each, BatchNorm)]
     synchronized = [
         name for name in norms if sync_batchnorm or isinstance(module.get_submodule(name), nn.SyncBatchNorm)
     ]

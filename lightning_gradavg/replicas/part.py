@@ -131,7 +131,7 @@ class ManyReplicas(Replicas):
             recompute=options.recompute_replicas,
             several=self._apart,
             keeps_assigned=self._one_device or self._replicas == 1,
-            ignored=getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
+            ignored=run.ddp.parameters_to_ignore,
         )
         self.on_evaluation_end()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gradavg.batches.part import ReplicaSlice
-from lightning_gradavg.lightning_internals import broadcast_from_first
+from lightning_gradavg.lightning_internals import broadcast_from_first, version_of
 from lightning_gradavg.ranks import World
 from lightning_gradavg.replicas.batch_norm import not_counted
 from lightning_gradavg.replicas.log import metrics_kept, without_traces
@@ -83,7 +83,7 @@ class ReplicaState:
         outputs: list[Any] = []
         first: Buffers | None = None
         written: Buffers | None = None
-        versions = [parameter._version for _, parameter in self._parameters]
+        versions = [version_of(parameter) for _, parameter in self._parameters]
         try:
             for each in slices:
                 copies = self._copies(self._buffers())
@@ -96,7 +96,7 @@ class ReplicaState:
                 self._require_alike(written)
             self._keep(first)
         changed = [
-            name for (name, one), version in zip(self._parameters, versions, strict=True) if one._version != version
+            name for (name, one), version in zip(self._parameters, versions, strict=True) if version_of(one) != version
         ]
         if changed:
             raise RuntimeError(
@@ -176,7 +176,7 @@ class ReplicaState:
     def _put(self, buffers: Buffers) -> None:
         for label, buffer in buffers.items():
             path, _, name = label.rpartition(".")
-            self._owners[path]._buffers[name] = buffer
+            setattr(self._owners[path], name, buffer)
 
     def _keep(self, first: Buffers | None) -> None:
         """Write replica 0's buffers, which rank 0 has, into those of the module, on every rank."""

@@ -1,4 +1,4 @@
-"""What one rank measures of an optimizer step: its own gradient before the reduction, and how long that takes."""
+"""What one rank measures of an optimizer step: its own gradient, before the reduction."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from types import TracebackType
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg.report.report import Communication
+from lightning_gradavg.reduction.sums import SUM_DTYPES, as_real
 
-__all__ = ["CommunicationTimers", "LocalGradients", "squared_norm"]
-
-_HALF_PRECISION = (torch.float16, torch.bfloat16)
+__all__ = ["LocalGradients", "squared_norm"]
 
 
 class LocalGradients:
@@ -78,51 +75,12 @@ def _total(values: Iterable[Tensor], device: torch.device | None) -> Tensor:
 def _norm(gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
-    wide = gradient.float() if gradient.dtype in _HALF_PRECISION else gradient
-    norm: Tensor = torch.linalg.vector_norm(wide)
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=SUM_DTYPES[gradient.dtype])
     return norm
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
     if one.is_sparse or other.is_sparse:
-        if one.is_sparse and other.is_sparse:
-            return (one * other).coalesce().values().double().sum()
-        one, other = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (one, other))
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    if one.dtype in _HALF_PRECISION:
-        one, other = one.float(), other.float()
-    return torch.dot(one.reshape(-1), other.reshape(-1)).double()
-
-
-class CommunicationTimers:
-    """Has DDP time one reduction: by the clock on CPU, by events on an accelerator.
-
-    DDP times the first ten iterations and then each hundredth. Reading an event waits for it, so the rate is put back
-    before the next forward would read the events of a step that is not observed.
-
-    Args:
-        model: The wrapper.
-    """
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = model
-        self._usual_rate = 100  # torch's kDDPRuntimeLoggingSampleRate, which nothing returns
-
-    def start(self) -> None:
-        """Time the next iteration; to be called before its forward."""
-        self._model._set_ddp_runtime_logging_sample_rate(1)
-
-    def read(self) -> Communication | None:
-        """Return the times of the iteration that just ended, and time no further ones."""
-        assert self._model.logger is not None
-        self._model.logger.set_runtime_stats_and_log()
-        self.stop()
-        times = self._model._get_ddp_logging_data()
-        total = times.get("backward_comm_time", 0) / 1e9
-        overlapped = times.get("backward_compute_comm_overlap_time", 0) / 1e9
-        return Communication(total, overlapped) if total > 0 else None
-
-    def stop(self) -> None:
-        """Put DDP's usual rate back."""
-        self._model._set_ddp_runtime_logging_sample_rate(self._usual_rate)
+        return (one * other).coalesce().values().double().sum()
+    one, other = (as_real(tensor.to(SUM_DTYPES[tensor.dtype])).reshape(-1) for tensor in (one, other))
+    return torch.dot(one, other).double()

@@ -111,7 +111,7 @@ class GradientNoiseScale(Metric):
         """
         if self.decay is not None:
             raise ValueError(f"a moving average (decay={self.decay!r}) has no other one to merge: leave decay out.")
-        for name in self._defaults:
+        for name in self.metric_state:
             state = incoming_state[name] if isinstance(incoming_state, dict) else getattr(incoming_state, name)
             setattr(self, name, getattr(self, name) + state)
         self._computed = None

@@ -15,7 +15,7 @@ from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.loss import WeighedLoss, loss_terms
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Window
-from lightning_gradavg.report.measure import CommunicationTimers, LocalGradients, squared_norm
+from lightning_gradavg.report.measure import LocalGradients, squared_norm
 from lightning_gradavg.report.rank_measurement import (
     ObservedMicroBatch,
     RankMeasurement,
@@ -23,8 +23,9 @@ from lightning_gradavg.report.rank_measurement import (
     spread_of,
     term_reports,
 )
-from lightning_gradavg.report.report import Communication, StepReport
+from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.rules import RULES, Rule
+from lightning_gradavg.timers import DDPTimers
 from lightning_gradavg.tree import batch_samples
 
 __all__ = ["Reports"]
@@ -44,7 +45,7 @@ class _Observation:
     """
 
     copies: bool
-    timers: CommunicationTimers
+    timers: DDPTimers
     losses: dict[int, ObservedMicroBatch] = field(default_factory=dict)
     micro_batches: list[ObservedMicroBatch] = field(default_factory=list)
     weights: list[MicroBatch] = field(default_factory=list)
@@ -97,7 +98,7 @@ class Reports(Part):
         """Begin to observe where that is asked for: before the forward, at which DDP decides whether it takes times."""
         copies = self._asked_copies
         if copies is not None and not self._within_window and self.run.model is not None:
-            self._observation, self._asked_copies = _Observation(copies, CommunicationTimers(self.run.model)), None
+            self._observation, self._asked_copies = _Observation(copies, DDPTimers(self.run.model)), None
             self._observation.timers.start()
 
     def weighed(self, loss: Any, weighed: WeighedLoss, samples: float | None, batch: Any) -> None:
@@ -114,18 +115,18 @@ class Reports(Part):
         named = tuple(weighed.micro_batch.weights) != (WHOLE_LOSS,)
         terms = loss_terms(loss) if named else {WHOLE_LOSS: weighed.value}
         losses = {name: term.detach() for name, term in terms.items()}
-        counted = self._count_samples(samples, weighed.micro_batch, batch)
+        counted = self._count_samples(samples, batch)
         self._observation.losses[id(weighed)] = ObservedMicroBatch(losses, counted)
 
-    def _count_samples(self, samples: float | None, micro_batch: MicroBatch, batch: Any) -> float | None:
-        if self._crosses_ranks or samples is not None:
-            return None if self._crosses_ranks else samples
-        if self._rule.uses_weight and not micro_batch.explicit and micro_batch.problem is None:
-            return float(micro_batch.weights[WHOLE_LOSS])
+    def _count_samples(self, samples: float | None, batch: Any) -> float:
+        if self._crosses_ranks:
+            return math.nan
+        if samples is not None:
+            return samples
         try:
             return batch_samples(batch)
         except ValueError:
-            return None
+            return math.nan
 
     @contextmanager
     def backward(self, loss: WeighedLoss, *, last: bool) -> Iterator[None]:
@@ -134,7 +135,7 @@ class Reports(Part):
         if observation is None:
             yield
             return
-        observation.micro_batches.append(observation.losses.pop(id(loss), ObservedMicroBatch({}, None)))
+        observation.micro_batches.append(observation.losses.pop(id(loss), ObservedMicroBatch({}, math.nan)))
         observation.weights.append(loss.micro_batch)
         if not last:
             yield
@@ -178,7 +179,7 @@ class Reports(Part):
             observation.micro_batches[-window.length :],
             divisor=divisor,
             squared_norm=float(local.squared_norm(device)) / loss_scale,
-            product=float(local.product(device)) / loss_scale if observation.copies else None,
+            product=float(local.product(device)) / loss_scale if observation.copies else math.nan,
             communication=observation.timers.read(),
         )
         rows = World.of(self.run.ddp.process_group).gather_floats(measured.pack())
@@ -215,7 +216,7 @@ class Reports(Part):
         norm, own = math.sqrt(total), [math.sqrt(rank.squared_norm) for rank in ranks]
         products = [(rank.product, norm * length) for rank, length in zip(ranks, own, strict=True)]
         cosines = tuple(product / lengths if lengths > 0 else math.nan for product, lengths in products)
-        times = [Communication(*rank.communication) for rank in ranks]
+        times = tuple(rank.communication for rank in ranks)
         return StepReport(
             step=self.run.trainer.global_step,
             rule=self._rule.name,
@@ -231,7 +232,7 @@ class Reports(Part):
                 float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group
             ),
             lr_scale=lr_scale,
-            communication=None if any(math.isnan(time.total) for time in times) else tuple(times),
+            communication=times if all(time.total for time in times) else None,
             spread=None if self._crosses_ranks else spread_of(ranks, total),
         )
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lightning_gradavg.reduction.window import MOST_TERMS, WHOLE_LOSS, Window
 from lightning_gradavg.report.noise import GradientSpread
-from lightning_gradavg.report.report import Communication, TermReport
+from lightning_gradavg.report.report import TermReport
 from lightning_gradavg.rules import Share
+from lightning_gradavg.timers import Communication
 
 __all__ = ["SUMMED_LOSSES", "ObservedMicroBatch", "RankMeasurement", "measure_rank", "spread_of", "term_reports"]
 
@@ -32,11 +33,11 @@ class ObservedMicroBatch:
 
     Attributes:
         losses: The undivided loss terms by name, detached.
-        samples: Its samples; None where the batch does not tell.
+        samples: Its samples; NaN where the batch does not tell.
     """
 
     losses: Mapping[str, Tensor]
-    samples: float | None
+    samples: float
 
 
 class RankMeasurement(NamedTuple):
@@ -50,7 +51,7 @@ class RankMeasurement(NamedTuple):
         coefficient: `a_r` of `g ~ sum of a_r l_r`, with `l_r` the mean gradient over the rank's samples; NaN where the
             samples or the gradient are not known.
         batch_size: `b_r`, the samples that `l_r` is the mean over; NaN likewise.
-        communication: Seconds that the reduction took, and those before the last gradient; NaN where DDP kept no times.
+        communication: Seconds that the reduction took, and those before the last gradient; 0 where DDP kept no times.
         terms: Of each loss term: the sum of multiplier times loss, `n_r`, `w_r` and `z_r`.
     """
 
@@ -60,7 +61,7 @@ class RankMeasurement(NamedTuple):
     product: float
     coefficient: float
     batch_size: float
-    communication: tuple[float, float]
+    communication: Communication
     terms: tuple[tuple[float, float, float, float], ...]
 
     def pack(self) -> list[float]:
@@ -81,7 +82,7 @@ class RankMeasurement(NamedTuple):
             product,
             coefficient,
             size,
-            (total, overlapped),
+            Communication(total, overlapped),
             tuple((loss, weight, multiplier, normalizer) for loss, weight, multiplier, normalizer in of_terms),
         )
 
@@ -92,8 +93,8 @@ def measure_rank(
     *,
     divisor: float,
     squared_norm: float,
-    product: float | None,
-    communication: Communication | None,
+    product: float,
+    communication: Communication,
 ) -> RankMeasurement:
     """Return one rank's measurement.
 
@@ -107,8 +108,8 @@ def measure_rank(
         micro_batches: What is known of its micro-batches, in order.
         divisor: `D`, what the losses were divided by.
         squared_norm: `|G|^2`.
-        product: `<G, g>`, or None.
-        communication: How long the reduction took, or None.
+        product: `<G, g>`; NaN where it was not asked for.
+        communication: How long the reduction took.
     """
     summed = window.rule.name in SUMMED_LOSSES
     shares = {
@@ -122,7 +123,7 @@ def measure_rank(
         weight = sum(float(micro_batch.weights.get(term, 0.0)) for micro_batch in window.micro_batches)
         multiplier = sum(multipliers) / (len(multipliers) if summed else 1)
         terms.append((loss, weight, multiplier, sum(share.normalizer for share in of_term)))
-    samples = [math.nan if seen.samples is None else float(seen.samples) for seen in micro_batches]
+    samples = [seen.samples for seen in micro_batches]
     if window.terms == (WHOLE_LOSS,):
         multipliers = [share.multiplier for share in shares[WHOLE_LOSS]]
         own = terms[0][2]
@@ -136,12 +137,10 @@ def measure_rank(
         samples=sum(samples),
         # Selected, not multiplied: the gradient of a rank that contributes nothing may be NaN.
         squared_norm=squared_norm * factor**2 if factor else 0.0,
-        product=math.nan if product is None else product * factor if factor else 0.0,
+        product=product * factor if factor else 0.0,
         coefficient=coefficient,
         batch_size=batch_size,
-        communication=(math.nan, math.nan)
-        if communication is None
-        else (communication.total, communication.overlapped),
+        communication=communication,
         terms=tuple(terms),
     )
 

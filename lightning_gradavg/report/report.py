@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_gradavg.report.noise import GradientSpread
+from lightning_gradavg.timers import Communication
 
-__all__ = ["Communication", "StepReport", "TermReport"]
+__all__ = ["StepReport", "TermReport"]
 
 _VALUES_SHOWN = 16
 
@@ -38,24 +39,6 @@ class TermReport:
 
 
 @dataclass(frozen=True)
-class Communication:
-    """How long one rank's backward reduced gradients, in seconds, as DDP's own timers measure it.
-
-    Attributes:
-        total: From the start of the first bucket's reduction to the end of the last, waiting for slower ranks included.
-        overlapped: The part of it before the backward had computed its last gradient.
-    """
-
-    total: float
-    overlapped: float
-
-    @property
-    def exposed(self) -> float:
-        """The part of it after the last gradient, which made the step longer."""
-        return self.total - self.overlapped
-
-
-@dataclass(frozen=True)
 class StepReport:
     """What was observed of one optimizer step, the same on all ranks. As text it has no times: a rerun prints it again.
 
@@ -75,7 +58,7 @@ class StepReport:
             NaN where a norm is 0.
         learning_rates: In force at the step, of every parameter group of every optimizer.
         lr_scale: What `lr_scaling` multiplies the learning rate by after the warm-up.
-        communication: Of each rank; None where DDP kept no times.
+        communication: Of each rank's last backward, by DDP's timers; None where DDP kept no times.
         spread: What the noise scale is estimated from; None where the batch sizes or the local gradients are not known.
     """
 
@@ -120,8 +103,7 @@ class StepReport:
     @property
     def global_batch_size(self) -> float | None:
         """The samples of the step, over ranks and windows; None where a batch does not tell."""
-        known = [samples for samples in self.samples if samples is not None]
-        return sum(known) if len(known) == len(self.samples) else None
+        return None if None in self.samples else sum(filter(None, self.samples))
 
     @property
     def _only_term(self) -> TermReport:

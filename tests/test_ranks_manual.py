@@ -1,4 +1,4 @@
-"""What DDP users combine with a reduction: options, precisions, autograd features, manual optimization, hooks."""
+"""Manual optimization on real ranks: what a user steps on was reduced, once, with its weights."""
 
 from __future__ import annotations
 
@@ -9,169 +9,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from ranks import RankError, make_trainer
-from torch import nn
+from mlp import COUNTS, MLP, assert_reference, reference, samples
+from ranks import make_trainer
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from toys import Toy, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
 
 WEIGHTED = {"reduction": "weighted_mean"}
-COUNTS = (3, 1)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning"),
+    pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified"),
+]
 
 
 def approx(value, tolerance=1e-12):
     return pytest.approx(value, rel=tolerance, abs=tolerance)
-
-
-class MLP(LightningModule):
-    """8-16-4 with tanh and cross-entropy; `variant` names what is special about it."""
-
-    def __init__(self, variant: str = "", lr: float = 0.1) -> None:
-        super().__init__()
-        torch.manual_seed(11)
-        self.variant, self.lr = variant, lr
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
-        if variant == "unused":
-            self.extra = nn.Linear(3, 3)
-        if variant == "frozen":
-            self.first.requires_grad_(False)
-        self.body = nn.Sequential(self.first, nn.Tanh(), self.second)
-        # In a list, so that the compiled module's parameters are not registered under a second name.
-        self.calls = [torch.compile(self.body, backend="aot_eager") if variant == "compile" else self.body]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.variant.startswith("checkpoint"):
-            reentrant = self.variant == "checkpoint_reentrant"
-            hidden = checkpoint(
-                lambda y: torch.tanh(self.first(y)), x.requires_grad_(reentrant), use_reentrant=reentrant
-            )
-            return checkpoint(self.second, hidden, use_reentrant=reentrant)
-        return self.calls[0](x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        return nn.functional.cross_entropy(self(x), y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr, momentum=0.9)
-
-
-def samples(steps: int, dtype: torch.dtype = torch.float32) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    size = sum(COUNTS)
-    return [
-        (torch.randn(size, 8, generator=generator, dtype=dtype), torch.randint(4, (size,), generator=generator))
-        for _ in range(steps)
-    ]
-
-
-def reference(variant: str, steps: int, window: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Train one process on whole global batches, without Lightning."""
-    model = MLP("frozen" if variant == "frozen" else "").to(dtype)
-    optimizer = model.configure_optimizers()
-    batches = samples(steps, dtype)
-    for start in range(0, steps, window):
-        x, y = (torch.cat(part) for part in zip(*batches[start : start + window], strict=True))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return dict(model.state_dict())
-
-
-def train_mlp(
-    variant: str, steps: int, window: int = 1, strategy: Any = None, **options: Any
-) -> dict[str, torch.Tensor]:
-    """Body: rank r takes its share of COUNTS of every global batch."""
-    bounds = np.cumsum([0, *COUNTS])
-    rank = dist.get_rank()
-    part = slice(bounds[rank], bounds[rank + 1])
-    double = options.get("precision") == "64-true"
-    data = [(x[part], y[part]) for x, y in samples(steps, torch.float64 if double else torch.float32)]
-    model = MLP(variant)
-    trainer = make_trainer(
-        GradAvgStrategy(**{**WEIGHTED, **(strategy or {})}),
-        max_epochs=1,
-        use_distributed_sampler=False,
-        accumulate_grad_batches=window,
-        **options,
-    )
-    trainer.fit(model, DataLoader(data, batch_size=None))
-    assert trainer.global_step == -(-steps // window)
-    return {"rank": torch.tensor(rank), **model.state_dict()}
-
-
-def assert_reference(ranks: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert [rank["rank"].item() for rank in ranks] == [0, 1]
-    for name, value in expected.items():
-        assert torch.equal(ranks[0][name], ranks[1][name])
-        torch.testing.assert_close(ranks[0][name], value, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("variant", ["", "checkpoint", "checkpoint_reentrant", "frozen"])
-def test_model_variants(world, variant, window):
-    """Case 45: checkpointed layers, both variants, and frozen ones, with counts 3 and 1, equal one process."""
-    ranks = world(2).run(train_mlp, variant, 5, window)
-    assert_reference(ranks, reference(variant, 5, window), 1e-6)
-
-
-def test_compiled_inside(world):
-    """Case 49: a module compiled inside equals one process."""
-    assert_reference(world(2).run(train_mlp, "compile", 5), reference("", 5, 1), 1e-5)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"static_graph": True},
-        {"gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
-        {"bucket_cap_mb": 0.0005},
-        {"bucket_cap_mb": 0.0005, "gradient_as_bucket_view": True, "static_graph": True},
-        {"broadcast_buffers": False},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
-def test_ddp_options(world, options, window):
-    """Case 46: options of DDP change nothing in the result; a static graph included."""
-    assert_reference(world(2).run(train_mlp, "", 5, window, options), reference("", 5, window), 1e-6)
-
-
-def test_double_precision(world):
-    """In float64 the run equals one process to 1e-12."""
-    ranks = world(2).run(train_mlp, "", 5, 2, precision="64-true")
-    assert_reference(ranks, reference("", 5, 2, torch.float64), 1e-12)
-
-
-def train_unused(find: bool) -> Any:
-    return train_mlp("unused", 3, strategy={"find_unused_parameters": find})
-
-
-def test_unused_parameters_are_named(world):
-    """Case 47: without the flag, the error names the unused parameters."""
-    with pytest.raises(RankError, match=r"extra\.weight, extra\.bias"):
-        world(2).run(train_unused, False)
-
-
-def test_unused_parameters_are_allowed(world):
-    """Case 47: with the flag the others equal one process."""
-    ranks = world(2).run(train_unused, True)
-    assert_reference(ranks, reference("", 3, 1), 1e-6)
-
-
-@pytest.mark.parametrize("window", [1, 2])
-def test_static_graph_under_the_mean(world, window):
-    """Case 46: a static graph works under the mean, too, accumulated or not (stock DDP fails an assertion of torch)."""
-    seen = same_everywhere(
-        world(2).run(train, [[[1], [2]], [[3], [6]]], {}, {"static_graph": True}, accumulate_grad_batches=window)
-    )
-    assert ([approx(2.0), approx(4.0)] if window == 1 else [approx(3.0)]) == [g.item() for g in seen.gradients]
 
 
 class Manual(MLP):
@@ -355,3 +211,31 @@ def test_windows_of_two_optimizers_cannot_overlap(world):
     raised = world(2).run_expecting_errors(train_interleaved)
     assert ["ValueError"] * 2 == [one.type_name for one in raised]
     assert all("rank 1: micro-batch 1 of the window: it trains other parameters" in one.message for one in raised)
+
+
+class Windows(Toy):
+    """A manual loop that clears the gradients when it begins a window, and so drops one that an epoch's end cut."""
+
+    def __init__(self, set_to_none: bool) -> None:
+        super().__init__(lr=0.0)
+        self.automatic_optimization = False
+        self.set_to_none = set_to_none
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad(set_to_none=self.set_to_none)
+        with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
+            self.manual_backward(self.losses(batch).mean(), weight=batch.numel())
+        if batch_idx % 2 == 1:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_were_cleared_take_their_weights_along(world: Any, set_to_none: bool) -> None:
+    """Case 18: a window that the user drops by `zero_grad` does not count in the next one."""
+    rows = [[[1.0], [1.0], [1.0, 1.0, 1.0]]] * 2
+    seen = same_everywhere(
+        world(2).run(train, rows, {"set_to_none": set_to_none}, WEIGHTED, module=Windows, max_epochs=2)
+    )
+    assert [1.0, 1.0] == [gradient.item() for gradient in seen.gradients]

@@ -1,0 +1,220 @@
+"""Models and optimizers of every kind on real ranks, under every option of DDP, equal one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from mlp import COUNTS, MLP, assert_reference, reference, samples
+from ranks import RankError, make_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from toys import Toy, loader, same_everywhere, train
+
+from lightning_gradavg import GradAvgStrategy
+
+WEIGHTED = {"reduction": "weighted_mean"}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning"),
+    pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified"),
+]
+
+
+def approx(value, tolerance=1e-12):
+    return pytest.approx(value, rel=tolerance, abs=tolerance)
+
+
+def train_mlp(
+    variant: str, steps: int, window: int = 1, strategy: Any = None, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Body: rank r takes its share of COUNTS of every global batch."""
+    bounds = np.cumsum([0, *COUNTS])
+    rank = dist.get_rank()
+    part = slice(bounds[rank], bounds[rank + 1])
+    double = options.get("precision") == "64-true"
+    data = [(x[part], y[part]) for x, y in samples(steps, torch.float64 if double else torch.float32)]
+    model = MLP(variant)
+    trainer = make_trainer(
+        GradAvgStrategy(**{**WEIGHTED, **(strategy or {})}),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=window,
+        **options,
+    )
+    trainer.fit(model, DataLoader(data, batch_size=None))
+    assert trainer.global_step == -(-steps // window)
+    return {"rank": torch.tensor(rank), **model.state_dict()}
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("variant", ["", "checkpoint", "checkpoint_reentrant", "frozen"])
+def test_model_variants(world, variant, window):
+    """Case 45: checkpointed layers, both variants, and frozen ones, with counts 3 and 1, equal one process."""
+    ranks = world(2).run(train_mlp, variant, 5, window)
+    assert_reference(ranks, reference(variant, 5, window), 1e-6)
+
+
+def test_compiled_inside(world):
+    """Case 49: a module compiled inside equals one process."""
+    assert_reference(world(2).run(train_mlp, "compile", 5), reference("", 5, 1), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"bucket_cap_mb": 0.0005},
+        {"bucket_cap_mb": 0.0005, "gradient_as_bucket_view": True, "static_graph": True},
+        {"broadcast_buffers": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_ddp_options(world, options, window):
+    """Case 46: options of DDP change nothing in the result; a static graph included."""
+    assert_reference(world(2).run(train_mlp, "", 5, window, options), reference("", 5, window), 1e-6)
+
+
+def test_double_precision(world):
+    """In float64 the run equals one process to 1e-12."""
+    ranks = world(2).run(train_mlp, "", 5, 2, precision="64-true")
+    assert_reference(ranks, reference("", 5, 2, torch.float64), 1e-12)
+
+
+def train_unused(find: bool) -> Any:
+    return train_mlp("unused", 3, strategy={"find_unused_parameters": find})
+
+
+def test_unused_parameters_are_named(world):
+    """Case 47: without the flag, the error names the unused parameters."""
+    with pytest.raises(RankError, match=r"extra\.weight, extra\.bias"):
+        world(2).run(train_unused, False)
+
+
+def test_unused_parameters_are_allowed(world):
+    """Case 47: with the flag the others equal one process."""
+    ranks = world(2).run(train_unused, True)
+    assert_reference(ranks, reference("", 3, 1), 1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_static_graph_under_the_mean(world, window):
+    """Case 46: a static graph works under the mean, too, accumulated or not (stock DDP fails an assertion of torch)."""
+    seen = same_everywhere(
+        world(2).run(train, [[[1], [2]], [[3], [6]]], {}, {"static_graph": True}, accumulate_grad_batches=window)
+    )
+    assert ([approx(2.0), approx(4.0)] if window == 1 else [approx(3.0)]) == [g.item() for g in seen.gradients]
+
+
+class NoGraph(LightningModule):
+    """Rank 1 returns a loss without graph; `kind` says what is special about the parameters."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.table = nn.Embedding(7, 3, sparse=kind == "sparse").double()
+        self.other = nn.Parameter(torch.ones(3, dtype=torch.complex128 if kind == "complex" else torch.float32))
+        self.gradients: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if dist.get_rank() == 1:
+            return {"loss": torch.zeros(()), "weight": 0}
+        return {"loss": self.table(batch.long()).sum() + 2 * self.other.abs().sum(), "weight": 2}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients = [parameter.grad.to_dense().abs().sum().item() for parameter in self.parameters()]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def train_without_graph(kind: str) -> Any:
+    model = NoGraph(kind)
+    make_trainer(GradAvgStrategy(**WEIGHTED), max_epochs=1, use_distributed_sampler=False).fit(
+        model, loader([[1.0, 2.0]])
+    )
+    return dist.get_rank(), model.gradients
+
+
+@pytest.mark.parametrize("kind", ["dtypes", "sparse", "complex"])
+def test_rank_without_graph_keeps_step(world: Any, kind: str) -> None:
+    """Case 5: a rank without graph joins the reduction, whatever the parameters' dtypes and layouts."""
+    assert [(0, [6.0, 6.0]), (1, [6.0, 6.0])] == world(2).run(train_without_graph, kind)
+
+
+class Unfrozen(LightningModule):
+    """Case 51: a parameter that trains from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Parameter(torch.tensor(1.0, dtype=torch.float64), requires_grad=False)
+        self.early = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+        self.seen: list[tuple[float, float]] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.late.requires_grad_(self.current_epoch > 0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.late * batch).mean() + (self.early * batch).mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append((self.late.item(), self.early.item()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train_unfrozen(reduction: str) -> Any:
+    model = Unfrozen()
+    make_trainer(GradAvgStrategy(reduction=reduction), max_epochs=3, use_distributed_sampler=False).fit(
+        model, loader([[1.0 + 2 * dist.get_rank()]])
+    )
+    return model.seen
+
+
+@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
+def test_unfrozen_parameters_do_not_drift(world: Any, reduction: str) -> None:
+    """Case 51: a parameter unfrozen later is reduced, or an error names it on all ranks; ranks never drift apart."""
+    first, second = world(2).run_expecting_errors(train_unfrozen, reduction)
+    if isinstance(first, list):
+        assert first == second
+        assert [approx(0.6), approx(0.4)] == list(first[-1])
+    else:
+        assert first == second
+        assert "late" in first.message
+
+
+class Newton(Toy):
+    """LBFGS evaluates the closure several times in a step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return (0.5 * (self.w * batch - 3).square()).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=10)
+
+
+def train_newton(reduction: str | None) -> Any:
+    model = Newton()
+    strategy = GradAvgStrategy(reduction=reduction) if reduction else DDPStrategy()  # type: ignore[arg-type]  # a name
+    rows = [[[1.0, 2.0]] * 3, [[3.0, 5.0]] * 3][dist.get_rank()]
+    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(model, loader(rows))
+    return dist.get_rank(), model.w.item()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
+def test_optimizer_with_a_closure(world: Any, reduction: str) -> None:
+    """LBFGS, whose closure runs several times per step, ends where stock DDP does: at 33/39."""
+    expected = [(0, pytest.approx(33 / 39, rel=1e-9)), (1, pytest.approx(33 / 39, rel=1e-9))]
+    assert expected == world(2).run(train_newton, reduction)
+    assert expected == world(2).run(train_newton, None)

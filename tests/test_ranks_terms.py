@@ -1,0 +1,204 @@
+"""Loss terms by name on real ranks: each has its own denominator, over all ranks and micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from ranks import make_trainer
+from torch import nn
+from torch.utils.data import DataLoader
+from toys import Toy, same_everywhere
+
+from lightning_gradavg import GradAvgStrategy
+
+WEIGHTED = {"reduction": "weighted_mean"}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning"),
+    pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified"),
+]
+
+
+def approx(value: float) -> Any:
+    return pytest.approx(value, rel=1e-12, abs=1e-12)
+
+
+class Heads(LightningModule):
+    """A trunk with a head per loss term, all weights at 1, 2 and 3; a batch is (classes, boxes).
+
+    The box loss is a masked mean over the boxes that are not 0: without any, its value and its gradient are NaN.
+    """
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.trunk, self.cls, self.box = (nn.Parameter(torch.tensor(x, dtype=torch.float64)) for x in (1.0, 2.0, 3.0))
+        self.how = how
+        self.gradients: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        classes, boxes = batch
+        mask = (boxes != 0).double()
+        loss: Any = {
+            "cls": (self.trunk * self.cls * classes).mean(),
+            "box": (self.trunk * self.box * boxes * mask).sum() / mask.sum(),
+        }
+        weight: Any = {"cls": classes.numel(), "box": mask.sum()}
+        if self.how == "no graph" and dist.get_rank() == 1:
+            loss, weight = dict.fromkeys(loss, torch.zeros(())), dict.fromkeys(loss, 0)
+        if self.how == "fewer" and batch_idx % 2 == 1:
+            loss, weight = {"cls": loss["cls"] + 0 * self.box}, {"cls": weight["cls"]}
+        if self.how == "misnamed" and dist.get_rank() == 1 and batch_idx == 1:
+            weight = {"cls": 1, "boxes": 1}
+        if self.how == "many":
+            terms = [f"t{index}" for index in range(10 + dist.get_rank())]
+            loss, weight = dict.fromkeys(terms, loss["cls"] + loss["box"]), dict.fromkeys(terms, 1)
+        if self.how == "float":
+            loss = 0.5
+        return {"loss": loss, "weight": weight}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append([parameter.grad.item() for parameter in self.parameters()])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+RANKS: Any = [[([1, 1], [4]), ([2], [0])], [([3, 3], [5, 2, 4]), ([6, 6, 6], [10])]]
+
+
+def train_heads(per_rank: Any, strategy: Any, window: int = 1, how: str = "") -> Any:
+    data = [tuple(torch.tensor(part, dtype=torch.float64) for part in pair) for pair in per_rank[dist.get_rank()]]
+    model = Heads(how)
+    make_trainer(
+        GradAvgStrategy(**{**WEIGHTED, **strategy}),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=window,
+    ).fit(model, DataLoader(data, batch_size=None))
+    return dist.get_rank(), model.gradients
+
+
+def reference(pairs: Any) -> list[float]:
+    """The gradients of trunk and heads for the mean over all classes plus the mean over all boxes."""
+    classes = [x for pair in pairs for x in pair[0]]
+    boxes = [x for pair in pairs for x in pair[1] if x]
+    of_classes, of_boxes = sum(classes) / len(classes), sum(boxes) / len(boxes) if boxes else 0.0
+    return [2 * of_classes + 3 * of_boxes, of_classes, of_boxes]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"static_graph": True, "gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 1e-5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("late", [False, True], ids=["empty term last", "empty term first"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_terms_with_heads_of_their_own(world: Any, window: int, late: bool, strategy: Any) -> None:
+    """Case 9: named terms with a head each, one term empty and its gradient NaN, equal one process under all options.
+
+    A static graph is refused where terms are accumulated: DDP would count a backward per term.
+    """
+    if window > 1 and "static_graph" in strategy:
+        raised = world(2).run_expecting_errors(train_heads, RANKS, strategy, window)
+        assert ["ValueError"] * 2 == [one.type_name for one in raised]
+        assert all("static_graph=True" in one.message and "named loss terms" in one.message for one in raised)
+        return
+    ranks = [rank[::-1] if late else rank for rank in RANKS]
+    ranks = [rank * 2 for rank in ranks]
+    steps = range(0, 4, window)
+    expected = [reference([pair for rank in ranks for pair in rank[step : step + window]]) for step in steps]
+    for index, (rank, gradients) in enumerate(world(2).run(train_heads, ranks, strategy, window)):
+        assert index == rank
+        assert [[approx(x) for x in step] for step in expected] == gradients
+
+
+def test_term_that_no_rank_has(world: Any) -> None:
+    """Case 9: a term of weight 0 on all ranks adds nothing."""
+    ranks: Any = [[([1, 1], [0])], [([3, 3], [0, 0])]]
+    assert [(rank, [[4.0, 2.0, 0.0]]) for rank in (0, 1)] == world(2).run(train_heads, ranks, {})
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_named_terms_and_a_rank_without_graph(world: Any, window: int) -> None:
+    """A rank whose terms have no graph and no weight contributes nothing, and the others' terms stay."""
+    expected = [reference(RANKS[0][step : step + window]) for step in range(0, 2, window)]
+    for _, gradients in world(2).run(train_heads, RANKS, {}, window, "no graph"):
+        assert [[approx(x) for x in step] for step in expected] == gradients
+
+
+def test_term_that_a_later_micro_batch_lacks(world: Any) -> None:
+    """A micro-batch without one of the window's terms has weight 0 in it."""
+    expected = [
+        2 * (1 + 1 + 2 + 3 + 3 + 18) / 8 + 3 * (4 + 5 + 2 + 4) / 4,
+        (1 + 1 + 2 + 3 + 3 + 18) / 8,
+        (4 + 5 + 2 + 4) / 4,
+    ]
+    for _, gradients in world(2).run(train_heads, RANKS, {}, 2, "fewer"):
+        assert [[approx(x) for x in expected]] == gradients
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_misnamed_weights_anywhere_in_the_window(world: Any, window: int) -> None:
+    """Weights named otherwise than the terms, in any micro-batch, are an error that all ranks raise together."""
+    raised = world(2).run_expecting_errors(train_heads, RANKS, {}, window, "misnamed")
+    assert ["ValueError"] * 2 == [one.type_name for one in raised]
+    assert all("its weights are named ['boxes', 'cls']" in one.message for one in raised)
+
+
+def test_ranks_with_different_numbers_of_terms(world: Any) -> None:
+    """Ten terms on one rank and eleven on the other are an error on both, and no mismatched collective."""
+    raised = world(2).run_expecting_errors(train_heads, RANKS, {}, 1, "many")
+    assert ["ValueError"] * 2 == [one.type_name for one in raised]
+    assert all("the ranks' losses have different terms" in one.message for one in raised)
+
+
+def test_loss_that_is_no_tensor_is_quoted(world: Any) -> None:
+    """A loss that is a number instead of a tensor is quoted."""
+    raised = world(2).run_expecting_errors(train_heads, RANKS, {}, 1, "float")
+    assert all("0.5" in one.message and "loss" in one.message for one in raised)
+    assert {"TypeError"} >= {one.type_name for one in raised}
+
+
+class Detector(Toy):
+    """Case 9: a classification loss per image and a box loss per box; the batch is (images, boxes)."""
+
+    def training_step(self, batch, batch_idx):
+        classes, boxes = batch
+        loss = {"cls": self.losses(classes).mean(), "box": self.losses(boxes).mean()}
+        return {"loss": loss, "weight": {"cls": classes.numel(), "box": boxes.numel()}}
+
+
+def train_detector(per_rank, **options):
+    data = [tuple(torch.tensor(part, dtype=torch.float64) for part in pair) for pair in per_rank[dist.get_rank()]]
+    model = Detector()
+    make_trainer(GradAvgStrategy(**WEIGHTED), max_epochs=1, use_distributed_sampler=False, **options).fit(
+        model, DataLoader(data, batch_size=None)
+    )
+    return model.seen
+
+
+def test_two_terms_with_their_own_denominators(world):
+    """Case 9: 8/4 + 10/4 = 4.5, where any single weight gives 5.0."""
+    ranks = [[([1, 1], [4])], [([3, 3], [0, 2, 4])]]
+    assert approx(4.5) == same_everywhere(world(2).run(train_detector, ranks)).gradients[0].item()
+
+
+def test_named_terms_over_a_window(world):
+    """Case 9: over two micro-batches, one without any box and so with a NaN loss, each term has its own mean."""
+    ranks = [[([1, 1], [4]), ([2], [])], [([3, 3], [0, 2, 4]), ([6, 6, 6], [10])]]
+    seen = same_everywhere(world(2).run(train_detector, ranks, accumulate_grad_batches=2))
+    assert [approx((8 + 20) / 8 + (10 + 10) / 5)] == [gradient.item() for gradient in seen.gradients]
+    late = [list(reversed(rank)) for rank in ranks]
+    seen = same_everywhere(world(2).run(train_detector, late, accumulate_grad_batches=2))
+    assert [approx((8 + 20) / 8 + (10 + 10) / 5)] == [gradient.item() for gradient in seen.gradients]
