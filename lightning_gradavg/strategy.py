@@ -436,6 +436,7 @@ class GradAvgStrategy(DDPStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.lightning_module is not None and self.lightning_module.trainer.training:
             self._batches.on_train_batch_start()
+            self._reduction.look_at(batch)
             self._rates.follow(self._schedulers, self._batches.accumulation)
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -637,9 +638,10 @@ class GradAvgStrategy(DDPStrategy):
         checkpoint = super().load_checkpoint(*args, **kwargs)
         self._saved = checkpoint.get(_CHECKPOINT_KEY)
         module = self.lightning_module
-        if self._saved is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            for part in self._parts:
-                part.load(self._saved)
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            # Of a checkpoint of another strategy only the recipe is asked, which it does not have.
+            for part in self._parts if self._saved is not None else (self._rates,):
+                part.load(self._saved or {})
         return checkpoint
 
     @override

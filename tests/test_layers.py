@@ -11,7 +11,7 @@ from structure import MODULES, folder_of, imported_names, own_imports
 
 # A module beside the folders is a folder of its own. Put a new one where its imports allow.
 FLOORS = (
-    "place tree profile device lightning_internals",
+    "arguments place tree profile device methods random_state lightning_internals",
     "rules ranks wire part",
     "options reduction rates",
     "batches evaluation termination",
@@ -28,8 +28,8 @@ UPWARD: dict[str, str] = {}
 
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 LIGHTNING_IN = (
-    "part profile batches.part rates.part evaluation reduction.reduction replicas.part",
-    "replicas.obstacles replicas.log strategy termination monitor verify cli __init__",
+    "methods part profile batches.part rates.part evaluation reduction.reduction",
+    "replicas.part replicas.state replicas.obstacles replicas.log strategy termination monitor verify cli __init__",
 )
 """Folders and modules that may import Lightning. Everything else is the core, and works without."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.profiler import record_function
@@ -21,6 +21,7 @@ from lightning_gradavg.device import HostCopy
 from lightning_gradavg.lightning_internals import profiling
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
+from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.combine import (
     after_sum,
     constant_normalizer,
@@ -209,19 +210,41 @@ class Reducer:
         scale = self._require_closed().scale
         if self.kept is not None:
             # A product of 0 and NaN is NaN: a gradient is discarded by selection.
-            (buffer._values() if buffer.is_sparse else buffer).masked_fill_(~self.kept, 0)
+            _numbers(buffer).masked_fill_(~self.kept, 0)
 
         def scaled(future: Future[Tensor]) -> Tensor:
             total: Tensor = future.value()
             factor = self._summands if scale is None else scale.wait()
             if not (isinstance(factor, (int, float)) and factor == 1):
-                as_real(total._values() if total.is_sparse else total).mul_(factor)
+                as_real(_numbers(total)).mul_(factor)
             if total.dtype == buffer.dtype:
                 return total
             return total.to(buffer.dtype) if total.is_sparse else buffer.copy_(total)
 
         summed: Future[Tensor] = self._bucket_sum(bucket).then(scaled)
         return summed
+
+    def reduce_apart(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+        """Reduce gradients that are in no bucket as buckets are, after the last backward of a window.
+
+        Args:
+            parameters: Those that DDP does not know, the same on all ranks.
+            group: The process group that DDP reduces over.
+
+        Raises:
+            ValueError: If the ranks' parameters differ.
+        """
+        closed = self._require_closed()
+        if self.kept is not None:
+            for numbers in _gradients(parameters):
+                numbers.masked_fill_(~self.kept, 0)
+        # The mean, and not the sum: in half precision a sum may overflow where the result does not.
+        average_gradients(parameters, group=group)
+        if closed.work is not None:
+            closed.work.wait()
+        factor = 1.0 if closed.scale is None else self._factor(closed, 0)
+        for numbers in _gradients(parameters):
+            as_real(numbers).mul_(factor * len(self.places))
 
     def finish(self) -> None:
         """End the window and raise, on all ranks, what is wrong with it.
@@ -272,3 +295,11 @@ class Reducer:
                 " In manual optimization call self.manual_backward(loss, weight=...) instead of loss.backward()."
             )
         return self._closed
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [_numbers(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
