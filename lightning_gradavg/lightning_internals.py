@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import imports
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
@@ -24,6 +25,7 @@ __all__ = [
     "defers_reduction",
     "flushes_static_graph",
     "injects_samplers",
+    "is_interactive",
     "leave_batch_norm_alone",
     "profiling",
     "put_back",
@@ -120,6 +122,14 @@ class SignalHooks:
     @received.setter
     def received(self, value: bool) -> None:
         self._connector.received_sigterm = value
+
+
+def is_interactive() -> bool:
+    """Return whether this is a notebook or a prompt, where no script can be started again.
+
+    `lightning.fabric.utilities.imports._IS_INTERACTIVE`, asked for late, since tests replace it.
+    """
+    return bool(imports._IS_INTERACTIVE)
 
 
 def leave_batch_norm_alone(strategy: Any) -> None:

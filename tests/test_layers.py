@@ -14,7 +14,7 @@ FLOORS = (
     "arguments place tree profile device methods random_state lightning_internals",
     "rules ranks wire part",
     "options reduction rates",
-    "batches evaluation termination",
+    "batches evaluation launch termination",
     "replicas report",
     "strategy plan",
     "verify monitor",
@@ -28,7 +28,7 @@ UPWARD: dict[str, str] = {}
 
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 LIGHTNING_IN = (
-    "methods part profile batches.part rates.part evaluation reduction.reduction",
+    "lightning_internals methods part profile batches.part launch rates.part evaluation reduction.reduction",
     "replicas.part replicas.state replicas.obstacles replicas.log strategy termination monitor verify cli __init__",
 )
 """Folders and modules that may import Lightning. Everything else is the core, and works without."""

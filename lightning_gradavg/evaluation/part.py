@@ -71,6 +71,10 @@ class Evaluation(Part):
         """Return the process group of the ranks that have a batch of what is being evaluated; None for all."""
         return None
 
+    def widened(self, value: Any) -> Any:
+        """Return a value, a tensor or not, in the type that its mean over the ranks is to have."""
+        return value
+
 
 class ExactEvaluation(Evaluation):
     """Evaluates each sample exactly once, on two or more ranks.
@@ -211,6 +215,11 @@ class ExactEvaluation(Evaluation):
             # In stock, ranks that have no batch of a loader compute the results of fewer loaders than the others.
             loop._store_dataloader_outputs = connector.epoch_end_reached  # type: ignore[method-assign]  # see `_run_end`
             loop.on_run_end = partial(self._run_end, loop)  # type: ignore[method-assign]  # once per run
+
+    def widened(self, value: Any) -> Any:
+        """Return integers in float64: stock's mean of them has none of its decimals on gloo."""
+        integral = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+        return value.double() if integral else value
 
     def group(self) -> Any:
         """Return the process group of the ranks that have a batch in this round; None if all have, or between passes.
