@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 from torch.profiler import record_function
 
@@ -20,6 +20,7 @@ from lightning_gradavg.device import HostCopy, on_device
 from lightning_gradavg.lightning_internals import profiling, stored, until_done
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
+from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.combine import (
     after_sum,
     constant_normalizer,
@@ -225,6 +226,28 @@ class Reducer:
         summed: Future[Tensor] = self._bucket_sum(bucket).then(scaled)
         return summed
 
+    def reduce_apart(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+        """Reduce gradients that are in no bucket as buckets are, after the last backward of a window.
+
+        Args:
+            parameters: Those that DDP does not know, the same on all ranks.
+            group: The process group that DDP reduces over.
+
+        Raises:
+            ValueError: If the ranks' parameters differ.
+        """
+        closed = self._require_closed()
+        if self.discarded is not None:
+            for numbers in _gradients(parameters):
+                numbers.masked_fill_(self.discarded, 0)
+        # The mean, and not the sum: in half precision a sum may overflow where the result does not.
+        average_gradients(parameters, group=group)
+        if closed.work is not None:
+            closed.work.wait()
+        factor = 1.0 if closed.scale is None else self._factor(closed, 0)
+        for numbers in _gradients(parameters):
+            as_real(numbers).mul_(factor * len(self.places))
+
     def finish(self) -> None:
         """End the window and raise, on all ranks, what is wrong with it.
 
@@ -275,3 +298,11 @@ class Reducer:
                 " In manual optimization call self.manual_backward(loss, weight=...) instead of loss.backward()."
             )
         return self._closed
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [_numbers(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
