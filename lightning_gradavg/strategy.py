@@ -592,10 +592,12 @@ class GradAvgStrategy(DDPStrategy):
     ) -> Tensor:
         """Reduce a tensor over the ranks, in exact evaluation over those that have a batch of what is evaluated.
 
-        There the mean of integers, such as batch sizes, is exact, too. Stock cuts off its decimals on gloo.
+        Where ranks share batches the mean of integers, such as batch sizes, is exact, too: stock cuts off its decimals
+        on gloo.
         """
         averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        reduced = self._evaluation.widened(tensor) if averages else tensor
+        exact = averages and (self._options.split_batches or self._options.exact_evaluation)
+        reduced = _widened(tensor) if exact else tensor
         return super().reduce(reduced, self._evaluation.group() if group is None else group, reduce_op)
 
     @override
@@ -692,6 +694,12 @@ _NAMES: dict[str, dict[str, Any]] = {
     "gradavg_fork": {"start_method": "fork"},
     "gradavg_notebook": {"start_method": "fork"},
 }
+
+
+def _widened(value: Any) -> Any:
+    """Return integers in float64. Lightning reduces what is not a tensor, too."""
+    integral = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return value.double() if integral else value
 
 
 def _destroy_process_group() -> None:

@@ -189,7 +189,7 @@ def test_double_precision_node_by_node(world):
     assert pytest.approx(0.1 + 0.2 + 0.3 + 0.4, rel=1e-15) == seen.gradients[0].item()
 
 
-SIGTERM = ("all_reduce", 4)
+SIGNALS = ("all_reduce", 8)
 """The agreement on termination, of four bytes: see docs/sigterm.md."""
 
 
@@ -281,7 +281,7 @@ def test_only_the_last_micro_batch_communicates(world, nodes, wire, reduction):
         for index, (_, sent) in enumerate(steps[4:]):
             of_buckets = 2 * BYTES[str((nodes, wire))] if index % 4 == 3 else []
             expected = [*of_buckets, *(totals if index % 4 == 3 else [])]
-            assert sorted(expected) == sorted(entry for entry in sent if entry != SIGTERM)
+            assert sorted(expected) == sorted(entry for entry in sent if entry != SIGNALS)
 
 
 class Odd(Toy):
