@@ -396,20 +396,17 @@ class EvaluationPass:
 
     Args:
         trainer: The Trainer.
+
+    Attributes:
+        mode: How several loaders are read: `"sequential"`, or together, as `CombinedLoader` names it.
+        loaders: The loaders that are read, in order.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._loop = trainer, trainer._active_loop
-
-    @property
-    def mode(self) -> str:
-        """How several loaders are read: `"sequential"`, or together, as `CombinedLoader` names it."""
-        return str(self._loop._combined_loader._mode)
-
-    @property
-    def loaders(self) -> list[Any]:
-        """The loaders that are read, in order."""
-        return list(self._loop._combined_loader.flattened)
+        combined = self._loop._combined_loader
+        self.mode: str = combined._mode
+        self.loaders: list[Any] = list(combined.flattened)
 
     @property
     def predictions(self) -> list[list[Any]] | None:

@@ -262,6 +262,7 @@ class GradAvgStrategy(DDPStrategy):
             self._reports,
             Termination(),
         )
+        self._begun = False
         self._prepares: str | None = None
         self._saved: Saved | None = None
 
@@ -359,6 +360,7 @@ class GradAvgStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.lightning_module is not None
         run = Run(trainer, self.lightning_module, self.root_device, World.of(None))
+        self._begun = True
         for part in self._parts:
             part.setup(run)
         if self._options.one_device:
@@ -411,7 +413,8 @@ class GradAvgStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         """Begin with the training loaders, which are known now."""
         super().on_train_start()
-        self._batches.on_train_start()
+        for part in self._parts:
+            part.on_train_start()
         for message in self._rates.begin(self._schedulers, self._batches.accumulation):
             self._reduction.warn(message)
         if self._saved is not None and self._ddp_comm_state is not None:
@@ -651,7 +654,8 @@ class GradAvgStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        for part in reversed(self._parts):
+        # Nothing did, where a run failed before its strategy was set up.
+        for part in reversed(self._parts if self._begun else ()):
             part.teardown()
         super().teardown()
 

@@ -247,8 +247,6 @@ class ExactEvaluation(Evaluation):
 
     def teardown(self) -> None:
         """Put everything back at the end of the run."""
-        if self._run is None:
-            return
         self._put_back_options.close()
         restore_evaluation_loops(self.run.trainer)
         for ranks, group in self._groups.items():
