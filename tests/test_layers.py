@@ -12,7 +12,7 @@ from structure import MODULES, folder_of, imported_names, own_imports
 # A module beside the folders is a folder of its own. Put a new one where its imports allow.
 FLOORS = (
     "place tree device lightning_internals arguments methods random_state",
-    "timers profile",
+    "timers profile loaders",
     "rules ranks wire part",
     "options reduction rates",
     "batches evaluation termination",
