@@ -42,8 +42,8 @@ format: $(READY)  ## Fix what ruff can fix, and format
 demo: $(READY)  ## Train for real, print and plot the comparison; output in demo_output/
 	$(BIN)/python -m examples.demo
 
-gpu: $(READY)  ## Check and measure NCCL on the one GPU of this machine; see docs/gpu.md
-	$(BIN)/python -m benchmarks.gpu --all
+gpu: $(READY)  ## Run every path on CUDA and NCCL, on the one GPU of this machine; see docs/accelerators.md
+	$(BIN)/python -m tests.gpu
 
 clean:  ## Remove .venv, caches and output
 	rm -rf $(VENV) dist demo_output .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

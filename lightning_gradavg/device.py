@@ -14,8 +14,8 @@ _ON_HOST = ("cpu", "meta")
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor on a device. A copy from ordinary memory would be waited for, one from pinned is not."""
-    if device.type in _ON_HOST:
+    """Return a tensor on a device. A copy from ordinary memory would be waited for, one from pinned is not."""
+    if device.type in _ON_HOST or tensor.device.type not in _ON_HOST:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 

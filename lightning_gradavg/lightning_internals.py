@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import imports
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
@@ -36,7 +37,7 @@ __all__ = [
     "EvaluationPass",
     "MetricInside",
     "MixedPrecision",
-    "SigtermHooks",
+    "SignalHooks",
     "TrainingLoop",
     "backend_name",
     "backward_times",
@@ -49,11 +50,11 @@ __all__ = [
     "flushes_static_graph",
     "in_backward",
     "injects_samplers",
+    "is_interactive",
     "iterator_of",
     "leave_batch_norm_alone",
     "limited_batches",
     "missing",
-    "mps_generator",
     "neutral_result",
     "process_groups",
     "profiling",
@@ -101,7 +102,6 @@ PRIVATE: Mapping[str, str] = {
     "torch.distributed:": "_broadcast_coalesced",
     "torch.distributed:ProcessGroup": "_get_backend",
     "torch.distributed.distributed_c10d:": "_world",
-    "torch.mps:": "_get_default_mps_generator",
     "torch.nn.modules.batchnorm:": "_BatchNorm",
     "torch.nn.modules.batchnorm:_BatchNorm": "_check_input_dim",
     "torch.nn.parallel.distributed:": "_MixedPrecision",
@@ -189,38 +189,44 @@ def syncs_batch_norm(strategy: Any) -> bool:
     return strategy._layer_sync is not None
 
 
-class SigtermHooks:
-    """Where Lightning asks all ranks whether to end, and what it does on SIGTERM.
+class SignalHooks:
+    """Where Lightning asks all ranks whether to end, and what it does on SIGTERM, and when SLURM ends a job.
 
     `_TrainingEpochLoop._broadcast_sigterm_tensor`, `_SignalConnector._sigterm_notifier_fn` and `received_sigterm`,
-    there since lightning 2.6, which blocks every rank at every batch (docs/sigterm.md).
+    there since lightning 2.6, which blocks every rank at every batch, and `_slurm_sigusr_handler_fn` (docs/sigterm.md).
 
     Args:
         loop: The training epoch loop.
         connector: The signal connector.
     """
 
-    _BROADCAST, _NOTIFIER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
+    _BROADCAST, _NOTIFIER, _REQUEUE = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 
     def __init__(self, loop: Any, connector: Any) -> None:
         self._loop, self._connector = loop, connector
 
     @classmethod
-    def of(cls, trainer: Any) -> SigtermHooks | None:
+    def of(cls, trainer: Any) -> SignalHooks | None:
         """Return those of a trainer, None if it has none."""
         loop, connector = trainer.fit_loop.epoch_loop, getattr(trainer, "_signal_connector", None)
         there = hasattr(type(loop), cls._BROADCAST) and hasattr(type(connector), cls._NOTIFIER)
         return cls(loop, connector) if there else None
 
-    def replace(self, agree: Callable[[], None], notice: Callable[..., None]) -> None:
+    def replace(self, agree: Callable[[], None], notice: Callable[..., None], requeue: Callable[..., None]) -> None:
         """Have these called instead."""
         setattr(self._loop, self._BROADCAST, agree)
         setattr(self._connector, self._NOTIFIER, notice)
+        setattr(self._connector, self._REQUEUE, requeue)
 
     def restore(self) -> None:
         """Leave the trainer as it was."""
-        for owner, name in ((self._loop, self._BROADCAST), (self._connector, self._NOTIFIER)):
-            vars(owner).pop(name, None)
+        vars(self._loop).pop(self._BROADCAST, None)
+        for name in (self._NOTIFIER, self._REQUEUE):
+            vars(self._connector).pop(name, None)
+
+    def requeue(self, *args: Any) -> None:
+        """Write a checkpoint, and have SLURM queue the job again, as Lightning does."""
+        getattr(type(self._connector), self._REQUEUE)(self._connector, *args)
 
     @property
     def received(self) -> bool:
@@ -230,6 +236,14 @@ class SigtermHooks:
     @received.setter
     def received(self, value: bool) -> None:
         self._connector.received_sigterm = value
+
+
+def is_interactive() -> bool:
+    """Return whether this is a notebook or a prompt, where no script can be started again.
+
+    `lightning.fabric.utilities.imports._IS_INTERACTIVE`, asked for late, since tests replace it.
+    """
+    return bool(imports._IS_INTERACTIVE)
 
 
 def leave_batch_norm_alone(strategy: Any) -> None:
@@ -541,11 +555,6 @@ def in_backward() -> bool:
 def require_dimensions(norm: BatchNorm, input: Tensor) -> None:  # noqa: A002  # torch's name
     """Raise as batch norm does for an input of other dimensions: `_BatchNorm._check_input_dim`."""
     norm._check_input_dim(input)
-
-
-def mps_generator() -> torch.Generator:
-    """Return the generator of Apple's devices: `_get_default_mps_generator`."""
-    return torch.mps._get_default_mps_generator()
 
 
 def version_of(tensor: Tensor) -> int:

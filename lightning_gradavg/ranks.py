@@ -7,14 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_gradavg.place import Place, places_on_nodes
 
-__all__ = ["Header", "World", "by_value", "digest", "on_ranks", "ranks_by_value", "subgroups"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Header", "World", "by_value", "digest", "on_ranks", "ranks_by_value", "require_members", "subgroups"]
 
 _RANKS_SHOWN = 8
 
@@ -105,6 +108,38 @@ class World:
         rows = mine.new_empty(self.size, len(row))
         dist.all_gather(list(rows.unbind()), mine, group=self.group)
         return rows.tolist()
+
+
+def require_members(world: World, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> None:
+    """Raise on all ranks, before DDP would wait for ever, unless each is in its group, and members agree on it.
+
+    Args:
+        world: All ranks of the run.
+        group: What this rank is to reduce over; one that it is not in has no members here.
+        mesh: A dimension of a mesh, instead of a group.
+
+    Raises:
+        ValueError: If a rank is left out, or ranks of a group have another one.
+    """
+    name, mine = "process_group", []
+    if mesh is not None:
+        name, mine = "device_mesh", mesh.mesh.tolist() if mesh.get_coordinate() is not None else []
+    elif isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0:
+        mine = dist.get_process_group_ranks(group)
+    members = world.gather_objects(mine)
+    outside = [rank for rank, ranks in enumerate(members) if rank not in ranks]
+    if outside:
+        raise ValueError(
+            f"{name} does not contain the process {on_ranks(outside)}. Pass every rank of the run the group that it is"
+            " a member of: one of its own where it trains alone."
+        )
+    for rank, ranks in enumerate(members):
+        other = next((one for one in ranks if members[one] != ranks), None)
+        if other is not None:
+            raise ValueError(
+                f"{name} differs within a group: rank {rank} is to reduce over the ranks {ranks}, and rank {other} over"
+                f" {members[other]}. Pass all members of a group the same one."
+            )
 
 
 def subgroups(

@@ -30,12 +30,13 @@ from typing_extensions import override
 from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
+from lightning_gradavg.launch import require_launch
 from lightning_gradavg.lightning_internals import MixedPrecision, leave_batch_norm_alone
 from lightning_gradavg.loaders import loader_batch_size
 from lightning_gradavg.options import Options, StrategyFacts, check_groups, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
-from lightning_gradavg.ranks import World
+from lightning_gradavg.ranks import World, require_members
 from lightning_gradavg.rates.part import rates_of
 from lightning_gradavg.rates.recipe import RunRecipe
 from lightning_gradavg.rates.scaling import ScaleFunction
@@ -244,6 +245,7 @@ class GradAvgStrategy(DDPStrategy):
             **options_of_ddp(given, GradAvgStrategy.__init__, hooked),
         )
         self._options = options
+        self._members = (process_group, device_mesh)
         hook = ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper
         self._reports = Reports(options.rule, crosses_ranks=options.replicated)
         self._reduction = Reduction(
@@ -267,11 +269,12 @@ class GradAvgStrategy(DDPStrategy):
         self._saved: Saved | None = None
 
     def __repr__(self) -> str:
-        # pytorch_lightning quotes a strategy of lightning.pytorch by its repr when it refuses it.
+        # pytorch_lightning and Fabric quote a strategy of lightning.pytorch by its repr when they refuse it.
         return (
             f"{type(self).__name__}(reduction={self._options.rule.name!r})"
-            " [a strategy for lightning.pytorch.Trainer, of the package `lightning`;"
-            " pytorch_lightning.Trainer, of the package `pytorch-lightning`, cannot use it]"
+            " [a strategy for lightning.pytorch.Trainer, of the package `lightning`: neither pytorch_lightning.Trainer,"
+            " of the package `pytorch-lightning`, nor Fabric can use it. In a loop of your own, with Fabric or without,"
+            " call lightning_gradavg.average_gradients]"
         )
 
     @classmethod
@@ -343,6 +346,17 @@ class GradAvgStrategy(DDPStrategy):
             samples=self._replicas.samples(self._batches.chunk),
         )
 
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # Stock multiplies nodes by devices, which is another number where nodes are uneven.
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        require_launch(self)
+
     @override
     def setup_distributed(self) -> None:
         """Join the process group, and see to its end."""
@@ -365,6 +379,8 @@ class GradAvgStrategy(DDPStrategy):
             part.setup(run)
         if self._options.one_device:
             leave_batch_norm_alone(self)  # ours serves CPUs and idle ranks, too
+        if any(each is not None for each in self._members):
+            require_members(run.world, *self._members)
         super().setup(trainer)
 
     @override
@@ -424,19 +440,20 @@ class GradAvgStrategy(DDPStrategy):
 
     def _start_line(self) -> str:
         run, rule, size = self._reduction.run, self._options.rule, self.global_batch_size
-        ranks, nodes = len(run.places), run.num_nodes
+        ranks, nodes, window = len(run.places), run.num_nodes, run.trainer.accumulate_grad_batches
         return (
             f"GradAvgStrategy: reduction={rule.name!r}, g = {rule.formula};"
             f" {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
             f" ({dist.get_backend(run.ddp.process_group)});"
-            f" global batch {size if size is not None else 'unknown'}, windows of"
-            f" {run.trainer.accumulate_grad_batches} micro-batches{''.join(part.describe() for part in self._parts)}"
+            f" global batch {size if size is not None else 'unknown'}, windows of {window}"
+            f" micro-batch{'es' * (window > 1)}{''.join(part.describe() for part in self._parts)}"
         )
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.lightning_module is not None and self.lightning_module.trainer.training:
             self._batches.on_train_batch_start()
+            self._reduction.look_at(batch)
             self._rates.follow(self._schedulers, self._batches.accumulation)
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -578,15 +595,11 @@ class GradAvgStrategy(DDPStrategy):
     ) -> Tensor:
         """Reduce a tensor over the ranks, in exact evaluation over those that have a batch of what is evaluated.
 
-        Where the ranks share batches, the mean of integers, such as batch sizes, is exact. Stock floors it on gloo.
+        There the mean of integers, such as batch sizes, is exact, too. Stock cuts off its decimals on gloo.
         """
-        # Lightning passes on what is not a tensor, too, whatever the annotation says.
-        value: Any = tensor
-        integral = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
         averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        if integral and averages and (self._options.split_batches or self._options.exact_evaluation):
-            tensor = tensor.double()
-        return super().reduce(tensor, self._evaluation.group() if group is None else group, reduce_op)
+        reduced = self._evaluation.widened(tensor) if averages else tensor
+        return super().reduce(reduced, self._evaluation.group() if group is None else group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -638,9 +651,10 @@ class GradAvgStrategy(DDPStrategy):
         checkpoint = super().load_checkpoint(*args, **kwargs)
         self._saved = checkpoint.get(_CHECKPOINT_KEY)
         module = self.lightning_module
-        if self._saved is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            for part in self._parts:
-                part.load(self._saved)
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            # Of a checkpoint of another strategy only the recipe is asked, which it does not have.
+            for part in self._parts if self._saved is not None else (self._rates,):
+                part.load(self._saved or {})
         return checkpoint
 
     @override

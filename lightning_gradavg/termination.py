@@ -1,9 +1,12 @@
-"""How the ranks of a run agree to end on SIGTERM, without a wait for each other at every batch.
+"""How the ranks of a run agree on signals, to end or to be queued again, without a wait for each other at every batch.
 
 Lightning 2.6 has rank 0 broadcast at the begin of every batch whether it is to end, and every rank read that on the
 host. So the ranks wait for each other once more per step, and an accelerator runs empty. Here the flags of all ranks
-are added up while a step runs, and the sum is read one step later, when it is long there: all ranks end at the same
+are put together while a step runs, and read one step later, when it is long there: all ranks end at the same
 step, at the latest the second one to begin after the signal, whichever rank received it.
+
+Of SLURM's signal to be queued again, Lightning has every rank write a checkpoint in its signal handler, for which the
+ranks wait for each other wherever they are. Here they do so together, in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_gradavg.device import HostCopy, current_stream, new_stream, on_device, within
-from lightning_gradavg.lightning_internals import SigtermHooks
+from lightning_gradavg.lightning_internals import SignalHooks
 from lightning_gradavg.part import Part, Run
 
 __all__ = ["Termination"]
@@ -31,18 +34,20 @@ class Termination(Part):
     """Takes the place of Lightning's agreement on termination in one fit, until `teardown`."""
 
     def __init__(self) -> None:
-        self._hooks: SigtermHooks | None = None
+        self._hooks: SignalHooks | None = None
         self._under_way: tuple[dist.Work, torch.Tensor, HostCopy | None] | None = None
 
     def configure_ddp(self, run: Run) -> None:
         """Take its place, before the trainer registers its signal handlers."""
         super().configure_ddp(run)
         self._received, self._under_way = False, None
+        # Signals that this rank received, and that all ranks have answered.
+        self._requeues = self._requeued = 0
         self._stream = new_stream(run.device)
         if run.world.size > 1:
-            self._hooks = SigtermHooks.of(run.trainer)
+            self._hooks = SignalHooks.of(run.trainer)
         if self._hooks is not None:
-            self._hooks.replace(self._agree, self._notice)
+            self._hooks.replace(self._agree, self._notice, self._notice_requeue)
 
     def teardown(self) -> None:
         """Leave the trainer as it was."""
@@ -56,18 +61,22 @@ class Termination(Part):
 
     def _agree(self) -> None:
         """Begin a batch, or raise `SIGTERMException` on all ranks."""
-        raised = self._read()
+        assert self._hooks is not None
+        ends, requeues = self._read()
         self._under_way = self._send()
-        if raised:
-            assert self._hooks is not None
+        if requeues > self._requeued:
+            self._requeued = requeues
+            self._hooks.requeue(signal.SIGUSR1, None)
+        if ends:
             self._hooks.received = True
             raise SIGTERMException
 
     def _send(self) -> tuple[dist.Work, torch.Tensor, HostCopy | None]:
-        """Begin to add up the flags of all ranks."""
+        """Begin to compare what the ranks have received."""
         device = self.run.device
-        flag = on_device(torch.tensor([self._received], dtype=torch.int32), device)
-        work = dist.all_reduce(flag, async_op=True)
+        flag = on_device(torch.tensor([self._received, self._requeues], dtype=torch.int32), device)
+        # The most, and not the sum: all ranks may receive one signal, at different steps.
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
         if self._stream is None:
             return work, flag, None
         # Not the stream of the model, which would wait for the other ranks before its forward.
@@ -76,16 +85,17 @@ class Termination(Part):
             work.wait()
             return work, flag, HostCopy(flag)
 
-    def _read(self) -> bool:
-        """Return whether any rank's flag of the batch before was up; false before there is one."""
+    def _read(self) -> tuple[bool, int]:
+        """Return whether any rank was to end at the batch before, and the most signals to queue again that one had."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
-            return False
+            return False, 0
         work, flag, copy = under_way
         if copy is None:
             work.wait()
             copy = HostCopy(flag)
-        return bool(copy.read()[0])
+        ends, requeues = copy.read()
+        return bool(ends), int(requeues)
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         """Take notice of SIGTERM: no collective, which would meet any other one on the other ranks."""
@@ -99,3 +109,11 @@ class Termination(Part):
         if not trainer.training and self._hooks is not None:
             # Evaluation knows no agreement, in Lightning neither.
             self._hooks.received = True
+
+    def _notice_requeue(self, number: int, frame: FrameType | None) -> None:
+        """Take notice of SLURM's signal: the checkpoint is a matter of all ranks."""
+        self._requeues += 1
+        if not self.run.trainer.training and self._hooks is not None:
+            # As of SIGTERM; what was answered here is not to be answered again.
+            self._requeued = self._requeues
+            self._hooks.requeue(number, frame)

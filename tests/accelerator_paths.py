@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,14 +33,13 @@ from lightning_gradavg.rules import RULES, Rule
 __all__ = ["PATHS", "Count", "Outcome", "Path", "perform"]
 
 WIDTH = 8
-STEPS = 6
 SAMPLES = ((3, 4, 2, 1), (5, 2, 1, 4), (4, 4, 3, 2), (2, 6, 4, 3), (3, 3, 1, 5), (1, 5, 2, 2))
 """Of the batches of each rank; the window of every other one is another."""
 
 Outcome = dict[str, list[float]]
 """What came of a body, by name: the same numbers on every device."""
 
-Count = Callable[[], int]
+Count = Callable[[], float]
 """Counts what happened on the device so far."""
 
 
@@ -197,21 +197,19 @@ class OnNodes(GradAvgStrategy):
 
 
 class Counter(Callback):
-    """Counts, from the begin of the fourth window to that of the last, in windows of `window` batches."""
+    """Counts, from the begin of a path's fourth window to that of the last."""
 
-    FIRST, LAST = 3, STEPS - 1
-
-    def __init__(self, counts: Mapping[str, Count], window: int) -> None:
-        self.counts, self.window = counts, window
+    def __init__(self, counts: Mapping[str, Count], path: Path) -> None:
+        self.counts, self.window, self.first, self.last = counts, path.window, 3, path.steps - 1
         self.per_step: dict[str, float] = {}
-        self._begun: dict[str, int] = {}
+        self._begun: dict[str, float] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.FIRST * self.window:
+        if batch_idx == self.first * self.window:
             self._begun = {name: count() for name, count in self.counts.items()}
-        if batch_idx == self.LAST * self.window:
+        if batch_idx == self.last * self.window:
             for name, count in self.counts.items():
-                self.per_step[name] = (count() - self._begun[name]) / (self.LAST - self.FIRST)
+                self.per_step[name] = (count() - self._begun[name]) / (self.last - self.first)
 
 
 @dataclass(frozen=True)
@@ -224,7 +222,12 @@ class Path:
         module: The module that is trained.
         trainer: Options of the Trainer.
         nodes: The nodes of the ranks, one for each.
-        waits: Waits of the host per optimizer step, by lines of the package.
+        parts: Micro-batches that a rank makes of a loader batch.
+        steps: Optimizer steps of a training.
+        waits: Waits of the host per optimizer step, by lines of the package, on every rank; None where nothing is
+            counted, as no training goes on step after step. One per micro-batch is that for the signal to end of the
+            micro-batch before, one per step under rules with weights that for the totals of the step before: both are
+            long there. One more per micro-batch of a window, or of named terms, reads weights that are on the device.
         tolerance: Of the norm of what came of it, relative to that on the CPU.
         reference: Options of the Trainer for the run on the CPU, where those of the path are for accelerators.
     """
@@ -234,24 +237,26 @@ class Path:
     module: type[Net] = Net
     trainer: Mapping[str, Any] = field(default_factory=dict)
     nodes: tuple[int, ...] = (0, 0)
-    waits: float = 0.0
+    parts: int = 1
+    steps: int = 6
+    waits: float | None = None
     tolerance: float = 1e-6
     reference: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def window(self) -> int:
         """Micro-batches of an optimizer step."""
-        return int(self.trainer.get("accumulate_grad_batches", 1))
+        return int(self.trainer.get("accumulate_grad_batches", 1)) * self.parts
 
 
 def rows(samples: int, seed: int) -> Tensor:
     return torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def batches_of_rank(window: int) -> list[Tensor]:
+def batches_of_rank(count: int) -> list[Tensor]:
     """Return this rank's batches, of as many samples as the table says."""
     rank = dist.get_rank()
-    return [rows(SAMPLES[number % len(SAMPLES)][rank], 100 * rank + number) for number in range(STEPS * window)]
+    return [rows(SAMPLES[number % len(SAMPLES)][rank], 100 * rank + number) for number in range(count)]
 
 
 def trainer_on(device: str, path: Path, strategy: Any, counter: Callback | None = None, **options: Any) -> Any:
@@ -269,9 +274,9 @@ def trainer_on(device: str, path: Path, strategy: Any, counter: Callback | None 
 
 def fit(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Train, and return the gradients of every step."""
-    counter, module = Counter(counts, path.window), path.module()
+    counter, module = Counter(counts, path), path.module()
     trainer = trainer_on(device, path, OnNodes(**path.options()), counter)
-    trainer.fit(module, DataLoader(batches_of_rank(path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+    trainer.fit(module, DataLoader(batches_of_rank(path.steps * path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
     return outcome_of(module), counter.per_step
 
 
@@ -281,17 +286,17 @@ def outcome_of(module: Net) -> Outcome:
 
 def stock(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Train under Lightning's own strategy, which the others are compared with."""
-    counter, module = Counter(counts, path.window), path.module()
+    counter, module = Counter(counts, path), path.module()
     trainer = trainer_on(device, path, DDPStrategy(), counter)
-    trainer.fit(module, DataLoader(batches_of_rank(path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+    trainer.fit(module, DataLoader(batches_of_rank(path.steps * path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
     return outcome_of(module), counter.per_step
 
 
 def fit_split(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Train on global batches, and return gradients, buffers and logs."""
-    counter, module = Counter(counts, path.window), path.module()
+    counter, module = Counter(counts, path), path.module()
     trainer = trainer_on(device, path, OnNodes(**path.options()), counter, use_distributed_sampler=True)
-    trainer.fit(module, DataLoader(rows(8 * STEPS * path.window, 1), batch_size=8))  # type: ignore[arg-type]  # a tensor is a data set
+    trainer.fit(module, DataLoader(rows(16 * path.steps, 1), batch_size=16))  # type: ignore[arg-type]  # a tensor is a data set
     buffers = {name: one.double().flatten().tolist() for name, one in module.named_buffers()}
     logged = {name: [float(value)] for name, value in trainer.callback_metrics.items()}
     return {**outcome_of(module), **buffers, **logged}, counter.per_step
@@ -313,7 +318,7 @@ def monitored(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Out
     strategy, module = OnNodes(**path.options()), path.module()
     monitor = GradAvgMonitor(every_n_steps=2, check_parameters_every_n_steps=2)
     trainer = trainer_on(device, path, strategy, callbacks=[monitor])
-    trainer.fit(module, DataLoader(batches_of_rank(path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+    trainer.fit(module, DataLoader(batches_of_rank(path.steps * path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
     report = strategy.report()
     summary = [report.gradient_norm, report.terms[0].normalizer, *report.terms[0].weights]
     return {**outcome_of(module), "report": [float(value) for value in summary]}, {}
@@ -323,10 +328,26 @@ def refused(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outco
     """Train until a weight is refused, and return after how many steps, and that of the refused one changed nothing."""
     module, trainer = path.module(), trainer_on(device, path, OnNodes(**path.options()))
     with pytest.raises(ValueError, match="rank 1: micro-batch 0 of the window: weight nan is not a finite number"):
-        trainer.fit(module, DataLoader(batches_of_rank(1), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+        trainer.fit(module, DataLoader(batches_of_rank(path.steps), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
     # On an accelerator it is told one step later; what is stepped on is zero.
     assert all(bool((gradient == 0).all()) for gradient in module.gradients[1:])
     return {"first gradient": module.gradients[0].double().tolist()}, {}
+
+
+def saved(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
+    """Save a checkpoint after the step of a weight that is refused: the error comes first, and there is no file."""
+    module, folder = path.module(), tempfile.mkdtemp()
+    file = os.path.join(folder, "step.ckpt")  # noqa: PTH118  # `Path` is another one here
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 2:  # the step of that weight, which an accelerator has not told of yet
+                trainer.save_checkpoint(file)
+
+    trainer = trainer_on(device, path, OnNodes(**path.options()), callbacks=[Save()])
+    with pytest.raises(ValueError, match="weight nan is not a finite number"):
+        trainer.fit(module, DataLoader(batches_of_rank(path.steps), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+    return {"files": [float(os.path.exists(file))]}, {}  # noqa: PTH110  # as above
 
 
 def terminated(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
@@ -334,7 +355,7 @@ def terminated(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Ou
     module = path.module()
     trainer = trainer_on(device, path, OnNodes(**path.options()))
     with pytest.raises(SIGTERMException):
-        trainer.fit(module, DataLoader(batches_of_rank(1), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
+        trainer.fit(module, DataLoader(batches_of_rank(path.steps), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
     return {"steps": [float(trainer.global_step)]}, {}
 
 
@@ -342,7 +363,7 @@ def plain_loop(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Ou
     """Reduce a plain loop's gradients by `average_gradients`, dense and sparse ones."""
     module = path.module().to(device)
     optimizer = module.configure_optimizers()
-    for batch in batches_of_rank(1):
+    for batch in batches_of_rank(path.steps):
         optimizer.zero_grad()
         module.loss(batch.to(device)).backward()
         average_gradients(module, weight=len(batch), **path.options())
@@ -377,57 +398,74 @@ WEIGHTED: Mapping[str, Any] = {"reduction": "weighted_mean"}
 WINDOW: Mapping[str, Any] = {"accumulate_grad_batches": 4}
 
 PATHS: Mapping[str, Path] = {
-    "stock DDPStrategy": Path(stock),
-    **{name: Path(fit, options(reduction=name), of_rule(rule), nodes=FOUR) for name, rule in RULES.items()},
+    "stock DDPStrategy": Path(stock, module=OnDevice, waits=0),
+    "stock DDPStrategy, windows of 4": Path(stock, module=OnDevice, trainer=WINDOW, waits=0),
     **{
-        f"{name}, windows of 4": Path(fit, options(reduction=name), of_rule(rule), WINDOW)
+        name: Path(fit, options(reduction=name), of_rule(rule), nodes=FOUR, waits=1 + rule.uses_weight)
         for name, rule in RULES.items()
     },
-    "weights on the host": Path(fit, options(**WEIGHTED)),
-    "weights on the host, windows of 4": Path(fit, options(**WEIGHTED), trainer=WINDOW),
-    "named terms": Path(fit, options(**WEIGHTED), Terms),
-    "named terms, windows of 4": Path(fit, options(**WEIGHTED), Terms, WINDOW),
-    "manual optimization": Path(fit, options(**WEIGHTED), Manual),
-    "find_unused_parameters": Path(fit, options(**WEIGHTED, find_unused_parameters=True), Unused),
-    "gradient_as_bucket_view": Path(fit, options(**WEIGHTED, gradient_as_bucket_view=True)),
-    "static_graph": Path(fit, options(**WEIGHTED, static_graph=True)),
-    "static_graph, windows of 4": Path(fit, options(**WEIGHTED, static_graph=True), trainer=WINDOW),
-    "sparse gradients": Path(fit, options(**WEIGHTED), Sparse),
-    "clipping": Path(fit, options(**WEIGHTED), trainer={"gradient_clip_val": 0.1}),
+    **{
+        f"{name}, windows of 4": Path(
+            fit, options(reduction=name), of_rule(rule), WINDOW, waits=4 + 5 * rule.uses_weight
+        )
+        for name, rule in RULES.items()
+    },
+    "weights on the host": Path(fit, options(**WEIGHTED), waits=2),
+    "weights on the host, windows of 4": Path(fit, options(**WEIGHTED), trainer=WINDOW, waits=5),
+    "named terms": Path(fit, options(**WEIGHTED), Terms, waits=3),
+    "named terms, windows of 4": Path(fit, options(**WEIGHTED), Terms, WINDOW, waits=9),
+    "manual optimization": Path(fit, options(**WEIGHTED), Manual, waits=2),
+    "find_unused_parameters": Path(fit, options(**WEIGHTED, find_unused_parameters=True), Unused, waits=2),
+    "gradient_as_bucket_view": Path(fit, options(**WEIGHTED, gradient_as_bucket_view=True), waits=2),
+    "static_graph": Path(fit, options(**WEIGHTED, static_graph=True), waits=2),
+    "static_graph, windows of 4": Path(fit, options(**WEIGHTED, static_graph=True), trainer=WINDOW, waits=5),
+    "sparse gradients": Path(fit, options(**WEIGHTED), Sparse, waits=4),
+    "clipping": Path(fit, options(**WEIGHTED), trainer={"gradient_clip_val": 0.1}, waits=2),
     "bf16-mixed": Path(
         fit,
         options(**WEIGHTED),
         trainer={"precision": "bf16-mixed"},
         reference={"precision": "32-true"},
         tolerance=2e-2,
+        waits=2,
     ),
     "16-mixed with a GradScaler": Path(
-        fit, options(**WEIGHTED), trainer={"precision": "16-mixed"}, reference={"precision": "32-true"}, tolerance=2e-2
+        fit,
+        options(**WEIGHTED),
+        trainer={"precision": "16-mixed"},
+        reference={"precision": "32-true"},
+        tolerance=2e-2,
+        waits=2,
     ),
-    "a user's hook": Path(fit, options(**WEIGHTED, ddp_comm_hook=of_mean)),
-    "bf16_compress_hook": Path(fit, options(**WEIGHTED, ddp_comm_hook=bf16_compress_hook)),
-    "PowerSGD": Path(fit, power_sgd),
-    "wire bfloat16": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16")),
-    "wire float16": Path(fit, options(reduction="sum", wire_dtype="float16")),
-    "wire bfloat16, two hops": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), nodes=FOUR),
-    "wire float16 between nodes": Path(fit, options(**WEIGHTED, wire_dtype="float16", wire_scope="nodes"), nodes=FOUR),
-    "wire bfloat16, windows of 4": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), trainer=WINDOW),
-    "node_aware": Path(fit, options(**WEIGHTED, node_aware=True), nodes=FOUR),
-    "lr_scaling": Path(fit, options(lr_scaling="linear")),
-    "gather": Path(fit, module=Gathering),
-    "gather, windows of 4": Path(fit, options(**WEIGHTED), Gathering, WINDOW),
-    "split_batches": Path(fit_split, options(split_batches=True)),
-    "split_batches, parts of 2 samples": Path(fit_split, options(split_batches=True, max_device_batch_size=2)),
-    "data_parallel": Path(fit_split, options(equivalent_to="data_parallel", num_replicas=4), BatchNorm),
-    "data_parallel on 4 ranks": Path(fit_split, options(equivalent_to="data_parallel"), BatchNorm, nodes=FOUR),
+    "a user's hook": Path(fit, options(**WEIGHTED, ddp_comm_hook=of_mean), waits=2),
+    "bf16_compress_hook": Path(fit, options(**WEIGHTED, ddp_comm_hook=bf16_compress_hook), waits=2),
+    "PowerSGD": Path(fit, power_sgd, waits=1),
+    "wire bfloat16": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), waits=2),
+    "wire float16": Path(fit, options(reduction="sum", wire_dtype="float16"), waits=1),
+    "wire bfloat16, two hops": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), nodes=FOUR, waits=2),
+    "wire float16 between nodes": Path(
+        fit, options(**WEIGHTED, wire_dtype="float16", wire_scope="nodes"), nodes=FOUR, waits=2
+    ),
+    "wire bfloat16, windows of 4": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), trainer=WINDOW, waits=5),
+    "node_aware": Path(fit, options(**WEIGHTED, node_aware=True), nodes=FOUR, waits=2),
+    "lr_scaling": Path(fit, options(lr_scaling="linear"), waits=1),
+    "gather": Path(fit, module=Gathering, waits=1),
+    "gather, windows of 4": Path(fit, options(**WEIGHTED), Gathering, WINDOW, waits=5),
+    "split_batches": Path(fit_split, options(split_batches=True), waits=2),
+    "split_batches, parts of 4 samples": Path(
+        fit_split, options(split_batches=True, max_device_batch_size=4), parts=2, waits=3
+    ),
+    "data_parallel": Path(fit_split, options(equivalent_to="data_parallel", num_replicas=4), BatchNorm, waits=3),
+    "data_parallel on 4 ranks": Path(fit_split, options(equivalent_to="data_parallel"), BatchNorm, nodes=FOUR, waits=3),
     "data_parallel, recomputed": Path(
-        fit_split, options(equivalent_to="data_parallel", num_replicas=4, recompute_replicas=True), BatchNorm
+        fit_split, options(equivalent_to="data_parallel", num_replicas=4, recompute_replicas=True), BatchNorm, waits=3
     ),
-    "data_parallel, training_step_end": Path(fit_split, options(equivalent_to="data_parallel"), Contrastive),
-    "single_device": Path(fit_split, options(equivalent_to="single_device"), BatchNorm),
+    "data_parallel, training_step_end": Path(fit_split, options(equivalent_to="data_parallel"), Contrastive, waits=2),
+    "single_device": Path(fit_split, options(equivalent_to="single_device"), BatchNorm, waits=4.5),
     "exact_evaluation": Path(evaluate, options(exact_evaluation=True), Evaluated),
     "monitor": Path(monitored, options(**WEIGHTED), OnDevice),
     "NaN weight": Path(refused, options(**WEIGHTED), BadWeight),
+    "NaN weight before a checkpoint": Path(saved, options(**WEIGHTED), BadWeight),
     "SIGTERM": Path(terminated, module=Signalled),
     "average_gradients": Path(plain_loop, options(**WEIGHTED), Sparse),
     "average_gradients, bfloat16": Path(plain_loop, options(**WEIGHTED, wire_dtype="bfloat16")),

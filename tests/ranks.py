@@ -46,7 +46,16 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 
-__all__ = ["Raised", "RankEnvironment", "RankError", "RankPool", "isolated", "make_trainer", "rank_environment"]
+__all__ = [
+    "Raised",
+    "RankEnvironment",
+    "RankError",
+    "RankPool",
+    "ensure_forkserver",
+    "isolated",
+    "make_trainer",
+    "rank_environment",
+]
 
 TESTS = Path(__file__).resolve().parent
 GLOO_TIMEOUT = timedelta(seconds=20)
@@ -262,7 +271,7 @@ class RankPool:
         atexit.register(self.close)
         self._folder = Path(tempfile.mkdtemp(prefix="gradavg-ranks-"))
         context = get_context("forkserver")
-        _ensure_forkserver()
+        ensure_forkserver()
         for rank in range(self.world_size):
             self._log(rank).touch()
             ours, theirs = context.Pipe()
@@ -314,7 +323,7 @@ def _rank_environ() -> dict[str, str]:
     return environ
 
 
-def _ensure_forkserver() -> None:
+def ensure_forkserver() -> None:
     """Start the process that ranks are forked from, with everything heavy and the collected test modules imported."""
     for name in PRELOAD:  # a broken module fails here, with its traceback, and not as a dead fork server
         importlib.import_module(name)

@@ -260,6 +260,7 @@ def run_benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # 15 s on two idle cores, most of it imports
 @pytest.mark.skipif(sys.platform != "linux", reason="the bytes are counted by Linux")
@@ -284,6 +285,7 @@ def test_step_from_command_to_files(tmp_path):
     assert model["sent"]["DDP"][0] > model["gradient_bytes"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # 15 s on two idle cores, most of it imports
 @pytest.mark.skipif(sys.platform != "linux", reason="the ranks' sockets are those of Linux")

@@ -127,7 +127,7 @@ def test_scale_after_the_sum(normalizer: float, divided_by: float, expected: flo
 @given(st.floats(0, exclude_min=True, allow_infinity=False, allow_subnormal=True))
 def test_unit_is_a_power_of_two_above(weight: float) -> None:
     """A number is below its unit, and not below its half; the unit and its reciprocal are normal powers of two."""
-    unit = unit_above(torch.tensor([weight, -1.0, 0.0], dtype=torch.float64)).item()
+    unit = unit_above([weight, -1.0, 0.0])
     assert (0.5, 0.5) == (math.frexp(unit)[0], math.frexp(1 / unit)[0])
     if 1e-300 < weight < 1e300:
         assert unit / 2 <= weight < unit
@@ -137,8 +137,8 @@ def test_unit_is_a_power_of_two_above(weight: float) -> None:
 def test_unit_of_nothing() -> None:
     """Where no number is above 0 and finite the unit is 1."""
     for numbers in ([0.0], [-3.0], [math.nan], [math.inf, 0.0]):
-        assert 1.0 == unit_above(torch.tensor(numbers, dtype=torch.float64)).item()
-    assert 4.0 == unit_above(torch.tensor([math.nan, 3.0, math.inf], dtype=torch.float64)).item()
+        assert 1.0 == unit_above(numbers)
+    assert 4.0 == unit_above([math.nan, 3.0, math.inf])
 
 
 def test_combine_keeps_dtype_and_shape() -> None:

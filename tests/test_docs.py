@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+import runpy
 import sys
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from ranks import ensure_forkserver
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/**/*.md"))]
@@ -67,7 +69,10 @@ PYTHON_BLOCKS = [
 
 @pytest.mark.parametrize(("page", "block"), PYTHON_BLOCKS)
 def test_python_blocks_run(page: Path, block: Block, tmp_path: Path) -> None:
-    """The block runs to its end in a process and a folder of its own; one marked as not run at least compiles."""
+    """The block runs to its end in a process and a folder of its own; one marked as not run at least compiles.
+
+    The process is forked from one that has imported what is heavy.
+    """
     if block.no_run is not None:
         assert block.no_run, f"{page.name}:{block.line}: say why the block is not run, <!-- no-run: reason -->"
         compile(block.text, f"{page.name}:{block.line}", "exec")
@@ -75,19 +80,26 @@ def test_python_blocks_run(page: Path, block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     # Empty lines keep the line numbers of the page in a traceback.
     script.write_text("\n" * (block.line - 1) + block.text, "utf-8")
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
+    ensure_forkserver()
+    output = tmp_path / "output.txt"
+    process = get_context("forkserver").Process(target=run_as_main, args=(script, output))
+    process.start()
+    process.join(110)
+    process.kill()
+    process.join()
 
-    finished = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    assert process.exitcode == 0, f"{page.relative_to(ROOT)}:{block.line}\n{output.read_text('utf-8')}"
 
-    assert finished.returncode == 0, f"{page.relative_to(ROOT)}:{block.line}\n{finished.stdout}\n{finished.stderr}"
+
+def run_as_main(script: Path, output: Path) -> None:
+    """Run a script as if Python had been started with it, in its folder; write there what it prints."""
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(script.parent)
+    os.environ.update({"MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)})
+    sys.argv[:], sys.path[0] = [str(script)], str(script.parent)
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def test_the_readme_has_python_blocks() -> None:

@@ -469,6 +469,7 @@ def test_training_on_one_process_is_real(tmp_path):
     assert 0 == module.global_rank
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # 40 s on two idle cores
 def test_the_demo_runs_on_four_processes(tmp_path):
@@ -604,6 +605,7 @@ def test_convergence_shows_a_failed_run(monkeypatch, tmp_path, capsys):
     assert "the reason" in printed
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(200)  # 30 s on two busy cores
 def test_convergence_from_command_to_files(tmp_path):

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from ranks import make_trainer
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat
+from toys import Toy
 
 from lightning_gradavg import GradAvgStrategy
 
@@ -635,3 +637,29 @@ def twice() -> Any:
 def test_one_trainer_for_everything(world, world_size):
     """Sanity check, epochs, and further runs of the same Trainer each start afresh and leave nothing behind."""
     assert [(1.0, [1.0, 1.0], [])] * world_size == world(world_size).run(twice)
+
+
+def reduced_in_all_ways(name: str) -> Any:
+    """Body: return what `strategy.reduce` makes of values of all types, and what a step and an epoch log."""
+
+    class Logs(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            rank = dist.get_rank()
+            for kind, value in {"int": 3 + rank, "float": 0.5 + rank, "tensor": torch.tensor(2.0 + rank)}.items():
+                self.log(kind, value, sync_dist=True, on_step=True, on_epoch=True, batch_size=1)
+            return super().training_step(batch, batch_idx)
+
+    strategy = DDPStrategy() if name == "stock" else GradAvgStrategy(**({"split_batches": True} if name else {}))
+    trainer = make_trainer(strategy, max_epochs=1, logger=False)
+    trainer.fit(Logs(), DataLoader(torch.arange(4.0), 4 if name == "split" else 2))
+    types = (torch.int64, torch.int32, torch.float32, torch.float64, torch.float16, torch.bool)
+    values = [(kind, how) for kind in types for how in ("mean", "sum", "max") if (kind, how) != (torch.bool, "mean")]
+    found = [strategy.reduce(torch.tensor(3 - dist.get_rank()).to(kind), reduce_op=how) for kind, how in values]
+    found += [value for _, value in sorted(trainer.callback_metrics.items())]
+    return [(str(one.dtype), one.item()) for one in found], strategy.reduce("text")
+
+
+@pytest.mark.parametrize("name", ["", "split"])
+def test_values_are_reduced_as_in_stock(world, name):
+    """Without exact evaluation, what is reduced and logged has stock's value and type, cut integers too."""
+    assert world(2).run(reduced_in_all_ways, "stock") == world(2).run(reduced_in_all_ways, name)

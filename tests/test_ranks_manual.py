@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from ranks import make_trainer
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
-from toys import Toy, same_everywhere, train
+from toys import Toy, loader, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
 
@@ -109,6 +110,103 @@ def test_step_on_unreduced_gradients_is_detected(world, reduction, way):
     raised = world(2).run_expecting_errors(train, [[[1]], [[2]]], {"way": way}, {"reduction": reduction}, module=Direct)
     assert ["RuntimeError"] * 2 == [one.type_name for one in raised]
     assert all("self.manual_backward(loss)" in one.message for one in raised)
+
+
+class Surgery(Toy):
+    """Writes gradients by hand, as PCGrad does, of samples that all ranks have, or of its own and reduced by itself."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(start=[1.0, 2.0])
+        self.automatic_optimization = False
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        x = self.all_gather(batch) if self.how == "of all" else batch
+        (gradient,) = torch.autograd.grad((x.mean() * self.w).sum(), self.w)
+        if self.how == "reduced":
+            dist.all_reduce(gradient)
+        self.w.grad = gradient
+        optimizer.step()
+
+
+def train_by_hand(how: str) -> Any:
+    """Body: return what was warned of, and the weights."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trained = train([[[1.0], [2.0]], [[3.0], [5.0]]], {"how": how}, {"reduction": "sum"}, module=Surgery)
+    found = [str(one.message) for one in seen if "gradients" in str(one.message)]
+    return [text.split(". ")[1] for text in found], trained.weights
+
+
+@pytest.mark.parametrize(("how", "weight"), [("of all", 1 - 0.01 * 5.5), ("reduced", 1 - 0.01 * 11)])
+def test_gradients_written_by_hand_are_the_users_own(world, how, weight):
+    """What no `manual_backward` reduced is warned of once, and trains, where it is the same on all ranks."""
+    (warned, weights), (others, same) = world(2).run(train_by_hand, how)
+    assert ["They are the same on all ranks, so nothing drifts apart; reduction='sum' is not applied to them"] == warned
+    assert [] == others
+    assert torch.equal(weights[-1], same[-1])
+    torch.testing.assert_close(weight, weights[-1][0].item())
+
+
+def test_gradients_written_by_hand_that_differ_are_refused(world):
+    """Gradients that differ between the ranks, if only in their order, are an error on all of them."""
+    raised = world(2).run_expecting_errors(train_swapped)
+    assert all("they differ between the ranks, which would drift apart" in one.message for one in raised)
+
+
+def train_swapped() -> Any:
+    class Swapped(Surgery):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.w.grad = torch.tensor([1.0, -1.0] if dist.get_rank() else [-1.0, 1.0], dtype=self.w.dtype)
+            self.optimizers().step()
+
+    return train([[[1.0]], [[1.0]]], {"how": "swapped"}, {}, module=Swapped)
+
+
+class Adversaries(Toy):
+    """Steps its first optimizer only where the loss of all ranks is high, its second always and twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        first, second = optimizers
+        loss = self.losses(batch).mean()
+        self.manual_backward(loss)
+        if self.trainer.strategy.reduce(loss.detach().clone()) > 2:
+            first.step()
+            first.zero_grad()
+        self.manual_backward((self.other * batch).mean())
+        second.step()
+        second.step()
+        second.zero_grad()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Neither optimizer has all gradients."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([self.w], lr=0.01), torch.optim.SGD([self.other], lr=0.01)]
+
+
+def train_adversaries() -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"SGD.step\(\) was called on gradients")
+        trainer = make_trainer(
+            GradAvgStrategy(find_unused_parameters=True), max_epochs=1, use_distributed_sampler=False
+        )
+        model = Adversaries()
+        trainer.fit(model, loader([[1.0 + dist.get_rank()], [2.0 + dist.get_rank()], [1.0 + dist.get_rank()]]))
+    return model.w.item(), model.other.item()
+
+
+def test_an_optimizer_steps_when_its_loss_is_high(world):
+    """A GAN may skip steps of one optimizer, and step on the same reduced gradients again."""
+    # Losses of all ranks are 1.5, 2.5 and 1.5 times the weight: one step, on the gradients 1.5 + 2.5.
+    assert [(pytest.approx(0.96), pytest.approx(1 - 0.02 * 5.5))] * 2 == world(2).run(train_adversaries)
 
 
 class Repeated(Toy):

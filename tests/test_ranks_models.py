@@ -152,48 +152,6 @@ def test_rank_without_graph_keeps_step(world: Any, kind: str) -> None:
     assert [(0, [6.0, 6.0]), (1, [6.0, 6.0])] == world(2).run(train_without_graph, kind)
 
 
-class Unfrozen(LightningModule):
-    """Case 51: a parameter that trains from the second epoch on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.late = nn.Parameter(torch.tensor(1.0, dtype=torch.float64), requires_grad=False)
-        self.early = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
-        self.seen: list[tuple[float, float]] = []
-
-    def on_train_epoch_start(self) -> None:
-        self.late.requires_grad_(self.current_epoch > 0)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (self.late * batch).mean() + (self.early * batch).mean()
-
-    def on_train_epoch_end(self) -> None:
-        self.seen.append((self.late.item(), self.early.item()))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def train_unfrozen(reduction: str) -> Any:
-    model = Unfrozen()
-    make_trainer(GradAvgStrategy(reduction=reduction), max_epochs=3, use_distributed_sampler=False).fit(
-        model, loader([[1.0 + 2 * dist.get_rank()]])
-    )
-    return model.seen
-
-
-@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
-def test_unfrozen_parameters_do_not_drift(world: Any, reduction: str) -> None:
-    """Case 51: a parameter unfrozen later is reduced, or an error names it on all ranks; ranks never drift apart."""
-    first, second = world(2).run_expecting_errors(train_unfrozen, reduction)
-    if isinstance(first, list):
-        assert first == second
-        assert [approx(0.6), approx(0.4)] == list(first[-1])
-    else:
-        assert first == second
-        assert "late" in first.message
-
-
 class Newton(Toy):
     """LBFGS evaluates the closure several times in a step."""
 

@@ -158,7 +158,6 @@ def any_hook(state: Any, bucket: Any) -> Any:
         ({"wire_dtype": "int8"}, r"wire_dtype='int8' is not one of 'bfloat16', 'float16'\. Choose one"),
         ({"wire_scope": "rack", "wire_dtype": "float16"}, r"wire_scope='rack' is not one of 'all', 'nodes'"),
         ({"wire_scope": "nodes"}, r"wire_scope='nodes' says where wire_dtype applies, which is not set"),
-        ({"node_aware": "yes"}, r"node_aware must be True, False, or None .* got 'yes'"),
         ({"wire_dtype": "float16", "ddp_comm_hook": any_hook}, r"wire_dtype='float16' .* ddp_comm_hook"),
         ({"wire_dtype": "bfloat16", "ddp_comm_wrapper": any_hook}, r"wire_dtype='bfloat16' .* ddp_comm_wrapper"),
         ({"node_aware": True, "ddp_comm_wrapper": any_hook}, r"node_aware=True .* ddp_comm_wrapper"),

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from laws import CUSTOM
-from torch import Tensor
 
 from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.reduction.window import MOST_TERMS, WHOLE_LOSS, MicroBatch, Totals, Window, as_weight
@@ -56,10 +55,10 @@ def test_weight_is_not_rounded() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int64], ids=str)
 def test_tensor_on_an_accelerator_stays_there(dtype: torch.dtype) -> None:
-    """A tensor off the CPU is not read: it becomes a detached 0-dim float64 tensor on the gradients' device."""
+    """A tensor off the CPU is not read, but detached, 0-dim and float64 there; a number of the host stays on it."""
     weight = as_weight(torch.empty(1, dtype=dtype, device=META, requires_grad=dtype.is_floating_point), META)
     assert (torch.float64, (), "meta", False) == (weight.dtype, weight.shape, weight.device.type, weight.requires_grad)
-    assert "meta" == as_weight(3, META).device.type
+    assert "cpu" == as_weight(3, META).device.type
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_terms_have_their_own_weights() -> None:
 def test_unit_follows_the_weights(weights: list[Any], unit: float) -> None:
     """The next unit is a power of two above the mean weight of the heaviest term; without any it stays."""
     totals = totals_of(window_of(weights), window_of(weights))
-    assert unit == totals.unit_after(torch.tensor(7.0, dtype=torch.float64)).item()
+    assert unit == Totals(totals.values.tolist(), 2).unit_after(7.0)
 
 
 @pytest.mark.parametrize("usable", [0.0, -0.0, 5e-324, 1.0, 1e300])
@@ -276,9 +275,7 @@ def test_summary_off_the_cpu_stays_there() -> None:
     for rule in (WEIGHTED, RULES["normalized_sum"], RULES["sum"], CUSTOM):
         window = Window(rule, PLACES, 0)
         for _ in range(2):
-            window.add(MicroBatch({WHOLE_LOSS: as_weight(1.0, META)}))
+            window.add(MicroBatch({WHOLE_LOSS: as_weight(torch.ones((), device=META), META)}))
         summary = window.summary(META)
         assert ("meta", torch.float64, 1) == (summary.device.type, summary.dtype, summary.ndim)
-        totals = Totals(summary, 2)
-        unit: Tensor = totals.unit_after(totals.normalizer(0))
-        assert "meta" == unit.device.type
+        assert "meta" == Totals(summary, 2).normalizer(0).device.type

@@ -78,6 +78,10 @@ class Evaluation(Part):
         """Return the process group of the ranks that have a batch of what is being evaluated; None for all."""
         return None
 
+    def widened(self, value: Any) -> Any:
+        """Return a value, a tensor or not, in the type that its mean over the ranks is to have."""
+        return value
+
 
 class ExactEvaluation(Evaluation):
     """Evaluates each sample exactly once, on two or more ranks.
@@ -205,6 +209,11 @@ class ExactEvaluation(Evaluation):
         self._on_step = [metric for metric in metrics.values() if metric.dist_sync_on_step]
         if not self.run.trainer.predicting:
             now.compute_at_end(self._complete)
+
+    def widened(self, value: Any) -> Any:
+        """Return integers in float64: stock's mean of them has none of its decimals on gloo."""
+        integral = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+        return value.double() if integral else value
 
     def group(self) -> Any:
         """Return the process group of the ranks that have a batch in this round; None if all have, or between passes.

@@ -89,7 +89,15 @@ class Rates(Part):
     def _compare(self) -> None:
         """Refuse to continue a run under another recipe than it was begun with."""
         loaded, self._loaded = self._loaded, None
-        differences = [] if loaded is None or self._may_differ else self.recipe.differences(loaded["recipe"])
+        if loaded is None or self._may_differ:
+            return
+        if "recipe" not in loaded:
+            rule = self.recipe.rule
+            rank_zero_info(
+                "GradAvgStrategy: the checkpoint was saved by another strategy and does not say how gradients were"
+                f" reduced; from here on they are by reduction={rule.name!r}, g = {rule.formula}"
+            )
+        differences = self.recipe.differences(loaded.get("recipe", {}))
         if not differences:
             return
         message = "the checkpoint was trained under another recipe:\n  " + "\n  ".join(differences)

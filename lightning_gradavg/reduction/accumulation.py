@@ -88,15 +88,17 @@ class Accumulation:
             self._set_gradients(None)
         alone = last and self.pending == 0
         micro_batch = self._checked(loss.micro_batch)
-        coefficients = self.reducer.add(micro_batch)
+        multipliers = self.reducer.add(micro_batch)
         self.reducer.accumulating = not last
         if last:
             self.reducer.close(loss_divisor)
-        named = tuple(coefficients) != (WHOLE_LOSS,)
-        if alone and not named and not self.crosses_ranks and _is_unread(coefficients[WHOLE_LOSS]):
+        named = tuple(multipliers) != (WHOLE_LOSS,)
+        coefficients = {term: multiplier / self.reducer.unit for term, multiplier in multipliers.items()}
+        if alone and not named and not self.crosses_ranks and _is_unread(multipliers[WHOLE_LOSS]):
             self._select(loss, coefficients[WHOLE_LOSS], run)
             return
-        counted = {term: value if _counts(value) else None for term, value in _on_host(coefficients).items()}
+        read = _on_host(multipliers)
+        counted = {term: value if _counts(read[term]) else None for term, value in coefficients.items()}
         if named and last:
             # Each term has its own normalizer, and one backward, on top of what was accumulated of each.
             factors = self._fold()
@@ -153,7 +155,7 @@ class Accumulation:
 
     def _select(self, loss: WeighedLoss, coefficient: Tensor, run: Callable[..., None]) -> None:
         """Run the only backward of a window, and have the reducer discard the buckets where it does not count."""
-        self.reducer.kept = (coefficient > 0) & (coefficient < math.inf)
+        self.reducer.discarded = ((coefficient > 0) & (coefficient < math.inf)).logical_not()
         self._run(loss, [coefficient], run)
 
     def _run(self, loss: WeighedLoss, coefficients: Sequence[Any], run: Callable[..., None], **extra: Any) -> None:
@@ -208,9 +210,9 @@ def _is_unread(number: Any) -> bool:
 
 def _on_host(numbers: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers, read in one go."""
-    values = [number for number in numbers.values() if isinstance(number, Tensor)]
+    values = [number for number in numbers.values() if _is_unread(number)]
     read = iter(torch.stack(values).tolist() if values else ())
-    return {name: next(read) if isinstance(number, Tensor) else number for name, number in numbers.items()}
+    return {name: next(read) if _is_unread(number) else float(number) for name, number in numbers.items()}
 
 
 def _counts(coefficient: float) -> bool:

@@ -7,7 +7,7 @@ ranks together know is the same for all, and is multiplied after the sum:
     g = N u / Z * sum over r of G_r ,        G_r = sum over m of (w_rm / u) * g_rm / N
 
 `N` is the constant that the training loop already divided every loss by. The *unit* `u` is a power of two near the
-weights of the window before, the same on all ranks: losses keep their magnitude whatever the unit of the weights, since
+weights of an earlier window, the same on all ranks: losses keep their magnitude whatever the unit of the weights, since
 a factor of 4096 tokens on the loss would overflow float16 activations that the exact result does not overflow; and to
 multiply by it and to divide by it is exact.
 """
@@ -15,7 +15,7 @@ multiply by it and to divide by it is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -77,17 +77,15 @@ def after_sum(*, normalizer: Any, divided_by: Any) -> Any:
     return divided_by / normalizer if normalizer > 0 else 0.0
 
 
-def unit_above(numbers: Tensor) -> Tensor:
+def unit_above(numbers: Iterable[float]) -> float:
     """Return a power of two above the largest of some numbers, as a unit for them; 1 where none is above 0.
 
     Args:
-        numbers: Shape `(n,)`, in float64. What is not finite is passed over.
+        numbers: What is not finite is passed over.
     """
-    largest = numbers.nan_to_num(0, 0, 0).amax().clamp(min=0)
-    # The biased exponent stands in bits 52 to 62: a computed power may be off by a rounding. Between these bounds
-    # neither the power nor its reciprocal is infinite or subnormal.
-    exponent = ((largest.view(torch.int64) >> 52) + 1).clamp(1, 2045)
-    return torch.where(largest > 0, (exponent << 52).view(torch.float64), 1.0)
+    largest = max((number for number in numbers if math.isfinite(number)), default=0.0)
+    # Between these bounds neither the power nor its reciprocal is infinite or subnormal.
+    return math.ldexp(1.0, min(max(math.frexp(largest)[1], -1022), 1022)) if largest > 0 else 1.0
 
 
 def rank_factors(rule: Rule, nodes: Sequence[int], weights: Sequence[float]) -> list[float]:
@@ -156,8 +154,8 @@ def share_of(rule: Rule, place: Place, weight: Any) -> Share:
     if not (rule.uses_weight and unread):
         return share
     numbers = (value if isinstance(value, Tensor) else torch.full_like(weight, float(value)) for value in share)
-    # Selected: what a rule makes of a weight of 0 may be NaN.
-    return Share(*(number.masked_fill(weight == 0, 0) for number in numbers))
+    # Selected, where it is not the weight itself: what a rule makes of a weight of 0 may be NaN.
+    return Share(*(number if number is weight else number.masked_fill(weight == 0, 0) for number in numbers))
 
 
 def constant_normalizer(rule: Rule, places: Sequence[Place], micro_batches: int) -> float:

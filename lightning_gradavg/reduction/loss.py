@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -13,13 +14,15 @@ from torch import Tensor, nn
 from lightning_gradavg.reduction.sums import zero_gradient
 from lightning_gradavg.reduction.window import MOST_TERMS, WHOLE_LOSS, MicroBatch, as_weight
 from lightning_gradavg.rules import Rule
-from lightning_gradavg.tree import batch_samples
+from lightning_gradavg.tree import batch_samples, leaves
 
 __all__ = [
     "Coefficients",
     "WeighedLoss",
     "gradients_discarded",
+    "holds_ignored_targets",
     "loss_terms",
+    "misspelt_weight",
     "read_weights",
     "weigh_terms",
     "zero_loss",
@@ -40,6 +43,29 @@ def loss_terms(loss: Any) -> Mapping[str, Tensor]:
     if not 0 < len(terms) <= MOST_TERMS:
         raise ValueError(f"a loss has 1 to {MOST_TERMS} named terms, got {len(terms)}: add some of them up")
     return {name: terms[name] for name in sorted(terms)}
+
+
+def misspelt_weight(result: Mapping[Any, Any]) -> str | None:
+    """Return what is wrong with a result of `training_step` that has no weight, but a key that looks like one.
+
+    Such as "weights" or "Weight". A "height" is none: hardly anybody misspells the first letter.
+    """
+    near = [key for key in map(str, result) if key != "weight" and key[:1] in "wW"]
+    found = [key for key in near if get_close_matches(key.lower(), ["weight"], cutoff=0.8)]
+    return f'the result of training_step has {found[0]!r}: call it "weight", or by another name' if found else None
+
+
+IGNORE_INDEX = -100
+"""`ignore_index` of torch's losses, where it is not given."""
+
+
+def holds_ignored_targets(batch: Any) -> bool:
+    """Return whether an integer tensor on the host, of a type that targets have, holds `IGNORE_INDEX`."""
+    held = (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.device.type == "cpu")
+    return any(bool((leaf == IGNORE_INDEX).any()) for leaf in held if leaf.dtype in _TARGETS)
+
+
+_TARGETS = (torch.int16, torch.int32, torch.int64)
 
 
 def read_weights(
@@ -172,10 +198,11 @@ def zero_loss(parameters: Sequence[nn.Parameter], sparse: Container[int]) -> Ten
     """Return a loss of 0 that gives every parameter a zero gradient, whatever the parameter's value.
 
     Args:
-        parameters: One or more leaves.
+        parameters: Leaves, one or more of which require a gradient.
         sparse: The `id` of those whose gradients are sparse.
     """
-    loss: Tensor = _ZeroGradients.apply(sparse, *parameters)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    loss: Tensor = _ZeroGradients.apply(sparse, *trained)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return loss
 
 

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 from torch.profiler import record_function
 
-from lightning_gradavg.device import HostCopy
+from lightning_gradavg.device import HostCopy, on_device
 from lightning_gradavg.lightning_internals import profiling, stored, until_done
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
+from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.combine import (
     after_sum,
     constant_normalizer,
@@ -28,7 +29,7 @@ from lightning_gradavg.reduction.combine import (
     window_ratio,
 )
 from lightning_gradavg.reduction.sums import as_real, done
-from lightning_gradavg.reduction.window import MicroBatch, Totals, Window, as_weight
+from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Totals, Window, as_weight
 from lightning_gradavg.rules import Rule
 
 __all__ = ["BucketSum", "Reducer"]
@@ -48,7 +49,8 @@ class _Closed:
         constant: Z of a rule that uses no weight.
         totals: The sum of the ranks' summaries, which is under way; None if nothing is exchanged.
         work: Its arrival.
-        scale: The future of what sums of buckets are multiplied by; None once it is in the gradients themselves.
+        scale: The future of what sums of buckets are multiplied by; None where named terms have one each, which is in
+            the gradients themselves.
     """
 
     window: Window
@@ -78,7 +80,8 @@ class Reducer:
     Attributes:
         window: The window that is open.
         accumulating: While true, DDP runs the hook but the gradient is to stay local.
-        kept: While a tensor, whether this rank's gradient counts: buckets are zeroed where it is false, unread.
+        discarded: While a tensor, whether this rank's gradient is not to count: buckets are zeroed where it is true,
+            unread.
     """
 
     def __init__(
@@ -96,38 +99,40 @@ class Reducer:
         self.world = World.of(group)
         self.window = Window(rule, self.places, self.world.rank)
         self.accumulating = False
-        self.kept: Tensor | None = None
+        self.discarded: Tensor | None = None
         self._bucket_sum = bucket_sum
         self._summands = len(self.places) if averages else 1
         self._exchanges = rule.uses_weight or windows_may_differ
         self._depends_on_window = depends_on_window(rule, self.places)
-        self._unit: Tensor | None = None
-        self._has_unit = False
+        self._unit: float | None = None
         self._constants: dict[int, tuple[float, float]] = {}
         self._closed: _Closed | None = None
         self._unchecked: tuple[Window, HostCopy] | None = None
+        self._read: Totals | None = None
 
     def reset(self) -> None:
         """Forget a window that was begun and never reduced."""
-        self.window, self._closed, self.kept = self.window.anew(), None, None
+        self.window, self._closed, self.discarded = self.window.anew(), None, None
 
     def add(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """Append a micro-batch to the window, and return what each of its loss terms is to be multiplied by: `w / u`.
+        """Append a micro-batch to the window, and return the multiplier `w` of each of its loss terms.
 
-        The first time, a collective operation, for a unit: from then on that of a window follows from the one before.
+        The first time, a collective operation, for a unit: from then on it follows from the windows before.
         """
         shares = self.window.add(micro_batch)
-        if self.rule.uses_weight and self.window.length == 1 and not self._has_unit:
-            weights = torch.stack([as_weight(share.normalizer, self.device) for share in shares.values()])
-            largest = weights.nan_to_num(0, 0, 0).amax()
+        if self.rule.uses_weight and self.window.length == 1 and self._unit is None:
+            weights = [on_device(as_weight(share.normalizer, self.device), self.device) for share in shares.values()]
+            largest = torch.stack(weights).nan_to_num(0, 0, 0).amax()
             if self.world.group is not None:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.world.group)
-            # Read on the host: where no rank has any weight yet, the next window asks again.
-            self._unit, self._has_unit = unit_above(largest.view(1)), bool(largest > 0)
-        return {term: share.multiplier / self._unit_or_one for term, share in shares.items()}
+            # Where no rank has any weight yet, the next window asks again.
+            number = float(largest)
+            self._unit = unit_above([number]) if number > 0 else None
+        return {term: share.multiplier for term, share in shares.items()}
 
     @property
-    def _unit_or_one(self) -> Any:
+    def unit(self) -> float:
+        """What multipliers are divided by before a loss is multiplied: a power of two, the same on all ranks."""
         return 1.0 if self._unit is None else self._unit
 
     def close(self, loss_divisor: float) -> None:
@@ -138,13 +143,14 @@ class Reducer:
         """
         window, self.window = self.window, self.window.anew()
         constant, ratio = self._constants_of(window)
-        closed = self._closed = _Closed(window, loss_divisor * ratio * self._unit_or_one, constant)
+        closed = self._closed = _Closed(window, loss_divisor * ratio * self.unit, constant)
         if self._exchanges:
             summary = window.summary(self.device)
             closed.totals = Totals(summary, len(self.places))
             if self.world.group is not None:
                 closed.work = dist.all_reduce(summary, group=self.world.group, async_op=True)
-        closed.scale = self._future_scale(closed)
+        if window.terms == (WHOLE_LOSS,):
+            closed.scale = self._future_scale(closed)
 
     def _future_scale(self, closed: _Closed) -> Future[Any]:
         """Return the future of what every bucket is multiplied by, for all buckets computed once."""
@@ -188,7 +194,6 @@ class Reducer:
         closed = self._require_closed()
         if closed.work is not None:
             closed.work.wait()
-        closed.scale = None
         return {term: self._factor(closed, index) for index, term in enumerate(closed.window.terms)}
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -205,9 +210,9 @@ class Reducer:
         if self.accumulating:
             return done(buffer)
         scale = self._require_closed().scale
-        if self.kept is not None:
+        if self.discarded is not None:
             # A product of 0 and NaN is NaN: a gradient is discarded by selection.
-            stored(buffer).masked_fill_(~self.kept, 0)
+            stored(buffer).masked_fill_(self.discarded, 0)
 
         def scaled(future: Future[Tensor]) -> Tensor:
             total: Tensor = future.value()
@@ -221,6 +226,28 @@ class Reducer:
         summed: Future[Tensor] = self._bucket_sum(bucket).then(scaled)
         return summed
 
+    def reduce_apart(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+        """Reduce gradients that are in no bucket as buckets are, after the last backward of a window.
+
+        Args:
+            parameters: Those that DDP does not know, the same on all ranks.
+            group: The process group that DDP reduces over.
+
+        Raises:
+            ValueError: If the ranks' parameters differ.
+        """
+        closed = self._require_closed()
+        if self.discarded is not None:
+            for numbers in _gradients(parameters):
+                numbers.masked_fill_(self.discarded, 0)
+        # The mean, and not the sum: in half precision a sum may overflow where the result does not.
+        average_gradients(parameters, group=group)
+        if closed.work is not None:
+            closed.work.wait()
+        factor = 1.0 if closed.scale is None else self._factor(closed, 0)
+        for numbers in _gradients(parameters):
+            as_real(numbers).mul_(factor * len(self.places))
+
     def finish(self) -> None:
         """End the window and raise, on all ranks, what is wrong with it.
 
@@ -229,17 +256,18 @@ class Reducer:
                 on an accelerator one optimizer step later, because the totals are not waited for. A faulty window
                 leaves gradients of zero.
         """
-        closed, self._closed, self.kept = self._require_closed(), None, None
+        closed, self._closed, self.discarded = self._require_closed(), None, None
         self.check()
         if closed.totals is None:
             return
         if closed.work is not None:
             closed.work.wait()
-        if self._unit is not None:
-            self._unit = closed.totals.unit_after(self._unit)
         self._unchecked = closed.window, HostCopy(closed.totals.values)
         if self.device.type == "cpu":
             self.check()
+        if self._unit is not None and self._read is not None:
+            # Here and nowhere else, so that the ranks do it alike: `check` is also called between steps.
+            self._unit = self._read.unit_after(self._unit)
 
     def check(self) -> None:
         """Raise what `finish` would raise with the next window: when training ends, or before it is saved."""
@@ -247,7 +275,7 @@ class Reducer:
         if unchecked is None:
             return
         window, copy = unchecked
-        totals = Totals(copy.read(), len(self.places))
+        totals = self._read = Totals(copy.read(), len(self.places))
         problem = totals.problem
         if problem is None and totals.uneven and self._depends_on_window:
             problem = f"the ranks accumulated different numbers of micro-batches, which {self.rule.name!r} depends on"
@@ -270,3 +298,11 @@ class Reducer:
                 " In manual optimization call self.manual_backward(loss, weight=...) instead of loss.backward()."
             )
         return self._closed
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [_numbers(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient

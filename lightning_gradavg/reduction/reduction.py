@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import lightning
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.overrides.distributed import prepare_for_backward
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
@@ -20,11 +22,20 @@ from lightning_gradavg.lightning_internals import defers_reduction, flushes_stat
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.accumulation import Accumulation
+from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum, plain_sum, user_mean
-from lightning_gradavg.reduction.loss import WeighedLoss, loss_terms, read_weights, zero_loss
+from lightning_gradavg.reduction.loss import (
+    WeighedLoss,
+    holds_ignored_targets,
+    loss_terms,
+    misspelt_weight,
+    read_weights,
+    zero_loss,
+)
 from lightning_gradavg.reduction.reducer import BucketSum, Reducer
+from lightning_gradavg.reduction.sums import as_real
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Window, as_weight
-from lightning_gradavg.rules import RULES, Rule
+from lightning_gradavg.rules import RULES, Rule, rule_of_replica_losses
 from lightning_gradavg.wire.route import WireOptions
 
 __all__ = ["Reduction"]
@@ -77,6 +88,9 @@ class Reduction(Part):
         super().setup(run)
         self._accumulation = None
         self._pending, self.batch = [], None
+        self._explicit: bool | None = None
+        self._told: set[str] = set()
+        self._targets_ignored = False
         self._withheld = self._unprepared = self._static_graph_seen = False
         self._reductions, self._reductions_at_step = 0, {}
 
@@ -114,7 +128,8 @@ class Reduction(Part):
             averages=averages,
             windows_may_differ=manual,
         )
-        self._accumulation = Accumulation(reducer, [p for _, p in trained], preserves_gradients=manual)
+        # The frozen ones, too: they may train later.
+        self._accumulation = Accumulation(reducer, list(named.values()), preserves_gradients=manual)
         model.register_comm_hook(None, reducer.hook)
 
     def _bucket_sum(self, trained: list[tuple[str, nn.Parameter]]) -> tuple[BucketSum | None, bool]:
@@ -150,11 +165,6 @@ class Reduction(Part):
         self._accumulation.crosses_ranks = True
 
     @property
-    def trained(self) -> list[nn.Parameter]:
-        """The parameters that the reduction sees."""
-        return [] if self._accumulation is None else self._accumulation.parameters
-
-    @property
     def sparse(self) -> set[int]:
         """The `id` of those whose gradients are sparse."""
         return self._sparse
@@ -184,6 +194,11 @@ class Reduction(Part):
 
         return end
 
+    def look_at(self, batch: Any) -> None:
+        """Look for targets that do not count, before a batch is moved to where reading it would be waited for."""
+        if self.rule.uses_weight and not self._explicit and _IGNORED not in self._warned:
+            self._targets_ignored = holds_ignored_targets(batch)
+
     def begin_step(self, batch: Any) -> None:
         """Note the batch of a training step, and forget losses whose backward was never run."""
         self.batch, self._pending = batch, []
@@ -207,28 +222,55 @@ class Reduction(Part):
                     ' Return {"loss": loss, "weight": 0} for a micro-batch that is not to count.'
                 )
             return output
-        value = self.add(loss, weight, samples).value
+        problem = misspelt_weight(output) if named and weight is None else None
+        value = self.add(loss, weight, samples, problem).value
         if not named:
             return value
         return output if value is loss else {**output, "loss": value}
 
-    def add(self, loss: Any, weight: Any, samples: float | None) -> WeighedLoss:
-        """Return a loss that is weighed by its backward, which is to be run next, or after those added before."""
+    def add(self, loss: Any, weight: Any, samples: float | None, problem: str | None = None) -> WeighedLoss:
+        """Return a loss that is weighed by its backward, which is to be run next, or after those added before.
+
+        Args:
+            loss: The loss, or its terms by name.
+            weight: Its weight, or None.
+            samples: The number of samples, where it is known.
+            problem: Why it cannot be weighed, for all ranks to raise together.
+        """
         terms = loss_terms(loss)
         if weight is not None and not self.rule.uses_weight:
             self.warn(f'a "weight" was given, but reduction={self.rule.name!r} does not use weights: it is ignored.')
         weighed = WeighedLoss.plain(terms, MicroBatch({WHOLE_LOSS: as_weight(1.0, self.run.device)}))
         if self._accumulation is not None:
             micro_batch = read_weights(self.rule, terms, weight, self.batch, self.run.device, samples)
+            if self.rule.uses_weight:
+                problem = problem or self._note_weight(given=weight is not None)
+                micro_batch = replace(micro_batch, problem=problem or micro_batch.problem)
             weighed = self._weighed(self._accumulation, terms, micro_batch)
         self._on_weighed(loss, weighed, samples, self.batch)
         self._pending.append(weighed)
         return weighed
 
+    def _note_weight(self, *, given: bool) -> str | None:
+        """Say what stands in for a weight that is not given; return what is wrong where others of the run had one."""
+        automatic = self.run.module.automatic_optimization
+        if not given and self.rule != rule_of_replica_losses():
+            giver = "training_step returned" if automatic else "manual_backward was given"
+            self._tell_once(f"GradAvgStrategy: n = samples of the batch, as {giver} no weight")
+        if not given and self._targets_ignored:
+            self.warn(_IGNORED)
+        explicit, self._explicit = self._explicit, given
+        if explicit in (None, given):
+            return None
+        return (
+            f"a weight was {'not ' * given}given in the steps before, but {'not ' * (not given)}in this one:"
+            ' return "weight" from every training_step (or pass weight= to every manual_backward), or never'
+        )
+
     def _weighed(self, accumulation: Accumulation, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
         run = self.run
         # Looked at on the host only: an accelerator would be waited for.
-        weights = micro_batch.weights.values() if run.device.type == "cpu" else ()
+        weights = [weight for weight in micro_batch.weights.values() if weight.device.type == "cpu"]
         if any(weight == 0 for weight in weights) and micro_batch.explicit and not micro_batch.absent:
             self.warn(
                 f"rank {run.trainer.global_rank} has a micro-batch of weight 0, which contributes nothing to the"
@@ -294,7 +336,6 @@ class Reduction(Part):
         length = trainer.fit_loop.epoch_loop.batch_idx % divisor + 1
         last = self.ends_window(final=final)
         self._reductions += last
-        self._refuse_unfrozen()
         if final and self._unprepared:
             self._unprepared = False
             prepare_for_backward(model, root)
@@ -311,6 +352,8 @@ class Reduction(Part):
                 divisor = accumulation.pending + 1
             accumulation.backward(loss, run, last=last, loss_divisor=divisor)
             self._end = accumulation.finish if last else accumulation.pause
+        if last:
+            self._reduce_unfrozen()
         self._static_graph_seen = True
 
     def end_backward(self) -> None:
@@ -318,28 +361,47 @@ class Reduction(Part):
         end, self._end = self._end, _nothing
         end()
 
-    def _refuse_unfrozen(self) -> None:
-        if self._accumulation is None and self.run.world.size == 1:
+    def _reduce_unfrozen(self) -> None:
+        """Reduce the gradients of parameters that were frozen when DDP was built, which knows those that were not."""
+        unfrozen = {name: parameter for name, parameter in self._frozen if parameter.requires_grad}
+        if not unfrozen or (self._accumulation is None and self.run.world.size == 1):
             return
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"parameter {name!r} was frozen when training began and now requires a gradient, which DDP does not"
-                    " reduce: the ranks would drift apart. Freeze it by a learning rate of 0 until then, or start"
-                    " another fit() with it unfrozen."
-                )
+        self._tell_once(
+            f"GradAvgStrategy: parameter {next(iter(unfrozen))!r}, which was frozen when training began, trains now"
+            f" ({len(unfrozen)} such in all): reduced after the backward, not while it runs, as after another fit()"
+        )
+        group, parameters = self.run.ddp.process_group, list(unfrozen.values())
+        if self._accumulation is None:
+            average_gradients(parameters, group=group)
+        else:
+            self._accumulation.reducer.reduce_apart(parameters, group)
 
     def require_reduced(self, optimizer: Optimizer) -> None:
-        """Raise where a manual loop steps on gradients that no manual_backward reduced: the ranks would drift apart."""
+        """Compare, of a manual loop, gradients that no manual_backward reduced; a collective operation on them.
+
+        Raises:
+            RuntimeError: On all ranks, if the gradients differ: the ranks would drift apart.
+        """
         before = self._reductions_at_step.get(id(optimizer), 0)
         self._reductions_at_step[id(optimizer)] = self._reductions
-        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-        if before < self._reductions or self.run.world.size == 1 or all(gradient is None for gradient in gradients):
+        if before < self._reductions or self.run.world.size == 1:
             return
-        raise RuntimeError(
-            f"{type(optimizer).__name__}.step() was called on gradients that were not reduced since its last step."
-            " In manual optimization call self.manual_backward(loss) instead of loss.backward(), and end every window"
-            " with a backward outside of toggle_model(sync_grad=False)."
+        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        prints = World.of(self.run.ddp.process_group).gather_floats([_fingerprint(gradients)])
+        # By their text: what is no number on all ranks is the same.
+        different = len(set(map(str, prints))) > 1
+        if not different and prints[0] == [0.0]:
+            return
+        found = f"{type(optimizer).__name__}.step() was called on gradients that were not reduced since its last step"
+        if different:
+            raise RuntimeError(
+                f"{found}, and they differ between the ranks, which would drift apart."
+                " In manual optimization call self.manual_backward(loss) instead of loss.backward(), and end every"
+                " window with a backward outside of toggle_model(sync_grad=False)."
+            )
+        self.warn(
+            f"{found}. They are the same on all ranks, so nothing drifts apart; reduction={self.rule.name!r} is not"
+            " applied to them. Further steps are compared, and only a difference is reported."
         )
 
     def check(self) -> None:
@@ -352,6 +414,12 @@ class Reduction(Part):
         if message not in self._warned:
             self._warned.add(message)
             (warnings.warn if everywhere else rank_zero_warn)(message, stacklevel=2)
+
+    def _tell_once(self, message: str) -> None:
+        """Tell once in a run, on rank 0."""
+        if message not in self._told:
+            self._told.add(message)
+            rank_zero_info(message)
 
     def advice(self, exception: BaseException) -> str | None:
         """Return the names of the parameters that DDP only counts when it misses their gradients, and what to do."""
@@ -372,8 +440,27 @@ class Reduction(Part):
             self._own = None
 
 
+_IGNORED = (
+    "integer tensors of a batch hold -100, the targets that losses of torch leave out, and no weight is given: a loss"
+    " then counts by its samples, also those left out. If its mean is over targets, return"
+    ' {"loss": loss, "weight": (targets != -100).sum()} from training_step.'
+)
+
+
 def _nothing() -> None:
     """End a backward that ends no window."""
+
+
+def _fingerprint(gradients: Iterable[Tensor | None]) -> float:
+    """Return a number that other gradients hardly have: 0 of none."""
+    total = 0.0
+    for index, gradient in enumerate(gradients, start=1):
+        if gradient is not None:
+            numbers = as_real(gradient.coalesce().values() if gradient.is_sparse else gradient).double().flatten()
+            # Weighed by position: -1, 1 is another gradient than 1, -1.
+            places = torch.linspace(1, 2, numbers.numel(), dtype=numbers.dtype, device=numbers.device)
+            total += index * float(torch.dot(numbers, places))
+    return total
 
 
 def _multiply_gradients(module: nn.Module, factor: float) -> None:

@@ -1,7 +1,8 @@
 """The window: the micro-batches whose gradients one optimizer step reduces, and the totals that the ranks exchange.
 
-Weights are 0-dim tensors where the gradients are, and nothing here reads one: on an accelerator the host does not wait.
-The window's shares are stacked once, so that its bookkeeping costs the same number of kernels whatever its length.
+Weights are 0-dim tensors: on the host those that were given there, and where the gradients are those of an accelerator,
+which nothing here reads, so that the host does not wait. The window's shares are stacked once, so that its bookkeeping
+costs the same number of kernels whatever its length.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _TOLERANCE = 1e-9
 
 
 def as_weight(value: Any, device: torch.device) -> Tensor:
-    """Return `value` as a detached 0-dim float64 tensor on `device`, without waiting for an accelerator.
+    """Return `value` as a detached 0-dim float64 tensor, where it is: on the host or on `device`. Waits for nothing.
 
     Args:
         value: An int, a float, a NumPy scalar, or a tensor with one element, of any dtype and on any device.
@@ -45,14 +46,13 @@ def as_weight(value: Any, device: torch.device) -> Tensor:
     """
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
         raise TypeError(f"a weight is one number, got a tensor of shape {tuple(value.shape)} and {value.dtype}")
-    if isinstance(value, Tensor) and value.device.type != "cpu" and device.type != "cpu":
+    if isinstance(value, Tensor) and value.device.type != "cpu":
         return value.detach().reshape(()).to(device=device, dtype=torch.float64, non_blocking=True)
     value = value.detach() if isinstance(value, Tensor) else value
     if isinstance(value, (str, bytes)):
         raise TypeError(f"a weight is one number, got {value!r} of type {type(value).__name__}")
     try:
-        # Filled, and not copied: a copy from ordinary memory would be waited for.
-        return torch.full((), float(value), dtype=torch.float64, device=device)
+        return torch.tensor(float(value), dtype=torch.float64)
     except OverflowError:
         raise TypeError(f"a weight is one number, got {type(value).__name__} too large for a float") from None
     except (TypeError, ValueError):
@@ -183,11 +183,12 @@ class Window:
         explicit = sum(micro_batch.explicit for micro_batch in self.micro_batches)
         faults = sum(micro_batch.problem is not None for micro_batch in self.micro_batches)
         header = [faults, length, length * length, explicit, signature, signature * signature]
-        summary = on_device(torch.tensor([*header, *([0] * MOST_TERMS)], dtype=torch.float64), device)
+        summary = torch.tensor([*header, *([0] * MOST_TERMS)], dtype=torch.float64)
         if not (self.rule.uses_weight and terms):
-            return summary
+            return on_device(summary, device)
         # Shape (terms, micro-batches, 2).
         shares = _stacked([self.shares(term) for term in terms], device)
+        summary = on_device(summary, shares.device)
         usable = (shares >= 0) & (shares < math.inf)
         if self._depends_on_length and length > 1:
             alone = _stacked([[shares.get(term, _NOTHING) for shares in self._alone] for term in terms], device)
@@ -195,15 +196,20 @@ class Window:
             usable &= (drift <= _TOLERANCE * shares[..., 0])[..., None]
         summary[_HEADER : _HEADER + len(terms)] = shares[..., 1].sum(1)
         summary[0] += usable.logical_not().sum()
-        return summary
+        return on_device(summary, device)
 
 
 _NOTHING = Share(0.0, 0.0)
 
 
 def _stacked(shares: Sequence[Sequence[Share]], device: torch.device) -> Tensor:
-    """Return the numbers of all shares in one tensor of shape `(len(shares), len(shares[0]), 2)`."""
+    """Return the numbers of all shares in one tensor of shape `(len(shares), len(shares[0]), 2)`.
+
+    On the host where all of them are there: a rank's summary is then sent to its device as a whole.
+    """
     numbers = [as_weight(value, device) for of_term in shares for share in of_term for value in share]
+    if any(number.device.type != "cpu" for number in numbers):
+        numbers = [on_device(number, device) for number in numbers]
     return torch.stack(numbers).view(len(shares), -1, 2)
 
 
@@ -223,10 +229,10 @@ class Totals(NamedTuple):
         faults, total = self.values[0], self.values[_HEADER + index]
         return total.masked_fill(faults != 0, 0) if isinstance(total, Tensor) else total * (faults == 0)
 
-    def unit_after(self, unit: Tensor) -> Tensor:
-        """Return the unit of the next window: above this one's mean weight, or `unit` where it has none."""
+    def unit_after(self, unit: float) -> float:
+        """Return the unit of a later window: above this one's mean weight, or `unit` where it has none. On the host."""
         normalizers, pairs = self.values[_HEADER:], self.values[1]
-        return torch.where(normalizers.amax() > 0, unit_above(normalizers / pairs), unit)
+        return unit_above(total / pairs for total in normalizers) if max(normalizers) > 0 else unit
 
     @property
     def problem(self) -> str | None:

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_gradavg.device import on_device
 from lightning_gradavg.lightning_internals import put_back
 from lightning_gradavg.methods import logged_as
 from lightning_gradavg.ranks import World, digest
@@ -83,9 +84,9 @@ class ReplicaLog:
             self._share({name: one for name, one in self._entries.items() if one.arguments.get("sync_dist", False)})
         for entry in self._entries.values():
             value, size = entry.combined()
-            value = value.to(self._module.device, entry.dtype)
-            # In float64, as sizes add up over an epoch.
-            number = torch.tensor(size, dtype=torch.float64, device=value.device)
+            value = on_device(value, self._module.device).to(entry.dtype)
+            # In float64, as sizes add up over an epoch; filled, as a copy would be waited for.
+            number = torch.full((), size, dtype=torch.float64, device=value.device)
             self._module.log(**{**entry.arguments, "value": value, "batch_size": number})
 
     def _collect(self, arguments: dict[str, Any]) -> dict[str, Any] | None:

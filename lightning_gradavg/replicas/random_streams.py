@@ -9,15 +9,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from typing import Any
 
 import torch
 
-from lightning_gradavg.lightning_internals import mps_generator
 from lightning_gradavg.random_state import random_state, restore_random_state
 
 __all__ = ["ReplicaStreams"]
-
-_DEVICES = ("cpu", "cuda", "mps")
 
 
 class ReplicaStreams:
@@ -25,15 +23,15 @@ class ReplicaStreams:
 
     Args:
         seed: The seed of the run; any integer.
-        device: The device whose generator is seeded, beside that of the CPU: of type cpu, cuda or mps.
+        device: The CPU; or an accelerator, whose current device's generator is seeded beside that of the CPU.
 
     Raises:
-        ValueError: If the device is of another type.
+        ValueError: If the device has no generator.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
-        self._on_device = _generators_of(device)
+        self._module = _module_of(device)
         # Imported now, or a step that is the first to import it would draw from a state that nobody seeded.
         with contextlib.suppress(ImportError):
             importlib.import_module("numpy")
@@ -53,11 +51,11 @@ class ReplicaStreams:
         """
         for_cpu, for_device, for_python, for_numpy = self._seeds(step, replica)
         on_host = random_state()
-        states = [generator.get_state() for generator in self._on_device]
+        on_device = None if self._module is None else self._module.get_rng_state()
         try:
             torch.default_generator.manual_seed(for_cpu)
-            for generator in self._on_device:
-                generator.manual_seed(for_device)
+            if self._module is not None:
+                self._module.manual_seed(for_device)
             random.seed(for_python)
             numpy = sys.modules.get("numpy")
             if numpy is not None:
@@ -65,8 +63,8 @@ class ReplicaStreams:
             yield
         finally:
             restore_random_state(on_host)
-            for generator, state in zip(self._on_device, states, strict=True):
-                generator.set_state(state)
+            if self._module is not None:
+                self._module.set_rng_state(on_device)
 
     def _seeds(self, step: int, replica: int) -> list[int]:
         """Return four seeds of 64 bits.
@@ -79,14 +77,12 @@ class ReplicaStreams:
         return [int.from_bytes(digest[start : start + 8], "little") for start in range(0, 32, 8)]
 
 
-def _generators_of(device: torch.device) -> list[torch.Generator]:
-    if device.type == "cuda":
-        torch.cuda.init()  # the list of generators is empty before
-        # torch's stub says that there is always an index
-        index = torch.cuda.current_device() if device.index is None else device.index  # type: ignore[redundant-expr]
-        return [torch.cuda.default_generators[index]]
-    if device.type == "mps":
-        return [mps_generator()]
-    if device.type == "cpu":
-        return []
-    raise ValueError(f"device must be of type {', '.join(_DEVICES)}; got {str(device)!r}: move the model to such a one")
+def _module_of(device: torch.device) -> Any:
+    """Return what seeds the current device of this type, as `torch.random.fork_rng` finds it; None for the CPU."""
+    module = getattr(torch, device.type, None)
+    if device.type != "cpu" and not hasattr(module, "set_rng_state"):
+        raise ValueError(
+            f"device must be a CPU or an accelerator whose module has get_rng_state, as torch.cuda; got"
+            f" {str(device)!r}: move the model to such a one"
+        )
+    return module if device.type != "cpu" else None

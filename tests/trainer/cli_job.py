@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 
 class Job(LightningModule):
-    """Toy-S on uneven batches: rank 0 holds 1, 2, 3 and rank 1 holds 4."""
+    """Toy-S on uneven batches: rank 0 holds 1, 2, 3 and each other one 4."""
 
     def __init__(self, out: str, loss: str = "mean") -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Job(LightningModule):
         self.out, self.loss = out, loss
 
     def train_dataloader(self) -> Any:
-        x: Any = [torch.tensor([[1.0, 2.0, 3.0], [4.0]][dist.get_rank()], dtype=torch.float64)]
+        x: Any = [torch.tensor([[1.0, 2.0, 3.0], [4.0], [4.0]][dist.get_rank()], dtype=torch.float64)]
         return DataLoader(x, batch_size=None)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -1,0 +1,213 @@
+"""Weights that are not given, misspelt, or given now and then: what is said, and what is refused on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_module
+from ranks import make_trainer
+from torch.utils.data import DataLoader
+from toys import Toy, loader, train
+
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.reduction.loss import holds_ignored_targets, misspelt_weight
+
+WEIGHTED = {"reduction": "weighted_mean"}
+BATCHES = [[[1.0, 2.0], [3.0]], [[4.0], [5.0]]]
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """Collect the lines that the strategy tells on this rank."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]  # a handler of one line
+    rank_zero_module.log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        rank_zero_module.log.removeHandler(handler)
+        lines[:] = [line.removeprefix("GradAvgStrategy: ") for line in lines if line.startswith("GradAvgStrategy")]
+
+
+def train_told(*args: Any, **options: Any) -> list[str]:
+    """Body: train the toy, and return what was told after the line at the start."""
+    with told() as lines:
+        train(*args, **options)
+    return lines[1:]
+
+
+class Returns(Toy):
+    """Returns what it is told to beside the loss."""
+
+    def __init__(self, result: dict[str, Any], every: int = 1) -> None:
+        super().__init__()
+        self.result, self.every = result, every
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = self.result if batch_idx % self.every == 0 else {}
+        return {"loss": self.losses(batch).mean(), **result}
+
+
+@pytest.mark.parametrize("result", [{}, {"weight": None}, {"height": 4, "length": 3, "weights_of": 1}], ids=str)
+def test_what_stands_in_for_a_weight_is_told_once(world, result):
+    """Without a weight rank 0 says, in the first step, what n is, and no other rank anything."""
+    line = "n = samples of the batch, as training_step returned no weight"
+    assert [[line], []] == world(2).run(train_told, BATCHES, {"result": result}, WEIGHTED, module=Returns)
+
+
+@pytest.mark.parametrize("strategy", [{}, {"reduction": "sum"}], ids=str)
+def test_rules_without_weights_ask_for_none(world, strategy):
+    """Where no rule uses a weight, nothing is said of it, whatever a result holds."""
+    assert [[], []] == world(2).run(train_told, BATCHES, {"result": {"weights": 3}}, strategy, module=Returns)
+
+
+def test_a_given_weight_is_not_commented_on(world):
+    """With a weight from every step nothing is told."""
+    assert [[], []] == world(2).run(train_told, BATCHES, {"result": {"weight": 3}}, WEIGHTED, module=Returns)
+
+
+@pytest.mark.parametrize("key", ["weights", "Weight", "WEIGHT", "weight_", "wieght", "weigth", "wight", "Weights"])
+def test_a_key_that_looks_like_a_weight(key):
+    """A misspelt weight is quoted, and the word that is meant stands beside it."""
+    found = misspelt_weight({"loss": 1.0, key: 3})
+    assert f'the result of training_step has {key!r}: call it "weight"' in str(found)
+
+
+@pytest.mark.parametrize("key", ["height", "weight", "num_tokens", "freight", "class_weights", "sample_weight", 3, "w"])
+def test_a_key_that_looks_like_none(key):
+    """A result may hold whatever else it likes."""
+    assert misspelt_weight({"loss": 1.0, key: 3}) is None
+
+
+def test_a_misspelt_weight_is_an_error_on_all_ranks(world):
+    """A key that looks like a weight, even on one rank alone, ends the run on both."""
+    raised = world(2).run_expecting_errors(train_misspelt)
+    assert ["ValueError"] * 2 == [one.type_name for one in raised]
+    expected = "rank 1: micro-batch 0 of the window: the result of training_step has 'weights': call it \"weight\""
+    assert all(expected in one.message for one in raised)
+
+
+def train_misspelt() -> Any:
+    return train(BATCHES, {"result": {"weights": 2} if dist.get_rank() else {}}, WEIGHTED, module=Returns)
+
+
+def test_a_weight_now_and_then_is_an_error_on_all_ranks(world):
+    """A weight in every second step is an error, also where each step is a window of its own."""
+    toy = {"result": {"weight": 2}, "every": 2}
+    raised = world(2).run_expecting_errors(train, BATCHES, toy, WEIGHTED, module=Returns)
+    assert all("a weight was given in the steps before, but not in this one" in one.message for one in raised)
+    assert all("from every training_step" in one.message for one in raised)
+
+
+class Tokens(Toy):
+    """Batches of a tensor of integers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch.double(), batch_idx)
+
+
+def train_tokens(weighted: bool, strategy: dict[str, Any]) -> Any:
+    """Body: train on targets of which the second batch has one that does not count."""
+    data: Any = [torch.tensor([1, 2]), torch.tensor([3, -100]), torch.tensor([-100, 4])]
+    model = Tokens(weight=(lambda batch, _: (batch != -100).sum()) if weighted else None)
+    trainer = make_trainer(GradAvgStrategy(**strategy), max_epochs=1, use_distributed_sampler=False)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer.fit(model, DataLoader(data, batch_size=None))
+    return [str(one.message)[:44] for one in seen if "-100" in str(one.message)]
+
+
+@pytest.mark.parametrize("strategy", [WEIGHTED, {"split_batches": True}], ids=str)
+def test_targets_that_do_not_count_are_warned_of_once(world, strategy):
+    """Integer targets of -100 without a weight are warned of, once and on rank 0."""
+    assert [["integer tensors of a batch hold -100, the ta"], []] == world(2).run(train_tokens, False, strategy)
+
+
+@pytest.mark.parametrize(("weighted", "strategy"), [(True, WEIGHTED), (False, {})], ids=str)
+def test_targets_that_do_not_count_are_right_with_a_weight(world, weighted, strategy):
+    """With a weight, or under a rule that uses none, nobody is warned."""
+    assert [[], []] == world(2).run(train_tokens, weighted, strategy)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"x": torch.zeros(3), "y": torch.tensor([1, -100])}, True),
+        ((torch.tensor([-100.0]), [torch.tensor([-100], dtype=torch.int8)]), False),
+        ([torch.empty(2, dtype=torch.int64, device="meta"), "text", 3], False),
+    ],
+)
+def test_where_targets_are_looked_for(batch, expected):
+    """Integers of 16 bits and more are looked at, on the host only."""
+    assert expected is holds_ignored_targets(batch)
+
+
+class Iterates(Toy):
+    """Takes its batches itself."""
+
+    def __init__(self, weighted: bool) -> None:
+        super().__init__()
+        self.weighted, self.read = weighted, 0
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:  # type: ignore[override]  # Lightning's other form
+        batch, *_ = next(dataloader_iter)
+        self.read += 1
+        loss = self.losses(batch).mean()
+        return {"loss": loss, "weight": len(batch)} if self.weighted else loss
+
+
+def train_iterating(weighted: bool) -> Any:
+    model = Iterates(weighted)
+    trainer = make_trainer(GradAvgStrategy(**WEIGHTED), max_epochs=1, use_distributed_sampler=False)
+    try:
+        trainer.fit(model, loader(BATCHES[dist.get_rank()]))
+    except ValueError as error:
+        return model.read, str(error)
+    return model.read, [gradient.item() for gradient in model.seen.gradients]
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor", "ignore:Found `dataloader_iter`")
+def test_a_step_that_reads_its_batches_needs_a_weight(world):
+    """With `dataloader_iter` no batch tells its samples: nothing is read for it, and the error asks for the weight."""
+    for read, message in world(2).run(train_iterating, False):
+        assert read == 1
+        assert 'return {"loss": loss, "weight": n} from training_step' in message
+    assert [(2, [pytest.approx(7 / 3), 4.0])] * 2 == world(2).run(train_iterating, True)
+
+
+def resume_from_stock(folder: str, reduction: str) -> list[str]:
+    """Body: continue a checkpoint of stock DDP under a rule."""
+    saving = make_trainer(DDPStrategy(), max_epochs=1, use_distributed_sampler=False)
+    saving.fit(Toy(), loader(BATCHES[dist.get_rank()]))
+    path = Path(folder) / "stock.ckpt"
+    saving.save_checkpoint(path)
+    trainer: Trainer = make_trainer(GradAvgStrategy(reduction=reduction), max_epochs=2, use_distributed_sampler=False)
+    with told() as lines:
+        trainer.fit(Toy(weight=lambda batch, _: len(batch)), loader(BATCHES[dist.get_rank()]), ckpt_path=str(path))
+    return [line for line in lines if "checkpoint" in line]
+
+
+@pytest.mark.filterwarnings('ignore:a "weight" was given')
+def test_a_checkpoint_of_stock_ddp_goes_on_under_another_rule_with_a_word(world, tmp_path):
+    """Of a checkpoint that does not say how gradients were reduced, a line tells how they are from here on."""
+    ((line,), others) = world(2).run(resume_from_stock, str(tmp_path), "weighted_mean")
+    assert line.endswith("from here on they are by reduction='weighted_mean', g = sum(n * g) / sum(n)")
+    assert [] == others
+    assert [[], []] == world(2).run(resume_from_stock, str(tmp_path), "mean")
+
+
+def test_the_samples_of_a_batch_are_told_for_a_tensor_of_them(world):
+    """The line at the first step is of one process, too."""
+    expected = ["n = samples of the batch, as training_step returned no weight"]
+    assert [expected] == world(1).run(train_told, BATCHES[:1], {}, WEIGHTED)
