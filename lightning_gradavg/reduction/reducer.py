@@ -301,8 +301,4 @@ class Reducer:
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    return [_numbers(parameter.grad) for parameter in parameters if parameter.grad is not None]
-
-
-def _numbers(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else gradient
+    return [stored(parameter.grad) for parameter in parameters if parameter.grad is not None]
