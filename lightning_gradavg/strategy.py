@@ -264,7 +264,7 @@ class GradAvgStrategy(DDPStrategy):
             self._reports,
             Termination(),
         )
-        self._begun = False
+        self._begun: list[Part] = []
         self._prepares: str | None = None
         self._saved: Saved | None = None
 
@@ -374,9 +374,10 @@ class GradAvgStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.lightning_module is not None
         run = Run(trainer, self.lightning_module, self.root_device, World.of(None))
-        self._begun = True
+        self._begun = []
         for part in self._parts:
             part.setup(run)
+            self._begun.append(part)
         if self._options.one_device:
             leave_batch_norm_alone(self)  # ours serves CPUs and idle ranks, too
         if any(each is not None for each in self._members):
@@ -668,8 +669,7 @@ class GradAvgStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        # Nothing did, where a run failed before its strategy was set up.
-        for part in reversed(self._parts if self._begun else ()):
+        for part in reversed(self._begun):
             part.teardown()
         super().teardown()
 
