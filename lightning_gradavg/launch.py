@@ -8,7 +8,7 @@ from typing import Any
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_gradavg.lightning_internals import is_interactive
+from lightning_gradavg.lightning_internals import is_interactive, start_method
 
 __all__ = ["require_launch"]
 
@@ -25,7 +25,7 @@ def require_launch(strategy: Any) -> None:
     launcher, environment = strategy.launcher, strategy.cluster_environment
     if is_interactive() and not launcher.is_interactive_compatible:
         raise MisconfigurationException(
-            f"start_method={strategy._start_method!r} starts the script again in every process, and a notebook is none."
+            f"start_method={start_method(strategy)!r} starts the script again in every process, and a notebook is none."
             f" Use {type(strategy).__name__}(start_method='fork'), or Trainer(strategy='gradavg_notebook')."
         )
     # torchrun tells of this node and of all; their product, which Lightning compares, is wrong for uneven nodes.

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import imports
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
@@ -64,6 +63,7 @@ __all__ = [
     "restore_evaluation_loops",
     "set_injection_of_samplers",
     "sparse_parts",
+    "start_method",
     "stored",
     "syncs_batch_norm",
     "time_backwards",
@@ -78,6 +78,7 @@ _CONNECTORS = "lightning.pytorch.trainer.connectors"
 _DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
 
 PRIVATE: Mapping[str, str] = {
+    "lightning.fabric.utilities.imports:": "_IS_INTERACTIVE",
     f"{_LOOPS}.evaluation_loop:_EvaluationLoop": (
         "_combined_loader _logged_outputs _results _store_dataloader_outputs"
     ),
@@ -86,7 +87,7 @@ PRIVATE: Mapping[str, str] = {
     f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop": "_batches_that_stepped _num_ready_batches_reached",
     "lightning.pytorch.overrides.distributed:": "_IndexBatchSamplerWrapper",
     "lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper": "_batch_sampler",
-    "lightning.pytorch.strategies:DDPStrategy": "_ddp_comm_state _layer_sync _register_ddp_hooks",
+    "lightning.pytorch.strategies:DDPStrategy": "_ddp_comm_state _layer_sync _register_ddp_hooks _start_method",
     "lightning.pytorch.trainer.trainer:Trainer": "_accelerator_connector _active_loop _logger_connector",
     f"{_CONNECTORS}.data_connector:": "_parse_num_batches",
     f"{_CONNECTORS}.logger_connector.result:": "_Metadata _ResultMetric _Sync",
@@ -116,7 +117,7 @@ NEWER: Mapping[str, Mapping[str, str]] = {
         "lightning.pytorch.strategies:DDPStrategy": "_pl_static_graph_delay_done",
         f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop": "_broadcast_sigterm_tensor",
         "lightning.pytorch.trainer.trainer:Trainer": "_signal_connector",
-        f"{_CONNECTORS}.signal_connector:_SignalConnector": "_sigterm_notifier_fn",
+        f"{_CONNECTORS}.signal_connector:_SignalConnector": "_sigterm_notifier_fn _slurm_sigusr_handler_fn",
     },
 }
 """Names of which the package asks whether they are there, by the release that has them first."""
@@ -243,7 +244,16 @@ def is_interactive() -> bool:
 
     `lightning.fabric.utilities.imports._IS_INTERACTIVE`, asked for late, since tests replace it.
     """
+    # The core imports no Lightning.
+    from lightning.fabric.utilities import imports  # noqa: PLC0415  # see above
+
     return bool(imports._IS_INTERACTIVE)
+
+
+def start_method(strategy: Any) -> str:
+    """Return how a strategy starts its processes: `DDPStrategy._start_method`."""
+    method: str = strategy._start_method
+    return method
 
 
 def leave_batch_norm_alone(strategy: Any) -> None:
@@ -410,20 +420,17 @@ class EvaluationPass:
 
     Args:
         trainer: The Trainer.
+
+    Attributes:
+        mode: How several loaders are read: `"sequential"`, or together, as `CombinedLoader` names it.
+        loaders: The loaders that are read, in order.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._loop = trainer, trainer._active_loop
-
-    @property
-    def mode(self) -> str:
-        """How several loaders are read: `"sequential"`, or together, as `CombinedLoader` names it."""
-        return str(self._loop._combined_loader._mode)
-
-    @property
-    def loaders(self) -> list[Any]:
-        """The loaders that are read, in order."""
-        return list(self._loop._combined_loader.flattened)
+        combined = self._loop._combined_loader
+        self.mode: str = combined._mode
+        self.loaders: list[Any] = list(combined.flattened)
 
     @property
     def predictions(self) -> list[list[Any]] | None:

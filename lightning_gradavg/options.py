@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg.rules import RULES, Rule, resolve_rule, rule_of_replica_losses, rule_of_split_batches
+from lightning_gradavg.rules import Rule, resolve_rule, rule_of_replica_losses, rule_of_split_batches
 
 __all__ = ["PRESETS", "Options", "Preset", "StrategyFacts", "check_groups", "options_of_ddp"]
+
+_OF_REPLICAS = "mean_of_replica_losses"
 
 
 @dataclass(frozen=True)
@@ -24,56 +26,53 @@ class Preset:
         name: The value of `equivalent_to`.
         reductions: The values of `reduction` that say how the replicas' losses make up that of the whole batch.
         synchronizes_statistics: Whether batch norm normalizes over the whole batch, and not over a replica's chunk.
+        refused: Options that the run leaves no choice of, each with the reason: they may be None or True.
     """
 
     name: str
     reductions: tuple[str, ...]
     synchronizes_statistics: bool
 
-    def refuse_contradictions(self, reduction: object, given: Mapping[str, Any]) -> None:
+    refused: Mapping[str, str]
+
+    def refuse_contradictions(self, reduction: object, rule: Rule, given: Mapping[str, Any]) -> None:
         """Raise a ValueError that names both, where an option was given that another run would need."""
         if reduction not in self.reductions:
-            if isinstance(reduction, str) and reduction not in RULES and reduction != "mean_of_replica_losses":
-                resolve_rule(reduction)
-            named = (
-                repr(reduction) if isinstance(reduction, str) else getattr(reduction, "__qualname__", repr(reduction))
-            )
+            named = repr(reduction) if isinstance(reduction, str) else rule.name
             raise ValueError(
                 f"reduction={named} contradicts equivalent_to={self.name!r}, whose gradient is that of the loss over"
                 f" the whole batch. Use one of {', '.join(map(repr, self.reductions))}, or leave equivalent_to out."
             )
-        for name, why in _NEVER_FALSE.items():
-            if given[name] is False:
-                raise ValueError(f"{name}=False contradicts equivalent_to={self.name!r}, {why}. Leave one of them out.")
-        replicas, most = given["num_replicas"], given["max_device_batch_size"]
-        if self.synchronizes_statistics and replicas is not None:
-            raise ValueError(
-                f"num_replicas={replicas} contradicts equivalent_to={self.name!r}, which has one replica whatever the"
-                " number of ranks. Leave it out, or use equivalent_to='data_parallel'."
-            )
-        if not self.synchronizes_statistics and most is not None:
-            raise ValueError(
-                f"max_device_batch_size={most} contradicts equivalent_to={self.name!r}, whose replicas are computed"
-                " whole. Raise num_replicas, or keep one replica at a time by recompute_replicas=True."
-            )
+        for name, why in self.refused.items():
+            if given[name] is not None and given[name] is not True:
+                raise ValueError(f"{name}={given[name]} contradicts equivalent_to={self.name!r}, {why}")
 
 
 _NEVER_FALSE = {
-    "split_batches": "whose global batch is the loader's batch",
-    "exact_evaluation": "which evaluates each sample once",
-    "broadcast_buffers": "whose ranks all hold the buffers of one run",
-    "forward_sync_buffers": "whose ranks all hold the buffers of one run",
+    "split_batches": "whose global batch is the loader's batch. Leave one of them out.",
+    "exact_evaluation": "which evaluates each sample once. Leave one of them out.",
+    "broadcast_buffers": "whose ranks all hold the buffers of one run. Leave one of them out.",
+    "forward_sync_buffers": "whose ranks all hold the buffers of one run. Leave one of them out.",
 }
-
-
+_ONE_REPLICA = {
+    "num_replicas": (
+        "which has one replica whatever the number of ranks. Leave it out, or use equivalent_to='data_parallel'."
+    )
+}
+_WHOLE_REPLICAS = {
+    "max_device_batch_size": (
+        "whose replicas are computed whole. Raise num_replicas, or keep one replica at a time by"
+        " recompute_replicas=True."
+    )
+}
 _WHOLE_BATCH = ("mean", "weighted_mean", "sum", "normalized_sum")
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         preset.name: preset
         for preset in (
-            Preset("data_parallel", (*_WHOLE_BATCH, "mean_of_replica_losses"), False),
-            Preset("single_device", _WHOLE_BATCH, True),
+            Preset("data_parallel", (*_WHOLE_BATCH, _OF_REPLICAS), False, _NEVER_FALSE | _WHOLE_REPLICAS),
+            Preset("single_device", _WHOLE_BATCH, True, _NEVER_FALSE | _ONE_REPLICA),
         )
     }
 )
@@ -119,12 +118,18 @@ class Options:
             if given[name] is not None and given[name] < 1:
                 unlimited = "the world size" if name == "num_replicas" else "no limit"
                 raise ValueError(f"{name} must be 1 or more, or None for {unlimited}, got {given[name]}")
+        rule = rule_of_replica_losses() if reduction == _OF_REPLICAS else resolve_rule(reduction)  # type: ignore[arg-type]  # it checks the type
         if preset is not None:
-            preset.refuse_contradictions(reduction, given)
+            preset.refuse_contradictions(reduction, rule, given)
+        elif reduction == _OF_REPLICAS:
+            raise ValueError(
+                f"reduction={_OF_REPLICAS!r} is the mean over the replicas of DataParallel: use it with"
+                " equivalent_to='data_parallel'. The mean over the ranks is 'mean'."
+            )
         split = preset is not None or bool(given["split_batches"])
         _refuse_uncut(split, given)
         return cls(
-            _rule(reduction, preset, split_batches=split),
+            rule_of_split_batches(rule) if split else rule,
             preset,
             split,
             given["num_replicas"],
@@ -201,18 +206,6 @@ def _refuse_uncut(split: bool, given: Mapping[str, Any]) -> None:
         )
 
 
-def _rule(reduction: object, preset: Preset | None, *, split_batches: bool) -> Rule:
-    if reduction == "mean_of_replica_losses":
-        if preset is None:
-            raise ValueError(
-                "reduction='mean_of_replica_losses' is the mean over the replicas of DataParallel: use it with"
-                " equivalent_to='data_parallel'. The mean over the ranks is 'mean'."
-            )
-        return rule_of_replica_losses()
-    rule = resolve_rule(reduction)  # type: ignore[arg-type]  # it checks the type
-    return rule_of_split_batches(rule) if split_batches else rule
-
-
 _REDUCED_BY_DDP_ITSELF = ("delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision")
 
 
@@ -265,18 +258,18 @@ def check_groups(options: Options, given: Mapping[str, Any]) -> None:
             "process_group and device_mesh both say over which ranks gradients are reduced. Leave one of them out."
         )
     counting = {
-        f"equivalent_to={options.preset.name!r}" if options.preset is not None else "": options.preset is not None,
-        "split_batches=True": options.split_batches,
-        "exact_evaluation=True": options.exact_evaluation,
-        f"lr_scaling={given['lr_scaling']!r}": given["lr_scaling"] != "none",
+        "equivalent_to": options.preset is not None,
+        "split_batches": options.split_batches,
+        "exact_evaluation": options.exact_evaluation,
+        "lr_scaling": given["lr_scaling"] != "none",
     }
-    for option, counts in counting.items():
-        if counts:
-            raise ValueError(
-                f"{name} has gradients reduced over some of the run's ranks, and {option} counts them all, which are"
-                f" not all data-parallel to each other. Leave one of them out: {name} is served as in stock DDP, for"
-                " the reduction alone."
-            )
+    counts = next((option for option, counted in counting.items() if counted), None)
+    if counts is not None:
+        raise ValueError(
+            f"{name} has gradients reduced over some of the run's ranks, and {counts}={given[counts]!r} counts them"
+            f" all, which are not all data-parallel to each other. Leave one of them out: {name} is served as in stock"
+            " DDP, for the reduction alone."
+        )
     if mesh is not None and mesh.ndim != 1:
         names = mesh.mesh_dim_names
         dimensions = f"the dimensions {', '.join(map(repr, names))}" if names else f"{mesh.ndim} dimensions"

@@ -1,8 +1,10 @@
 """A part of the strategy: one concern, and the moments of a run that it answers.
 
 Moments are named as Lightning names its hooks, and come in the order in which they stand here. A part overrides those
-that it has something to say to. The part that does nothing is `Part` itself. Parts do not know each other: what one
-needs of another the strategy passes as an argument.
+that it has something to say to; the part that does nothing is `Part` itself. The strategy asks all parts at every
+moment, but for those of a single loader, batch or step, where it uses what one part answers: `process_dataloader`,
+`on_train_batch_start`, `training_step` and `optimizer_step`. Parts do not know each other: what one needs of another
+the strategy passes as an argument.
 """
 
 from __future__ import annotations
@@ -59,23 +61,21 @@ class Run:
 
 
 class Part:
-    """The part that does nothing."""
+    """The part that does nothing.
 
-    _run: Run | None = None
+    Attributes:
+        run: The run that began last; there since `setup`.
+    """
 
-    @property
-    def run(self) -> Run:
-        """The run that began last."""
-        assert self._run is not None
-        return self._run
+    run: Run
 
     def setup(self, run: Run) -> None:
         """Begin any run of the Trainer, before the module is moved and wrapped."""
-        self._run = run
+        self.run = run
 
     def configure_ddp(self, run: Run) -> None:
         """Begin a run that trains, with the module wrapped."""
-        self._run = run
+        self.run = run
 
     def prepare_loaders(self, stage: str) -> None:
         """Get ready for the loaders that Lightning is about to prepare: `"train"`, `"val"`, `"test"` or `"predict"`."""
@@ -115,4 +115,4 @@ class Part:
         return ""
 
     def teardown(self) -> None:
-        """End the run, and put everything back."""
+        """End a run that began, and put everything back."""

@@ -29,10 +29,10 @@ from typing_extensions import override
 
 from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
-from lightning_gradavg.batches.sources import loader_batch_size
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.launch import require_launch
 from lightning_gradavg.lightning_internals import MixedPrecision, leave_batch_norm_alone
+from lightning_gradavg.loaders import loader_batch_size
 from lightning_gradavg.options import Options, StrategyFacts, check_groups, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
@@ -264,6 +264,7 @@ class GradAvgStrategy(DDPStrategy):
             self._reports,
             Termination(),
         )
+        self._begun: list[Part] = []
         self._prepares: str | None = None
         self._saved: Saved | None = None
 
@@ -373,8 +374,10 @@ class GradAvgStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.lightning_module is not None
         run = Run(trainer, self.lightning_module, self.root_device, World.of(None))
+        self._begun = []
         for part in self._parts:
             part.setup(run)
+            self._begun.append(part)
         if self._options.one_device:
             leave_batch_norm_alone(self)  # ours serves CPUs and idle ranks, too
         if any(each is not None for each in self._members):
@@ -427,7 +430,8 @@ class GradAvgStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         """Begin with the training loaders, which are known now."""
         super().on_train_start()
-        self._batches.on_train_start()
+        for part in self._parts:
+            part.on_train_start()
         for message in self._rates.begin(self._schedulers, self._batches.accumulation):
             self._reduction.warn(message)
         if self._saved is not None and self._ddp_comm_state is not None:
@@ -667,7 +671,7 @@ class GradAvgStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        for part in reversed(self._parts):
+        for part in reversed(self._begun):
             part.teardown()
         super().teardown()
 

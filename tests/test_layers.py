@@ -5,6 +5,7 @@ from __future__ import annotations
 import graphlib
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from structure import MODULES, folder_of, imported_names, own_imports
@@ -12,7 +13,7 @@ from structure import MODULES, folder_of, imported_names, own_imports
 # A module beside the folders is a folder of its own. Put a new one where its imports allow.
 FLOORS = (
     "place tree device lightning_internals arguments methods random_state",
-    "timers profile",
+    "timers profile loaders",
     "rules ranks wire part",
     "options reduction rates",
     "batches evaluation launch termination",
@@ -56,6 +57,14 @@ def circle_in(graph: Mapping[str, set[str]]) -> list[str]:
 def test_every_folder_stands_on_a_floor():
     """The table names what there is, and nothing that is gone."""
     assert {folder_of(module) for module in MODULES} == set(FLOOR_OF)
+
+
+def test_the_picture_of_the_floors_is_this_table():
+    """docs/architecture.md shows every folder on its floor."""
+    page = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text("utf-8")
+    picture = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    shown = [set(line.partition("#")[0].split()[1:]) for line in picture]
+    assert [set(folders.split()) for folders in reversed(FLOORS)] == shown
 
 
 def test_arrows_between_folders_point_down():

@@ -23,12 +23,13 @@ from contextlib import contextmanager
 from typing import Any, TypedDict, cast
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from lightning_gradavg.batches.chunks import Chunk, Split
 from lightning_gradavg.batches.order import LoaderParts, Order, PassState, Start, Taken, require_alike
-from lightning_gradavg.batches.sources import FromIndices, FromWholeBatches, as_on_rank_0, loader_batch_size, source_of
-from lightning_gradavg.lightning_internals import TrainingLoop, iterator_of
+from lightning_gradavg.batches.sources import FromIndices, FromWholeBatches, source_of
+from lightning_gradavg.lightning_internals import TrainingLoop
+from lightning_gradavg.loaders import LoaderWrapper, distributed_sampler, is_sharded, loader_batch_size, user_loader
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state
 from lightning_gradavg.ranks import World
 
@@ -170,24 +171,21 @@ class SplitIterator(Iterator[Any]):
         return [order for order in begun if order is not None]
 
 
-class SplitLoader:
+class SplitLoader(LoaderWrapper):
     """A training loader that yields this rank's micro-batches of the user's batches.
 
     All other attributes are those of the user's loader. `len()` is the number of micro-batches per epoch: those of the
     user's loader times `BatchSplitter.micro_batches`.
-
-    Attributes:
-        loader: The user's loader, untouched.
     """
 
     def __init__(self, loader: Any, splitter: BatchSplitter, *, sharded: bool) -> None:
-        self.loader = loader
-        self._splitter = splitter
-        self._sharded = sharded
-        self._world = World() if sharded else splitter.world
         kind = source_of(loader, whole=splitter.whole_batches)
-        self.begun: Order | None = None
         self._source = kind(loader, splitter.split_of(sharded=sharded), lambda: splitter.micro_batches)
+        # Seeded by its rank, a worker might read in another order.
+        super().__init__(loader, read=self._source.loader, shown=loader, alike=kind.alike and not sharded)
+        self._splitter, self._sharded = splitter, sharded
+        self._world = World() if sharded else splitter.world
+        self.begun: Order | None = None
         if isinstance(loader, DataLoader):
             self.worker_init_fn = loader.worker_init_fn
 
@@ -196,24 +194,6 @@ class SplitLoader:
 
     def __len__(self) -> int:
         return len(self._source)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "loader" not in vars(self):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.loader, name)
-
-    _iterator = iterator_of(lambda self: self._source.loader)
-
-    @property
-    def worker_init_fn(self) -> Any:
-        """Run in every worker process. Lightning sets it, to seed workers by the rank."""
-        return self._source.loader.worker_init_fn
-
-    @worker_init_fn.setter
-    def worker_init_fn(self, function: Any) -> None:
-        # Seeded by its rank, a worker might read in another order.
-        reads_alike = self._source.alike and not self._sharded
-        self._source.loader.worker_init_fn = as_on_rank_0(function) if reads_alike else function
 
     def describe(self) -> str:
         """Return one line that says what is done with the loader."""
@@ -348,10 +328,8 @@ class BatchSplitter:
         Raises:
             ValueError: If the loader cannot be split, the ranks' loaders differ, or a state is not the loader's.
         """
-        if isinstance(loader, SplitLoader):
-            loader = loader.loader
-        owners = (loader, getattr(loader, "dataset", None))
-        sharded = any(getattr(owner, "sharded_by_rank", False) for owner in owners)
+        loader = user_loader(loader)
+        sharded = is_sharded(loader)
         split, largest = self.split_of(sharded=sharded), loader_batch_size(loader)
         problem = self._problem(loader, largest, sharded=sharded)
         count = 0 if problem else split.count(largest)
@@ -382,9 +360,7 @@ class BatchSplitter:
 
     def _problem(self, loader: Any, largest: int | None, *, sharded: bool) -> str | None:
         """Return why `loader` cannot be split, or None."""
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-        replicas = max(each.num_replicas if isinstance(each, DistributedSampler) else 1 for each in samplers)
+        sampler = distributed_sampler(loader)
         if sharded and (self.whole_batches or self.split.replicas is not None):
             return (
                 f"{type(loader).__name__} or its dataset {type(getattr(loader, 'dataset', None)).__name__} has"
@@ -392,9 +368,9 @@ class BatchSplitter:
                 " num_replicas= share out over the ranks. Remove the attribute and have every rank read the same data;"
                 " or leave these options out and set split_batches=False."
             )
-        if replicas > 1 and not sharded:
+        if sampler is not None and not sharded:
             return (
-                f"the train loader has a DistributedSampler for {replicas} replicas, but with"
+                f"the train loader has a DistributedSampler for {sampler.num_replicas} replicas, but with"
                 " split_batches=True the loader's batches are the global batches, which the strategy splits. Give the"
                 " loader the sampler of a run on one device, or set split_batches=False."
             )

@@ -21,11 +21,12 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 
 from lightning_gradavg.batches.chunks import Chunk
+from lightning_gradavg.loaders import length_of
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state, same_random_state
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import fingerprint
 
-__all__ = ["LoaderParts", "Order", "PassState", "Start", "Taken", "length_of", "require_alike"]
+__all__ = ["LoaderParts", "Order", "PassState", "Start", "Taken", "require_alike"]
 
 _DEPTH = 4  # a sampler of a batch sampler, a dataset of a subset: more levels are not followed
 _END = object()
@@ -310,11 +311,3 @@ def require_alike(world: World, value: Any, message: str) -> None:
 def _alike(world: World, digest: bytes) -> bool:
     rows = world.gather_integers([int.from_bytes(digest[:8], "little", signed=True)])
     return all(row == rows[0] for row in rows)
-
-
-def length_of(loader: Any) -> int | None:
-    """Return the length of `loader`, or None where it has none."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None

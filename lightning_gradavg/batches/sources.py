@@ -12,8 +12,6 @@ costs each rank the reading of all samples, so loaders that cannot tell the diff
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,8 +42,6 @@ __all__ = [
     "FromIndices",
     "FromSamples",
     "FromWholeBatches",
-    "as_on_rank_0",
-    "loader_batch_size",
     "source_of",
 ]
 
@@ -313,19 +309,3 @@ def _draws_nothing(dataset: Any) -> bool:
     if type(dataset) is ConcatDataset:
         return all(map(_draws_nothing, dataset.datasets))
     return type(dataset) in _DRAW_NOTHING
-
-
-def as_on_rank_0(worker_init_fn: Any) -> Any:
-    """Return a function that seeds a worker as rank 0's is seeded, where it takes the rank as `rank`."""
-    try:
-        parameters = inspect.signature(worker_init_fn).parameters
-    except (TypeError, ValueError):
-        return worker_init_fn
-    return functools.partial(worker_init_fn, rank=0) if "rank" in parameters else worker_init_fn
-
-
-def loader_batch_size(loader: Any) -> int | None:
-    """Return the samples in a batch of `loader`, or None where it does not say."""
-    holders = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None))
-    sizes = (getattr(holder, "batch_size", None) for holder in holders)
-    return next((size for size in sizes if isinstance(size, int)), None)

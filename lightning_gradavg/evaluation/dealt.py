@@ -7,7 +7,6 @@ is the one that a single process would see, nothing is repeated, and there are a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
@@ -15,42 +14,37 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from lightning_gradavg.lightning_internals import cloned, iterator_of, within_notes
+from lightning_gradavg.lightning_internals import cloned, within_notes
+from lightning_gradavg.loaders import LoaderWrapper, Shows
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import fingerprint
 
 __all__ = [
     "EvaluationLoader",
     "compare_streams",
-    "distributed_sampler",
     "in_order",
     "ranks_having",
     "sampler_problem",
 ]
 
 
-class _DealtIndices:
+class _DealtIndices(Shows):
     """This rank's share of what a sampler yields; in a copy of the loader it stands in the sampler's place."""
 
     def __init__(self, sampler: Any, limit: int | None, world: World) -> None:
-        self.dealt = sampler
+        super().__init__(sampler)
         self._limit, self._world = limit, world
 
     def __iter__(self) -> Iterator[Any]:
-        indices: Any = islice(self.dealt, self._limit)
-        inner = self.dealt.sampler if type(self.dealt) is BatchSampler else self.dealt
+        indices: Any = islice(self._shown, self._limit)
+        inner = self._shown.sampler if type(self._shown) is BatchSampler else self._shown
         if type(inner) is not SequentialSampler:
             # It may draw from a generator that differs between the ranks. Each draws, to move on, and rank 0's counts.
             indices = self._world.from_first(list(indices))
         return islice(indices, self._world.rank, None, self._world.size)
 
     def __len__(self) -> int:
-        return len(range(len(self.dealt))[: self._limit][self._world.rank :: self._world.size])
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "dealt" not in vars(self):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.dealt, name)
+        return len(range(len(self._shown))[: self._limit][self._world.rank :: self._world.size])
 
 
 def _dealt_copy(loader: DataLoader[Any], limit: int | None, world: World) -> DataLoader[Any]:
@@ -60,11 +54,10 @@ def _dealt_copy(loader: DataLoader[Any], limit: int | None, world: World) -> Dat
     return cloned(loader, **{name: dealt})
 
 
-class EvaluationLoader:
+class EvaluationLoader(LoaderWrapper):
     """This rank's batches of a user's evaluation loader. All other attributes are those of that loader.
 
     Attributes:
-        dealt_from: The user's loader, untouched.
         kept: Whether the user shares out the data; otherwise the batches are dealt.
         lengths: Each rank's number of batches; None if some rank does not know.
         taken: How many batches were taken in this pass.
@@ -81,20 +74,18 @@ class EvaluationLoader:
         lengths: Sequence[int] | None,
         on_batch: Callable[[EvaluationLoader], None],
     ) -> None:
-        self.dealt_from, self.kept, self.lengths = loader, kept, lengths
-        self._world = world
-        self._limit, self._on_batch = limit, on_batch
         indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-        self._streamed = not kept and not indexed
-        self._source = _dealt_copy(loader, limit, world) if indexed and not kept else loader
+        read = _dealt_copy(loader, limit, world) if indexed and not kept else loader
+        self._streamed = not kept and read is loader
+        super().__init__(loader, read=read, shown=read, alike=self._streamed)
+        self.kept, self.lengths = kept, lengths
+        self._world, self._limit, self._on_batch = world, limit, on_batch
         self.taken = 0
         self.read = (0, b"")
 
     def __iter__(self) -> Iterator[Any]:
         self.taken, self.read = 0, (0, b"")
-        batches = iter(self._source)
-        if self.kept or self._streamed:
-            batches = islice(batches, self._limit)
+        batches = islice(self._read, self._limit)  # of what is dealt there are fewer already
         return self._counted(self._dealt(batches) if self._streamed else batches)
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -121,31 +112,13 @@ class EvaluationLoader:
 
     def __len__(self) -> int:
         if self.lengths is None:
-            raise TypeError(f"{type(self.dealt_from).__name__} has no length on some rank")
+            raise TypeError(f"{type(self.loader).__name__} has no length on some rank")
         # The same on all ranks: Lightning skips a loop, and refuses a loader, whose own rank has nothing.
         return max(self.lengths)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_source" not in vars(self):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._source, name)
-
-    _iterator = iterator_of(lambda self: self._source)
-
-    @property
-    def worker_init_fn(self) -> Any:
-        """Run in every worker process. Lightning sets it, to seed workers by the rank."""
-        return self._source.worker_init_fn
-
-    @worker_init_fn.setter
-    def worker_init_fn(self, function: Any) -> None:
-        if self._streamed and isinstance(function, functools.partial) and "rank" in function.keywords:
-            function = functools.partial(function, rank=0)  # all ranks read the same
-        self._source.worker_init_fn = function
-
     def describe(self) -> str:
         """Return one line that says what is done with the loader."""
-        name = type(self.dealt_from).__name__
+        name = type(self.loader).__name__
         if self.kept:
             return f"{name}: every rank evaluates its own batches"
         if self._streamed:
@@ -182,15 +155,6 @@ def compare_streams(of_ranks: Sequence[Sequence[tuple[int, bytes]]], *, together
                 " others evaluated more than once. Where every rank reads its own part of the data, set"
                 " `sharded_by_rank = True` on the loader or its dataset; otherwise make it independent of the rank."
             )
-
-
-def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
-    """Return the sampler of the loader that shares out the data, if it has one."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-            return sampler
-    return None
 
 
 def sampler_problem(sampler: DistributedSampler[Any], world_size: int) -> str | None:

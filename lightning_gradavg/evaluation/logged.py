@@ -177,13 +177,13 @@ def complete_states(
         for state in states:
             every = [of_rank[name][state] for of_rank in of_ranks if name in of_rank]
             own: Any = getattr(metric, state)
-            sizes = {of_state.length for of_state in every} | ({0} if len(every) < len(of_ranks) else set())
+            lacking = len(of_ranks) - len(every)
+            sizes = {*(of_state.length for of_state in every), *[0] * lacking}
             if every[0].concatenated:
                 filled = next((of_state for of_state in every if of_state.dtype is not None), None)
-                if own:
-                    setattr(metric, state, [dim_zero_cat(own)])
-                elif filled is not None:
-                    setattr(metric, state, [torch.empty((0, *filled.shape), dtype=filled.dtype, device=metric.device)])
+                if filled is not None:
+                    no_rows = torch.empty((0, *filled.shape), dtype=filled.dtype, device=metric.device)
+                    setattr(metric, state, [dim_zero_cat([*own, no_rows])])
             elif len(sizes) > 1:
                 everything = chain.from_iterable(world.gather_objects(move_data_to_device(own, "cpu")))
                 setattr(metric, state, move_data_to_device(list(everything), metric.device))

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -32,7 +31,6 @@ from torchmetrics import Metric
 from lightning_gradavg.evaluation.dealt import (
     EvaluationLoader,
     compare_streams,
-    distributed_sampler,
     in_order,
     ranks_having,
     sampler_problem,
@@ -52,6 +50,7 @@ from lightning_gradavg.lightning_internals import (
     restore_evaluation_loops,
     set_injection_of_samplers,
 )
+from lightning_gradavg.loaders import distributed_sampler, is_sharded, length_of, user_loader
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import subgroups
 
@@ -139,15 +138,13 @@ class ExactEvaluation(Evaluation):
         """
         assert self._stage is not None
         world, prefix = self.run.world, self._stage.dataloader_prefix
-        loader = getattr(loader, "dealt_from", loader)  # Lightning writes ours into a CombinedLoader of the user
+        loader = user_loader(loader)
         sampler = distributed_sampler(loader)
-        owners = (loader, getattr(loader, "dataset", None))
-        sharded = any(getattr(owner, "sharded_by_rank", False) for owner in owners)
-        kept = sharded or sampler is not None or not self._injects_samplers
+        kept = is_sharded(loader) or sampler is not None or not self._injects_samplers
         problem = None if sampler is None else sampler_problem(sampler, world.size)
         limited: float = 0
         try:
-            length = sized_len(loader)
+            length = length_of(loader)
             limited = limited_batches(self._stage, math.inf if length is None else length, self._limit)
         except MisconfigurationException as error:
             problem = problem or str(error)
@@ -247,8 +244,6 @@ class ExactEvaluation(Evaluation):
 
     def teardown(self) -> None:
         """Put everything back at the end of the run."""
-        if self._run is None:
-            return
         self._put_back_options.close()
         restore_evaluation_loops(self.run.trainer)
         for ranks, group in self._groups.items():

@@ -334,7 +334,7 @@ class ManyReplicas(Replicas):
     def teardown(self) -> None:
         """Put the module's steps and batch norms back."""
         self._evaluating.close()
-        if self._run is not None and self._one_device:
+        if self._one_device:
             restore_batch_norm(self.run.module)
 
 

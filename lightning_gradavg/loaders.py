@@ -1,0 +1,108 @@
+"""What can be asked of a user's loader, and what stands in its place."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch.utils.data import DistributedSampler
+
+from lightning_gradavg.lightning_internals import iterator_of
+
+__all__ = [
+    "LoaderWrapper",
+    "Shows",
+    "distributed_sampler",
+    "is_sharded",
+    "length_of",
+    "loader_batch_size",
+    "user_loader",
+]
+
+
+class Shows:
+    """Shows the attributes of another object where it has none of its own.
+
+    Args:
+        shown: The other object.
+    """
+
+    def __init__(self, shown: Any) -> None:
+        self._shown = shown
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_shown" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._shown, name)
+
+
+class LoaderWrapper(Shows):
+    """Stands in the place of a user's loader, of which Lightning reads and sets more than batches.
+
+    Args:
+        loader: The user's loader.
+        read: What is iterated: that loader, or a copy of it.
+        shown: Which of the two shows its attributes.
+        alike: Whether all ranks read the same, so that no worker process may be seeded by its rank.
+
+    Attributes:
+        loader: The user's loader, untouched.
+    """
+
+    def __init__(self, loader: Any, *, read: Any, shown: Any, alike: bool) -> None:
+        super().__init__(shown)
+        self.loader, self._read, self._alike = loader, read, alike
+
+    _iterator = iterator_of(lambda self: self._read)
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """Run in every worker process. Lightning sets it, to seed workers by the rank."""
+        return self._read.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        self._read.worker_init_fn = _as_on_rank_0(function) if self._alike else function
+
+
+def user_loader(loader: Any) -> Any:
+    """Return the user's loader of one that may be wrapped: Lightning writes ours into a user's `CombinedLoader`."""
+    return loader.loader if isinstance(loader, LoaderWrapper) else loader
+
+
+def is_sharded(loader: Any) -> bool:
+    """Return whether the user says that every rank reads its own part of the data."""
+    owners = (loader, getattr(loader, "dataset", None))
+    return any(getattr(owner, "sharded_by_rank", False) for owner in owners)
+
+
+def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
+    """Return the sampler of a loader that shares out the data, if it has one."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    return next((one for one in samplers if isinstance(one, DistributedSampler) and one.num_replicas > 1), None)
+
+
+def loader_batch_size(loader: Any) -> int | None:
+    """Return the samples in a batch of a loader, or None where it does not say."""
+    holders = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None))
+    sizes = (getattr(holder, "batch_size", None) for holder in holders)
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
+def length_of(loader: Any) -> int | None:
+    """Return the length of a loader, or None where it has none."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _as_on_rank_0(worker_init_fn: Any) -> Any:
+    """Return a function that seeds a worker as rank 0's is seeded, where it takes the rank as `rank`."""
+    try:
+        parameters = inspect.signature(worker_init_fn).parameters
+    except (TypeError, ValueError):
+        return worker_init_fn
+    return functools.partial(worker_init_fn, rank=0) if "rank" in parameters else worker_init_fn
