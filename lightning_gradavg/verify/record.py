@@ -415,9 +415,11 @@ class Recorder(Callback):
         if term.requires_grad:
             term.register_hook(functools.partial(self._saw_seed, call, name))
 
-    def _saw_seed(self, call: Call, name: str, gradient: Tensor) -> None:
+    @_quietly
+    def _saw_seed(self, call: Call, name: str, gradient: Tensor | None) -> None:
         self._call = call  # replicas of a batch have their backwards after all forwards
-        call.seeds[name] = float(gradient.detach().mean())
+        # None: the strategy keeps a micro-batch that does not count from the gradients.
+        call.seeds[name] = 0.0 if gradient is None else float(gradient.detach().mean())
 
     @_quietly
     def _saw_gradient(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
