@@ -7,7 +7,8 @@ installed release has not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,19 +18,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 __all__ = [
+    "BEFORE_TRANSFER",
     "SigtermHooks",
     "TrainingLoop",
     "backend_name",
     "broadcast_from_first",
     "defers_reduction",
+    "ends_window",
     "flushes_static_graph",
+    "in_backward",
     "injects_samplers",
     "leave_batch_norm_alone",
     "profiling",
     "put_back",
     "reduced_parameters",
     "set_injection_of_samplers",
+    "start_no_processes",
     "syncs_batch_norm",
+    "without_gradient_hooks",
 ]
 
 
@@ -204,3 +210,47 @@ class TrainingLoop:
         """Tell that a loader was read to its end in this epoch: without lengths, one ends once all of them were."""
         if hasattr(self.epoch, "_consumed"):
             self.epoch._consumed[index] = True
+
+
+BEFORE_TRANSFER = "_on_before_batch_transfer"
+"""`LightningModule._on_before_batch_transfer` gets every batch as the loader made it: no hook of callbacks does."""
+
+
+def ends_window(trainer: Any) -> bool:
+    """Return whether the gradients of this batch are reduced, and not accumulated for another.
+
+    `_FitLoop._should_accumulate`: it knows of the last batch of an epoch, which a count of batches does not.
+    """
+    return not trainer.fit_loop._should_accumulate()
+
+
+def in_backward() -> bool:
+    """Return whether autograd is running a backward.
+
+    `torch._C._current_graph_task_id`, which checkpointing asks, too.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def start_no_processes(strategy: Any) -> None:
+    """Have a strategy start no processes, because the ranks are there.
+
+    `DDPStrategy._start_method`: one that comes by name, such as "ddp_spawn", has no other way to be told.
+    """
+    strategy._start_method = "popen"
+
+
+@contextmanager
+def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
+    """Take the hooks on a module's parameters off inside.
+
+    `Tensor._backward_hooks`: a hook is removed by the handle alone, which only the user has.
+    """
+    hooks = [(parameter, parameter._backward_hooks) for parameter in module.parameters()]
+    try:
+        for parameter, _ in hooks:
+            parameter._backward_hooks = None
+        yield
+    finally:
+        for parameter, own in hooks:
+            parameter._backward_hooks = own

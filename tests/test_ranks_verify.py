@@ -25,7 +25,7 @@ def report_of(world, folder, name) -> Report:
     tapes = world(3 if name in THREE else 2).run(recorded, name, str(folder))
     options = {**QUIET, "max_epochs": 1, **run.options}
     stream = read_stream(run.build(), {"train_dataloaders": run.loader()}, options, 100)
-    return reference_report(tapes, run.build(), options, None, stream=stream, order_asked=True)
+    return reference_report(tapes, run.build(), options, None, stream=stream)
 
 
 @pytest.mark.parametrize("name", IN_DOCS)

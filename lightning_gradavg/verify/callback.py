@@ -19,14 +19,8 @@ from typing_extensions import override
 from lightning_gradavg.verify.judge import not_shown
 from lightning_gradavg.verify.record import Recorder, Tape
 from lightning_gradavg.verify.report import Report
-from lightning_gradavg.verify.run import (
-    Progress,
-    estimate,
-    in_processes,
-    print_to_console,
-    quiet_options,
-    reference_report,
-)
+from lightning_gradavg.verify.run import Progress, estimate, in_processes, print_to_console, reference_report
+from lightning_gradavg.verify.target import quiet_options
 
 __all__ = ["GradAvgVerifier"]
 
@@ -102,10 +96,7 @@ class GradAvgVerifier(Recorder):
             if problem is not None:
                 raise RuntimeError(problem)  # noqa: TRY301  # as all that follows
             tapes: list[Tape] = [pickle.loads(each) for each in gathered if isinstance(each, bytes)]
-            for tape in tapes:
-                if not tape.steps:
-                    raise RuntimeError(tape.problem or "the run took no optimizer step")  # noqa: TRY301  # likewise
-            device = "cuda" if trainer.strategy.root_device.type == "cuda" else "cpu"
+            device = trainer.strategy.root_device.type
             options = quiet_options({name: getattr(trainer, name) for name in _SENT}, device)
             options["callbacks"] = [each for each in options["callbacks"] if isinstance(_pickled(each), bytes)]
             arguments = (self.folder / "module.pt", tapes, options, self.tolerance, device)

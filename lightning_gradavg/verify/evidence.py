@@ -185,13 +185,13 @@ class Evidence:
         names, shares = source.right(key, self.tolerance)
         names = names if whole is not None else self._told_by_halves(key)
         right = frozenset(names or (["terms"] if shares is not None else []))
-        if self.facts.whole_only or (because is not None and self.facts.replicas is None):
+        if self.facts.whole_only or (because is not None and self.facts.told.replicas is None):
             covers = whole is not None and len(self.split.pieces) == len(self.pieces)
             gradient = self._normalized(key, whole.gradients.get(key, {})) if whole is not None and covers else None
             return Expected(
                 gradient, right, None, because, self.split.problem or "the window is too long for one batch"
             )
-        if told is not None and told.counts_replicas:
+        if told.counts_replicas:
             number = Counter(piece.batch for piece in self.pieces)
             shares = [1 / number[piece.batch] / len(number) for piece in self.pieces]
         elif names:
@@ -207,7 +207,7 @@ class Evidence:
         """Return what the run's rule makes of a loss of all samples on one process: a sum is divided by its count."""
         parts = self.parts(key)
         counts = parts.weights or parts.samples
-        if not self.facts.weighs or counts is None:
+        if not self.facts.told.rule.uses_weight or counts is None:
             return gradient
         factor = combine(torch.ones(1, 1), rule=self.facts.told.rule, nodes=[0], weights=[float(sum(counts))])
         return _total([(float(factor), gradient)])
@@ -263,7 +263,7 @@ class Evidence:
     def done(self) -> str:
         """The combination of the ranks' gradients that the reduced one is, by the name that the run's rule suggests."""
         found = matches(self.flat(self.reduced), self.rows, self.parts(self.keys[0]), self.tolerance)
-        named = (*_WEIGHED, *_MEANS) if self.facts.weighs else (*_MEANS, *_WEIGHED)
+        named = (*_WEIGHED, *_MEANS) if self.facts.told.rule.uses_weight else (*_MEANS, *_WEIGHED)
         found = sorted(found, key=lambda name: named.index(name) if name in named else len(named))
         return "alone" if found and found[0].endswith("alone") else found[0] if found else ""
 

@@ -24,17 +24,14 @@ __all__ = ["judge", "not_shown"]
 _SEVERAL_LOSSES = "the optimizer asks for the loss several times in a step, of which the first was compared"
 
 
-def judge(
-    tapes: Sequence[Tape], reference: Reference, tolerance: Tolerance, *, stream: Stream | None, order_asked: bool
-) -> Report:
+def judge(tapes: Sequence[Tape], reference: Reference, tolerance: Tolerance, stream: Stream | None) -> Report:
     """Return how a run on several processes differs from its reference, and why.
 
     Args:
         tapes: What the ranks recorded, in rank order.
         reference: What one process found on the same samples.
         tolerance: What rounding stays below.
-        stream: What one process with the same configuration reads; None if it is not known.
-        order_asked: Whether the order of samples is part of the question.
+        stream: What one process with the same configuration reads; None if that is not part of the question.
 
     Raises:
         ValueError: If the tapes are not those of all ranks of one world.
@@ -42,12 +39,12 @@ def judge(
     world = [(tape.rank, tape.world_size) for tape in tapes]
     if world != [(rank, len(tapes)) for rank in range(len(tapes))]:
         raise ValueError(f"tapes must be those of all ranks in rank order, got (rank, world size) {world}")
-    return _Judge(tapes, reference, tolerance, stream, order_asked=order_asked).report()
+    return _Judge(tapes, reference, tolerance, stream).report()
 
 
 def not_shown(reason: str, tapes: Sequence[Tape] = ()) -> Report:
     """Return the report of a run that could not be compared at all."""
-    names = [(tape.facts.strategy, tape.facts.reduction) for tape in tapes] or [("", "")]
+    names = [(tape.facts.strategy, tape.facts.told.rule.name) for tape in tapes] or [("", "")]
     stages = [Stage(name, "not compared") for name in STAGES]
     return Report(*names[0], len(tapes), 0, "one process", math.nan, stages, [], remarks=[reason])
 
@@ -71,16 +68,10 @@ class _Row:
 
 class _Judge:
     def __init__(
-        self,
-        tapes: Sequence[Tape],
-        reference: Reference,
-        tolerance: Tolerance,
-        stream: Stream | None,
-        *,
-        order_asked: bool,
+        self, tapes: Sequence[Tape], reference: Reference, tolerance: Tolerance, stream: Stream | None
     ) -> None:
         self.tapes, self.reference, self.tolerance = tapes, reference, tolerance
-        self.stream, self.order_asked, self.facts = stream, order_asked, tapes[0].facts
+        self.stream, self.facts = stream, tapes[0].facts
         self.findings: list[Finding] = []
         acts = [(examined, position) for examined in reference.acts for position in examined.act.steps]
         self.steps = [Evidence(tapes, position, examined, tolerance) for examined, position in acts]
@@ -109,12 +100,12 @@ class _Judge:
         advice: dict[str, Any] = {
             name: CAUSES[name].advice_for(finding.detail, self.facts.strategy) for name, finding in kept.items()
         }
-        replicas = self.facts.replicas
+        replicas = self.facts.told.replicas
         reference = (
             f"DataParallel over {replicas} replicas" if replicas else "one process on the global batches of the run"
         )
         return Report(
-            *(self.facts.strategy, self.facts.reduction, len(self.tapes), len(self.steps)),
+            *(self.facts.strategy, self.facts.told.rule.name, len(self.tapes), len(self.steps)),
             *(f"{reference}, each step from the run's own state", self.tolerance.exact, stages),
             *([replace(finding, **advice[name]) for name, finding in kept.items()], self.gradients, list(self.remarks)),
         )
@@ -138,7 +129,7 @@ class _Judge:
             yield _SEVERAL_LOSSES
         rest = facts.epoch_batches % facts.window if math.isfinite(facts.epoch_batches) else 0
         seen = any(e.step.batches[1] - e.step.batches[0] < facts.window for e in self.steps)
-        if rest and facts.told is None and facts.automatic and not seen:
+        if rest and facts.stock and facts.automatic and not seen:
             yield (
                 f"the last window of an epoch was not among the steps: it has {rest:g} of {facts.window} micro-batches,"
                 f" and {facts.strategy} divides it by {facts.window} all the same; GradAvgStrategy does not"
@@ -209,10 +200,11 @@ class _Judge:
         self._find_duplicated()
         self._find_padded(windows)
         differs = self._stage(name, [])
-        if differs.status == "differs" or not self.order_asked:
-            note = "no sample is read twice; the order of one process was not asked for"
-            return differs if differs.status == "differs" else replace(differs, note=note)
-        return Stage(name, "not compared", note="unknown") if self.stream is None else self._order(windows, self.stream)
+        if differs.status == "differs":
+            return differs
+        if self.stream is None:
+            return replace(differs, note="no sample is read twice; the order of one process was not asked for")
+        return self._order(windows, self.stream)
 
     def _read_in(self, e: Evidence) -> list[bytes]:
         counted, numbers = {(piece.rank, piece.batch) for piece in e.pieces}, range(*e.step.batches)
@@ -361,10 +353,6 @@ class _Judge:
     def _update(self) -> Stage:
         """Compare what the optimizer adds to the weights, and the options that it does so with."""
         name, rows = "optimizer update", []
-        if self.facts.global_step > 0:
-            note = "the run went on from a checkpoint: what its optimizers held is not known"
-            self.remarks[note] = None
-            return Stage(name, "not compared", note=note)
         for e, theirs in self._taken():
             before = e.step.before
             updates = [{key: each[key] - before[key] for key in before} for each in (e.step.after, theirs.after)]
@@ -386,7 +374,7 @@ class _Judge:
                 detail = f"{option} is {here} on rank 0 and {there} on rank {rank}"
                 return self._add("different optimizers", name, detail, e.position)
         alone = _options(replace(e.step, groups=theirs.groups))
-        for option, here, there in _unlike(mine, alone) if not getattr(self.facts.told, "scales_rates", False) else ():
+        for option, here, there in _unlike(mine, alone) if not self.facts.told.scales_rates else ():
             numbers = isinstance(here, float) and isinstance(there, float) and there != 0
             found = Difference(option, abs(here / there - 1), math.nan, here, there, here / there) if numbers else None
             label, cause = (

@@ -35,9 +35,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from typing_extensions import override
 
+from lightning_gradavg.lightning_internals import BEFORE_TRANSFER, without_gradient_hooks
+from lightning_gradavg.replicas.outputs import join_outputs
 from lightning_gradavg.tree import slice_batch
 from lightning_gradavg.verify.compare import Tolerance, flattened, is_rounding
-from lightning_gradavg.verify.internals import BEFORE_TRANSFER, begin_at, torch_settings, without_gradient_hooks
 from lightning_gradavg.verify.noise import MisalignedError, Recorded, Replayed
 from lightning_gradavg.verify.record import (
     Recorder,
@@ -45,13 +46,13 @@ from lightning_gradavg.verify.record import (
     Tape,
     Tensors,
     live_gradients,
-    module_state,
     options_of,
     patched,
     sketches,
 )
-from lightning_gradavg.verify.replay import Act, Piece, Replay, Replays, Split, acts_of, gather_outputs
+from lightning_gradavg.verify.replay import Act, Piece, Replay, Replays, Split, acts_of
 from lightning_gradavg.verify.rows import UnknownSamplesError, digest, digests, join
+from lightning_gradavg.verify.state import hidden_state, module_state, set_module_state, torch_settings
 
 __all__ = ["Enough", "Examined", "Reference", "StepOfReference", "Stream", "read_stream", "record_reference"]
 
@@ -194,7 +195,7 @@ class _ReferenceStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         if self.handed_over:
             # Such as a learning rate that was found between the copy and the first step.
-            self.replays.set_state(self.tapes[0].state_at(0, 0))
+            set_module_state(self.module, self.tapes[0].state_at(0, 0))
         super().setup(trainer)
         vars(self.precision_plugin).update(scaler=None)  # the run's gradients are taken unscaled
         for config in trainer.lr_scheduler_configs:
@@ -220,7 +221,7 @@ class _ReferenceStrategy(SingleDeviceStrategy):
         # What this one logs and leaves in the module stays; and it is the second from one state.
         replay, output = last.again()
         examined.unsteady = self._unsteady(last, replay)
-        if examined.split.whole is not None or self.facts.replicas is not None:
+        if examined.split.whole is not None or self.facts.told.replicas is not None:
             examined.state = replay.state
         self.found.acts.append(examined)
         self._backwards = self._taken = 0
@@ -259,12 +260,12 @@ class _ReferenceStrategy(SingleDeviceStrategy):
         split = Split(pieces[:chosen], parts[:chosen], parts[:chosen])
         found = Examined(self.act, parts, split, state_of_rank=of_first[-1] if of_first else {})
         last = self._last(parts[0], pieces[0], [parts[0].mode.draws], end=_nothing if facts.step_end else _itself)
-        if facts.step_end and facts.replicas is not None:
+        if facts.step_end and facts.told.replicas is not None:
             gathering = self._gathering(pieces, end)
             split.whole = self._run(pieces[0], end=gathering)
             return found, self._last(split.whole, pieces[0], end=gathering)
         whole = self._complete(split, None, end)
-        if split.whole is not None and whole is not None and facts.replicas is None:
+        if split.whole is not None and whole is not None and facts.told.replicas is None:
             last = self._last(split.whole, whole, [part.mode.draws for part in split.parts], end=end)
         if not facts.whole_only and not split.tells(self.tolerance):
             self._look_closer(found)
@@ -320,7 +321,7 @@ class _ReferenceStrategy(SingleDeviceStrategy):
         if mode.shared or any(part.host for part in split.parts):
             draws = split.parts[0].mode.draws
             split.common = [
-                self._run(piece, Replayed([part.mode.draws], mode.shared, draws), state=first, host=first.call.random)
+                self._run(piece, Replayed([part.mode.draws], mode.shared, draws), state=first, host=first)
                 for piece, part in zip(alike, split.parts, strict=True)
             ]
         return whole
@@ -369,8 +370,8 @@ class _ReferenceStrategy(SingleDeviceStrategy):
             for piece in pieces[1:]:
                 self.replays.restore(piece)
                 outputs.append(super(_ReferenceStrategy, self).training_step(*self._on_device(piece)))
-            self.replays.set_state(kept)  # the buffers of replica 0 are those of the module
-            return end(gather_outputs(outputs))
+            set_module_state(self.module, kept)  # the buffers of replica 0 are those of the module
+            return end(join_outputs(outputs, self.root_device))
 
         return gather
 
@@ -378,9 +379,9 @@ class _ReferenceStrategy(SingleDeviceStrategy):
         """Return what changed between two computations from one state."""
         if self._alike(last.replay, again):
             return ""
-        before = self.replays.hidden_state()
+        before = hidden_state(self.module)
         last.again()
-        changed = [name for name, found in self.replays.hidden_state().items() if before.get(name) != found]
+        changed = [name for name, found in hidden_state(self.module).items() if before.get(name) != found]
         return ", ".join(changed) or "something that is neither in a buffer nor in an attribute"
 
     @override
@@ -512,7 +513,7 @@ def record_reference(
         options: The options of the run's Trainer.
         tolerance: What rounding stays below.
         datamodule: The data module whose attributes the module may read through its Trainer; its loaders are not used.
-        device: Where to compute, "cpu" or "cuda".
+        device: The type of the device to compute on.
         handed_over: Whether the module comes from the run itself, and was not built anew.
         progress: Is told what is done.
     """
@@ -524,7 +525,6 @@ def record_reference(
     kept = {name: value for name, value in options.items() if name not in _OF_SEVERAL}
     trainer = _ReferenceTrainer(strategy=strategy, accelerator=device, callbacks=callbacks, **kept)
     trainer.estimated_steps = facts.estimated_steps
-    begin_at(trainer, facts.epoch, facts.global_step)
     if datamodule is not None:
         trainer.datamodule = datamodule  # type: ignore[attr-defined]  # set by a connector
     restore = patched(type(module), BEFORE_TRANSFER, lambda original: _untouched)
