@@ -1,4 +1,7 @@
-"""A model of 124 million parameters to verify: `gradavg verify benchmarks/verified.py:Model --data benchmarks/verified.py:data`."""
+"""A model of 124 million parameters to verify.
+
+The command and its figures are in docs/verify.md.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class Model(LightningModule):
         self.layers = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(_WIDTH)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, *_: Any) -> Tensor:
         """Return the mean loss of the next words."""
         (words,) = batch
         mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1], device=words.device)

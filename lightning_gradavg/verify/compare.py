@@ -153,11 +153,6 @@ def _largest(tensor: Tensor) -> float:
     return float(torch.where(values.isfinite(), values, 0.0).max()) if tensor.numel() else 0.0
 
 
-def apart(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Difference | None:
-    """Return the first tensor that is not the same bits in both, or None."""
-    return next((each for each in differences(other, first, 0.0) if each.relative > 0), None)
-
-
 def flattened(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
     """Return sketches as one vector in the order of `like`; what is missing is zero."""
     pieces = [tensors.get(name, torch.zeros_like(tensor)).double().reshape(-1) for name, tensor in like.items()]

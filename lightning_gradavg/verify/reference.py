@@ -28,11 +28,10 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_gradavg.lightning_internals import BEFORE_TRANSFER, without_gradient_hooks
@@ -51,10 +50,10 @@ from lightning_gradavg.verify.record import (
     sketches,
 )
 from lightning_gradavg.verify.replay import Act, Piece, Replay, Replays, Split, acts_of
-from lightning_gradavg.verify.rows import UnknownSamplesError, digest, digests, join
+from lightning_gradavg.verify.rows import UnknownSamplesError, digest, join
 from lightning_gradavg.verify.state import hidden_state, module_state, set_module_state, torch_settings
 
-__all__ = ["Enough", "Examined", "Reference", "StepOfReference", "Stream", "read_stream", "record_reference"]
+__all__ = ["Enough", "Examined", "Reference", "StepOfReference", "record_reference", "world_of_one"]
 
 _JOINED = 8
 """Micro-batches of a window that are computed as one batch, at most: what holds for them holds for all."""
@@ -450,7 +449,7 @@ def _silent(module: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _world_of_one() -> Iterator[None]:
+def world_of_one() -> Iterator[None]:
     """Give the code of the user a process group to ask, where there is none, and keep Lightning's advice back."""
     alone = not dist.is_initialized()
     if alone:
@@ -529,7 +528,7 @@ def record_reference(
         trainer.datamodule = datamodule  # type: ignore[attr-defined]  # set by a connector
     restore = patched(type(module), BEFORE_TRANSFER, lambda original: _untouched)
     try:
-        with _world_of_one():
+        with world_of_one():
             trainer.fit(module, _Loader(strategy.acts, facts.epoch_batches))
     finally:
         restore()
@@ -543,68 +542,3 @@ def _untouched(module: Any, batch: Any, dataloader_idx: int = 0) -> Any:
 
 class Enough(Exception):  # noqa: N818  # no error: all that was asked for is there
     """Ends a run before its time, past everything that Lightning does at the end of an epoch."""
-
-
-@dataclass(frozen=True)
-class Stream:
-    """What one process reads."""
-
-    batches: Sequence[tuple[int, Sequence[bytes]]]  # of every loader batch the epoch and the samples' fingerprints
-    shuffles: bool = False  # whether the loader deals the samples at random
-
-
-class _Reading(LightningModule):
-    """Reads the training batches of a module, and trains nothing: no optimizer steps, and nothing of it is asked for.
-
-    Args:
-        module: The module, whose hooks that make data are called.
-        batches: How many batches to read, at most.
-    """
-
-    def __init__(self, module: LightningModule, batches: int) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self._batches, self.shuffles = batches, False
-        self.stream: list[tuple[int, tuple[bytes, ...]]] = []
-        for name in ("prepare_data", "setup", "train_dataloader"):
-            if is_overridden(name, module):
-                setattr(self, name, getattr(module, name))
-
-    def read(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Note a batch as the loader made it."""
-        loader: Any = self.trainer.train_dataloader
-        self.shuffles = isinstance(getattr(loader, "sampler", None), RandomSampler)
-        self.stream.append((self.trainer.current_epoch, digests(batch, getattr(loader, "batch_size", None))))
-        if len(self.stream) >= self._batches:
-            raise Enough
-        return batch
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Train nothing."""
-
-    def configure_optimizers(self) -> None:
-        """Step nothing."""
-
-
-setattr(_Reading, BEFORE_TRANSFER, _Reading.read)
-
-_OF_DATA = frozenset(["max_epochs", "reload_dataloaders_every_n_epochs", "overfit_batches", "precision", "logger"])
-
-
-def read_stream(module: LightningModule, data: Mapping[str, Any], options: Mapping[str, Any], batches: int) -> Stream:
-    """Return the first batches that one process trains on.
-
-    Args:
-        module: The module as before training. It is not trained.
-        data: The arguments `train_dataloaders` or `datamodule` of `fit`, or none.
-        options: The options of the run's Trainer.
-        batches: How many batches to read, at most.
-    """
-    reading = _Reading(module, batches)
-    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    kept = {name: value for name, value in options.items() if name in _OF_DATA}
-    module.trainer = Trainer(strategy=SingleDeviceStrategy(), accelerator="cpu", **{**kept, **quiet})
-    with _world_of_one(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's, of a fit without optimizer
-        module.trainer.fit(reading, **data)
-    return Stream(reading.stream, reading.shuffles)
