@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -61,8 +61,16 @@ def not_shown(reason: str, tapes: Sequence[Tape] = ()) -> Report:
     return Report(*names[0], len(tapes), 0, "one process", math.nan, stages, [], remarks=[reason])
 
 
+_Causes: TypeAlias = Callable[[Difference], Iterable[tuple[str, str]]]
+
+
 def _no_cause(_: Difference) -> Iterable[tuple[str, str]]:
     return ()
+
+
+def _showing(cause: str, detail: Callable[[Difference], str]) -> _Causes:
+    """Return what tells one cause of a difference."""
+    return lambda found: [(cause, detail(found))]
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class _Row:
     exact: float = 0.0
     loose: float = 0.0
     slack: Tensors = field(default_factory=dict)
-    causes: Callable[[Difference], Iterable[tuple[str, str]]] = _no_cause
+    causes: _Causes = _no_cause
 
     def measured(self, dtypes: Mapping[str, torch.dtype]) -> list[Difference]:
         """Return the differences; those that are rounding at most as large as what is equal."""
@@ -134,7 +142,7 @@ class _Judge:
         ]
         kept: dict[str, Finding] = {}
         for finding in sorted(self.findings, key=_rank):
-            advice = CAUSES[finding.cause].advice_for(finding.detail, self.facts.strategy)
+            advice: dict[str, Any] = CAUSES[finding.cause].advice_for(finding.detail, self.facts.strategy)
             kept.setdefault(finding.cause, replace(finding, **advice))
         replicas = self.facts.told.replicas
         reference = f"DataParallel over {replicas} replicas" if replicas else "one process on the run's global batches"
@@ -196,24 +204,17 @@ class _Judge:
 
     def _drift(self, step: int, detail: str, of_ranks: Sequence[Tensors]) -> Iterator[_Row]:
         """Yield what is not the same bits on all ranks."""
-        for other in of_ranks[1:]:
-            row = _Row(
-                step,
-                of_ranks[0],
-                other,
-                causes=lambda found: [("unsynchronised replicas", f"{found.name} {detail}")],
-            )
-            yield from [row] if self._beyond(row) else []
+        causes = _showing("unsynchronised replicas", _naming(detail))
+        rows = (_Row(step, of_ranks[0], other, causes=causes) for other in of_ranks[1:])
+        yield from (row for row in rows if self._beyond(row))
 
     def _initial(self) -> Iterator[_Row]:
         first = self.tapes[0].initial
         here = "is not the same on all ranks when training begins"
         yield from self._drift(0, here, [tape.initial for tape in self.tapes])
 
-        def causes(found: Difference) -> Iterator[tuple[str, str]]:
-            detail = f"{found.name} begins with other values than on one process; the reference took the run's"
-            yield "initial weights", detail
-
+        other = "begins with other values than on one process; the reference took the run's"
+        causes = _showing("initial weights", _naming(other))
         yield self._row(0, first, self.reference.initial or first, causes=causes)
 
     def _outputs(self) -> Iterator[_Row]:
@@ -222,29 +223,33 @@ class _Judge:
         told = [(each, [each.split] if each.split.whole is not None else each.halves) for each in steady]
         for examined, split in ((examined, split) for examined, splits in told for split in splits):
             whole = split.whole.outputs if split.whole is not None else {}
-            of_parts = {name: [part.outputs.get(name) for part in split.common] for name in whole}
+            of_parts = {name: [part.outputs.get(name, torch.zeros(0)) for part in split.common] for name in whole}
             joined = {name: torch.cat(rows) for name, rows in of_parts.items() if _fit(rows, whole[name])}
             if joined:
                 yield self._row(examined.act.steps[0], joined, {name: whole[name] for name in joined}, loose=True)
 
+    def _steady(self) -> list[Evidence]:
+        """Return the steps whose act gives the same result twice."""
+        return [each for each in self.steps if not each.examined.unsteady]
+
     def _losses(self) -> Iterator[_Row]:
         """Yield the loss of every micro-batch on its rank, and on one process."""
-        for e in self.steps if not self.facts.whole_only else ():
-            for piece, part in zip(e.pieces, e.examined.parts, strict=True):
-                found, alone = piece.call.losses, part.losses
-                if found.keys() == alone.keys() and not e.examined.unsteady:
-                    names = {key: f"loss {key} (rank {piece.rank})" for key in alone}
-                    sides = ({names[key]: torch.tensor(side[key]) for key in alone} for side in (found, alone))
-                    yield self._row(e.position, *sides)
+        both = [(e.position, *pair) for e in self._steady() for pair in zip(e.pieces, e.examined.parts, strict=True)]
+        for step, piece, part in both if not self.facts.whole_only else ():
+            found, alone = piece.call.losses, part.losses
+            if found.keys() == alone.keys():
+                names = {key: f"loss {key} (rank {piece.rank})" for key in alone}
+                yield self._row(
+                    step, *({names[key]: torch.tensor(side[key]) for key in alone} for side in (found, alone))
+                )
 
     def _locals(self) -> Iterator[_Row]:
         """Yield the gradient of every micro-batch on its rank, and on one process."""
-        for e in self.steps:
-            for piece, pair in zip(e.pieces, e.pairs if not e.examined.unsteady else (), strict=False):
-                if pair is not None:
-                    sides = ({f"{name} (rank {piece.rank})": each for name, each in side.items()} for side in pair)
-                    rounding = is_rounding(e.flat(pair[0]), e.flat(pair[1]), (), self.tolerance)
-                    yield self._row(e.position, *sides, loose=rounding)
+        for e, index in ((each, index) for each in self._steady() for index in each.pairs):
+            rank, (mine, alone) = e.pieces[index].rank, e.pairs[index]
+            sides = ({f"{name} (rank {rank})": each for name, each in side.items()} for side in (mine, alone))
+            rounding = is_rounding(e.flat(mine), e.flat(alone), (), self.tolerance)
+            yield self._row(e.position, *sides, loose=rounding)
 
     def _reduced(self) -> Stage:
         """Compare the reduced gradient with the one that one process expects."""
@@ -342,12 +347,8 @@ class _Judge:
             if not self.facts.told.scales_rates
         ]
         for cause, detail, name, there in (of_ranks or of_reference)[:1]:
-            sides = ({name: _number(value, place)} for place, value in enumerate((mine[name], there)))
-            yield _Row(
-                e.position,
-                *sides,
-                causes=lambda found, cause=cause, detail=detail: [(cause, f"{detail}{_as_factor(found)}")],
-            )
+            found, expected = ({name: _number(value, place)} for place, value in enumerate((mine[name], there)))
+            yield _Row(e.position, found, expected, causes=_showing(cause, _with_factor(detail)))
 
     def _buffers(self) -> Iterator[_Row]:
         """Yield the buffers after every window."""
@@ -368,12 +369,8 @@ class _Judge:
             followed = norm or self._beyond(of_rank) is None
             cause = "batch norm" if norm else "buffers of one rank" if followed else "unexplained"
             made = "what rank 0 makes of its own samples, not" if followed else "not"
-            yield replace(
-                differing,
-                causes=lambda found, cause=cause, made=made: [
-                    (cause, f"{found.name} is {made} what one process makes of all")
-                ],
-            )
+            text = f"is {made} what one process makes of all"
+            yield replace(differing, causes=_showing(cause, _naming(text)))
 
     def _random(self) -> Stage:
         name, parts = "random state", [part for examined in self.reference.acts for part in examined.parts]
@@ -397,10 +394,17 @@ def _rank(finding: Finding) -> tuple[Any, ...]:
     return not finding.is_difference, finding.cause == "data order", step, STAGES.index(finding.stage), order
 
 
-def _fit(parts: Sequence[Tensor | None], whole: Tensor) -> bool:
+def _fit(parts: Sequence[Tensor], whole: Tensor) -> bool:
     """Return whether the parts' rows are those of the whole."""
-    known = [part for part in parts if part is not None and part.shape[1:] == whole.shape[1:]]
-    return len(known) == len(parts) and sum(map(len, known)) == len(whole)
+    return all(part.shape[1:] == whole.shape[1:] for part in parts) and sum(map(len, parts)) == len(whole)
+
+
+def _naming(detail: str) -> Callable[[Difference], str]:
+    return lambda found: f"{found.name} {detail}"
+
+
+def _with_factor(detail: str) -> Callable[[Difference], str]:
+    return lambda found: detail + _as_factor(found)
 
 
 def _as_factor(found: Difference) -> str:

@@ -472,24 +472,11 @@ class _ReferenceTrainer(Trainer):
         return super().estimated_stepping_batches if self.estimated_steps is None else self.estimated_steps
 
 
-_OF_SEVERAL = frozenset(
-    [
-        "strategy",
-        "devices",
-        "num_nodes",
-        "plugins",
-        "accumulate_grad_batches",
-        "limit_train_batches",
-        "overfit_batches",
-        "sync_batchnorm",
-        "use_distributed_sampler",
-        "fast_dev_run",
-        "max_steps",
-        "max_time",
-        "accelerator",
-        "callbacks",
-    ]
-)
+_OF_SEVERAL = {
+    *("strategy", "devices", "num_nodes", "plugins", "accelerator", "callbacks", "accumulate_grad_batches"),
+    *("limit_train_batches", "overfit_batches", "sync_batchnorm", "use_distributed_sampler", "fast_dev_run"),
+    *("max_steps", "max_time"),
+}
 """Options of devices, windows and lengths, which one process has otherwise."""
 
 
