@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +43,7 @@ from lightning_gradavg.verify.noise import MisalignedError, Recorded, Replayed
 from lightning_gradavg.verify.record import Recorder, patched, sketch
 from lightning_gradavg.verify.report import STAGES, Finding, Report, Stage, plot_report, print_report, times
 from lightning_gradavg.verify.rows import UnknownSamplesError, digest, digests, join, samples_in
-from lightning_gradavg.verify.run import estimate
+from lightning_gradavg.verify.run import Progress, estimate
 from lightning_gradavg.verify.state import module_state
 from lightning_gradavg.verify.target import Settings, Target, imported, quiet_options, resolve_strategy
 
@@ -622,6 +623,16 @@ def test_too_little_space_is_said_before_anything_starts(tmp_path, capfd):
         estimate(large, 3, tmp_path)
     estimate(Net(), 3, tmp_path)
     assert "" == capfd.readouterr().err
+
+
+def test_what_is_done_is_said_where_nothing_was_said_for_long(monkeypatch, capsys):
+    """Progress is a line on standard error, once five seconds went by without one."""
+    clock = iter([0.0, 4.0, 6.0, 6.0, 10.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    progress = Progress()
+    for text in ("early", "late", "soon after"):
+        progress(text)
+    assert ("", "verify: late\n") == capsys.readouterr()
 
 
 def test_verify_is_exported():
