@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from torch import nn
 from verify_runs import IN_DOCS, RUNS, Graph, Net, batches
 
 import lightning_gradavg
-from lightning_gradavg import GradAvgVerifier, verify
+from lightning_gradavg import GradAvgStrategy, GradAvgVerifier, verify
 from lightning_gradavg.cli import main
 from lightning_gradavg.tree import slice_batch
 from lightning_gradavg.verify.causes import CAUSES, PAGE
@@ -40,7 +40,7 @@ from lightning_gradavg.verify.compare import (
     ulp_of,
 )
 from lightning_gradavg.verify.noise import MisalignedError, Recorded, Replayed
-from lightning_gradavg.verify.record import Recorder, patched, sketch
+from lightning_gradavg.verify.record import Recorder, RunFacts, patched, sketch
 from lightning_gradavg.verify.report import STAGES, Finding, Report, Stage, plot_report, print_report, times
 from lightning_gradavg.verify.rows import UnknownSamplesError, digest, digests, join, samples_in
 from lightning_gradavg.verify.run import Progress, estimate
@@ -196,6 +196,37 @@ def test_rounding_is_told_by_its_pattern():
     assert not is_rounding(expected * 1.0001, expected, [part], limits)
     assert not is_rounding(expected + 1e-4 * part, expected, [part], limits)
     assert not is_rounding(expected + 1e-2 * noise, expected, [part], limits)
+
+
+FACTS = RunFacts(
+    strategy="DDPStrategy",
+    told=GradAvgStrategy().facts,
+    stock=True,
+    automatic=True,
+    step_end=False,
+    statistics=False,
+    precision="32-true",
+    device="cpu",
+    settings={"matmul": "highest", "tf32": True},
+    dtypes={"w": torch.float32, "steps": torch.int64},
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, Tolerance(1e-5, 1e-3)),
+        ({"dtypes": {"w": torch.float64}}, Tolerance(1e-10, 1e-8)),
+        ({"dtypes": {"w": torch.bfloat16}}, Tolerance(2e-2, 1e-1)),
+        ({"precision": "bf16-mixed"}, Tolerance(1e-5, 5e-2)),
+        ({"settings": {"matmul": "medium", "tf32": False}}, Tolerance(1e-5, 5e-2)),
+        ({"device": "cuda"}, Tolerance(1e-5, 5e-2)),
+    ],
+)
+def test_the_tolerance_is_that_of_the_precision(changed, expected):
+    """What rounding stays below follows from weights, autocast, and products in TF32, which accelerators alone have."""
+    assert expected == Tolerance.of(replace(FACTS, **changed), None)
+    assert Tolerance(0.5, expected.loose) == Tolerance.of(replace(FACTS, **changed), 0.5)
 
 
 def test_clipping_before_the_reduction_is_seen_by_its_norm():

@@ -118,7 +118,7 @@ class Evidence:
         self.facts, self.pieces, self.split = tapes[0].facts, examined.act.pieces, examined.split
         self.step, self.others = tapes[0].steps[position], [tape.steps[position] for tape in tapes[1:]]
         self.world_size, self.reduced = len(tapes), tapes[0].steps[position].reduced
-        computed = [*examined.parts, *([self.split.whole] if self.split.whole is not None else [])]
+        computed = [*examined.parts, self.split.whole]
         manual = self.step.within is not None
         # The losses that make up the gradient, and where a rank's own gradient and what it was multiplied by are noted.
         self.keys = [str(self.step.within)] if manual else list(dict.fromkeys(k for c in computed for k in c.gradients))
@@ -187,7 +187,7 @@ class Evidence:
         if because is not None:
             source = self.examined.without.get(because[0], source)
         names, shares = source.right(key, self.tolerance)
-        names = names if self.split.whole is not None else self._told_by_halves(key)
+        names = names if self.split.has_whole else self._told_by_halves(key)
         right = frozenset(names or (["terms"] if shares is not None else []))
         if self.facts.whole_only or (because is not None and told.replicas is None):
             return Expected(self._of_whole(key), right, None, because, self.split.problem or _TOO_LONG)
@@ -205,10 +205,8 @@ class Evidence:
 
     def _of_whole(self, key: str) -> Tensors | None:
         """Return the gradient of all samples at once, if they were computed at once."""
-        whole = self.split.whole
-        if whole is None or len(self.split.pieces) != len(self.pieces):
-            return None
-        return self._normalized(key, whole.gradients.get(key, {}))
+        of_all = self.split.has_whole and len(self.split.pieces) == len(self.pieces)
+        return self._normalized(key, self.split.whole.gradients.get(key, {})) if of_all else None
 
     def _normalized(self, key: str, gradient: Tensors) -> Tensors:
         """Return what the run's rule makes of a loss of all samples on one process: a sum is divided by its count."""
@@ -221,13 +219,13 @@ class Evidence:
 
     def _because(self, key: str) -> tuple[str, str] | None:
         """Return why the whole's gradient is none of its parts', as cause and detail; None if it is, or not known."""
-        if self.split.whole is None or any(self.split.right(key, self.tolerance)):
+        if not self.split.has_whole or any(self.split.right(key, self.tolerance)):
             return None
         for cause, split in self.examined.without.items():
             names, shares = split.right(key, self.tolerance)
             if names or shares:
                 return cause, _WITHOUT.format(names[0] if names else _listed(shares))
-        silent = any(split.whole and not any(split.right(key, self.tolerance)) for split in self.examined.halves)
+        silent = any(split.has_whole and not any(split.right(key, self.tolerance)) for split in self.examined.halves)
         found = "constant term" if self._has_constant_term(key) else "non-decomposable loss" if silent else ""
         return (found, _BECAUSE[found]) if found else None
 
@@ -235,7 +233,7 @@ class Evidence:
         """Return whether the loss is a sum over samples and something that is there once for every batch."""
         rests = []
         for split in (self.split, *self.examined.halves):
-            if split.whole is not None and len(split.common) > 1:
+            if split.has_whole and len(split.common) > 1:
                 parts = [(1.0, part.gradients.get(key, {})) for part in split.common]
                 rest = self.flat(_total([*parts, (-1.0, split.whole.gradients.get(key, {}))]))
                 rests.append(rest / (len(parts) - 1))
@@ -243,7 +241,7 @@ class Evidence:
 
     def _told_by_halves(self, key: str) -> list[str]:
         """Return what all micro-batches are of their own parts, where the global batch cannot be computed."""
-        told = [split.right(key, self.tolerance)[0] for split in self.examined.halves if split.whole is not None]
+        told = [split.right(key, self.tolerance)[0] for split in self.examined.halves if split.has_whole]
         return [name for name in ("samples", "weights", "sum") if told and all(name in names for names in told)]
 
     def _why_not(self, key: str) -> str:
@@ -346,7 +344,7 @@ class Evidence:
             return "hand-compensated loss", f"what the ranks compute{where} is {_listed(factors)} x {same}{cure}"
         used = sorted({name for part in self.examined.parts for name in part.mode.collectives})
         called = f"training_step calls {', '.join(used) or 'no operation between ranks'}"
-        across = used and self.split.whole is not None and "another" not in self.multiple
+        across = used and self.split.has_whole and "another" not in self.multiple
         other = "the ranks compute other gradients of the same samples than one process"
         return "non-decomposable loss" if across else "unexplained", f"{other}; {called}; {self.multiple}"
 

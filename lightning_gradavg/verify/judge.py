@@ -220,9 +220,9 @@ class _Judge:
     def _outputs(self) -> Iterator[_Row]:
         """Yield the outputs of every sample beside its rank's samples, and beside all."""
         steady = [each for each in self.reference.acts if not (self.facts.step_end or each.unsteady)]
-        told = [(each, [each.split] if each.split.whole is not None else each.halves) for each in steady]
+        told = [(each, [each.split] if each.split.has_whole else each.halves) for each in steady]
         for examined, split in ((examined, split) for examined, splits in told for split in splits):
-            whole = split.whole.outputs if split.whole is not None else {}
+            whole = split.whole.outputs
             of_parts = {name: [part.outputs.get(name, torch.zeros(0)) for part in split.common] for name in whole}
             joined = {name: torch.cat(rows) for name, rows in of_parts.items() if _fit(rows, whole[name])}
             if joined:

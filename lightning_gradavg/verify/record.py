@@ -178,6 +178,7 @@ class RunFacts:
     step_end: bool  # whether the loss is that of `training_step_end`, on the outputs of all replicas
     statistics: bool  # whether batch norm is over all ranks' samples (`sync_batchnorm`)
     precision: str
+    device: str  # its type
     settings: dict[str, Any]  # what torch computes with
     dtypes: dict[str, torch.dtype]  # of parameters and buffers
     loader_size: int | None = None  # samples in a full batch; None without a batch size, or where ranks share a batch
@@ -539,6 +540,7 @@ def facts_of(trainer: Trainer, module: LightningModule) -> RunFacts:
         step_end=told.equivalent_to is not None and callable(getattr(module, "training_step_end", None)),
         statistics=any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()),
         precision=str(trainer.precision),
+        device=strategy.root_device.type,
         settings=torch_settings(),
         dtypes={name: each.dtype for name, each in (*module.named_parameters(), *module.named_buffers())},
         loader_size=None if told.splits_batches else getattr(loader, "batch_size", None),

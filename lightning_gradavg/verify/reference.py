@@ -220,7 +220,7 @@ class _ReferenceStrategy(SingleDeviceStrategy):
         # What this one logs and leaves in the module stays; and it is the second from one state.
         replay, output = last.again()
         examined.unsteady = self._unsteady(last, replay)
-        if examined.split.whole is not None or self.facts.told.replicas is not None:
+        if examined.split.has_whole or self.facts.told.replicas is not None:
             examined.state = replay.state
         self.found.acts.append(examined)
         self._backwards = self._taken = 0
@@ -264,7 +264,7 @@ class _ReferenceStrategy(SingleDeviceStrategy):
             split.whole = self._run(pieces[0], end=gathering)
             return found, self._last(split.whole, pieces[0], end=gathering)
         whole = self._complete(split, None, end)
-        if split.whole is not None and whole is not None and facts.told.replicas is None:
+        if whole is not None and facts.told.replicas is None:
             last = self._last(split.whole, whole, [part.mode.draws for part in split.parts], end=end)
         if not facts.whole_only and not split.tells(self.tolerance):
             self._look_closer(found)
@@ -275,7 +275,7 @@ class _ReferenceStrategy(SingleDeviceStrategy):
     def _look_closer(self, found: Examined) -> None:
         """Compute an act with something taken away, and each of its parts in two."""
         pieces = found.split.pieces
-        for cause, take_away in _TAKEN_AWAY.items() if found.split.whole is not None else ():
+        for cause, take_away in _TAKEN_AWAY.items() if found.split.has_whole else ():
             with take_away(self.module):
                 found.without[cause] = self._split(pieces)
             if found.without[cause].tells(self.tolerance):
@@ -304,10 +304,10 @@ class _ReferenceStrategy(SingleDeviceStrategy):
             split.whole = self._run(whole, mode, end=end)
             mode.require_all()
         except (UnknownSamplesError, MisalignedError) as error:
-            split.whole, split.problem = None, str(error)
+            split.whole, split.problem = Replay(), str(error)
             return None
         except Exception as error:  # noqa: BLE001  # the user's code, on a batch that the run does not have
-            split.whole, split.problem = None, f"training_step fails on it: {type(error).__name__}: {error}"
+            split.whole, split.problem = Replay(), f"training_step fails on it: {type(error).__name__}: {error}"
             return None
         alike = [replace(piece, args=(piece.args[0], *whole.args[1:])) for piece in split.pieces]
         names = self._differing(alike, split.pieces)
@@ -357,7 +357,7 @@ class _ReferenceStrategy(SingleDeviceStrategy):
         """
         first, other = split.parts[0].state, split.parts[-1].state
         moved = {name: other.get(name) for name, value in first.items() if digest(value) != digest(other.get(name))}
-        if moved and split.whole is not None:
+        if moved and split.has_whole:
             probe = self._run(split.pieces[0], Replayed([split.parts[0].mode.draws]), moved=moved)
             split.own = split.own or (() if self._alike(split.parts[0], probe) else tuple(moved))
 

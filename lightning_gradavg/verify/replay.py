@@ -118,9 +118,14 @@ class Split:
     pieces: Sequence[Piece]
     parts: Sequence[Replay] = ()  # as the ranks computed them
     common: Sequence[Replay] = ()  # from the whole's state, with its random numbers where these belong to no sample
-    whole: Replay | None = None
+    whole: Replay = field(default_factory=Replay)
     problem: str = ""  # why there is no whole
     own: tuple[str, ...] = ()  # what each part keeps for itself, and computes otherwise with
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether all samples could be computed at once."""
+        return bool(self.whole.gradients)
 
     def known(self, key: str) -> Parts:
         """Return what is known of the parts' samples and weights."""
@@ -132,7 +137,7 @@ class Split:
 
     def right(self, key: str, tolerance: Tolerance) -> tuple[list[str], list[float] | None]:
         """Return how the parts' gradients make up the whole's: the names of combinations, or else the shares."""
-        if self.whole is None or key not in self.whole.gradients:
+        if key not in self.whole.gradients:
             return [], None
         like = self.whole.gradients[key]
         rows = torch.stack([flattened(part.gradients.get(key, {}), like) for part in self.common])
@@ -142,8 +147,7 @@ class Split:
 
     def tells(self, tolerance: Tolerance) -> bool:
         """Return whether the parts' gradients make up the whole's."""
-        keys = self.whole.gradients if self.whole is not None else ()
-        return bool(keys) and all(any(self.right(key, tolerance)) for key in keys)
+        return self.has_whole and all(any(self.right(key, tolerance)) for key in self.whole.gradients)
 
 
 def all_known(values: Sequence[Any]) -> tuple[Any, ...] | None:
