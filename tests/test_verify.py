@@ -22,7 +22,7 @@ from torch import nn
 from verify_runs import IN_DOCS, RUNS, Graph, Net, batches
 
 import lightning_gradavg
-from lightning_gradavg import GradAvgStrategy, GradAvgVerifier, verify
+from lightning_gradavg import GradAvgVerifier, verify
 from lightning_gradavg.cli import main
 from lightning_gradavg.tree import slice_batch
 from lightning_gradavg.verify.causes import CAUSES, PAGE
@@ -200,7 +200,7 @@ def test_rounding_is_told_by_its_pattern():
 
 FACTS = RunFacts(
     strategy="DDPStrategy",
-    told=GradAvgStrategy().facts,
+    told=None,
     stock=True,
     automatic=True,
     step_end=False,
@@ -584,6 +584,8 @@ def test_the_verifier_and_the_recorder_check_their_options(tmp_path):
     """A callback with an impossible option fails where it is built."""
     with pytest.raises(ValueError, match=r"on_difference must be 'warn' or 'raise', got 'stop'"):
         GradAvgVerifier(on_difference="stop")
+    with pytest.raises(ValueError, match=r"'dropout' is not a cause"):
+        GradAvgVerifier(ignore=["dropout"])
     with pytest.raises(ValueError, match="steps must be 1 or more, got 0"):
         Recorder(0, tmp_path)
 

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
@@ -386,9 +385,10 @@ class Recorder(Callback):
         steps, number = self.recorded.steps, len(self.recorded.batches)
         return sum(step.within is not None and step.batches[1] == number for step in steps)
 
+    @_quietly
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the reduced gradient before the user's own hook of this name, and clipping, may change it."""
-        if self.listens and pl_module.automatic_optimization and ends_window(trainer):
+        if pl_module.automatic_optimization and ends_window(trainer):
             self._read(0)
 
     @_quietly
@@ -465,7 +465,8 @@ class Recorder(Callback):
         if self.complete or self._taken < self.steps:
             return
         enough = self.problem is not None or (self.tape is not None and len(self.tape.steps) >= self.steps)
-        self.complete = _on_all_ranks(enough, trainer)
+        # All ranks come here with the same batch: Lightning itself agrees on a signal once per batch.
+        self.complete = trainer.strategy.reduce_boolean_decision(enough, all=True)
         if self.complete:
             self.release()
             self.on_complete(trainer, pl_module)
@@ -494,15 +495,6 @@ class Recorder(Callback):
         undo, self._undo, self.listens = self._undo, [], False
         for restore in reversed(undo):
             restore()
-
-
-def _on_all_ranks(value: bool, trainer: Trainer) -> bool:  # the value that is agreed on
-    if trainer.world_size == 1 or not dist.is_initialized():
-        return value
-    # All ranks come here with the same batch: Lightning itself agrees on a signal once per batch.
-    agreed = torch.tensor(int(value), device=trainer.strategy.root_device)
-    dist.all_reduce(agreed, dist.ReduceOp.MIN)
-    return bool(agreed)
 
 
 def _of_stock(trainer: Trainer) -> StrategyFacts:
