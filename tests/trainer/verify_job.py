@@ -53,7 +53,8 @@ class Failing(Classifier):
     """Starts a process on every rank that holds a pipe open, and fails."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        subprocess.Popen(["sleep", "600"], stdout=Path(os.environ["PIPE"]).open("w"))
+        with Path(os.environ["PIPE"]).open("w") as pipe:
+            subprocess.Popen(["sleep", "600"], stdout=pipe)
         raise ArithmeticError("as planted")
 
 
