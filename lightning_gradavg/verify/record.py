@@ -238,6 +238,10 @@ def _quietly(method: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+def _say_nothing(text: str) -> None:
+    """Stand for progress that is not to be said."""
+
+
 class Recorder(Callback):
     """Records the first optimizer steps of a run on this rank.
 
@@ -253,7 +257,7 @@ class Recorder(Callback):
         complete: Whether all ranks have recorded all steps.
     """
 
-    def __init__(self, steps: int, folder: str | Path, progress: Callable[[str], None] | None = None) -> None:
+    def __init__(self, steps: int, folder: str | Path, progress: Callable[[str], None] = _say_nothing) -> None:
         if steps < 1:
             raise ValueError(f"steps must be 1 or more, got {steps}")
         self.steps, self.folder, self.progress = steps, Path(folder), progress
@@ -476,8 +480,7 @@ class Recorder(Callback):
         steps, number = self.recorded.steps, len(self.recorded.batches)
         if steps and steps[-1].batches[1] == number:
             self._begun = number
-            if self.progress is not None:
-                self.progress(f"recorded step {len(steps)} of {self.steps}")
+            self.progress(f"recorded step {len(steps)} of {self.steps}")
 
     def on_complete(self, trainer: Trainer, module: LightningModule) -> None:
         """Do what there is to do when all ranks have recorded all steps, on all ranks."""

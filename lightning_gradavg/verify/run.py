@@ -119,11 +119,9 @@ class _RunRecorder(Recorder):
         raise Enough
 
 
-def record_run(
-    trainer: Trainer, module: LightningModule, data: Mapping[str, Any], recorder: Recorder | None = None, **options: Any
-) -> Tape:
+def record_run(trainer: Trainer, module: LightningModule, data: Mapping[str, Any], **options: Any) -> Tape:
     """Train until all steps are recorded, and return the record of this rank; `options` are those of the recorder."""
-    recorder = recorder or _RunRecorder(**options)
+    recorder = _RunRecorder(**options)
     trainer.callbacks.append(recorder)  # type: ignore[attr-defined]  # set by a connector
     with suppress(Enough):
         trainer.fit(module, **data)
@@ -199,16 +197,18 @@ def _rank(target: Target, rank: int, settings: Settings, folder: Path) -> Tape |
     """Return what one rank records, or why nothing can be."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.devices))
     store = dist.FileStore(str(folder / "store"), settings.devices)
-    # Without a backend each type of device gets its own.
-    dist.init_process_group(store=store, rank=rank, world_size=settings.devices, timeout=timedelta(seconds=300))
+    # Without a backend the group would serve the machine's accelerator alone, and a run on its CPU not.
+    backend = dist.Backend.default_device_backend_map[settings.accelerator]
+    of_rank: dict[str, Any] = {"rank": rank, "world_size": settings.devices, "timeout": timedelta(seconds=300)}
+    dist.init_process_group(backend, store=store, **of_rank)
     try:
         module, data, options = target.build()
         options = settings.options({**options, "strategy": resolve_strategy(options.get("strategy") or "ddp")})
         if rank == 0:
             estimate(module, settings.steps, folder)
-        progress = Progress() if rank == 0 else None
+        progress = {"progress": Progress()} if rank == 0 else {}
         trainer = Trainer(**{**options, "devices": settings.devices})
-        return record_run(trainer, module, data, steps=settings.steps, folder=folder, progress=progress)
+        return record_run(trainer, module, data, steps=settings.steps, folder=folder, **progress)
     except ValueError as error:
         if "SyncBatchNorm" in str(error):
             return _ON_GPUS
@@ -222,8 +222,9 @@ def _reference(target: Target, tapes: Sequence[Tape], settings: Settings) -> Rep
     told, stream = tapes[0].facts.told, None
     if settings.compare_order:
         module, data, options = target.build()
-        readers = 1 / told.micro_batches if told.splits_batches else len(tapes)
-        stream = read_stream(module, data, settings.options(options), int(len(tapes[0].batches) * readers))
+        here = len(tapes[0].batches)
+        number = here // told.micro_batches if told.splits_batches else here * len(tapes)
+        stream = read_stream(module, data, settings.options(options), number)
     module, data, options = target.build()
     return reference_report(
         tapes,
