@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:  # the core, which touches names of torch, works without Light
     from torchmetrics import Metric
 
 __all__ = [
+    "BEFORE_TRANSFER",
     "NEWER",
     "PRIVATE",
     "BatchNorm",
@@ -45,6 +47,7 @@ __all__ = [
     "compute_alone",
     "copy_each",
     "defers_reduction",
+    "ends_window",
     "finds_learning_rate",
     "flushes_static_graph",
     "in_backward",
@@ -64,6 +67,7 @@ __all__ = [
     "set_injection_of_samplers",
     "sparse_parts",
     "start_method",
+    "start_no_processes",
     "stored",
     "syncs_batch_norm",
     "time_backwards",
@@ -71,6 +75,7 @@ __all__ = [
     "version_of",
     "views_of",
     "within_notes",
+    "without_gradient_hooks",
 ]
 
 _LOOPS = "lightning.pytorch.loops"
@@ -89,6 +94,7 @@ PRIVATE: Mapping[str, str] = {
     "lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper": "_batch_sampler",
     "lightning.pytorch.strategies:DDPStrategy": "_ddp_comm_state _layer_sync _register_ddp_hooks _start_method",
     "lightning.pytorch.trainer.trainer:Trainer": "_accelerator_connector _active_loop _logger_connector",
+    "lightning.pytorch.core.module:LightningModule": "_on_before_batch_transfer",
     f"{_CONNECTORS}.data_connector:": "_parse_num_batches",
     f"{_CONNECTORS}.logger_connector.result:": "_Metadata _ResultMetric _Sync",
     f"{_CONNECTORS}.logger_connector.result:_Sync": "_should",
@@ -96,7 +102,7 @@ PRIVATE: Mapping[str, str] = {
     "lightning.pytorch.utilities.combined_loader:CombinedLoader": "_iterator _mode _spec",
     "lightning.pytorch.utilities.combined_loader:_MaxSizeCycle": "_consumed",
     "torch:": "_C _foreach_copy_",
-    "torch:Tensor": "_indices _values _version",
+    "torch:Tensor": "_backward_hooks _indices _values _version",
     "torch._C:": "_current_graph_task_id _nn",
     "torch.autograd:": "_profiler_enabled",
     "torch.autograd.profiler:record_function": "_call_end_callbacks_on_future",
@@ -590,3 +596,39 @@ def views_of(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def copy_each(destinations: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     """Copy tensors into others by one kernel: `torch._foreach_copy_`, the foreach functions have no public names."""
     torch._foreach_copy_(list(destinations), list(sources))
+
+
+BEFORE_TRANSFER = "_on_before_batch_transfer"
+"""`LightningModule._on_before_batch_transfer` gets every batch as the loader made it: no hook of callbacks does."""
+
+
+def ends_window(trainer: Any) -> bool:
+    """Return whether the gradients of this batch are reduced, and not accumulated for another.
+
+    `_FitLoop._should_accumulate`: it knows of the last batch of an epoch, which a count of batches does not.
+    """
+    return not trainer.fit_loop._should_accumulate()
+
+
+def start_no_processes(strategy: Any) -> None:
+    """Have a strategy start no processes, because the ranks are there.
+
+    `DDPStrategy._start_method`: one that comes by name, such as "ddp_spawn", has no other way to be told.
+    """
+    strategy._start_method = "popen"
+
+
+@contextmanager
+def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
+    """Take the hooks on a module's parameters off inside.
+
+    `Tensor._backward_hooks`: a hook is removed by the handle alone, which only the user has.
+    """
+    hooks = [(parameter, parameter._backward_hooks) for parameter in module.parameters()]
+    try:
+        for parameter, _ in hooks:
+            parameter._backward_hooks = None
+        yield
+    finally:
+        for parameter, own in hooks:
+            parameter._backward_hooks = own

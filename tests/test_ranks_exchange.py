@@ -241,7 +241,7 @@ def test_large_weights_are_summed_in_double_precision(world):
         (float("inf"), r"rank 1: .*weight inf is not a finite number >= 0"),
         (-3.0, r"rank 1: .*a weight is one number, got 'many' of type str"),
         (-4.0, r"rank 1: .*a weight is one number, got a tensor of shape \(2,\)"),
-        (-2.0, r"rank 1: .*a weight was given before, but not in this one"),
+        (-2.0, r"rank 1: .*a weight was given in the steps before, but not in this one"),
     ],
 )
 def test_bad_weight_of_one_rank(world, bad, message, window):

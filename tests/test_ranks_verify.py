@@ -6,7 +6,7 @@ import pytest
 import torch
 from verify_runs import IN_DOCS, RUNS, THREE, UNEVEN, batches, recorded
 
-from lightning_gradavg.verify.reference import read_stream
+from lightning_gradavg.verify.order import read_stream
 from lightning_gradavg.verify.report import STAGES, Report
 from lightning_gradavg.verify.run import reference_report
 
@@ -25,7 +25,7 @@ def report_of(world, folder, name) -> Report:
     tapes = world(3 if name in THREE else 2).run(recorded, name, str(folder))
     options = {**QUIET, "max_epochs": 1, **run.options}
     stream = read_stream(run.build(), {"train_dataloaders": run.loader()}, options, 100)
-    return reference_report(tapes, run.build(), options, None, stream=stream, order_asked=True)
+    return reference_report(tapes, run.build(), options, None, stream=stream)
 
 
 @pytest.mark.parametrize("name", IN_DOCS)

@@ -7,7 +7,8 @@ import json
 import math
 import re
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,11 +40,12 @@ from lightning_gradavg.verify.compare import (
     ulp_of,
 )
 from lightning_gradavg.verify.noise import MisalignedError, Recorded, Replayed
-from lightning_gradavg.verify.record import Recorder, module_state, patched, sketch
-from lightning_gradavg.verify.replay import gather_outputs
+from lightning_gradavg.verify.record import Recorder, RunFacts, patched, sketch
 from lightning_gradavg.verify.report import STAGES, Finding, Report, Stage, plot_report, print_report, times
 from lightning_gradavg.verify.rows import UnknownSamplesError, digest, digests, join, samples_in
-from lightning_gradavg.verify.run import Settings, Target, estimate, imported, quiet_options, resolve_strategy
+from lightning_gradavg.verify.run import Progress, estimate
+from lightning_gradavg.verify.state import module_state
+from lightning_gradavg.verify.target import Settings, Target, imported, quiet_options, resolve_strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 EXACT = Tolerance(1e-9, 1e-9)
@@ -196,6 +198,37 @@ def test_rounding_is_told_by_its_pattern():
     assert not is_rounding(expected + 1e-2 * noise, expected, [part], limits)
 
 
+FACTS = RunFacts(
+    strategy="DDPStrategy",
+    told=None,
+    stock=True,
+    automatic=True,
+    step_end=False,
+    statistics=False,
+    precision="32-true",
+    device="cpu",
+    settings={"matmul": "highest", "tf32": True},
+    dtypes={"w": torch.float32, "steps": torch.int64},
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, Tolerance(1e-5, 1e-3)),
+        ({"dtypes": {"w": torch.float64}}, Tolerance(1e-10, 1e-8)),
+        ({"dtypes": {"w": torch.bfloat16}}, Tolerance(2e-2, 1e-1)),
+        ({"precision": "bf16-mixed"}, Tolerance(1e-5, 5e-2)),
+        ({"settings": {"matmul": "medium", "tf32": False}}, Tolerance(1e-5, 5e-2)),
+        ({"device": "cuda"}, Tolerance(1e-5, 5e-2)),
+    ],
+)
+def test_the_tolerance_is_that_of_the_precision(changed, expected):
+    """What rounding stays below follows from weights, autocast, and products in TF32, which accelerators alone have."""
+    assert expected == Tolerance.of(replace(FACTS, **changed), None)
+    assert Tolerance(0.5, expected.loose) == Tolerance.of(replace(FACTS, **changed), 0.5)
+
+
 def test_clipping_before_the_reduction_is_seen_by_its_norm():
     """Gradients of norms 5 and 1, the first clipped to 2 and both averaged: the norm is 2. Unclipped ones have none."""
     rows = vectors([3.0, 4.0, 0.0], [0.0, 0.0, 1.0])
@@ -250,10 +283,10 @@ def test_joined_batches_hold_the_samples_of_all(batch):
     ("parts", "message"),
     [
         ([torch.ones(2, 3), torch.ones(2, 4)], r"\(2, 3\).*\(2, 4\)"),
-        ([torch.ones(2), [1.0]], "different types"),
+        ([torch.ones(2), [1.0]], "different types or lengths"),
         ([{"x": torch.ones(2), "scale": 1.0}, {"x": torch.ones(2), "scale": 2.0}], "1.0 is another value"),
         ([torch.tensor(1.0), torch.tensor(2.0)], "belongs to no sample"),
-        ([[torch.ones(2)], [torch.ones(2), torch.ones(2)]], "different lengths"),
+        ([[torch.ones(2)], [torch.ones(2), torch.ones(2)]], "different types or lengths"),
     ],
 )
 def test_batches_that_cannot_be_joined_say_why(parts, message):
@@ -364,17 +397,6 @@ def test_draws_that_are_not_of_samples_are_refused(name):
     """What depends on the batch as a whole cannot be put together from parts."""
     with pytest.raises(MisalignedError):
         replayed_as_five(UNFOLLOWED[name])
-
-
-def test_outputs_are_gathered_as_data_parallel_does():
-    """Tensors are joined, scalars and numbers become one entry per replica, structures are kept."""
-    outputs = [
-        {"rows": torch.ones(2, 3), "both": (torch.tensor(1.0), 5)},
-        {"rows": torch.zeros(1, 3), "both": (torch.tensor(2.0), 6)},
-    ]
-    gathered = gather_outputs(outputs)
-    assert (3, 3) == gathered["rows"].shape
-    assert ([1.0, 2.0], [5, 6]) == tuple(each.tolist() for each in gathered["both"])
 
 
 def test_the_state_of_a_module_is_its_buffers_and_plain_attributes():
@@ -548,8 +570,8 @@ def test_a_wrong_cause_is_refused(capsys):
     ("settings", "message"),
     [
         ({"devices": 0}, "devices must be 1 or more, got 0"),
-        ({"accelerator": "tpu"}, "accelerator must be 'cpu' or 'cuda', got 'tpu'"),
-        ({"accelerator": "cuda", "devices": 99}, "99 ranks need as many GPUs"),
+        ({"accelerator": "tpu"}, "accelerator must be 'cpu', or a type of device .* got 'tpu'"),
+        ({"accelerator": "cuda", "devices": 99}, "99 ranks need as many devices of type cuda"),
     ],
 )
 def test_settings_are_checked(settings, message):
@@ -562,6 +584,8 @@ def test_the_verifier_and_the_recorder_check_their_options(tmp_path):
     """A callback with an impossible option fails where it is built."""
     with pytest.raises(ValueError, match=r"on_difference must be 'warn' or 'raise', got 'stop'"):
         GradAvgVerifier(on_difference="stop")
+    with pytest.raises(ValueError, match=r"'dropout' is not a cause"):
+        GradAvgVerifier(ignore=["dropout"])
     with pytest.raises(ValueError, match="steps must be 1 or more, got 0"):
         Recorder(0, tmp_path)
 
@@ -632,6 +656,16 @@ def test_too_little_space_is_said_before_anything_starts(tmp_path, capfd):
         estimate(large, 3, tmp_path)
     estimate(Net(), 3, tmp_path)
     assert "" == capfd.readouterr().err
+
+
+def test_what_is_done_is_said_where_nothing_was_said_for_long(monkeypatch, capsys):
+    """Progress is a line on standard error, once five seconds went by without one."""
+    clock = iter([0.0, 4.0, 6.0, 6.0, 10.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    progress = Progress()
+    for text in ("early", "late", "soon after"):
+        progress(text)
+    assert ("", "verify: late\n") == capsys.readouterr()
 
 
 def test_verify_is_exported():

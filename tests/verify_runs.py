@@ -669,6 +669,7 @@ RUNS = {
     "one stream on all ranks": Run(data="one stream", causes=("duplicated stream",)),
     "samples repeated to fill the ranks": Run(data=15, options=SHUFFLED, causes=("padding",)),
     "batch norm": Run(normed, causes=("batch norm",)),
+    "batch norm, dropout": Run(lambda: Net("mean", nn.BatchNorm1d(8), nn.Dropout(0.5)), causes=("batch norm",)),
     "batch norm in windows": Run(
         normed, WINDOWS, GradAvgStrategy, {"accumulate_grad_batches": 3}, 1, causes=("batch norm",)
     ),

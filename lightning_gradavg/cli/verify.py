@@ -13,14 +13,8 @@ from typing import Any
 from lightning_gradavg.cli.plan import OneLineParser
 from lightning_gradavg.verify.causes import CAUSES
 from lightning_gradavg.verify.report import EXIT_CODES, Report, plot_report, plotting
-from lightning_gradavg.verify.run import (
-    Settings,
-    Target,
-    print_to_console,
-    quiet_options,
-    resolve_strategy,
-    verify_target,
-)
+from lightning_gradavg.verify.run import print_to_console, verify_target
+from lightning_gradavg.verify.target import Settings, Target, quiet_options, resolve_strategy
 
 __all__ = ["add_arguments", "main"]
 
@@ -61,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--devices", type=int, default=2, metavar="N", help="processes (default: 2)")
     how.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default: 3)")
-    how.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    how.add_argument("--accelerator", default="cpu", metavar="TYPE", help="a type of device: cpu, cuda (default: cpu)")
     how.add_argument("--double", action="store_true", help="compute in float64, which tells rounding from defects")
     how.add_argument(
         "--tolerance", type=float, metavar="X", help="relative difference that counts as equal (default: 1e-5 or 1e-10)"

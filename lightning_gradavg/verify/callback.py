@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +20,8 @@ from typing_extensions import override
 from lightning_gradavg.verify.judge import not_shown
 from lightning_gradavg.verify.record import Recorder, Tape
 from lightning_gradavg.verify.report import Report
-from lightning_gradavg.verify.run import (
-    Progress,
-    estimate,
-    in_processes,
-    print_to_console,
-    quiet_options,
-    reference_report,
-)
+from lightning_gradavg.verify.run import Progress, estimate, in_processes, print_to_console, reference_report
+from lightning_gradavg.verify.target import quiet_options
 
 __all__ = ["GradAvgVerifier"]
 
@@ -66,6 +61,7 @@ class GradAvgVerifier(Recorder):
         super().__init__(steps, "")
         if on_difference not in ("warn", "raise"):
             raise ValueError(f"on_difference must be 'warn' or 'raise', got {on_difference!r}")
+        not_shown("").without(ignore)  # a cause that is none is refused now, and not in the run
         self.on_difference, self.tolerance, self.ignore = on_difference, tolerance, tuple(ignore)
         self.report: Report | None = None
         self._unsent: str | None = None
@@ -84,9 +80,18 @@ class GradAvgVerifier(Recorder):
             self._unsent = f"the module cannot be sent to another process ({type(error).__name__}: {error})"
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to listen, unless there can be no reference: its files would only fill the disk."""
+        super().on_train_start(trainer, pl_module)
+        if self._unsent is not None:
+            self.problem = self._unsent
+            self.release()
+
+    @override
     def on_complete(self, trainer: Trainer, module: LightningModule) -> None:
         """Verify, on all ranks."""
-        several, mine = dist.is_initialized() and dist.get_world_size() > 1, _pickled(self.recorded)
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        mine = _pickled(self.recorded) if self.tape is not None else str(self.problem)
         gathered: list[Any] = [mine] * trainer.world_size
         if several:
             dist.gather_object(mine, gathered if dist.get_rank() == 0 else None)
@@ -97,26 +102,28 @@ class GradAvgVerifier(Recorder):
         self._answer(answer[0])
 
     def _compare(self, gathered: Sequence[bytes | str], trainer: Trainer) -> Report:
+        """Return the report of what the ranks recorded, or that of why there is none."""
         try:
-            problem = self._unsent or next((each for each in gathered if isinstance(each, str)), None)
-            if problem is not None:
-                raise RuntimeError(problem)  # noqa: TRY301  # as all that follows
-            tapes: list[Tape] = [pickle.loads(each) for each in gathered if isinstance(each, bytes)]
-            for tape in tapes:
-                if not tape.steps:
-                    raise RuntimeError(tape.problem or "the run took no optimizer step")  # noqa: TRY301  # likewise
-            device = "cuda" if trainer.strategy.root_device.type == "cuda" else "cpu"
-            options = quiet_options({name: getattr(trainer, name) for name in _SENT}, device)
-            options["callbacks"] = [each for each in options["callbacks"] if isinstance(_pickled(each), bytes)]
-            arguments = (self.folder / "module.pt", tapes, options, self.tolerance, device)
-            (report,) = in_processes([(_handed_over, arguments)])
+            report = self._compared(gathered, trainer).without(self.ignore)
         except Exception as error:  # noqa: BLE001  # the run is not to end with it
-            report = not_shown(str(error), [self.recorded])
+            report = not_shown(str(error))
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
-        result: Report = report.without(self.ignore)
-        print_to_console(result)
-        return result
+        with suppress(OSError):  # such as of a pipe that nobody reads any more
+            print_to_console(report)
+        return report
+
+    def _compared(self, gathered: Sequence[bytes | str], trainer: Trainer) -> Report:
+        for problem in (self._unsent, *gathered):
+            if isinstance(problem, str):
+                return not_shown(problem)
+        tapes = [pickle.loads(each) for each in gathered if isinstance(each, bytes)]
+        device = trainer.strategy.root_device.type
+        options = quiet_options({name: getattr(trainer, name) for name in _SENT}, device)
+        options["callbacks"] = [each for each in options["callbacks"] if isinstance(_pickled(each), bytes)]
+        arguments = (self.folder / "module.pt", tapes, options, self.tolerance, device)
+        report: Report = in_processes([(_handed_over, arguments)])[0]
+        return report
 
     def _answer(self, report: Report) -> None:
         first = report.first

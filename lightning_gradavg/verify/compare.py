@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -58,11 +59,15 @@ class Tolerance:
         if exact is not None and not 0 < exact < math.inf:
             raise ValueError(f"tolerance is a relative difference > 0, got {exact}")
         types = {dtype for dtype in facts.dtypes.values() if dtype.is_floating_point}
-        if types & {torch.float16, torch.bfloat16}:
-            return cls(exact or 2e-2, 1e-1)
-        if "16" in facts.precision or facts.settings["matmul"] != "highest":
-            return cls(exact or 1e-5, 5e-2)
-        return cls(exact or 1e-10, 1e-8) if types == {torch.float64} else cls(exact or 1e-5, 1e-3)
+        tf32 = facts.device != "cpu" and facts.settings["tf32"]
+        limits = {
+            (2e-2, 1e-1): types & {torch.float16, torch.bfloat16},
+            (1e-5, 5e-2): "16" in facts.precision or facts.settings["matmul"] != "highest" or tf32,
+            (1e-10, 1e-8): types == {torch.float64},
+            (1e-5, 1e-3): True,
+        }
+        known, loose = next(each for each, applies in limits.items() if applies)
+        return cls(exact or known, loose)
 
 
 @dataclass(frozen=True)
@@ -109,8 +114,8 @@ def differences(
     found: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     tolerance: float,
-    dtypes: Mapping[str, torch.dtype] | None = None,
-    slack: Mapping[str, Tensor] | None = None,
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+    slack: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> list[Difference]:
     """Return the differences of all tensors, in the order of `expected`. A missing tensor counts as zeros.
 
@@ -126,8 +131,8 @@ def differences(
     for name in dict.fromkeys([*expected, *found]):
         some = found[name] if name in found else expected[name]
         a, b = (each.get(name, torch.zeros_like(some)) for each in (found, expected))
-        dtype = (dtypes or {}).get(name, some.dtype)
-        rounding = 2 * ulp_of(_largest((slack or {})[name]), dtype) if name in (slack or {}) else 0.0
+        dtype = dtypes.get(name, some.dtype)
+        rounding = 2 * ulp_of(_largest(slack[name]), dtype) if name in slack else 0.0
         if a.shape != b.shape:
             result.append(Difference(name, math.inf, math.inf, math.nan, math.nan))
         elif a.numel() > 0:
@@ -151,11 +156,6 @@ def _difference(
 def _largest(tensor: Tensor) -> float:
     values = tensor.double().abs()
     return float(torch.where(values.isfinite(), values, 0.0).max()) if tensor.numel() else 0.0
-
-
-def apart(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Difference | None:
-    """Return the first tensor that is not the same bits in both, or None."""
-    return next((each for each in differences(other, first, 0.0) if each.relative > 0), None)
 
 
 def flattened(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:

@@ -88,6 +88,10 @@ _OF_OTHER_TERMS = (
 )
 
 
+_WITHOUT = "without it the gradient of the whole batch is made up of its parts' ({}), with it not"
+_TOO_LONG = "the window is too long for one batch"
+
+
 @dataclass(frozen=True)
 class Expected:
     """The gradient that one process expects of a step."""
@@ -114,7 +118,7 @@ class Evidence:
         self.facts, self.pieces, self.split = tapes[0].facts, examined.act.pieces, examined.split
         self.step, self.others = tapes[0].steps[position], [tape.steps[position] for tape in tapes[1:]]
         self.world_size, self.reduced = len(tapes), tapes[0].steps[position].reduced
-        computed = [*examined.parts, *([self.split.whole] if self.split.whole is not None else [])]
+        computed = [*examined.parts, self.split.whole]
         manual = self.step.within is not None
         # The losses that make up the gradient, and where a rank's own gradient and what it was multiplied by are noted.
         self.keys = [str(self.step.within)] if manual else list(dict.fromkeys(k for c in computed for k in c.gradients))
@@ -133,31 +137,30 @@ class Evidence:
         return replace(known, world_size=self.world_size, accumulation=self.facts.window)
 
     @cached_property
-    def pairs(self) -> list[tuple[Tensors, Tensors] | None]:
-        """For each piece what its rank added to the gradients, and what one process adds; None where not known."""
-        found: list[tuple[Tensors, Tensors] | None] = []
-        for piece, part in zip(self.pieces, self.examined.parts, strict=True):
+    def pairs(self) -> dict[int, tuple[Tensors, Tensors]]:
+        """What a rank added to the gradients, and what one process adds: by the piece's index, where both are known."""
+        found = {}
+        for index, (piece, part) in enumerate(zip(self.pieces, self.examined.parts, strict=True)):
             mine, seeds = piece.call.gradients.get(self.own_key, {}), piece.call.seeds
-            usable = mine and all(seed and math.isfinite(seed) for seed in seeds.values()) and not self.facts.whole_only
-            losses = [(seeds.get(self._noted[key], 1.0), part.gradients.get(key, {})) for key in self.keys]
-            both = ({n: t for n, t in mine.items() if n in self.like}, _total(losses))
-            found.append(both if usable else None)
+            if mine and all(seed and math.isfinite(seed) for seed in seeds.values()) and not self.facts.whole_only:
+                losses = [(seeds.get(self._noted[key], 1.0), part.gradients.get(key, {})) for key in self.keys]
+                found[index] = {name: tensor for name, tensor in mine.items() if name in self.like}, _total(losses)
         return found
 
     @cached_property
     def alike(self) -> bool:
         """Whether every rank computed what one process computes of the same samples."""
-        known = [(self.flat(pair[0]), self.flat(pair[1])) for pair in self.pairs if pair is not None]
+        known = [(self.flat(mine), self.flat(alone)) for mine, alone in self.pairs.values()]
         return all(is_rounding(mine, alone, (), self.tolerance) for mine, alone in known)
 
     @cached_property
     def local(self) -> list[Tensors]:
         """`L`, without what the run multiplied it by; where it is not known, `P`."""
-        rows = []
-        for piece, part, pair in zip(self.pieces, self.examined.parts, self.pairs, strict=True):
-            seeds = list(dict.fromkeys(piece.call.seeds.values()))
-            alone = [(1.0, part.gradients.get(key, {})) for key in self.keys]
-            rows.append(_total([(1 / seeds[0], pair[0])] if pair is not None and len(seeds) == 1 else alone))
+        rows = [_total([(1.0, part.gradients.get(key, {})) for key in self.keys]) for part in self.examined.parts]
+        for index, (mine, _) in self.pairs.items():
+            seeds = set(self.pieces[index].call.seeds.values())
+            if len(seeds) == 1:
+                rows[index] = _total([(1 / seeds.pop(), mine)])
         return rows
 
     @cached_property
@@ -169,29 +172,26 @@ class Evidence:
     def expected(self) -> Expected:
         """`E`, and how it is known."""
         found = [self._of_loss(key) for key in self.keys] or [Expected(problem="training_step returned no loss")]
-        missing = [each for each in found if each.gradient is None]
-        if missing or len(found) == 1:
-            return (missing or found)[0]
-        total = _total([(1.0, each.gradient or {}) for each in found])
-        because = next((each.because for each in found if each.because is not None), None)
-        return Expected(total, frozenset.intersection(*(each.right for each in found)), None, because)
+        unknown = [each for each in found if each.gradient is None]
+        if unknown or len(found) == 1:
+            return (unknown or found)[0]
+        return Expected(
+            _total([(1.0, each.gradient or {}) for each in found]),
+            frozenset.intersection(*(each.right for each in found)),
+            because=next((each.because for each in found if each.because is not None), None),
+        )
 
     def _of_loss(self, key: str) -> Expected:
         """Return the gradient that one process expects of one of the losses."""
-        whole, told, source = self.split.whole, self.facts.told, self.split
-        because = None if whole is None or any(source.right(key, self.tolerance)) else self._because(key)
+        source, because, told = self.split, self._because(key), self.facts.told
         if because is not None:
             source = self.examined.without.get(because[0], source)
         names, shares = source.right(key, self.tolerance)
-        names = names if whole is not None else self._told_by_halves(key)
+        names = names if self.split.has_whole else self._told_by_halves(key)
         right = frozenset(names or (["terms"] if shares is not None else []))
-        if self.facts.whole_only or (because is not None and self.facts.replicas is None):
-            covers = whole is not None and len(self.split.pieces) == len(self.pieces)
-            gradient = self._normalized(key, whole.gradients.get(key, {})) if whole is not None and covers else None
-            return Expected(
-                gradient, right, None, because, self.split.problem or "the window is too long for one batch"
-            )
-        if told is not None and told.counts_replicas:
+        if self.facts.whole_only or (because is not None and told.replicas is None):
+            return Expected(self._of_whole(key), right, None, because, self.split.problem or _TOO_LONG)
+        if told.counts_replicas:
             number = Counter(piece.batch for piece in self.pieces)
             shares = [1 / number[piece.batch] / len(number) for piece in self.pieces]
         elif names:
@@ -203,26 +203,29 @@ class Evidence:
         counted = [(s, part.gradients.get(key, {})) for s, part in zip(shares, self.examined.parts, strict=True) if s]
         return Expected(self._normalized(key, _total(counted)), right, shares)
 
+    def _of_whole(self, key: str) -> Tensors | None:
+        """Return the gradient of all samples at once, if they were computed at once."""
+        of_all = self.split.has_whole and len(self.split.pieces) == len(self.pieces)
+        return self._normalized(key, self.split.whole.gradients.get(key, {})) if of_all else None
+
     def _normalized(self, key: str, gradient: Tensors) -> Tensors:
         """Return what the run's rule makes of a loss of all samples on one process: a sum is divided by its count."""
         parts = self.parts(key)
         counts = parts.weights or parts.samples
-        if not self.facts.weighs or counts is None:
+        if not self.facts.told.rule.uses_weight or counts is None:
             return gradient
         factor = combine(torch.ones(1, 1), rule=self.facts.told.rule, nodes=[0], weights=[float(sum(counts))])
         return _total([(float(factor), gradient)])
 
     def _because(self, key: str) -> tuple[str, str] | None:
-        """Return why the whole's gradient is none of its parts', as cause and detail."""
+        """Return why the whole's gradient is none of its parts', as cause and detail; None if it is, or not known."""
+        if not self.split.has_whole or any(self.split.right(key, self.tolerance)):
+            return None
         for cause, split in self.examined.without.items():
             names, shares = split.right(key, self.tolerance)
             if names or shares:
-                shown = names[0] if names else _listed(shares)
-                return (
-                    cause,
-                    f"without it the gradient of the whole batch is made up of its parts' ({shown}), with it not",
-                )
-        silent = any(split.whole and not any(split.right(key, self.tolerance)) for split in self.examined.halves)
+                return cause, _WITHOUT.format(names[0] if names else _listed(shares))
+        silent = any(split.has_whole and not any(split.right(key, self.tolerance)) for split in self.examined.halves)
         found = "constant term" if self._has_constant_term(key) else "non-decomposable loss" if silent else ""
         return (found, _BECAUSE[found]) if found else None
 
@@ -230,7 +233,7 @@ class Evidence:
         """Return whether the loss is a sum over samples and something that is there once for every batch."""
         rests = []
         for split in (self.split, *self.examined.halves):
-            if split.whole is not None and len(split.common) > 1:
+            if split.has_whole and len(split.common) > 1:
                 parts = [(1.0, part.gradients.get(key, {})) for part in split.common]
                 rest = self.flat(_total([*parts, (-1.0, split.whole.gradients.get(key, {}))]))
                 rests.append(rest / (len(parts) - 1))
@@ -238,7 +241,7 @@ class Evidence:
 
     def _told_by_halves(self, key: str) -> list[str]:
         """Return what all micro-batches are of their own parts, where the global batch cannot be computed."""
-        told = [split.right(key, self.tolerance)[0] for split in self.examined.halves if split.whole is not None]
+        told = [split.right(key, self.tolerance)[0] for split in self.examined.halves if split.has_whole]
         return [name for name in ("samples", "weights", "sum") if told and all(name in names for names in told)]
 
     def _why_not(self, key: str) -> str:
@@ -263,7 +266,7 @@ class Evidence:
     def done(self) -> str:
         """The combination of the ranks' gradients that the reduced one is, by the name that the run's rule suggests."""
         found = matches(self.flat(self.reduced), self.rows, self.parts(self.keys[0]), self.tolerance)
-        named = (*_WEIGHED, *_MEANS) if self.facts.weighs else (*_MEANS, *_WEIGHED)
+        named = (*_WEIGHED, *_MEANS) if self.facts.told.rule.uses_weight else (*_MEANS, *_WEIGHED)
         found = sorted(found, key=lambda name: named.index(name) if name in named else len(named))
         return "alone" if found and found[0].endswith("alone") else found[0] if found else ""
 
@@ -274,7 +277,7 @@ class Evidence:
         exact = self.tolerance.exact
         # The sum of the ranks' own gradients rounds little, whatever the precision that these are computed in.
         half = any(self.facts.dtypes.get(name, torch.float32).itemsize < 4 for name in self.reduced)  # noqa: PLR2004  # bytes
-        tight = self.expected.shares is not None and self.alike and not half and None not in self.pairs
+        tight = self.expected.shares is not None and self.alike and not half and len(self.pairs) == len(self.pieces)
         limit = Tolerance(exact, 10 * exact) if tight else self.tolerance
         return self.wire is None and is_rounding(found, target, self.rows, limit)
 
@@ -330,36 +333,33 @@ class Evidence:
     def _of_ranks(self) -> tuple[str, str]:
         """Name what the ranks compute otherwise than one process does of the same samples."""
         factors, where = self._factors()
-        numbers = [factor for factor in factors if factor is not None]
         same = f"what one process computes of the same samples; {self.multiple}"
-        if len(numbers) == len(factors) and all(math.isclose(n * self.world_size, 1, rel_tol=1e-3) for n in numbers):
+        if factors and all(math.isclose(factor * self.world_size, 1, rel_tol=1e-3) for factor in factors):
             again = f", and the reduction divides by {self.world_size} again"
             return "double division", f"what every rank computes{where} is {times(1 / self.world_size)} {same}{again}"
-        if len(numbers) == len(factors):
+        if factors:
             target = self.flat(self.expected.gradient or {})
             fits = "mean" in matches(target, self.rows, self.parts(self.keys[0]), self.tolerance)
-            cure = '; their plain mean, reduction="mean", is right' if fits else ""
-            return "hand-compensated loss", f"what the ranks compute{where} is {_listed(numbers)} x {same}{cure}"
+            cure = '; their plain mean, reduction="mean", is right' * fits
+            return "hand-compensated loss", f"what the ranks compute{where} is {_listed(factors)} x {same}{cure}"
         used = sorted({name for part in self.examined.parts for name in part.mode.collectives})
         called = f"training_step calls {', '.join(used) or 'no operation between ranks'}"
-        across = used and self.split.whole is not None and "another" not in self.multiple
-        cause = "non-decomposable loss" if across else "unexplained"
-        return (
-            cause,
-            f"the ranks compute other gradients of the same samples than one process; {called}; {self.multiple}",
-        )
+        across = used and self.split.has_whole and "another" not in self.multiple
+        other = "the ranks compute other gradients of the same samples than one process"
+        return "non-decomposable loss" if across else "unexplained", f"{other}; {called}; {self.multiple}"
 
-    def _factors(self) -> tuple[list[float | None], str]:
-        """Return each rank's multiple of what one process computes, or None, and the parameters that have it."""
-        factors: list[float | None] = []
+    def _factors(self) -> tuple[list[float], str]:
+        """Return each rank's multiple of what one process computes, none if any has none; and in which parameters."""
+        factors: list[float] = []
         where: dict[str, None] = {}
-        for mine, alone in (pair for pair in self.pairs if pair is not None):
+        for mine, alone in self.pairs.values():
             found = differences(mine, alone, self.tolerance.loose)
             beyond = [each for each in found if each.relative > self.tolerance.exact]
             known = [each.factor for each in beyond if each.factor is not None] or [1.0]
-            same = len(known) >= len(beyond) and math.isclose(max(known), min(known), rel_tol=1e-3)
-            factors.append(known[0] if same else None)
-            where.update(dict.fromkeys(each.name for each in beyond) if len(beyond) < len(found) else {})
+            if len(known) < len(beyond) or not math.isclose(max(known), min(known), rel_tol=1e-3):
+                return [], ""
+            factors.append(known[0])
+            where.update({each.name: None for each in beyond if len(beyond) < len(found)})
         return factors, f" in {', '.join(where)}" if where else ""
 
 

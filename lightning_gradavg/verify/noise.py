@@ -13,7 +13,7 @@ Torch tags every operator that draws (`nondeterministic_seeded`), so none is lis
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +50,14 @@ class Recorded(TorchDispatchMode):
     """Notes every draw within the context.
 
     Attributes:
+        on_device: The generators of an accelerator, beside that of the CPU.
         draws: The draws in their order, those that checkpointing makes again in the backward among them.
         collectives: The operations between ranks that were called.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.on_device: Sequence[Any] = ()
         self.draws: list[Draw] = []
         self.collectives: set[str] = set()
 
@@ -66,7 +68,8 @@ class Recorded(TorchDispatchMode):
             self.collectives.add(func._opname.strip("_"))
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        generators = _generators(args, kwargs)
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        generators = given or [torch.default_generator, *self.on_device]
         before = [generator.get_state() for generator in generators]
         result = func(*args, **kwargs)
         for generator, state in zip(generators, before, strict=True):
@@ -75,7 +78,7 @@ class Recorded(TorchDispatchMode):
                 return self._drawn(func, args, kwargs, result, generator)
         return result
 
-    def _drawn(self, func: Any, args: Any, kwargs: Any, result: Any, generator: torch.Generator) -> Any:
+    def _drawn(self, func: Any, args: Any, kwargs: Any, result: Any, generator: Any) -> Any:
         """Return what the operator is to have drawn."""
         return result
 
@@ -99,7 +102,7 @@ class Replayed(Recorded):
         self._parts = [[first[n] if n in shared else draw for n, draw in enumerate(draws)] for draws in parts]
         self.shared: set[int] = set()
 
-    def _drawn(self, func: Any, args: Any, kwargs: Any, result: Any, generator: torch.Generator) -> Any:
+    def _drawn(self, func: Any, args: Any, kwargs: Any, result: Any, generator: Any) -> Any:
         position, shape = len(self.draws) - 1, self.draws[-1].shape
         if any(len(draws) <= position or draws[position].operator != str(func) for draws in self._parts):
             raise MisalignedError("which random numbers are drawn depends on the batch")
@@ -131,12 +134,6 @@ class Replayed(Recorded):
         """
         if any(len(draws) != len(self.draws) for draws in self._parts):
             raise MisalignedError("how many random numbers are drawn depends on the batch")
-
-
-def _generators(args: Any, kwargs: Mapping[str, Any]) -> list[torch.Generator]:
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-    on_devices = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
-    return given or [torch.default_generator, *on_devices]
 
 
 def _module_in_charge() -> nn.Module | None:

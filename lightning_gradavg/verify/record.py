@@ -25,23 +25,18 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
+from lightning_gradavg.lightning_internals import BEFORE_TRANSFER, ends_window, in_backward
+from lightning_gradavg.options import StrategyFacts
+from lightning_gradavg.rules import RULES
 from lightning_gradavg.strategy import GradAvgStrategy
-from lightning_gradavg.verify.internals import (
-    BEFORE_TRANSFER,
-    ends_window,
-    in_backward,
-    own_attributes,
-    random_states,
-    torch_settings,
-)
 from lightning_gradavg.verify.rows import digest, digests
+from lightning_gradavg.verify.state import Randomness, module_state, random_states, torch_settings
 
 __all__ = [
     "WHOLE_LOSS",
@@ -64,8 +59,6 @@ WHOLE_LOSS = ""
 """The key of a loss that has no named terms."""
 
 _KEPT = 4096
-_LARGEST_ATTRIBUTE = 1 << 26  # bytes; what a module keeps beyond that is no state of its loss
-_PLAIN = (int, float, complex, str, bytes, type(None))
 
 
 def sketch(tensor: Tensor) -> Tensor:
@@ -126,36 +119,6 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return copies of a module's buffers and of the plain values that its code keeps in attributes, by name."""
-    found: dict[str, Any] = {}
-    for path, part in module.named_modules():
-        for name, value in (*part.named_buffers(recurse=False), *own_attributes(part).items()):
-            plain = _plain(value)
-            if plain is not NotImplemented and _bytes_in(plain) <= _LARGEST_ATTRIBUTE:
-                found[f"{path}.{name}".removeprefix(".")] = plain
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """Return a copy of a value that is made of numbers, strings and tensors; else `NotImplemented`."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, _PLAIN) or type(value).__module__ == "numpy":
-        return copy.copy(value)
-    if type(value) not in (list, tuple, set, dict):
-        return NotImplemented
-    items = [_plain(item) for item in (value.values() if isinstance(value, dict) else value)]
-    if any(item is NotImplemented for item in items):
-        return NotImplemented
-    return dict(zip(value, items, strict=True)) if isinstance(value, dict) else type(value)(items)
-
-
-def _bytes_in(value: Any) -> int:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
-    return int(getattr(value, "nbytes", 0)) + sum(map(_bytes_in, items))
-
-
 @dataclass
 class Call:
     """One call of `training_step` on one rank.
@@ -164,7 +127,7 @@ class Call:
     """
 
     args: tuple[Any, ...]  # the batch first, on the CPU
-    random: dict[str, Any]  # the states of all random generators before
+    random: Randomness  # before
     state: dict[str, Any]  # the module's buffers and plain attributes that changed since the call before
     version: int  # sets of weights that rank 0 had written before; the last of each parameter are those of this call
     counts: bool  # not if the strategy only kept the rank busy
@@ -208,46 +171,30 @@ class RunFacts:
     """How a run was set up."""
 
     strategy: str  # its class
-    told: Any  # what `GradAvgStrategy.facts()` says, or None for stock DDP
-    window: int  # micro-batches of a full accumulation window on each rank
+    told: StrategyFacts  # what `GradAvgStrategy.facts()` says, and what it would say of stock DDP
+    stock: bool  # whether it is another strategy than ours
     automatic: bool  # whether Lightning runs the backward and the optimizer
     step_end: bool  # whether the loss is that of `training_step_end`, on the outputs of all replicas
     statistics: bool  # whether batch norm is over all ranks' samples (`sync_batchnorm`)
     precision: str
+    device: str  # its type
     settings: dict[str, Any]  # what torch computes with
     dtypes: dict[str, torch.dtype]  # of parameters and buffers
     loader_size: int | None = None  # samples in a full batch; None without a batch size, or where ranks share a batch
-    epoch: int = 0
-    global_step: int = 0  # the steps before it, of the checkpoint that it went on from
     estimated_steps: float | None = None
     epoch_batches: float = math.inf  # on each rank
     padded: int = 0  # samples that the sampler repeats in an epoch so that all ranks have equally many
     shuffles: bool = False
 
     @property
-    def reduction(self) -> str:
-        """The rule's name; stock DDP takes the mean."""
-        return "mean" if self.told is None else str(self.told.rule.name)
-
-    @property
-    def weighs(self) -> bool:
-        """Whether the rule uses weights."""
-        return self.told is not None and bool(self.told.rule.uses_weight)
-
-    @property
-    def cuts(self) -> int:
-        """Micro-batches that a rank takes of each loader batch."""
-        return 1 if self.told is None else int(self.told.micro_batches)
-
-    @property
-    def replicas(self) -> int | None:
-        """Chunks of each loader batch with statistics of their own, where the run is to have any."""
-        return None if self.told is None else self.told.replicas
+    def window(self) -> int:
+        """Micro-batches of a full accumulation window on each rank."""
+        return self.told.accumulation * self.told.micro_batches
 
     @property
     def whole_only(self) -> bool:
         """Whether the gradient is that of the whole batch by design, which has no parts on one process."""
-        return self.step_end or (self.told is not None and self.told.replicated and self.replicas is None)
+        return self.step_end or (self.told.replicated and self.told.replicas is None)
 
 
 @dataclass
@@ -285,10 +232,14 @@ def _quietly(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs) if self.listens else None
         except Exception as error:  # noqa: BLE001  # whatever it is, the run is not to end with it
-            self.problem = self.problem or f"the run could not be recorded: {type(error).__name__}: {error}"
+            self.problem = self.problem or f"the run could not be recorded ({type(error).__name__}): {error}"
             self.release()
 
     return guarded
+
+
+def _say_nothing(text: str) -> None:
+    """Stand for progress that is not to be said."""
 
 
 class Recorder(Callback):
@@ -306,7 +257,7 @@ class Recorder(Callback):
         complete: Whether all ranks have recorded all steps.
     """
 
-    def __init__(self, steps: int, folder: str | Path, progress: Callable[[str], None] | None = None) -> None:
+    def __init__(self, steps: int, folder: str | Path, progress: Callable[[str], None] = _say_nothing) -> None:
         if steps < 1:
             raise ValueError(f"steps must be 1 or more, got {steps}")
         self.steps, self.folder, self.progress = steps, Path(folder), progress
@@ -335,6 +286,10 @@ class Recorder(Callback):
     @_quietly
     def _open(self, trainer: Trainer, module: LightningModule) -> None:
         self.tape = Tape(trainer.global_rank, trainer.world_size, facts_of(trainer, module))
+        if "training_step" in vars(module):  # and no longer found on the class
+            raise RuntimeError("training_step is compiled: its batches and random numbers cannot be followed")
+        if trainer.global_step > 0 or trainer.current_epoch > 0:
+            raise RuntimeError("the run goes on from an earlier one: what its optimizers hold is not known")
         self._module, self._trainer = module, trainer
         self._written: Tensors = {}
         self._digests: dict[str, bytes] = {}
@@ -347,8 +302,6 @@ class Recorder(Callback):
         self._watch("training_step", self._begin, self._end)
         self._watch("manual_backward", self._before_backward, self._read)
         self._undo += [each.register_step_post_hook(self._stepped).remove for each in trainer.optimizers]
-        if "training_step" in vars(module):  # and no longer found on the class
-            self.problem = "training_step is compiled: its batches and random numbers cannot be followed"
 
     def _watch(self, name: str, before: Callable[..., Any], after: Callable[..., None] | None = None) -> None:
         """Have a method of the module tell its arguments before, and what was told and its result afterwards."""
@@ -389,7 +342,7 @@ class Recorder(Callback):
         tape.initial = tape.initial or dict(self._written)
         self._call = Call(
             copy.deepcopy(move_data_to_device((*args, *kwargs.values()), torch.device("cpu"))),
-            random_states(),
+            random_states(self._trainer.strategy.root_device),
             {name: value for name, value in state.items() if known.get(name) != self._digests[name]},
             len(tape.spills),
             not isinstance(strategy, GradAvgStrategy) or strategy.facts().samples != 0,
@@ -415,13 +368,15 @@ class Recorder(Callback):
         if term.requires_grad:
             term.register_hook(functools.partial(self._saw_seed, call, name))
 
-    def _saw_seed(self, call: Call, name: str, gradient: Tensor) -> None:
+    @_quietly
+    def _saw_seed(self, call: Call, name: str, gradient: Tensor | None) -> None:
         self._call = call  # replicas of a batch have their backwards after all forwards
-        call.seeds[name] = float(gradient.detach().mean())
+        # None: the strategy keeps a micro-batch that does not count from the gradients.
+        call.seeds[name] = 0.0 if gradient is None else float(gradient.detach().mean())
 
     @_quietly
-    def _saw_gradient(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        if self._call is None or self._step is not None:
+    def _saw_gradient(self, name: str, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        if self._call is None or self._step is not None or gradient is None:
             return
         automatic = self._module.automatic_optimization
         found = self._call.gradients.setdefault(WHOLE_LOSS if automatic else str(self._steps_within()), {})
@@ -434,9 +389,10 @@ class Recorder(Callback):
         steps, number = self.recorded.steps, len(self.recorded.batches)
         return sum(step.within is not None and step.batches[1] == number for step in steps)
 
+    @_quietly
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the reduced gradient before the user's own hook of this name, and clipping, may change it."""
-        if self.listens and pl_module.automatic_optimization and ends_window(trainer):
+        if pl_module.automatic_optimization and ends_window(trainer):
             self._read(0)
 
     @_quietly
@@ -513,7 +469,8 @@ class Recorder(Callback):
         if self.complete or self._taken < self.steps:
             return
         enough = self.problem is not None or (self.tape is not None and len(self.tape.steps) >= self.steps)
-        self.complete = _on_all_ranks(enough, trainer)
+        # All ranks come here with the same batch: Lightning itself agrees on a signal once per batch.
+        self.complete = trainer.strategy.reduce_boolean_decision(enough, all=True)
         if self.complete:
             self.release()
             self.on_complete(trainer, pl_module)
@@ -523,8 +480,7 @@ class Recorder(Callback):
         steps, number = self.recorded.steps, len(self.recorded.batches)
         if steps and steps[-1].batches[1] == number:
             self._begun = number
-            if self.progress is not None:
-                self.progress(f"recorded step {len(steps)} of {self.steps}")
+            self.progress(f"recorded step {len(steps)} of {self.steps}")
 
     def on_complete(self, trainer: Trainer, module: LightningModule) -> None:
         """Do what there is to do when all ranks have recorded all steps, on all ranks."""
@@ -544,39 +500,45 @@ class Recorder(Callback):
             restore()
 
 
-def _on_all_ranks(value: bool, trainer: Trainer) -> bool:  # the value that is agreed on
-    if trainer.world_size == 1 or not dist.is_initialized():
-        return value
-    # All ranks come here with the same batch: Lightning itself agrees on a signal once per batch.
-    agreed = torch.tensor(int(value), device=trainer.strategy.root_device)
-    dist.all_reduce(agreed, dist.ReduceOp.MIN)
-    return bool(agreed)
+def _of_stock(trainer: Trainer) -> StrategyFacts:
+    """Return what `GradAvgStrategy.facts()` would say of stock DDP."""
+    return StrategyFacts(
+        rule=RULES["mean"],
+        splits_batches=False,
+        accumulation=trainer.accumulate_grad_batches,
+        micro_batches=1,
+        replicas=None,
+        replicated=False,
+        counts_replicas=False,
+        equivalent_to=None,
+        scales_rates=False,
+        samples=None,
+    )
 
 
 def facts_of(trainer: Trainer, module: LightningModule) -> RunFacts:
     """Return how a run that is about to train is set up."""
     strategy, loader = trainer.strategy, trainer.train_dataloader
-    told = strategy.facts() if isinstance(strategy, GradAvgStrategy) else None
+    ours = isinstance(strategy, GradAvgStrategy)
+    told = strategy.facts() if isinstance(strategy, GradAvgStrategy) else _of_stock(trainer)
     sampler: Any = getattr(loader, "sampler", None)
     repeats = isinstance(sampler, DistributedSampler)
     try:
         estimated: float | None = trainer.estimated_stepping_batches
     except RuntimeError:  # of an accumulation that differs between epochs
         estimated = None
-    preset = told is not None and told.equivalent_to is not None
     return RunFacts(
         strategy=type(strategy).__name__,
         told=told,
-        window=trainer.accumulate_grad_batches if told is None else told.accumulation * told.micro_batches,
+        stock=not ours,
         automatic=module.automatic_optimization,
-        step_end=preset and callable(getattr(module, "training_step_end", None)),
+        step_end=told.equivalent_to is not None and callable(getattr(module, "training_step_end", None)),
         statistics=any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()),
         precision=str(trainer.precision),
+        device=strategy.root_device.type,
         settings=torch_settings(),
         dtypes={name: each.dtype for name, each in (*module.named_parameters(), *module.named_buffers())},
-        loader_size=None if told is not None and told.splits_batches else getattr(loader, "batch_size", None),
-        epoch=trainer.current_epoch,
-        global_step=trainer.global_step,
+        loader_size=None if told.splits_batches else getattr(loader, "batch_size", None),
         estimated_steps=estimated,
         epoch_batches=trainer.num_training_batches,
         padded=max(0, sampler.total_size - len(sampler.dataset)) if repeats else 0,

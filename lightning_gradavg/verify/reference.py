@@ -28,16 +28,16 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from lightning_gradavg.lightning_internals import BEFORE_TRANSFER, without_gradient_hooks
+from lightning_gradavg.replicas.outputs import join_outputs
 from lightning_gradavg.tree import slice_batch
 from lightning_gradavg.verify.compare import Tolerance, flattened, is_rounding
-from lightning_gradavg.verify.internals import BEFORE_TRANSFER, begin_at, torch_settings, without_gradient_hooks
 from lightning_gradavg.verify.noise import MisalignedError, Recorded, Replayed
 from lightning_gradavg.verify.record import (
     Recorder,
@@ -45,15 +45,15 @@ from lightning_gradavg.verify.record import (
     Tape,
     Tensors,
     live_gradients,
-    module_state,
     options_of,
     patched,
     sketches,
 )
-from lightning_gradavg.verify.replay import Act, Piece, Replay, Replays, Split, acts_of, gather_outputs
-from lightning_gradavg.verify.rows import UnknownSamplesError, digest, digests, join
+from lightning_gradavg.verify.replay import Act, Piece, Replay, Replays, Split, acts_of
+from lightning_gradavg.verify.rows import UnknownSamplesError, digest, join
+from lightning_gradavg.verify.state import hidden_state, module_state, set_module_state, torch_settings
 
-__all__ = ["Enough", "Examined", "Reference", "StepOfReference", "Stream", "read_stream", "record_reference"]
+__all__ = ["Enough", "Examined", "Reference", "StepOfReference", "record_reference", "world_of_one"]
 
 _JOINED = 8
 """Micro-batches of a window that are computed as one batch, at most: what holds for them holds for all."""
@@ -194,7 +194,7 @@ class _ReferenceStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         if self.handed_over:
             # Such as a learning rate that was found between the copy and the first step.
-            self.replays.set_state(self.tapes[0].state_at(0, 0))
+            set_module_state(self.module, self.tapes[0].state_at(0, 0))
         super().setup(trainer)
         vars(self.precision_plugin).update(scaler=None)  # the run's gradients are taken unscaled
         for config in trainer.lr_scheduler_configs:
@@ -220,7 +220,7 @@ class _ReferenceStrategy(SingleDeviceStrategy):
         # What this one logs and leaves in the module stays; and it is the second from one state.
         replay, output = last.again()
         examined.unsteady = self._unsteady(last, replay)
-        if examined.split.whole is not None or self.facts.replicas is not None:
+        if examined.split.has_whole or self.facts.told.replicas is not None:
             examined.state = replay.state
         self.found.acts.append(examined)
         self._backwards = self._taken = 0
@@ -259,12 +259,12 @@ class _ReferenceStrategy(SingleDeviceStrategy):
         split = Split(pieces[:chosen], parts[:chosen], parts[:chosen])
         found = Examined(self.act, parts, split, state_of_rank=of_first[-1] if of_first else {})
         last = self._last(parts[0], pieces[0], [parts[0].mode.draws], end=_nothing if facts.step_end else _itself)
-        if facts.step_end and facts.replicas is not None:
+        if facts.step_end and facts.told.replicas is not None:
             gathering = self._gathering(pieces, end)
             split.whole = self._run(pieces[0], end=gathering)
             return found, self._last(split.whole, pieces[0], end=gathering)
         whole = self._complete(split, None, end)
-        if split.whole is not None and whole is not None and facts.replicas is None:
+        if whole is not None and facts.told.replicas is None:
             last = self._last(split.whole, whole, [part.mode.draws for part in split.parts], end=end)
         if not facts.whole_only and not split.tells(self.tolerance):
             self._look_closer(found)
@@ -275,7 +275,7 @@ class _ReferenceStrategy(SingleDeviceStrategy):
     def _look_closer(self, found: Examined) -> None:
         """Compute an act with something taken away, and each of its parts in two."""
         pieces = found.split.pieces
-        for cause, take_away in _TAKEN_AWAY.items() if found.split.whole is not None else ():
+        for cause, take_away in _TAKEN_AWAY.items() if found.split.has_whole else ():
             with take_away(self.module):
                 found.without[cause] = self._split(pieces)
             if found.without[cause].tells(self.tolerance):
@@ -304,10 +304,10 @@ class _ReferenceStrategy(SingleDeviceStrategy):
             split.whole = self._run(whole, mode, end=end)
             mode.require_all()
         except (UnknownSamplesError, MisalignedError) as error:
-            split.whole, split.problem = None, str(error)
+            split.whole, split.problem = Replay(), str(error)
             return None
         except Exception as error:  # noqa: BLE001  # the user's code, on a batch that the run does not have
-            split.whole, split.problem = None, f"training_step fails on it: {type(error).__name__}: {error}"
+            split.whole, split.problem = Replay(), f"training_step fails on it: {type(error).__name__}: {error}"
             return None
         alike = [replace(piece, args=(piece.args[0], *whole.args[1:])) for piece in split.pieces]
         names = self._differing(alike, split.pieces)
@@ -320,7 +320,7 @@ class _ReferenceStrategy(SingleDeviceStrategy):
         if mode.shared or any(part.host for part in split.parts):
             draws = split.parts[0].mode.draws
             split.common = [
-                self._run(piece, Replayed([part.mode.draws], mode.shared, draws), state=first, host=first.call.random)
+                self._run(piece, Replayed([part.mode.draws], mode.shared, draws), state=first, host=first)
                 for piece, part in zip(alike, split.parts, strict=True)
             ]
         return whole
@@ -357,7 +357,7 @@ class _ReferenceStrategy(SingleDeviceStrategy):
         """
         first, other = split.parts[0].state, split.parts[-1].state
         moved = {name: other.get(name) for name, value in first.items() if digest(value) != digest(other.get(name))}
-        if moved and split.whole is not None:
+        if moved and split.has_whole:
             probe = self._run(split.pieces[0], Replayed([split.parts[0].mode.draws]), moved=moved)
             split.own = split.own or (() if self._alike(split.parts[0], probe) else tuple(moved))
 
@@ -369,8 +369,8 @@ class _ReferenceStrategy(SingleDeviceStrategy):
             for piece in pieces[1:]:
                 self.replays.restore(piece)
                 outputs.append(super(_ReferenceStrategy, self).training_step(*self._on_device(piece)))
-            self.replays.set_state(kept)  # the buffers of replica 0 are those of the module
-            return end(gather_outputs(outputs))
+            set_module_state(self.module, kept)  # the buffers of replica 0 are those of the module
+            return end(join_outputs(outputs, self.root_device))
 
         return gather
 
@@ -378,9 +378,9 @@ class _ReferenceStrategy(SingleDeviceStrategy):
         """Return what changed between two computations from one state."""
         if self._alike(last.replay, again):
             return ""
-        before = self.replays.hidden_state()
+        before = hidden_state(self.module)
         last.again()
-        changed = [name for name, found in self.replays.hidden_state().items() if before.get(name) != found]
+        changed = [name for name, found in hidden_state(self.module).items() if before.get(name) != found]
         return ", ".join(changed) or "something that is neither in a buffer nor in an attribute"
 
     @override
@@ -449,7 +449,7 @@ def _silent(module: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _world_of_one() -> Iterator[None]:
+def world_of_one() -> Iterator[None]:
     """Give the code of the user a process group to ask, where there is none, and keep Lightning's advice back."""
     alone = not dist.is_initialized()
     if alone:
@@ -472,24 +472,11 @@ class _ReferenceTrainer(Trainer):
         return super().estimated_stepping_batches if self.estimated_steps is None else self.estimated_steps
 
 
-_OF_SEVERAL = frozenset(
-    [
-        "strategy",
-        "devices",
-        "num_nodes",
-        "plugins",
-        "accumulate_grad_batches",
-        "limit_train_batches",
-        "overfit_batches",
-        "sync_batchnorm",
-        "use_distributed_sampler",
-        "fast_dev_run",
-        "max_steps",
-        "max_time",
-        "accelerator",
-        "callbacks",
-    ]
-)
+_OF_SEVERAL = {
+    *("strategy", "devices", "num_nodes", "plugins", "accelerator", "callbacks", "accumulate_grad_batches"),
+    *("limit_train_batches", "overfit_batches", "sync_batchnorm", "use_distributed_sampler", "fast_dev_run"),
+    *("max_steps", "max_time"),
+}
 """Options of devices, windows and lengths, which one process has otherwise."""
 
 
@@ -512,7 +499,7 @@ def record_reference(
         options: The options of the run's Trainer.
         tolerance: What rounding stays below.
         datamodule: The data module whose attributes the module may read through its Trainer; its loaders are not used.
-        device: Where to compute, "cpu" or "cuda".
+        device: The type of the device to compute on.
         handed_over: Whether the module comes from the run itself, and was not built anew.
         progress: Is told what is done.
     """
@@ -524,12 +511,11 @@ def record_reference(
     kept = {name: value for name, value in options.items() if name not in _OF_SEVERAL}
     trainer = _ReferenceTrainer(strategy=strategy, accelerator=device, callbacks=callbacks, **kept)
     trainer.estimated_steps = facts.estimated_steps
-    begin_at(trainer, facts.epoch, facts.global_step)
     if datamodule is not None:
         trainer.datamodule = datamodule  # type: ignore[attr-defined]  # set by a connector
     restore = patched(type(module), BEFORE_TRANSFER, lambda original: _untouched)
     try:
-        with _world_of_one():
+        with world_of_one():
             trainer.fit(module, _Loader(strategy.acts, facts.epoch_batches))
     finally:
         restore()
@@ -543,68 +529,3 @@ def _untouched(module: Any, batch: Any, dataloader_idx: int = 0) -> Any:
 
 class Enough(Exception):  # noqa: N818  # no error: all that was asked for is there
     """Ends a run before its time, past everything that Lightning does at the end of an epoch."""
-
-
-@dataclass(frozen=True)
-class Stream:
-    """What one process reads."""
-
-    batches: Sequence[tuple[int, Sequence[bytes]]]  # of every loader batch the epoch and the samples' fingerprints
-    shuffles: bool = False  # whether the loader deals the samples at random
-
-
-class _Reading(LightningModule):
-    """Reads the training batches of a module, and trains nothing: no optimizer steps, and nothing of it is asked for.
-
-    Args:
-        module: The module, whose hooks that make data are called.
-        batches: How many batches to read, at most.
-    """
-
-    def __init__(self, module: LightningModule, batches: int) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self._batches, self.shuffles = batches, False
-        self.stream: list[tuple[int, tuple[bytes, ...]]] = []
-        for name in ("prepare_data", "setup", "train_dataloader"):
-            if is_overridden(name, module):
-                setattr(self, name, getattr(module, name))
-
-    def read(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Note a batch as the loader made it."""
-        loader: Any = self.trainer.train_dataloader
-        self.shuffles = isinstance(getattr(loader, "sampler", None), RandomSampler)
-        self.stream.append((self.trainer.current_epoch, digests(batch, getattr(loader, "batch_size", None))))
-        if len(self.stream) >= self._batches:
-            raise Enough
-        return batch
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Train nothing."""
-
-    def configure_optimizers(self) -> None:
-        """Step nothing."""
-
-
-setattr(_Reading, BEFORE_TRANSFER, _Reading.read)
-
-_OF_DATA = frozenset(["max_epochs", "reload_dataloaders_every_n_epochs", "overfit_batches", "precision", "logger"])
-
-
-def read_stream(module: LightningModule, data: Mapping[str, Any], options: Mapping[str, Any], batches: int) -> Stream:
-    """Return the first batches that one process trains on.
-
-    Args:
-        module: The module as before training. It is not trained.
-        data: The arguments `train_dataloaders` or `datamodule` of `fit`, or none.
-        options: The options of the run's Trainer.
-        batches: How many batches to read, at most.
-    """
-    reading = _Reading(module, batches)
-    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    kept = {name: value for name, value in options.items() if name in _OF_DATA}
-    module.trainer = Trainer(strategy=SingleDeviceStrategy(), accelerator="cpu", **{**kept, **quiet})
-    with _world_of_one(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's, of a fit without optimizer
-        module.trainer.fit(reading, **data)
-    return Stream(reading.stream, reading.shuffles)

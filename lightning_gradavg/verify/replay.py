@@ -9,37 +9,33 @@ over samples or over what the weights count.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gradavg.verify.compare import RIGHT, Parts, Tolerance, flattened, implied_shares, matches
-from lightning_gradavg.verify.internals import own_attributes, random_states, set_random_states
 from lightning_gradavg.verify.noise import Recorded
-from lightning_gradavg.verify.record import (
-    Call,
-    Step,
-    Tape,
-    Tensors,
-    live_gradients,
-    loss_terms,
+from lightning_gradavg.verify.record import Call, Step, Tape, Tensors, live_gradients, loss_terms, sketches
+from lightning_gradavg.verify.rows import UnknownSamplesError, samples_in
+from lightning_gradavg.verify.state import (
+    generators_of,
+    host_random_state,
     module_state,
-    sketches,
+    restore_random_states,
+    set_module_state,
 )
-from lightning_gradavg.verify.rows import UnknownSamplesError, digest, samples_in
 
-__all__ = ["Act", "Piece", "Replay", "Replays", "Split", "acts_of", "gather_outputs"]
+__all__ = ["Act", "Piece", "Replay", "Replays", "Split", "acts_of"]
 
 _COLUMNS = 64  # of each output, for each sample
 
@@ -84,7 +80,7 @@ def acts_of(tapes: Sequence[Tape]) -> list[Act]:
 
 def _pieces(tapes: Sequence[Tape], start: int, stop: int) -> Iterator[Piece]:
     """Yield the calls of a window: by loader batch, then by rank, then by the cuts of a rank's part."""
-    cuts = tapes[0].facts.cuts
+    cuts = tapes[0].facts.told.micro_batches
     for first in range(start, stop, cuts):
         for tape in tapes:
             for batch in range(first, min(first + cuts, stop, len(tape.batches))):
@@ -122,9 +118,14 @@ class Split:
     pieces: Sequence[Piece]
     parts: Sequence[Replay] = ()  # as the ranks computed them
     common: Sequence[Replay] = ()  # from the whole's state, with its random numbers where these belong to no sample
-    whole: Replay | None = None
+    whole: Replay = field(default_factory=Replay)
     problem: str = ""  # why there is no whole
     own: tuple[str, ...] = ()  # what each part keeps for itself, and computes otherwise with
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether all samples could be computed at once."""
+        return bool(self.whole.gradients)
 
     def known(self, key: str) -> Parts:
         """Return what is known of the parts' samples and weights."""
@@ -136,7 +137,7 @@ class Split:
 
     def right(self, key: str, tolerance: Tolerance) -> tuple[list[str], list[float] | None]:
         """Return how the parts' gradients make up the whole's: the names of combinations, or else the shares."""
-        if self.whole is None or key not in self.whole.gradients:
+        if key not in self.whole.gradients:
             return [], None
         like = self.whole.gradients[key]
         rows = torch.stack([flattened(part.gradients.get(key, {}), like) for part in self.common])
@@ -146,8 +147,7 @@ class Split:
 
     def tells(self, tolerance: Tolerance) -> bool:
         """Return whether the parts' gradients make up the whole's."""
-        keys = self.whole.gradients if self.whole is not None else ()
-        return bool(keys) and all(any(self.right(key, tolerance)) for key in keys)
+        return self.has_whole and all(any(self.right(key, tolerance)) for key in self.whole.gradients)
 
 
 def all_known(values: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -203,25 +203,13 @@ class Replays:
         for name in module_state(self.module).keys() - wanted.keys():  # what a later call left behind
             path, _, attribute = name.rpartition(".")
             delattr(parts[path], attribute)
-        self.set_state(wanted)
-        set_random_states(copy.deepcopy(piece.call.random))
+        set_module_state(self.module, wanted)
+        restore_random_states(piece.call.random, self._strategy.root_device)
         self._clear()
 
     def _clear(self) -> None:
         for parameter in self.module.parameters():
             parameter.grad = None
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Set buffers and attributes."""
-        parts, buffers = dict(self.module.named_modules()), dict(self.module.named_buffers())
-        for name, value in state.items():
-            path, _, attribute = name.rpartition(".")
-            live = getattr(parts.get(path), attribute, None)
-            if name in buffers and live is not None and live.shape == value.shape:
-                live.data.copy_(value)
-            elif path in parts:
-                given = value.to(live.device) if isinstance(live, Tensor) and isinstance(value, Tensor) else value
-                setattr(parts[path], attribute, copy.deepcopy(given))
 
     def run(
         self,
@@ -230,8 +218,8 @@ class Replays:
         *,
         state: Piece | None = None,
         end: Callable[[Any], Any] = lambda output: output,
-        host: Mapping[str, Any] | None = None,
-        moved: Mapping[str, Any] | None = None,
+        host: Piece | None = None,
+        moved: Mapping[str, Any] = MappingProxyType({}),
         steps: Sequence[Step] = (),
     ) -> tuple[Replay, Any]:
         """Return what a piece comes to, and what `training_step` returned.
@@ -241,16 +229,17 @@ class Replays:
             mode: Follows the random numbers of torch.
             state: The piece whose state it starts from; by default its own.
             end: Makes the loss of what `training_step` returns.
-            host: The states of generators beside torch's; by default the piece's own.
+            host: The piece whose random numbers of Python and NumPy are drawn; by default its own.
             moved: Buffers and attributes that begin with other values.
             steps: In manual optimization, the steps that the run took within the call.
         """
         self.restore(piece, state)
-        self.set_state(moved or {})
-        if host is not None:
-            set_random_states({**random_states(), **{name: host[name] for name in ("python", "numpy") if name in host}})
-        before, weights = _host_state(), sketches(dict(self.module.named_parameters()))
+        set_module_state(self.module, moved)
+        (for_torch, *_), of_device = piece.call.random
+        restore_random_states(((for_torch, *(host or piece).call.random[0][1:]), of_device), self._strategy.root_device)
+        before, weights = host_random_state(), sketches(dict(self.module.named_parameters()))
         self.replaying = replay = Replay(mode=mode or Recorded())
+        replay.mode.on_device = generators_of(self._strategy.root_device)
         self._seeds, self._steps, self._taken = piece.call.seeds, steps, 0
         try:
             with torch.enable_grad(), self._outputs(replay, piece.size), replay.mode:
@@ -260,7 +249,7 @@ class Replays:
                     self._differentiate(replay, end(output))
         finally:
             self.replaying = None
-        replay.state, replay.host = module_state(self.module), _host_state() != before
+        replay.state, replay.host = module_state(self.module), host_random_state() != before
         drawing = {id(draw.module) for draw in replay.mode.draws}
         replay.layers = tuple(name for name, part in self.module.named_modules() if name and id(part) in drawing)
         for name, found in sketches(dict(self.module.named_parameters())).items():
@@ -304,21 +293,6 @@ class Replays:
             self.load(self._steps[self._taken].version)
         self._taken += 1
 
-    def hidden_state(self) -> dict[str, bytes]:
-        """Return fingerprints of what training_step could change and nobody puts back: of objects, classes, globals."""
-        found = {}
-        kept = module_state(self.module)
-        for path, part in self.module.named_modules():
-            for name, value in {**vars(type(part)), **own_attributes(part)}.items():
-                found[f"{path}.{name}".removeprefix(".")] = value
-        home = type(self.module).__module__
-        found.update({f"{name} of module {home}": value for name, value in vars(sys.modules.get(home, nn)).items()})
-        return {
-            name: digest(value)
-            for name, value in found.items()
-            if name not in kept and "__" not in name and not callable(value) and not isinstance(value, ModuleType)
-        }
-
     @contextmanager
     def _outputs(self, replay: Replay, size: int | None) -> Iterator[None]:
         """Note some numbers of every sample's outputs, of every module that returns one row for each."""
@@ -335,22 +309,3 @@ class Replays:
                 hook = part.register_forward_hook(lambda _, args, output, name=name or "forward": note(name, output))  # noqa: ARG005  # torch's
                 stack.callback(hook.remove)
             yield
-
-
-def _host_state() -> bytes:
-    """Return the states of Python's and NumPy's generators, whose numbers cannot be followed."""
-    states = random_states()
-    return digest([states.get("python"), states.get("numpy")])
-
-
-def gather_outputs(outputs: Sequence[Any]) -> Any:
-    """Return the outputs of all replicas as one: tensors joined along dimension 0, numbers as one entry each."""
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        return torch.cat([output.reshape(1) if output.ndim == 0 else output for output in outputs])
-    if isinstance(first, Mapping):
-        return {key: gather_outputs([output[key] for output in outputs]) for key in first}
-    if isinstance(first, (list, tuple)):
-        parts = [gather_outputs(values) for values in zip(*outputs, strict=True)]
-        return first._make(parts) if hasattr(first, "_make") else type(first)(parts)
-    return torch.tensor(list(outputs)) if isinstance(first, (int, float)) else list(outputs)

@@ -17,6 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from lightning_gradavg.tree import mapped
 from lightning_gradavg.verify.causes import CAUSES
 from lightning_gradavg.verify.compare import Difference
 
@@ -178,32 +179,28 @@ class Report:
             for finding in self.findings
         ]
         own = {"schema": SCHEMA, "equal": self.equal, "verdict": self.verdict}
-        plain: dict[str, Any] = _plain({**own, **asdict(self), "findings": findings})
+        plain: dict[str, Any] = mapped({**own, **asdict(self), "findings": findings}, _plain)
         return plain
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_NEAR = 1e-3
+_TIMES = {
+    0.5: "half of",
+    1 / 3: "a third of",
+    0.25: "a quarter of",
+    2.0: "twice",
+    3.0: "three times",
+    4.0: "four times",
+}
 
 
 def times(factor: float) -> str:
     """Return a factor in words: "half of", "twice", "0.875 x"."""
-    near, words = (
-        1e-3,
-        {
-            0.5: "half of",
-            2.0: "twice",
-            1 / 3: "a third of",
-            3.0: "three times",
-            0.25: "a quarter of",
-            4.0: "four times",
-        },
-    )
-    return next((word for value, word in words.items() if abs(factor / value - 1) < near), f"{factor:.4g} x")
+    return next((word for value, word in _TIMES.items() if abs(factor / value - 1) < _NEAR), f"{factor:.4g} x")
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -235,8 +232,7 @@ def _verdict(report: Report) -> str:
             "not shown": "NOT SHOWN: no step was seen to differ from that of one process, but not all was compared.",
         }
         return what[report.verdict]
-    where = "" if first.step is None else f", from step {first.step} on"
-    return f"DIFFERENT{where}: {CAUSES[first.cause].plain} ({first.cause})."
+    return f"DIFFERENT, from step {first.step} on: {CAUSES[first.cause].plain} ({first.cause})."
 
 
 def _print_finding(finding: Finding, console: Console) -> None:

@@ -9,22 +9,22 @@ graphs.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_gradavg.tree import batch_samples, slice_batch, with_items
+from lightning_gradavg.tree import batch_samples, is_array, leaves, rebuilt, slice_batch
 
-__all__ = ["UnknownSamplesError", "digest", "digests", "join", "samples_in"]
+__all__ = ["CONSTANTS", "UnknownSamplesError", "digest", "digests", "join", "samples_in"]
+
+CONSTANTS = (int, float, complex, str, bytes, type(None))
+"""What is no tensor, and still plain."""
 
 _OF_A_TABLE = 2  # dimensions; an image has more
-_CONSTANTS = (int, float, complex, str, bytes, type(None))
 
 
 class UnknownSamplesError(ValueError):
@@ -46,9 +46,34 @@ def samples_in(batch: Any, loader_size: int | None = None) -> int:
         size = batch_samples(batch)
     except ValueError:
         size = -1
-    if size < 0 or not _is_known(batch, size, {size, loader_size}):
+    known = all(is_array(leaf) or isinstance(leaf, CONSTANTS) for _, leaf in leaves(batch))
+    if size < 0 or not known or any(_may_be_samples(each, size, {size, loader_size}) for each in _lists(batch)):
         raise UnknownSamplesError(f"which samples a batch of type {type(batch).__name__} holds is not known")
     return size
+
+
+def _lists(value: Any) -> list[Sequence[Any]]:
+    """Return the lists and tuples in a batch, at any depth, that hold anything but plain values."""
+    found: list[Sequence[Any]] = []
+
+    def note(each: Any) -> bool:
+        if type(each) in (list, tuple) and not _is_column(each):
+            found.append(each)
+        return False
+
+    list(leaves(value, is_leaf=note))
+    return found
+
+
+def _may_be_samples(items: Sequence[Any], size: int, sizes: set[int | None]) -> bool:
+    """Return whether a list in a batch of `size` samples could hold one record for each of them."""
+    rows = all(is_array(item) and size in item.shape[:1] for item in items)
+    images = len(items) != size and all(len(getattr(item, "shape", ())) > _OF_A_TABLE for item in items)
+    return len(items) in sizes and (images or not rows)
+
+
+def _is_column(value: Any) -> bool:
+    return type(value) in (list, tuple) and all(isinstance(item, CONSTANTS) for item in value)
 
 
 def join(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -57,19 +82,31 @@ def join(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
     Raises:
         UnknownSamplesError: If the batches differ in anything but their samples.
     """
-    first, children = batches[0], [_children(batch) for batch in batches]
-    lengths = [None if each is None else len(each) for each in children]
-    if len({type(batch) for batch in batches}) > 1:
-        raise UnknownSamplesError("batches of different types cannot be joined")
-    if _is_array(first) and len(first.shape) > 0:
-        return _concatenated(batches)
-    if isinstance(first, (list, tuple)) and _is_plain(first) and lengths == list(sizes):
-        return type(first)(item for batch in batches for item in batch)
-    if children[0] is None and len({digest(batch) for batch in batches}) > 1:
+    held = [dict(leaves(batch, is_leaf=_is_column)) for batch in batches]
+    if len({tuple((place, type(leaf)) for place, leaf in of_batch.items()) for of_batch in held}) > 1:
+        raise UnknownSamplesError("batches of different types or lengths cannot be joined")
+    joined = (_joined([of_batch[place] for of_batch in held], list(sizes)) for place in held[0])
+    return rebuilt(batches[0], joined, is_leaf=_is_column)
+
+
+def _joined(parts: Sequence[Any], sizes: list[int]) -> Any:
+    first = parts[0]
+    if is_array(first) and len(first.shape) > 0:
+        return _concatenated(parts)
+    if _is_column(first) and [len(part) for part in parts] == sizes:
+        return type(first)(item for part in parts for item in part)
+    if len({digest(part) for part in parts}) > 1:
         raise UnknownSamplesError(f"{first!r} is another value in another batch, and belongs to no sample")
-    if len(set(lengths)) > 1:
-        raise UnknownSamplesError("batches of different lengths cannot be joined")
-    return _rebuilt(first, [join(each, sizes) for each in zip(*(each or () for each in children), strict=True)])
+    return first
+
+
+def _concatenated(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if any(part.shape[1:] != first.shape[1:] or part.dtype != first.dtype for part in parts):
+        shapes = ", ".join(sorted({f"{tuple(part.shape)} of {part.dtype}" for part in parts}))
+        raise UnknownSamplesError(f"tensors of these sizes or types cannot be joined along dimension 0: {shapes}")
+    joined = torch.cat([torch.as_tensor(part) for part in parts])
+    return joined if isinstance(first, Tensor) else joined.numpy()
 
 
 def digests(batch: Any, loader_size: int | None = None) -> tuple[bytes, ...]:
@@ -111,51 +148,3 @@ def digest(value: Any) -> bytes:
     except Exception:  # noqa: BLE001  # of the user's objects, of which no more is known
         return type(value).__qualname__.encode()
     return found.state.digest()
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor) or (hasattr(value, "dtype") and hasattr(value, "shape"))
-
-
-def _is_plain(items: Sequence[Any]) -> bool:
-    return all(isinstance(item, _CONSTANTS) for item in items)
-
-
-def _children(value: Any) -> Sequence[Any] | None:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return value if isinstance(value, (list, tuple)) else None
-
-
-def _rebuilt(like: Any, parts: Sequence[Any]) -> Any:
-    """Return a value of the type of `like` with other children."""
-    if isinstance(like, Mapping):
-        return with_items(like, dict(zip(like, parts, strict=True)))
-    if isinstance(like, (list, tuple)):
-        return like._make(parts) if hasattr(like, "_make") else type(like)(parts)
-    record = copy.copy(like)
-    for field, part in zip(dataclasses.fields(like) if parts else (), parts, strict=True):
-        object.__setattr__(record, field.name, part)  # past a frozen class
-    return record
-
-
-def _is_known(value: Any, size: int, sizes: set[int | None]) -> bool:
-    """Return whether nothing in a batch of `size` samples could hold one record for each of them."""
-    children = _children(value)
-    if children is None:
-        return _is_array(value) or isinstance(value, _CONSTANTS)
-    several = type(value) in (list, tuple) and len(value) in sizes and not _is_plain(children)
-    rows = all(_is_array(child) and size in child.shape[:1] for child in children)
-    images = len(children) != size and all(len(getattr(child, "shape", ())) > _OF_A_TABLE for child in children)
-    return not (several and (images or not rows)) and all(_is_known(child, size, sizes) for child in children)
-
-
-def _concatenated(values: Sequence[Any]) -> Any:
-    first = values[0]
-    if any(value.shape[1:] != first.shape[1:] or value.dtype != first.dtype for value in values):
-        shapes = ", ".join(sorted({f"{tuple(value.shape)} of {value.dtype}" for value in values}))
-        raise UnknownSamplesError(f"tensors of these sizes or types cannot be joined along dimension 0: {shapes}")
-    joined = torch.cat([torch.as_tensor(value) for value in values])
-    return joined if isinstance(first, Tensor) else joined.numpy()

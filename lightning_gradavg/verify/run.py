@@ -1,4 +1,4 @@
-"""The runs of a verification: what is verified, the processes that it takes, and `verify`.
+"""The runs of a verification: the processes that it takes, and `verify`.
 
 A process per rank, with the variables that a launcher sets, records; then one more is the reference. Each builds
 module and data anew, in the same way, and leads a session of its own, which is ended with all that it started. None
@@ -7,11 +7,8 @@ imports the main module of the script that asks: if a class of it is needed, the
 
 from __future__ import annotations
 
-import copy
-import importlib
-import importlib.util
-import inspect
 import logging
+import multiprocessing
 import os
 import pickle
 import re
@@ -24,274 +21,55 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import connection, get_all_start_methods, get_context
+from multiprocessing import connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks, seed_everything
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 from typing_extensions import override
 
 from lightning_gradavg.verify.compare import Tolerance
-from lightning_gradavg.verify.internals import (
-    ConfigReader,
-    in_running_processes,
-    start_workers_as_usual,
-    without_main_module,
-)
 from lightning_gradavg.verify.judge import judge, not_shown
+from lightning_gradavg.verify.order import Stream, read_stream
 from lightning_gradavg.verify.record import Recorder, Tape
-from lightning_gradavg.verify.reference import Enough, Stream, read_stream, record_reference
+from lightning_gradavg.verify.reference import Enough, record_reference
 from lightning_gradavg.verify.report import Report, print_report
+from lightning_gradavg.verify.target import (
+    MainModule,
+    Settings,
+    Target,
+    TrainsOnImport,
+    is_refused,
+    resolve_strategy,
+)
 
 __all__ = [
     "Progress",
-    "Settings",
-    "Target",
     "estimate",
-    "imported",
     "in_processes",
     "print_to_console",
-    "quiet_options",
     "record_run",
     "reference_report",
-    "resolve_strategy",
     "verify",
     "verify_target",
 ]
 
-_LEFT_OUT = (
-    *(callbacks.BatchSizeFinder, callbacks.LearningRateFinder, callbacks.EarlyStopping, callbacks.Timer),
-    *(callbacks.Checkpoint, callbacks.DeviceStatsMonitor, callbacks.LearningRateMonitor, callbacks.ModelSummary),
-    *(callbacks.ProgressBar, Recorder),
-)
-"""Callbacks that search, stop, write or watch, and need a longer run or a logger."""
-
-_QUIET: Mapping[str, Any] = {
-    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-    **dict.fromkeys(("profiler", "min_epochs", "min_steps", "max_time"), None),
-    "num_nodes": 1,
-    "limit_val_batches": 0,
-    "num_sanity_val_steps": 0,
-    "fast_dev_run": False,
-}
 _LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "PL_", "LT_")
 _PIPE_WIDTH = 120  # rich assumes 80 columns where there is no terminal
 _PATIENCE = 5.0  # seconds without a word
-_START_METHOD = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
+_START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 _ON_GPUS = (
     "sync_batchnorm=True runs on GPUs only: verify with --accelerator cuda, or use"
     ' GradAvgStrategy(equivalent_to="single_device"), which synchronizes batch norm on any device'
 )
-
-
-class TrainsOnImport(BaseException):
-    """A module that is only to be imported begins to train; no handler of `Exception` in it is to stop this."""
-
-
-_refusing: list[None] = []
-
-
-@contextmanager
-def training_refused() -> Iterator[None]:
-    """Have all training within the context, and `verify`, raise `TrainsOnImport`."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise TrainsOnImport
-
-    kept = {name: getattr(Trainer, name) for name in ("fit", "validate", "test", "predict")}
-    _refusing.append(None)
-    try:
-        for name in kept:
-            setattr(Trainer, name, refuse)
-        yield
-    finally:
-        _refusing.pop()
-        for name, method in kept.items():
-            setattr(Trainer, name, method)
-
-
-def imported(path: str) -> Any:
-    """Return what `package.module:Name` or `folder/file.py:Name` names.
-
-    Raises:
-        ValueError: If there is no such thing, or the module trains when it is imported.
-    """
-    module, _, name = path.rpartition(":")
-    if not module or not name:
-        raise ValueError(f"{path!r} must be written package.module:Name or file.py:Name")
-    try:
-        with training_refused():
-            found: Any = _module_of_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, OSError) as error:
-        raise ValueError(f"{path!r} cannot be imported: {error}") from error
-    except TrainsOnImport as error:
-        last = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__][-1]
-        where = f"line {last.lineno}: {last.line}"
-        advice = 'Put that under `if __name__ == "__main__":`'
-        raise ValueError(f"{module!r} trains when it is imported ({where}). {advice}") from None
-    return found
-
-
-def _module_of_file(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
-    if spec is None or spec.loader is None or not file.exists():
-        raise ImportError(f"there is no file {str(file)!r}")
-    if file.stem not in sys.modules or getattr(sys.modules[file.stem], "__file__", None) != spec.origin:
-        sys.path.insert(0, str(file.resolve().parent))  # as of a script
-        module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[file.stem]
-
-
-class _MainModule(ModuleType):
-    """Stands for the script that asked, which is run up to where it trains if a class or function of it is needed."""
-
-    def __init__(self, file: str | None) -> None:
-        super().__init__("__main__")
-        vars(self)["_script"] = file
-
-    def __getattr__(self, name: str) -> Any:
-        file = vars(self).pop("_script", None) if not name.startswith("__") else None
-        if file is None:
-            raise AttributeError(name)
-        self.__file__, self.__name__ = file, "__mp_main__"  # the name that multiprocessing imports it by
-        with training_refused(), suppress(TrainsOnImport):
-            exec(compile(Path(file).read_bytes(), file, "exec"), vars(self))  # as multiprocessing does
-        return getattr(self, name)
-
-
-def resolve_strategy(strategy: Any) -> DDPStrategy:
-    """Return a strategy that runs in processes which are there already.
-
-    Raises:
-        ValueError: If it is none of DDP's kind: where gradients or weights are sharded there is none to compare.
-    """
-    if isinstance(strategy, str) and ":" in strategy:
-        strategy = imported(strategy)()
-    if isinstance(strategy, str):
-        name = "ddp" if strategy == "auto" else strategy
-        if name not in StrategyRegistry:
-            known = ", ".join(sorted(StrategyRegistry))
-            raise ValueError(f"strategy={strategy!r} is not registered; use one of {known}")
-        strategy = StrategyRegistry.get(name)
-    if not isinstance(strategy, DDPStrategy):
-        raise ValueError(  # noqa: TRY004  # a wrong choice, not a wrong type: strategies come by name, too
-            f"verify compares gradients of whole models, as DDPStrategy and GradAvgStrategy reduce them; got"
-            f" {type(strategy).__name__}"
-        )
-    return in_running_processes(strategy)
-
-
-def quiet_options(options: Mapping[str, Any], accelerator: str) -> dict[str, Any]:
-    """Return the options of a Trainer that trains as the user's, but neither logs nor saves nor validates.
-
-    Raises:
-        ValueError: If the Trainer has no such option.
-    """
-    known = list(inspect.signature(Trainer.__init__).parameters)[1:]
-    for name in options:
-        if name not in known:
-            raise ValueError(f"Trainer has no option {name!r}; it has {', '.join(known)}")
-    left_out = {"callbacks": _LEFT_OUT, "plugins": (ClusterEnvironment,)}
-    lists = {name: options.get(name) or [] for name in left_out}
-    kept = {
-        name: [one for one in (given if isinstance(given, list) else [given]) if not isinstance(one, left_out[name])]
-        for name, given in lists.items()
-    }
-    return {**options, **_QUIET, "accelerator": accelerator, **kept}
-
-
-@dataclass(frozen=True)
-class Target:
-    """What is to be verified; every process builds it anew.
-
-    Attributes:
-        module: A module, or a function that returns one, such as its class, or `file.py:Name`; None with `config`.
-        data: A data module, a training loader, or a function that returns one of them, or its name; None where the
-            module has it.
-        options: Options of the Trainer, which override a config's.
-        seed: What every process seeds before it builds.
-        init: The arguments of the function that returns the module.
-        config: What would stand behind `fit` of a LightningCLI.
-    """
-
-    module: Any = None
-    data: Any = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    init: Mapping[str, Any] = field(default_factory=dict)
-    config: tuple[str, ...] = ()
-
-    def build(self) -> tuple[LightningModule, dict[str, Any], dict[str, Any]]:
-        """Seed, and return the module, the data arguments of `Trainer.fit`, and the options of the Trainer.
-
-        Raises:
-            TypeError: If `module` makes no LightningModule.
-        """
-        given, data = (imported(each) if isinstance(each, str) else each for each in (self.module, self.data))
-        seed_everything(self.seed, workers=True, verbose=False)
-        options = dict(self.options)
-        if self.config:
-            with training_refused():
-                cli = ConfigReader(args=["fit", *self.config], parser_kwargs={"prog": "gradavg verify"})
-            module, data, options = cli.model, cli.datamodule, {**cli.options, **options}
-        else:
-            module = copy.deepcopy(given) if isinstance(given, LightningModule) else given(**self.init)
-            data = data() if callable(data) and not hasattr(data, "__iter__") else copy.deepcopy(data)
-        if not isinstance(module, LightningModule):
-            raise TypeError(
-                "verify needs a lightning.pytorch.LightningModule, or a function that returns one;"
-                f" got {module!r} of type {type(module).__name__}"
-            )
-        name = "datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders"
-        return module, {} if data is None else {name: data}, options
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to verify.
-
-    Attributes:
-        devices: The number of ranks.
-        steps: The number of optimizer steps.
-        accelerator: "cpu" or "cuda".
-        double: Whether to compute in float64.
-        compare_order: Whether to compare the order of samples with that of one process.
-        tolerance: The largest relative difference that counts as equal; None for what the precision needs.
-    """
-
-    devices: int = 2
-    steps: int = 3
-    accelerator: str = "cpu"
-    double: bool = False
-    compare_order: bool = True
-    tolerance: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("devices", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        if self.accelerator not in ("cpu", "cuda"):
-            raise ValueError(f"accelerator must be 'cpu' or 'cuda', got {self.accelerator!r}")
-        number = torch.cuda.device_count()
-        if self.accelerator == "cuda" and number < self.devices:
-            raise ValueError(f"{self.devices} ranks need as many GPUs, and there are {number}; use accelerator 'cpu'")
-
-    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a Trainer that verifies."""
-        return {**quiet_options(given, self.accelerator), **({"precision": "64-true"} if self.double else {})}
 
 
 class Progress:
@@ -341,11 +119,9 @@ class _RunRecorder(Recorder):
         raise Enough
 
 
-def record_run(
-    trainer: Trainer, module: LightningModule, data: Mapping[str, Any], recorder: Recorder | None = None, **options: Any
-) -> Tape:
+def record_run(trainer: Trainer, module: LightningModule, data: Mapping[str, Any], **options: Any) -> Tape:
     """Train until all steps are recorded, and return the record of this rank; `options` are those of the recorder."""
-    recorder = recorder or _RunRecorder(**options)
+    recorder = _RunRecorder(**options)
     trainer.callbacks.append(recorder)  # type: ignore[attr-defined]  # set by a connector
     with suppress(Enough):
         trainer.fit(module, **data)
@@ -364,8 +140,6 @@ def verify_target(target: Target, settings: Settings, ignore: Sequence[str] = ()
         tapes = in_processes(calls)
         if isinstance(tapes[0], str):
             return not_shown(tapes[0])
-        if not tapes[0].steps:
-            return not_shown(tapes[0].problem or "the run took no optimizer step", tapes)
         (report,) = in_processes([(_reference, (target, tapes, settings))])
     result: Report = report.without(ignore)
     return result
@@ -396,7 +170,7 @@ def verify(
         strategy: The strategy to verify: a name or an instance, `DDPStrategy` or a subclass such as `GradAvgStrategy`.
         devices: The number of processes.
         steps: The number of optimizer steps.
-        accelerator: "cpu", or "cuda" with one GPU per process.
+        accelerator: "cpu", or a type of device such as "cuda", with one for each process.
         double: True to compute in float64, which tells rounding from defects.
         tolerance: The largest relative difference that counts as equal; default: 1e-5, in float64 1e-10.
         ignore: Causes that are not to be reported.
@@ -411,7 +185,7 @@ def verify(
         ValueError: If an option is out of range.
         RuntimeError: If one of the processes failed, with the last line of the user's code.
     """
-    if _refusing:
+    if is_refused():
         raise TrainsOnImport
     settings = Settings(devices, steps, accelerator, double, compare_order, tolerance)
     settings.options(trainer_options)  # a wrong one is refused before any process starts
@@ -422,23 +196,21 @@ def verify(
 def _rank(target: Target, rank: int, settings: Settings, folder: Path) -> Tape | str:
     """Return what one rank records, or why nothing can be."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.devices))
-    on_gpu = settings.accelerator == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(rank)
     store = dist.FileStore(str(folder / "store"), settings.devices)
-    patience = timedelta(seconds=300)
-    backend = "nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=settings.devices, timeout=patience)
+    # Without a backend the group would serve the machine's accelerator alone, and a run on its CPU not.
+    backend = dist.Backend.default_device_backend_map[settings.accelerator]
+    of_rank: dict[str, Any] = {"rank": rank, "world_size": settings.devices, "timeout": timedelta(seconds=300)}
+    dist.init_process_group(backend, store=store, **of_rank)
     try:
         module, data, options = target.build()
         options = settings.options({**options, "strategy": resolve_strategy(options.get("strategy") or "ddp")})
         if rank == 0:
             estimate(module, settings.steps, folder)
-        progress = Progress() if rank == 0 else None
+        progress = {"progress": Progress()} if rank == 0 else {}
         trainer = Trainer(**{**options, "devices": settings.devices})
-        return record_run(trainer, module, data, steps=settings.steps, folder=folder, progress=progress)
+        return record_run(trainer, module, data, steps=settings.steps, folder=folder, **progress)
     except ValueError as error:
-        if "SyncBatchNorm" in str(error) and not on_gpu:
+        if "SyncBatchNorm" in str(error):
             return _ON_GPUS
         raise
     finally:
@@ -447,11 +219,11 @@ def _rank(target: Target, rank: int, settings: Settings, folder: Path) -> Tape |
 
 def _reference(target: Target, tapes: Sequence[Tape], settings: Settings) -> Report:
     """Return the report of a recorded run of a target."""
-    facts, stream = tapes[0].facts, None
+    told, stream = tapes[0].facts.told, None
     if settings.compare_order:
         module, data, options = target.build()
-        shared = facts.told is not None and facts.told.splits_batches
-        number = len(tapes[0].batches) // facts.cuts if shared else len(tapes[0].batches) * len(tapes)
+        here = len(tapes[0].batches)
+        number = here // told.micro_batches if told.splits_batches else here * len(tapes)
         stream = read_stream(module, data, settings.options(options), number)
     module, data, options = target.build()
     return reference_report(
@@ -460,7 +232,6 @@ def _reference(target: Target, tapes: Sequence[Tape], settings: Settings) -> Rep
         settings.options(options),
         settings.tolerance,
         stream=stream,
-        order_asked=settings.compare_order,
         datamodule=data.get("datamodule"),
         device=settings.accelerator,
     )
@@ -473,13 +244,24 @@ def reference_report(
     tolerance: float | None,
     *,
     stream: Stream | None = None,
-    order_asked: bool = False,
     **of_reference: Any,
 ) -> Report:
-    """Return the report of a recorded run, with the reference computed in this process; see `record_reference`."""
+    """Return the report of a recorded run, with the reference computed in this process.
+
+    Args:
+        tapes: What the ranks recorded, in rank order.
+        module: As of `record_reference`, and so are the options.
+        options: See there.
+        tolerance: The largest relative difference that counts as equal; None for what the precision needs.
+        stream: What one process reads; None where the order of samples is not asked for.
+        of_reference: Further arguments of `record_reference`.
+    """
     limits = Tolerance.of(tapes[0].facts, tolerance)
+    if not all(tape.steps for tape in tapes):
+        problems = [tape.problem for tape in tapes if tape.problem]
+        return not_shown((*problems, "the run took no optimizer step")[0], tapes)
     reference = record_reference(tapes, module, options, tolerance=limits, progress=Progress(), **of_reference)
-    return judge(tapes, reference, limits, stream=stream, order_asked=order_asked)
+    return judge(tapes, reference, limits, stream)
 
 
 def in_processes(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
@@ -489,11 +271,13 @@ def in_processes(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) ->
         RuntimeError: If one of them failed: the others are ended, and the last line of the user's code is the message.
         ValueError: If what it was given is wrong.
     """
-    context: Any = get_context(_START_METHOD)
+    context: Any = multiprocessing.get_context(_START_METHOD)
     if _START_METHOD == "forkserver":
         # One import instead of one per process. What a process inherits is the same as with spawn.
         context.set_forkserver_preload(["lightning.pytorch", "lightning_gradavg"])
     main = getattr(sys.modules["__main__"], "__file__", None)
+    # The main module may train when it is imported, which multiprocessing does in every process that it starts.
+    no_main = mock.patch.dict(sys.modules, __main__=ModuleType("__main__"))
     with tempfile.TemporaryDirectory(prefix="gradavg-verify-") as name:
         processes = []
         files = [Path(name, f"{rank}.pt") for rank in range(len(calls))]
@@ -502,7 +286,7 @@ def in_processes(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) ->
             torch.save(call, file.with_suffix(".in"))
             processes.append(context.Process(target=_call, args=(file, _environ(rank, len(calls)), main)))
         try:
-            with without_main_module():
+            with no_main:
                 for process in processes:
                     process.start()
             waiting: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(processes)}
@@ -543,7 +327,7 @@ def _environ(rank: int, world_size: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": 29500,  # the ranks meet in a file
     }
-    gloo = dict.fromkeys(["GLOO_SOCKET_IFNAME"] if loopback else [], "".join(loopback[:1]))
+    gloo = dict(zip(["GLOO_SOCKET_IFNAME"], loopback, strict=False))
     return {**gloo, **kept, **{name: str(value) for name, value in of_rank.items()}}
 
 
@@ -552,14 +336,15 @@ def _call(file: Path, environ: Mapping[str, str], main: str | None) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(environ)
-    start_workers_as_usual()
+    # Workers of loaders start by the platform's own method, as in a script, and not from the fork server.
+    multiprocessing.set_start_method(None, force=True)
     # What the user's code prints must not mix with the report.
     sys.stdout.flush()
     os.dup2(2, 1)
     for logger in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")  # advice for a longer run
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = _MainModule(main)
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = MainModule(main)
     try:
         function, arguments = torch.load(file.with_suffix(".in"), weights_only=False)
         torch.save(function(*arguments), file)

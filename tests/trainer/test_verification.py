@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
+import os
 import sys
 
 import pytest
@@ -53,21 +53,52 @@ def test_what_runs_on_gpus_only_is_not_shown(capsys):
     assert "sync_batchnorm=True runs on GPUs only: verify with --accelerator cuda" in output
 
 
-def test_a_run_that_fails_shows_the_last_line_of_the_user(capsys):
-    """An error in the user's code ends the command with code 2, and shows where, and no line of a library."""
+def test_a_run_that_fails_shows_the_last_line_of_the_user(tmp_path, monkeypatch, capsys):
+    """An error in the user's code ends the command with code 2, and shows where; no process lives on."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setenv("PIPE", str(pipe))
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # a writer would otherwise wait for a reader
     code, output, errors = verified(f"{JOB}:Failing", *DATA, capsys=capsys)
     assert (2, "") == (code, output)
     shown = [line.strip() for line in errors[errors.index("gradavg verify") :].splitlines()]
     assert "failed: ArithmeticError: as planted" in shown[0]
     number = JOB.read_text("utf-8").splitlines().index('        raise ArithmeticError("as planted")') + 1
     assert [f"{JOB}, line {number}, in training_step", 'raise ArithmeticError("as planted")'] == shown[1:]
-    assert [] == multiprocessing.active_children()
+    os.set_blocking(end, True)
+    assert b"" == os.read(end, 1), "the end of the pipe, which only comes when nobody can write to it any more"
+    os.close(end)
+
+
+def test_noise_in_a_worker_is_no_difference(capsys):
+    """One process computes with the samples as the ranks read them, whatever noise a worker drew from NumPy."""
+    code, output, errors = verified(f"{JOB}:Classifier", "--data", f"{JOB}:Augmented", "--json", capsys=capsys)
+    assert 0 == code, errors
+    stages = {stage["name"]: stage for stage in json.loads(output)["stages"]}
+    assert ("note", "equal") == (stages["samples"]["status"], stages["reduced gradient"]["status"])
+
+
+UNGUARDED = """
+from lightning.pytorch import Trainer
+from verify_job import Classifier, Data
+Trainer(devices=2, accelerator="cpu", max_epochs=1).fit(Classifier(), Data())
+"""
+
+
+def test_a_script_that_trains_on_import_is_refused(tmp_path, monkeypatch, capsys):
+    """A script without guard ends the command with code 2 and the line that trains, and starts no training."""
+    monkeypatch.syspath_prepend(HERE)
+    (tmp_path / "unguarded.py").write_text(UNGUARDED)
+    code, output, errors = verified(f"{tmp_path / 'unguarded.py'}:Classifier", *DATA, capsys=capsys)
+    assert (2, "") == (code, output)
+    assert "trains when it is imported (line 4: Trainer(" in errors.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([f"{JOB}:Classifier"], "`train_dataloader` must be implemented"),
+        (["nowhere.py:Net"], "'nowhere.py:Net' cannot be imported: there is no file 'nowhere.py'"),
         ([f"{JOB}:Data", *DATA], "verify needs a lightning.pytorch.LightningModule"),
     ],
 )

@@ -2,9 +2,12 @@
 
 import multiprocessing
 import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
@@ -47,9 +50,11 @@ class Normed(Classifier):
 
 
 class Failing(Classifier):
-    """Fails on every process."""
+    """Starts a process on every rank that holds a pipe open, and fails."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with Path(os.environ["PIPE"]).open("w") as pipe:
+            subprocess.Popen(["sleep", "600"], stdout=pipe)
         raise ArithmeticError("as planted")
 
 
@@ -70,6 +75,24 @@ class Data(LightningDataModule):
             num_workers=1,
             collate_fn=lambda rows: tuple(torch.stack(column) for column in zip(*rows, strict=True)),
         )
+
+
+class Augmented(Data):
+    """Adds noise of NumPy's global generator in the worker."""
+
+    def train_dataloader(self) -> Any:
+        loader = super().train_dataloader()
+        x, y = loader.dataset.tensors
+        rows = list(zip(x, y, strict=True))
+        return DataLoader(Noisy(rows), self.batch_size, num_workers=1)
+
+
+class Noisy(list[Any]):
+    """Rows, each with noise of its own whenever it is read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        x, y = super().__getitem__(index)
+        return x + float(np.random.normal()), y  # noqa: NPY002  # the generator that users' code draws from
 
 
 class Stream(IterableDataset[Any]):
