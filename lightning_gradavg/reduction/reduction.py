@@ -270,8 +270,8 @@ class Reduction(Part):
     def _weighed(self, accumulation: Accumulation, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
         run = self.run
         # Looked at on the host only: an accelerator would be waited for.
-        weights = micro_batch.weights.values() if run.device.type == "cpu" else ()
-        if any(weight == 0 for weight in weights) and micro_batch.explicit and not micro_batch.absent:
+        given = run.device.type == "cpu" and micro_batch.explicit and micro_batch.problem is None
+        if given and not micro_batch.absent and any(weight == 0 for weight in micro_batch.weights.values()):
             self.warn(
                 f"rank {run.trainer.global_rank} has a micro-batch of weight 0, which contributes nothing to the"
                 " gradient. Further ones are not reported.",
