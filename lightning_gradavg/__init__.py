@@ -1,5 +1,7 @@
 """Gradient reduction for Lightning that reproduces a named reference run on any number of processes."""
 
+from importlib.metadata import version
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gradavg.monitor import GradAvgMonitor
@@ -24,5 +26,7 @@ __all__ = [
     "gather",
     "verify",
 ]
+
+__version__ = version("lightning-gradavg")
 
 GradAvgStrategy.register_strategies(StrategyRegistry)

@@ -23,6 +23,7 @@ from torch.futures import Future
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecision
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:  # the core, which touches names of torch, works without Lightning and torchmetrics
@@ -39,6 +40,7 @@ __all__ = [
     "MetricInside",
     "MixedPrecision",
     "SignalHooks",
+    "TorchDispatchMode",
     "TrainingLoop",
     "backend_name",
     "backward_times",
@@ -47,7 +49,6 @@ __all__ = [
     "compute_alone",
     "copy_each",
     "defers_reduction",
-    "ends_window",
     "finds_learning_rate",
     "flushes_static_graph",
     "in_backward",
@@ -76,6 +77,7 @@ __all__ = [
     "views_of",
     "within_notes",
     "without_gradient_hooks",
+    "writes_in_place",
 ]
 
 _LOOPS = "lightning.pytorch.loops"
@@ -112,6 +114,8 @@ PRIVATE: Mapping[str, str] = {
     "torch.nn.modules.batchnorm:": "_BatchNorm",
     "torch.nn.modules.batchnorm:_BatchNorm": "_check_input_dim",
     "torch.nn.parallel.distributed:": "_MixedPrecision",
+    "torch._ops:OpOverload": "_schema",
+    "torch.utils:": "_python_dispatch",
     _DDP: "_build_params_for_reducer _get_ddp_logging_data _set_ddp_runtime_logging_sample_rate",
     "torch.utils.data:DataLoader": "_iterator",
     "torchmetrics:Metric": "_computed _plot _reductions _to_sync _update_count",
@@ -602,20 +606,17 @@ BEFORE_TRANSFER = "_on_before_batch_transfer"
 """`LightningModule._on_before_batch_transfer` gets every batch as the loader made it: no hook of callbacks does."""
 
 
-def ends_window(trainer: Any) -> bool:
-    """Return whether the gradients of this batch are reduced, and not accumulated for another.
-
-    `_FitLoop._should_accumulate`: it knows of the last batch of an epoch, which a count of batches does not.
-    """
-    return not trainer.fit_loop._should_accumulate()
-
-
 def start_no_processes(strategy: Any) -> None:
     """Have a strategy start no processes, because the ranks are there.
 
     `DDPStrategy._start_method`: one that comes by name, such as "ddp_spawn", has no other way to be told.
     """
     strategy._start_method = "popen"
+
+
+def writes_in_place(operator: Any) -> bool:
+    """Return whether an operator of torch changes an argument: `OpOverload._schema`."""
+    return bool(operator._schema.is_mutable)
 
 
 @contextmanager

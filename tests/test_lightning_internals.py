@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from structure import MODULES, folder_of
+from structure import MODULES
 
 from lightning_gradavg.lightning_internals import NEWER, PRIVATE, missing
 
@@ -14,9 +14,6 @@ NAMES = {name for names in (PRIVATE, *NEWER.values()) for each in names.values()
 OF_NAMEDTUPLE = {"_asdict", "_fields", "_make", "_replace"}  # documented, in spite of the underscore
 OVERRIDDEN = {"strategy": {"_register_ddp_hooks", "_ddp_comm_state"}, "report.noise_scale": {"_plot"}}
 """What a class of ours has from a class of theirs, by module: it is named in the table, and used as `self`."""
-
-ELSEWHERE = {"verify"}
-"""Folders that keep a file of their own for what only they touch."""
 
 
 def is_private(name: str) -> bool:
@@ -74,7 +71,7 @@ def test_a_name_that_is_gone_is_named():
     assert ["torch:_gone"] == missing({}, {"torch>=1": {"torch:": "_gone"}})
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if folder_of(name) not in ELSEWHERE])
+@pytest.mark.parametrize("module", MODULES)
 def test_private_names_of_others_are_touched_in_one_file(module: str) -> None:
     """No file but `lightning_internals.py` imports, reads, writes or spells a private name of another library."""
     source = MODULES[module].read_text("utf-8")

@@ -7,6 +7,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg import GradAvgStrategy
@@ -131,6 +133,8 @@ def test_a_contradiction_names_both_sides(case):
         assert word in str(error.value)
 
 
+SPECS = {"process_group": dist.ProcessGroup, "device_mesh": DeviceMesh}
+
 COUNTING = {
     "equivalent_to='data_parallel'": {"equivalent_to": "data_parallel"},
     "split_batches=True": {"split_batches": True},
@@ -144,7 +148,7 @@ COUNTING = {
 def test_what_counts_all_ranks_is_refused_beside_a_group(named, group):
     """A group is that of the reduction alone: options that count all ranks are an error that names both."""
     with pytest.raises(ValueError, match=f"{group} has gradients reduced over some of the run's ranks, and ") as error:
-        GradAvgStrategy(**COUNTING[named], **{group: mock.Mock(ndim=1)})
+        GradAvgStrategy(**COUNTING[named], **{group: mock.Mock(spec=SPECS[group], ndim=1)})
     assert f"{named} counts them all" in str(error.value)
     assert "Leave one of them out" in str(error.value)
 
@@ -153,15 +157,15 @@ def test_what_counts_all_ranks_is_refused_beside_a_group(named, group):
     ("given", "message"),
     [
         (
-            {"process_group": mock.Mock(), "device_mesh": mock.Mock()},
+            {"process_group": mock.Mock(spec=dist.ProcessGroup), "device_mesh": mock.Mock(spec=DeviceMesh)},
             "process_group and device_mesh both say over which ranks gradients are reduced. Leave one of them",
         ),
         (
-            {"device_mesh": mock.Mock(ndim=2, mesh_dim_names=("dp", "tp"))},
+            {"device_mesh": mock.Mock(spec=DeviceMesh, ndim=2, mesh_dim_names=("dp", "tp"))},
             "device_mesh has the dimensions 'dp', 'tp', and gradients are reduced over one. Pass that one, as in dev",
         ),
         (
-            {"device_mesh": mock.Mock(ndim=2, mesh_dim_names=None)},
+            {"device_mesh": mock.Mock(spec=DeviceMesh, ndim=2, mesh_dim_names=None)},
             "device_mesh has 2 dimensions, and gradients are reduced over one.",
         ),
     ],

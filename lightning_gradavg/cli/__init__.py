@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 __all__ = ["main"]
 
@@ -42,19 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return verify.main(arguments[1:])
     if command in _LIGHTNING:
-        _run_lightning(arguments)
+        from lightning_gradavg.cli import fit  # noqa: PLC0415 - likewise
+
+        return fit.main(arguments)
+    if command == "--version":
+        print(f"gradavg {version('lightning-gradavg')}")
         return 0
     advice = _GONE.get(command, f"choose from {', '.join([*_LIGHTNING, *_OWN])}")
     print(f"gradavg: error: {command!r} is not a command; {advice}", file=sys.stderr)
     return 2
 
 
-def _run_lightning(arguments: list[str]) -> None:
-    from lightning.pytorch.cli import LightningCLI  # noqa: PLC0415 - seconds that `plan` does not need
-
-    LightningCLI(args=arguments, parser_kwargs={"prog": "gradavg"})
-
-
 def _help() -> str:
     commands = "\n".join(f"  {name:10} {text}" for name, text in {**_LIGHTNING, **_OWN}.items())
-    return f"usage: gradavg COMMAND [options]\n\ncommands:\n{commands}\n\n'gradavg COMMAND --help' lists its options."
+    further = "'gradavg COMMAND --help' lists its options, 'gradavg --version' tells the version."
+    return f"usage: gradavg COMMAND [options]\n\ncommands:\n{commands}\n\n{further}"

@@ -271,7 +271,8 @@ class Reduction(Part):
         run = self.run
         # Looked at on the host only: an accelerator would be waited for.
         weights = [weight for weight in micro_batch.weights.values() if weight.device.type == "cpu"]
-        if any(weight == 0 for weight in weights) and micro_batch.explicit and not micro_batch.absent:
+        given = micro_batch.explicit and micro_batch.problem is None and not micro_batch.absent
+        if given and any(weight == 0 for weight in weights):
             self.warn(
                 f"rank {run.trainer.global_rank} has a micro-batch of weight 0, which contributes nothing to the"
                 " gradient. Further ones are not reported.",

@@ -12,7 +12,7 @@ Torch tags every operator that draws (`nondeterministic_seeded`), so none is lis
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_gradavg.lightning_internals import TorchDispatchMode, writes_in_place
 
 __all__ = ["Draw", "MisalignedError", "Recorded", "Replayed"]
 
@@ -65,7 +66,7 @@ class Recorded(TorchDispatchMode):
         """Run the operator, and note what it drew, and from which generator."""
         kwargs = kwargs or {}
         if func.namespace == "c10d":
-            self.collectives.add(func._opname.strip("_"))
+            self.collectives.add(func.name().removeprefix("c10d::").strip("_"))
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
@@ -107,7 +108,7 @@ class Replayed(Recorded):
         if any(len(draws) <= position or draws[position].operator != str(func) for draws in self._parts):
             raise MisalignedError("which random numbers are drawn depends on the batch")
         draws = [draws[position] for draws in self._parts]
-        if func._schema.is_mutable and result is not args[0]:
+        if writes_in_place(func) and result is not args[0]:
             raise MisalignedError(f"{func} changes what it is given, which cannot be followed")
         if all(draw.shape == shape for draw in draws):
             if any(not torch.equal(draw.state, draws[0].state) for draw in draws):
@@ -124,7 +125,7 @@ class Replayed(Recorded):
         if isinstance(result, tuple):
             return tuple(torch.cat(each, rows) for each in zip(*pieces, strict=True))
         joined = torch.cat(pieces, rows)
-        return result.copy_(joined) if func._schema.is_mutable else joined
+        return result.copy_(joined) if writes_in_place(func) else joined
 
     def require_all(self) -> None:
         """Check that the whole batch drew as often as its parts.
@@ -137,12 +138,12 @@ class Replayed(Recorded):
 
 
 def _module_in_charge() -> nn.Module | None:
-    frame = sys._getframe()
+    frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
             return owner
-        frame = frame.f_back  # type: ignore[assignment]  # None at the end
+        frame = frame.f_back
     return None
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
-from lightning_gradavg.lightning_internals import BEFORE_TRANSFER, ends_window, in_backward
+from lightning_gradavg.lightning_internals import BEFORE_TRANSFER, TrainingLoop, in_backward
 from lightning_gradavg.options import StrategyFacts
 from lightning_gradavg.rules import RULES
 from lightning_gradavg.strategy import GradAvgStrategy
@@ -392,7 +392,7 @@ class Recorder(Callback):
     @_quietly
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the reduced gradient before the user's own hook of this name, and clipping, may change it."""
-        if pl_module.automatic_optimization and ends_window(trainer):
+        if pl_module.automatic_optimization and not TrainingLoop(trainer.fit_loop).accumulates:
             self._read(0)
 
     @_quietly

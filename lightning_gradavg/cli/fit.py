@@ -1,0 +1,83 @@
+"""`gradavg fit`, `validate`, `test` and `predict`: LightningCLI, whose errors are one line here."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from typing_extensions import override
+
+__all__ = ["in_one_line", "main"]
+
+_NOISE = (
+    "Does not validate",
+    "Subtypes:",
+    "Errors:",
+    "Given value type:",
+    "Given value: N",
+    "Expected a <class 'NoneT",
+)
+_REFUSING = ("lightning_gradavg.", "lightning.pytorch.trainer.", "lightning.fabric.", "jsonargparse.")
+
+
+def in_one_line(message: str) -> str:
+    """Return an error of jsonargparse, a tree of what was tried, as one line of what is accepted and what was given."""
+    lines = [line.strip(" -") for line in message.splitlines()]
+    kept = dict.fromkeys(line for line in lines if line and not line.startswith(_NOISE))
+    text = "; ".join(kept).replace(":; ", ": ")
+    text = re.sub(r"(?:a )?typing\.Literal\[(.*?)\]", r"one of \1", text)
+    return re.sub(r"a <class '([\w.]+)'>", r"\1", text)
+
+
+class _Parser(LightningArgumentParser):
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            super().error(message, ex)
+        self.exit(2, f"{self.prog.split(' [')[0]}: error: {in_one_line(message)}\n")
+
+
+class _CommandLine(LightningCLI):
+    @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        self.parser_class = _Parser
+        return super().init_parser(**kwargs)
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            # jsonargparse wraps what a constructor raises.
+            *_, (raised_in, _) = traceback.walk_tb(_root(error).__traceback__)
+            # Of a fault in the user's own code they need the trace.
+            if not raised_in.f_globals["__name__"].startswith(_REFUSING):
+                raise
+            self.parser.error(str(error))
+
+
+def _root(error: BaseException) -> BaseException:
+    """Return the error that others were raised from."""
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error if before is None else _root(before)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run LightningCLI with the strategies registered, and return its exit code.
+
+    Args:
+        arguments: The subcommand and its options. Processes that Lightning starts get them, too.
+    """
+    if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
+    given, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    try:
+        _CommandLine(parser_kwargs={"prog": "gradavg"})
+    finally:
+        sys.argv = given
+    return 0
