@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torchmetrics.utilities import dim_zero_cat
 from toys import Toy
 
 from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.ranks import World
 
 WORLDS = [1, 2, 3, 4]
 UNEVEN = [(10, 1), (10, 4), (10, 3), (3, 1), (1, 1), (12, 1)]  # samples, batch size; some with fewer batches than ranks
@@ -308,6 +310,24 @@ def test_predictions_of_several_loaders(world, world_size):
     for predictions, *_ in world(world_size).run(predict, {"size": 5, "batch": 2, "make": many}):
         found = [torch.cat(of_loader).tolist() for of_loader in predictions]
         assert [[0, 10, 20, 30, 40], [1000], [2000, 2010, 2020, 2030, 2040]] == found
+
+
+def gathered_predictions(options: dict[str, Any]) -> list[int]:
+    """Body: return how many predictions each gathering had."""
+    seen, original = [], World.gather_objects
+
+    def gather_objects(self: World, value: Any) -> list[Any]:
+        seen.append(len(value) if isinstance(value, torch.Tensor) else 0)
+        return original(self, value)
+
+    with mock.patch.object(World, "gather_objects", gather_objects):
+        predict(options)
+    return list(filter(None, seen))
+
+
+def test_predictions_are_gathered_batch_by_batch(world):
+    """Each is sent once, in gatherings of one batch of each rank: they go through the memory of the device."""
+    assert [[2, 2], [2, 1]] == world(2).run(gathered_predictions, {"size": 7, "batch": 2})
 
 
 def test_predictions_may_be_left_where_they_are(world):

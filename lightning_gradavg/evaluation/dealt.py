@@ -22,7 +22,6 @@ from lightning_gradavg.tree import fingerprint
 __all__ = [
     "EvaluationLoader",
     "compare_streams",
-    "in_order",
     "ranks_having",
     "sampler_problem",
 ]
@@ -129,12 +128,6 @@ class EvaluationLoader(LoaderWrapper):
 def ranks_having(lengths: Sequence[int], index: int) -> tuple[int, ...]:
     """Return the ranks that have a batch in round `index`."""
     return tuple(rank for rank, length in enumerate(lengths) if length > index)
-
-
-def in_order(of_ranks: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return dealt items in the order that they had before."""
-    count = sum(map(len, of_ranks))
-    return [of_ranks[index % len(of_ranks)][index // len(of_ranks)] for index in range(count)]
 
 
 def compare_streams(of_ranks: Sequence[Sequence[tuple[int, bytes]]], *, together: bool) -> None:

@@ -31,7 +31,6 @@ from torchmetrics import Metric
 from lightning_gradavg.evaluation.dealt import (
     EvaluationLoader,
     compare_streams,
-    in_order,
     ranks_having,
     sampler_problem,
 )
@@ -235,12 +234,13 @@ class ExactEvaluation(Evaluation):
         if not self.run.trainer.predicting:
             return
         compare_streams(world.gather_objects([loader.read for loader in now.loaders]), together=False)
-        if now.predictions is not None:
-            every = world.gather_objects(now.predictions)
-            for index, loader in enumerate(now.loaders):
-                if not loader.kept:
-                    # In place: this list is what the loop returns.
-                    now.predictions[index][:] = in_order([of_rank[index] for of_rank in every])
+        for loader, mine in zip(now.loaders, now.predictions or (), strict=now.predictions is not None):
+            if not loader.kept:
+                lengths = [length for (length,) in world.gather_integers([len(mine)])]
+                # Round by round, in which batches were dealt: what is gathered goes through the device's memory.
+                rounds = [world.gather_objects(mine[n] if n < len(mine) else None) for n in range(max(lengths))]
+                # In place: this list is what the loop returns.
+                mine[:] = [row[rank] for n, row in enumerate(rounds) for rank in range(len(row)) if n < lengths[rank]]
 
     def teardown(self) -> None:
         """Put everything back at the end of the run."""
