@@ -232,7 +232,7 @@ class Totals(NamedTuple):
     def unit_after(self, unit: float) -> float:
         """Return the unit of a later window: above this one's mean weight, or `unit` where it has none. On the host."""
         normalizers, pairs = self.values[_HEADER:], self.values[1]
-        return unit_above(total / pairs for total in normalizers) if max(normalizers) > 0 else unit
+        return unit_above([total / pairs for total in normalizers]) if max(normalizers) > 0 else unit
 
     @property
     def problem(self) -> str | None:
