@@ -85,6 +85,8 @@ def _plain(annotation: Any) -> tuple[Any, ...]:
 def _is(value: object, plain: Any) -> bool:
     """Return whether a value is of a plain type; integers are numbers, and truth values are not."""
     numeric = {int: Integral, float: Real}.get(plain)
+    if plain is dist.ProcessGroup and value == dist.GroupMember.NON_GROUP_MEMBER:
+        return True  # what new_group returns to others, who would wait if this rank raised alone: `require_members`
     if numeric is None:
         return isinstance(value, plain)
     return isinstance(value, numeric) and not isinstance(value, bool)
