@@ -240,8 +240,9 @@ class Reduction(Part):
         terms = loss_terms(loss)
         if weight is not None and not self.rule.uses_weight:
             self.warn(f'a "weight" was given, but reduction={self.rule.name!r} does not use weights: it is ignored.')
-        weighed = WeighedLoss.plain(terms, MicroBatch({WHOLE_LOSS: as_weight(1.0, self.run.device)}))
-        if self._accumulation is not None:
+        if self._accumulation is None:
+            weighed = WeighedLoss.plain(terms, MicroBatch({WHOLE_LOSS: as_weight(1.0, self.run.device)}))
+        else:
             micro_batch = read_weights(self.rule, terms, weight, self.batch, self.run.device, samples)
             if self.rule.uses_weight:
                 problem = problem or self._note_weight(given=weight is not None)
