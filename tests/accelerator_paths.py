@@ -154,6 +154,17 @@ class Gathering(Net):
         return torch.pdist(gather(self.net(batch))).square().mean()
 
 
+class Unfrozen(Net):
+    """Its first layer trains from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.net[0].requires_grad_(batch_idx >= 2)
+
+
 class Evaluated(Net):
     """Logs of what each sample gives."""
 
@@ -419,6 +430,7 @@ PATHS: Mapping[str, Path] = {
     "gradient_as_bucket_view": Path(fit, options(**WEIGHTED, gradient_as_bucket_view=True), waits=2),
     "static_graph": Path(fit, options(**WEIGHTED, static_graph=True), waits=2),
     "static_graph, windows of 4": Path(fit, options(**WEIGHTED, static_graph=True), trainer=WINDOW, waits=5),
+    "unfrozen parameters": Path(fit, options(**WEIGHTED), Unfrozen, waits=2),
     "sparse gradients": Path(fit, options(**WEIGHTED), Sparse, waits=4),
     "clipping": Path(fit, options(**WEIGHTED), trainer={"gradient_clip_val": 0.1}, waits=2),
     "bf16-mixed": Path(
