@@ -309,7 +309,7 @@ class GradAvgStrategy(DDPStrategy):
         """Observe the optimizer step whose window begins next; `report()` returns it once its gradients are reduced.
 
         A collective operation: every rank must call it before the same step. The observed step exchanges one vector of
-        240 numbers and, on an accelerator, waits for its gradients.
+        some 240 numbers and, on an accelerator, waits for its gradients.
 
         Args:
             cosines: Whether to measure the angle between local and reduced gradients, which takes a copy of the
