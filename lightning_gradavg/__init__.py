@@ -1,7 +1,5 @@
 """Gradient reduction for Lightning that reproduces a named reference run on any number of processes."""
 
-from importlib.metadata import version
-
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gradavg.monitor import GradAvgMonitor
@@ -27,6 +25,6 @@ __all__ = [
     "verify",
 ]
 
-__version__ = version("lightning-gradavg")
+__version__ = "0.1.0"
 
 GradAvgStrategy.register_strategies(StrategyRegistry)

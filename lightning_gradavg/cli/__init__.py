@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 __all__ = ["main"]
 
@@ -47,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return fit.main(arguments)
     if command == "--version":
-        print(f"gradavg {version('lightning-gradavg')}")
+        package = sys.modules["lightning_gradavg"]  # which is above this folder, and imported before it
+        print(f"gradavg {package.__version__}")
         return 0
     advice = _GONE.get(command, f"choose from {', '.join([*_LIGHTNING, *_OWN])}")
     print(f"gradavg: error: {command!r} is not a command; {advice}", file=sys.stderr)
