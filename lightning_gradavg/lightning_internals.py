@@ -56,6 +56,7 @@ __all__ = [
     "is_interactive",
     "iterator_of",
     "leave_batch_norm_alone",
+    "let_go",
     "limited_batches",
     "missing",
     "neutral_result",
@@ -554,6 +555,20 @@ def backward_times(model: DistributedDataParallel) -> tuple[float, float]:
     model.logger.set_runtime_stats_and_log()
     times = model._get_ddp_logging_data()
     return times.get("backward_comm_time", 0) / 1e9, times.get("backward_compute_comm_overlap_time", 0) / 1e9
+
+
+_KEPT: list[dist.ProcessGroup] = []
+
+
+def let_go(group: dist.ProcessGroup) -> None:
+    """Destroy a process group; ranks that wait for this one in it fail, as gloo closes its connections.
+
+    In torch 2.4 a group is deleted by whoever holds Python's lock, and joins threads that may wait for the lock to let go
+    of their tensors: seen once in some 200 trainings. There it is kept until the process ends.
+    """
+    dist.destroy_process_group(group)
+    if not RequirementCache("torch>=2.6"):
+        _KEPT.append(group)
 
 
 def process_groups() -> list[dist.ProcessGroup]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_gradavg.lightning_internals import backend_name
+from lightning_gradavg.lightning_internals import backend_name, let_go
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World, subgroups
 from lightning_gradavg.reduction.reducer import BucketSum
@@ -83,7 +83,7 @@ class OwnGroups:
         if self._in_order is None or self._in_order.close():
             for made in self._made:
                 for ranks in [ranks for ranks in made if self._world.rank in ranks]:
-                    dist.destroy_process_group(made.pop(ranks))
+                    let_go(made.pop(ranks))
         self._made, self._in_order = [], None
 
 
