@@ -560,14 +560,14 @@ def backward_times(model: DistributedDataParallel) -> tuple[float, float]:
 _KEPT: list[dist.ProcessGroup] = []
 
 
-def let_go(group: dist.ProcessGroup) -> None:
+def let_go(group: dist.ProcessGroup, *, failed: bool) -> None:
     """Destroy a process group; ranks that wait for this one in it fail, as gloo closes its connections.
 
-    In torch 2.4 a group is deleted by whoever holds Python's lock, and joins threads that may wait for the lock to let go
-    of their tensors: seen once in some 200 trainings. There it is kept until the process ends.
+    In torch 2.4 a group is deleted by whoever holds Python's lock, and joins threads that may wait for the lock to let
+    go of their tensors: seen once in some 200 trainings. There it is kept until the process ends, unless one failed.
     """
     dist.destroy_process_group(group)
-    if not RequirementCache("torch>=2.6"):
+    if not failed and not RequirementCache("torch>=2.6"):
         _KEPT.append(group)
 
 

@@ -83,7 +83,7 @@ class OwnGroups:
         if self._in_order is None or self._in_order.close():
             for made in self._made:
                 for ranks in [ranks for ranks in made if self._world.rank in ranks]:
-                    let_go(made.pop(ranks))
+                    let_go(made.pop(ranks), failed=self._in_order is not None and self._in_order.failed)
         self._made, self._in_order = [], None
 
 

@@ -226,6 +226,11 @@ class InOrder:
             self._thread = thread
         self._end = weakref.finalize(self, self._calls.put, None)
 
+    @property
+    def failed(self) -> bool:
+        """Whether a call raised."""
+        return self._error is not None
+
     def submit(self, call: Callable[[], Tensor]) -> Future[Tensor]:
         """Return the future of what `call` returns: a tensor on the device."""
         if self._stream is not None:
