@@ -20,7 +20,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -45,6 +44,7 @@ from lightning_gradavg.lightning_internals import (
     MetricInside,
     broadcast_from_first,
     injects_samplers,
+    let_go,
     limited_batches,
     restore_evaluation_loops,
     set_injection_of_samplers,
@@ -248,7 +248,7 @@ class ExactEvaluation(Evaluation):
         restore_evaluation_loops(self.run.trainer)
         for ranks, group in self._groups.items():
             if self.run.world.rank in ranks:
-                dist.destroy_process_group(group)
+                let_go(group, failed=False)
         self._groups = {}
 
     def _metrics(self) -> dict[str, Metric]:
