@@ -127,11 +127,12 @@ class Accumulation:
 
     def _checked(self, micro_batch: MicroBatch) -> MicroBatch:
         """Find fault with a micro-batch that trains other parameters than its window, or weighs other terms."""
-        trained = tuple(parameter.requires_grad for parameter in self.parameters)
+        # Asked of every parameter only where it is compared.
+        trained = tuple(parameter.requires_grad for parameter in self.parameters) if self._preserves else ()
         problem, terms = micro_batch.problem, self.reducer.window.terms
         if not terms:
             self._trained = trained
-        elif self._preserves and trained != self._trained:
+        elif trained != self._trained:
             problem = problem or (
                 "it trains other parameters than the micro-batches before it, which were not reduced yet:"
                 " reduce the window of one optimizer before the backward of another"

@@ -289,9 +289,9 @@ class Reduction(Part):
             terms = dict.fromkeys(terms, zero_loss(accumulation.parameters, self._sparse))
             prepare_for_backward(run.ddp, terms)
         weighed = accumulation.weigh(terms, micro_batch)
-        sparse = [parameter for parameter in accumulation.parameters if id(parameter) in self._sparse]
-        if sparse and all(weight == 0 for weight in micro_batch.weights.values()):
+        if self._sparse and all(weight == 0 for weight in micro_batch.weights.values()):
             # Its gradient is stopped at the loss, but DDP takes no sparse gradient that is undefined.
+            sparse = [parameter for parameter in accumulation.parameters if id(parameter) in self._sparse]
             weighed.value = weighed.value + zero_loss(sparse, self._sparse).to(weighed.value.dtype)
         return weighed
 
