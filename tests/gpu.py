@@ -120,7 +120,7 @@ def check(names: Sequence[str], device: str) -> tuple[Table, bool]:
 def checked(name: str, device: str, cpu: RankPool, pool: RankPool) -> tuple[list[str], bool]:
     """Return what is known of a path, and whether it is right on all ranks."""
     path = PATHS[name]
-    # Lightning's device-side loss scaler and autocast differ from the CPU's by the roundings of their types.
+    # Kernels of a GPU add up float32 in another order than those of the CPU.
     tolerance = max(path.tolerance, 2e-5)
     try:
         expected = [outcome for outcome, _ in cpu.run(perform, name, "cpu")]
