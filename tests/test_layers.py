@@ -16,7 +16,7 @@ FLOORS = (
     "timers profile loaders",
     "rules ranks wire part",
     "options reduction rates",
-    "batches evaluation launch termination",
+    "batches checkpoints evaluation launch termination",
     "replicas report",
     "strategy plan",
     "verify monitor",
@@ -30,8 +30,9 @@ UPWARD: dict[str, str] = {}
 
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 LIGHTNING_IN = (
-    "lightning_internals methods part profile batches.part evaluation launch rates.part reduction.reduction",
-    "replicas.part replicas.state replicas.obstacles replicas.log strategy termination monitor verify cli __init__",
+    "lightning_internals methods part profile batches.part checkpoints evaluation launch rates.part",
+    "reduction.reduction replicas.part",
+    "replicas.state replicas.obstacles replicas.log strategy termination monitor verify cli __init__",
 )
 """Folders and modules that may import Lightning. Everything else is the core, and works without."""
 
