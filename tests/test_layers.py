@@ -13,7 +13,7 @@ from structure import MODULES, folder_of, imported_names, own_imports
 # A module beside the folders is a folder of its own. Put a new one where its imports allow.
 FLOORS = (
     "place tree device lightning_internals arguments methods random_state",
-    "timers profile loaders",
+    "timers profile loaders fingerprint",
     "rules ranks wire part",
     "options reduction rates",
     "batches checkpoints evaluation launch termination",
