@@ -205,7 +205,8 @@ class SignalHooks:
     """Where Lightning asks all ranks whether to end, and what it does on SIGTERM, and when SLURM ends a job.
 
     `_TrainingEpochLoop._broadcast_sigterm_tensor`, `_SignalConnector._sigterm_notifier_fn` and `received_sigterm`,
-    there since lightning 2.6, which blocks every rank at every batch, and `_slurm_sigusr_handler_fn` (docs/sigterm.md).
+    there since lightning 2.6, which blocks every rank at every batch, and `_slurm_sigusr_handler_fn`: see
+    docs/preemption.md.
 
     Args:
         loop: The training epoch loop.

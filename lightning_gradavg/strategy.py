@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
+from lightning_gradavg.checkpoints import WholeCheckpoints, whole_checkpoint
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.launch import require_launch
 from lightning_gradavg.lightning_internals import MixedPrecision, leave_batch_norm_alone
@@ -378,6 +379,8 @@ class GradAvgStrategy(DDPStrategy):
         for part in self._parts:
             part.setup(run)
             self._begun.append(part)
+        if type(self.checkpoint_io) is TorchCheckpointIO:
+            self.checkpoint_io = WholeCheckpoints()
         if self._options.one_device:
             leave_batch_norm_alone(self)  # ours serves CPUs and idle ranks, too
         if any(each is not None for each in self._members):
@@ -650,11 +653,14 @@ class GradAvgStrategy(DDPStrategy):
         super().save_checkpoint({**checkpoint, _CHECKPOINT_KEY: saved}, *args, **kwargs)
 
     @override
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(*args, **kwargs)
-        self._saved = checkpoint.get(_CHECKPOINT_KEY)
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         module = self.lightning_module
-        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+        trains = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        if trains:
+            checkpoint_path = whole_checkpoint(checkpoint_path, World.of(None))
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._saved = checkpoint.get(_CHECKPOINT_KEY)
+        if trains:
             # Of a checkpoint of another strategy only the recipe is asked, which it does not have.
             for part in self._parts if self._saved is not None else (self._rates,):
                 part.load(self._saved or {})

@@ -190,7 +190,7 @@ def test_double_precision_node_by_node(world):
 
 
 SIGNALS = ("all_reduce", 8)
-"""The agreement on termination, of four bytes: see docs/sigterm.md."""
+"""The agreement on termination, of four bytes: see docs/preemption.md."""
 
 
 @contextmanager
