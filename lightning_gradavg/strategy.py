@@ -552,7 +552,7 @@ class GradAvgStrategy(DDPStrategy):
     ) -> Any:
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
-            self._reduction.require_reduced(optimizer)
+            self._reduction.note_step(optimizer)
         step = super().optimizer_step
         return self._rates.optimizer_step(optimizer, lambda: step(optimizer, closure, model, **kwargs))
 

@@ -112,6 +112,36 @@ def test_step_on_unreduced_gradients_is_detected(world, reduction, way):
     assert all("self.manual_backward(loss)" in one.message for one in raised)
 
 
+class Alone(Toy):
+    """Steps a second time on the same gradients, on one rank and in one batch."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.batch = batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.losses(batch).mean())
+        optimizer.step()
+        if dist.get_rank() == 1 and batch_idx == self.batch:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("batch", [0, 2, 5])
+@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
+def test_step_of_one_rank_alone_is_an_error_on_all(world, reduction, batch):
+    """Ranks of which only one steps on gradients that were not reduced do not wait for it: all raise, and say which."""
+    raised = world(2).run_expecting_errors(
+        train, [[[1.0]] * 6] * 2, {"batch": batch}, {"reduction": reduction}, module=Alone
+    )
+    assert ["RuntimeError"] * 2 == [one.type_name for one in raised]
+    assert all(
+        "SGD.step() was called on gradients" in one.message and "it was called on rank 1." in one.message
+        for one in raised
+    )
+
+
 class Surgery(Toy):
     """Writes gradients by hand, as PCGrad does, of samples that all ranks have, or of its own and reduced by itself."""
 
