@@ -114,8 +114,8 @@ class GradAvgStrategy(DDPStrategy):
         wire_dtype: What gradients are sent as between ranks: `"bfloat16"` or `"float16"`, half the bytes. They are
             summed in float32, and all ranks get the same bits. None for their own type. See docs/communication.md.
         wire_scope: `"all"` to use `wire_dtype` between any ranks, `"nodes"` only between nodes.
-        node_aware: True to sum within each node before anything is sent between nodes, False not to, None to do so
-            where it pays: with nodes of equally many ranks, two or more, on gloo under a rule that has a hook anyway,
+        node_aware: True for the hierarchical all-reduce, which sums within each node before anything is sent between
+            nodes, False for none, None for where it pays: with nodes of equally many ranks, two or more, on gloo under a rule that has a hook anyway,
             and on NCCL with a `wire_dtype`.
         accelerator: As in `DDPStrategy`.
         parallel_devices: As in `DDPStrategy`.
