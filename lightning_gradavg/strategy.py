@@ -115,8 +115,8 @@ class GradAvgStrategy(DDPStrategy):
             summed in float32, and all ranks get the same bits. None for their own type. See docs/communication.md.
         wire_scope: `"all"` to use `wire_dtype` between any ranks, `"nodes"` only between nodes.
         node_aware: True for the hierarchical all-reduce, which sums within each node before anything is sent between
-            nodes, False for none, None for where it pays: with nodes of equally many ranks, two or more, on gloo under a rule that has a hook anyway,
-            and on NCCL with a `wire_dtype`.
+            nodes, False for none, None for where it pays: with nodes of equally many ranks, two or more, on gloo under
+            a rule that has a hook anyway, and on NCCL with a `wire_dtype`.
         accelerator: As in `DDPStrategy`.
         parallel_devices: As in `DDPStrategy`.
         cluster_environment: As in `DDPStrategy`.
