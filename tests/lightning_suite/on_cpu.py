@@ -25,4 +25,4 @@ def connect_to_cpu(self: Any, *, devices: Any = "auto", accelerator: Any = "auto
 vars(requirements)["num_cuda_devices"] = lambda: 2
 # Each is run in a process of its own.
 vars(testing)["_runif_reasons"] = lambda **needs: reasons_of(**{**needs, "standalone": False})
-_AcceleratorConnector.__init__ = connect_to_cpu  # type: ignore[method-assign]
+setattr(_AcceleratorConnector, "__init__", connect_to_cpu)  # noqa: B010  # a type checker refuses the assignment
