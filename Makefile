@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: lint  ## Lint, check types, run the tests, of grids all pairs; PYTEST_ARGS is passed on
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-all: override PYTEST_ARGS += -m ''
 test-all: test  ## The same with full grids, as before a release

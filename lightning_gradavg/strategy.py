@@ -115,9 +115,9 @@ class GradAvgStrategy(DDPStrategy):
         wire_dtype: What gradients are sent as between ranks: `"bfloat16"` or `"float16"`, half the bytes. They are
             summed in float32, and all ranks get the same bits. None for their own type. See docs/communication.md.
         wire_scope: `"all"` to use `wire_dtype` between any ranks, `"nodes"` only between nodes.
-        node_aware: True to sum within each node before anything is sent between nodes, False not to, None to do so
-            where it pays: with nodes of equally many ranks, two or more, on gloo under a rule that has a hook anyway,
-            and on NCCL with a `wire_dtype`.
+        node_aware: True for the hierarchical all-reduce, which sums within each node before anything is sent between
+            nodes, False for none, None for where it pays: with nodes of equally many ranks, two or more, on gloo under
+            a rule that has a hook anyway, and on NCCL with a `wire_dtype`.
         accelerator: As in `DDPStrategy`.
         parallel_devices: As in `DDPStrategy`.
         cluster_environment: As in `DDPStrategy`.
@@ -555,7 +555,7 @@ class GradAvgStrategy(DDPStrategy):
     ) -> Any:
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
-            self._reduction.require_reduced(optimizer)
+            self._reduction.note_step(optimizer)
         step = super().optimizer_step
         return self._rates.optimizer_step(optimizer, lambda: step(optimizer, closure, model, **kwargs))
 

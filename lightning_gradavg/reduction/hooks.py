@@ -179,7 +179,7 @@ def exchange_sum(
     if not route.hops:
         return None, route.reason
     wanted = {hop.ranks for of_rank in routes for hop in of_rank.hops}
-    made = own.make(wanted, options.asked_for or "node by node")
+    made = own.make(wanted, options.asked_for or "the hierarchical all-reduce")
     codec = Codec(torch.float32) if options.dtype is None else CODECS[options.dtype]
     exchange = Exchange(route, codec, made)
     all_reduce = plain_sum(group)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_gradavg.lightning_internals import defers_reduction, flushes_static_graph, reduced_parameters
 from lightning_gradavg.part import Part, Run
-from lightning_gradavg.ranks import World
+from lightning_gradavg.ranks import World, on_ranks
 from lightning_gradavg.reduction.accumulation import Accumulation
 from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum, plain_sum, user_mean
@@ -80,6 +80,7 @@ class Reduction(Part):
         self._withheld = self._unprepared = self._static_graph_seen = False
         self._reductions = 0
         self._reductions_at_step: dict[int, int] = {}
+        self._compared: World | None = None
         self._end: Callable[[], None] = _nothing
         self._warned: set[str] = set()
 
@@ -93,6 +94,9 @@ class Reduction(Part):
         self._targets_ignored = False
         self._withheld = self._unprepared = self._static_graph_seen = False
         self._reductions, self._reductions_at_step = 0, {}
+        # Of manual optimization: batches, steps on gradients that were not reduced, what those were, and whose.
+        self._batches, self._apart, self._stepped = 0, [0.0, 0.0], ""
+        self._compared = None
 
     def configure_ddp(self, run: Run) -> None:
         """Register the reduction, on CPU as on CUDA, where Lightning would drop a hook without a word."""
@@ -104,6 +108,7 @@ class Reduction(Part):
                 f" backward, as 2.6 does; in lightning {lightning.__version__} it would not be reduced."
                 " Leave static_graph out, or use a newer lightning."
             )
+        self._compared = World.of(model.process_group) if manual else None
         named = dict(model.module.named_parameters())
         self._frozen = [(name, p) for name, p in named.items() if not p.requires_grad]
         names = {p: name for name, p in named.items()}
@@ -202,6 +207,10 @@ class Reduction(Part):
     def begin_step(self, batch: Any) -> None:
         """Note the batch of a training step, and forget losses whose backward was never run."""
         self.batch, self._pending = batch, []
+        # At the first steps of a run and then ever more seldom, as it takes a wait for the other ranks.
+        if self._batches & (self._batches - 1) == 0:
+            self._compare()
+        self._batches += 1
         if self._accumulation is not None:
             self._accumulation.crosses_ranks = self._crosses_ranks
 
@@ -378,36 +387,48 @@ class Reduction(Part):
         else:
             self._accumulation.reducer.reduce_apart(parameters, group)
 
-    def require_reduced(self, optimizer: Optimizer) -> None:
-        """Compare, of a manual loop, gradients that no manual_backward reduced; a collective operation on them.
-
-        Raises:
-            RuntimeError: On all ranks, if the gradients differ: the ranks would drift apart.
-        """
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Note a step of a manual loop on gradients that no manual_backward reduced since the last one."""
         before = self._reductions_at_step.get(id(optimizer), 0)
         self._reductions_at_step[id(optimizer)] = self._reductions
         if before < self._reductions or self.run.world.size == 1:
             return
-        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-        prints = World.of(self.run.ddp.process_group).gather_floats([_fingerprint(gradients)])
-        # By their text: what is no number on all ranks is the same.
-        different = len(set(map(str, prints))) > 1
-        if not different and prints[0] == [0.0]:
+        found = _fingerprint(parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        if found != 0:
+            steps, total = self._apart
+            self._apart = [steps + 1, total + (steps + 1) * found]
+            self._stepped = type(optimizer).__name__
+
+    def _compare(self) -> None:
+        """Compare the gradients of steps that were noted: where every rank is, whichever of them stepped on such.
+
+        Raises:
+            RuntimeError: On all ranks, if the gradients differ: the ranks would drift apart.
+        """
+        if self._compared is None:
             return
-        found = f"{type(optimizer).__name__}.step() was called on gradients that were not reduced since its last step"
+        mine, self._apart = self._apart, [0.0, 0.0]
+        stepped, self._stepped = self._stepped, ""
+        # By their text: what is no number on all ranks is the same.
+        different = len({str(row) for row in self._compared.gather_floats(mine)}) > 1
+        names = self._compared.gather_objects(stepped) if different else [stepped]
+        found = f"{max(names)}.step() was called on gradients that were not reduced since its last step"
         if different:
+            where = on_ranks([rank for rank, name in enumerate(names) if name])
             raise RuntimeError(
-                f"{found}, and they differ between the ranks, which would drift apart."
-                " In manual optimization call self.manual_backward(loss) instead of loss.backward(), and end every"
-                " window with a backward outside of toggle_model(sync_grad=False)."
+                f"{found}, and they differ between the ranks, which would drift apart: it was called {where}."
+                " In manual optimization call self.manual_backward(loss) instead of loss.backward(), end every"
+                " window with a backward outside of toggle_model(sync_grad=False), and step on all ranks alike."
             )
-        self.warn(
-            f"{found}. They are the same on all ranks, so nothing drifts apart; reduction={self.rule.name!r} is not"
-            " applied to them. Further steps are compared, and only a difference is reported."
-        )
+        if stepped:
+            self.warn(
+                f"{found}. They are the same on all ranks, so nothing drifts apart; reduction={self.rule.name!r} is not"
+                " applied to them. Further steps are compared, and only a difference is reported."
+            )
 
     def check(self) -> None:
         """Raise what was found out about the last window, which no further one does: before it is saved, at the end."""
+        self._compare()
         if self._accumulation is not None:
             self._accumulation.reducer.check()
 
@@ -437,6 +458,7 @@ class Reduction(Part):
 
     def teardown(self) -> None:
         """End what runs beside the backward."""
+        self._compared = None
         if self._own is not None:
             self._own.close()
             self._own = None
