@@ -53,7 +53,8 @@ class Accumulation:
 
     def reset(self) -> None:
         """Forget a window that was begun and never reduced."""
-        self.reducer.reset()
+        if self.pending:
+            self.reducer.reset()
         self._before, self._left, self._of_term = None, [], {}
 
     @property
@@ -71,30 +72,33 @@ class Accumulation:
         weighed = self._multiplies or micro_batch.absent
         return WeighedLoss.of(terms, micro_batch) if weighed else WeighedLoss.plain(terms, micro_batch)
 
-    def backward(self, loss: WeighedLoss, run: Callable[..., None], *, last: bool, loss_divisor: float) -> None:
+    def backward(
+        self, loss: WeighedLoss, run: Callable[..., None], *, begins: bool, last: bool, loss_divisor: float
+    ) -> None:
         """Run a micro-batch's backward; after the last one of the window the gradients are the reduced ones.
 
         Args:
             loss: What `weigh` returned.
             run: Runs the backward of the loss; takes `retain_graph=True`.
+            begins: Whether the training loop says that it is the first one of its window.
             last: Whether the reducer's hook runs during this backward.
             loss_divisor: What the training loop divides every loss of this window by.
         """
-        if self._preserves and self.pending and self._cleared():
+        if begins or (self._preserves and self.pending and self._cleared()):
             self.reset()
+        pending = self.pending
         if self._preserves and self._before is None:
             # A gradient may live in a bucket of DDP, which the next reduction overwrites.
             self._before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
             self._set_gradients(None)
-        alone = last and self.pending == 0
-        micro_batch = self._checked(loss.micro_batch)
+        micro_batch = self._checked(loss.micro_batch, pending)
         multipliers = self.reducer.add(micro_batch)
         self.reducer.accumulating = not last
         if last:
             self.reducer.close(loss_divisor)
         named = tuple(multipliers) != (WHOLE_LOSS,)
         coefficients = {term: multiplier / self.reducer.unit for term, multiplier in multipliers.items()}
-        if alone and not named and not self.crosses_ranks and _is_unread(multipliers[WHOLE_LOSS]):
+        if last and pending == 0 and not named and not self.crosses_ranks and _is_unread(multipliers[WHOLE_LOSS]):
             self._select(loss, coefficients[WHOLE_LOSS], run)
             return
         read = _on_host(multipliers)
@@ -125,20 +129,22 @@ class Accumulation:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
-    def _checked(self, micro_batch: MicroBatch) -> MicroBatch:
+    def _checked(self, micro_batch: MicroBatch, pending: int) -> MicroBatch:
         """Find fault with a micro-batch that trains other parameters than its window, or weighs other terms."""
         # Asked of every parameter only where it is compared.
         trained = tuple(parameter.requires_grad for parameter in self.parameters) if self._preserves else ()
-        problem, terms = micro_batch.problem, self.reducer.window.terms
-        if not terms:
+        if pending == 0:
             self._trained = trained
-        elif trained != self._trained:
-            problem = problem or (
+        if pending == 0 or micro_batch.problem is not None:
+            return micro_batch
+        problem = None
+        if trained != self._trained:
+            problem = (
                 "it trains other parameters than the micro-batches before it, which were not reduced yet:"
                 " reduce the window of one optimizer before the backward of another"
             )
-        elif (WHOLE_LOSS in terms) != (WHOLE_LOSS in micro_batch.weights):
-            problem = problem or (
+        elif (WHOLE_LOSS in self.reducer.window.terms) != (WHOLE_LOSS in micro_batch.weights):
+            problem = (
                 "its loss terms share a weight, or have one each, unlike those of the micro-batches before it: name the"
                 " weights in all micro-batches of a window or in none"
             )

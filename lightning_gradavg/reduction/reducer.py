@@ -112,7 +112,7 @@ class Reducer:
 
     def reset(self) -> None:
         """Forget a window that was begun and never reduced."""
-        self.window, self._closed, self.discarded = self.window.anew(), None, None
+        self.window, self._closed = self.window.anew(), None
 
     def add(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """Append a micro-batch to the window, and return the multiplier `w` of each of its loss terms.
@@ -120,7 +120,7 @@ class Reducer:
         The first time, a collective operation, for a unit: from then on it follows from the windows before.
         """
         shares = self.window.add(micro_batch)
-        if self.rule.uses_weight and self.window.length == 1 and self._unit is None:
+        if self._unit is None and self.rule.uses_weight and self.window.length == 1:
             weights = [on_device(as_weight(share.normalizer, self.device), self.device) for share in shares.values()]
             largest = torch.stack(weights).nan_to_num(0, 0, 0).amax()
             if self.world.group is not None:
@@ -141,7 +141,7 @@ class Reducer:
         Raises:
             ValueError: If a rule that uses no weight cannot be accumulated.
         """
-        window, self.window = self.window, self.window.anew()
+        window, self.window, self.discarded = self.window, self.window.anew(), None
         constant, ratio = self._constants_of(window)
         closed = self._closed = _Closed(window, loss_divisor * ratio * self.unit, constant)
         if self._exchanges:
@@ -256,7 +256,7 @@ class Reducer:
                 on an accelerator one optimizer step later, because the totals are not waited for. A faulty window
                 leaves gradients of zero.
         """
-        closed, self._closed, self.discarded = self._require_closed(), None, None
+        closed, self._closed = self._require_closed(), None
         self.check()
         if closed.totals is None:
             return
@@ -277,7 +277,7 @@ class Reducer:
         window, copy = unchecked
         totals = self._read = Totals(copy.read(), len(self.places))
         problem = totals.problem
-        if problem is None and totals.uneven and self._depends_on_window:
+        if problem is None and self._depends_on_window and totals.uneven:
             problem = f"the ranks accumulated different numbers of micro-batches, which {self.rule.name!r} depends on"
         if problem is None:
             return

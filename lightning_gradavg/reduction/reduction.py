@@ -347,12 +347,11 @@ class Reduction(Part):
             if last and length < divisor:
                 _multiply_gradients(model, divisor / length)
         else:
-            if automatic and length == 1 and first:
-                accumulation.reset()
             if not automatic and self.rule == RULES["mean"]:
                 # As in stock DDP, the user divides the losses of a window in manual optimization.
                 divisor = accumulation.pending + 1
-            accumulation.backward(loss, run, last=last, loss_divisor=divisor)
+            begins = automatic and length == 1 and first
+            accumulation.backward(loss, run, begins=begins, last=last, loss_divisor=divisor)
             self._end = accumulation.finish if last else accumulation.pause
         if last:
             self._reduce_unfrozen()
