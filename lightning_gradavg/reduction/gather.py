@@ -19,17 +19,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import compress
+from operator import not_
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gradavg.place import node_from_environment
-from lightning_gradavg.ranks import Header, World, digest, on_ranks, ranks_by_value
+from lightning_gradavg.ranks import Contribution, World, by_rank, on_ranks
 from lightning_gradavg.reduction.average import agreed_factors, checked_weight
 from lightning_gradavg.reduction.sums import SUM_DTYPES
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
@@ -88,42 +90,25 @@ def gather(
         with torch.inference_mode(False), torch.no_grad():
             return gather(tensors, reduction=reduction, weight=weight, group=group)
     world = World.of(group)
-    call, error = None, None
-    try:
-        call = _Call.of(tensors, reduction, weight, world.device_types)
-    except Exception as failure:  # noqa: BLE001  # whatever this rank meets: the others would wait for it for ever
-        error = failure
-    header = Header(failed=True) if call is None else call.header
-    entries = [0] if call is None else call.entries
-    table = world.gather_integers([*header.pack(), torch.is_grad_enabled(), entries[0]])
-    headers = [Header.unpack(row[:-2]) for row in table]
-    if call is None or any(one.failed for one in headers):
-        text = None if error is None else str(error)
-        raise ValueError(f"gather cannot proceed, {_named(world.gather_objects(text))}.") from error
-    if len({one.call for one in headers}) > 1:
-        raise ValueError(
-            f"the ranks call gather differently: {_named(world.gather_objects(call.description))}."
-            " Pass the same structure, dtypes, shapes beyond dimension 0 and reduction= on all ranks."
-        )
-    of_ranks = [row[-1:] for row in table]
-    if len(entries) > 1:
-        of_ranks = [a + b for a, b in zip(of_ranks, world.gather_integers(entries[1:]), strict=True)]
-    wanted = [any(entry & 1 for entry in of_leaf) for of_leaf in zip(*of_ranks, strict=True)]
-    disabled = [rank for rank, row in enumerate(table) if not row[-2]]
+    mine, agreed = world.agree(
+        "gather cannot proceed", lambda: _Rows.of(tensors, reduction, weight, world.device_types), _difference
+    )
+    disabled = [rank for rank, (enabled, *_) in enumerate(agreed.details) if not enabled]
+    # Per rank, of each tensor twice its rows plus 1 if it requires grad.
+    entries = [of_rank for _, *of_rank in agreed.details]
+    rows = [[entry >> 1 for entry in of_rank] for of_rank in entries]
+    wanted = [any(entry & 1 for entry in of_leaf) for of_leaf in zip(*entries, strict=True)]
     if any(wanted) and disabled:
         raise ValueError(
             f"gather runs under torch.no_grad {on_ranks(disabled)}, but other ranks need a gradient, for which those"
             " would wait for ever. Use torch.no_grad on all ranks or on none."
         )
-    rows = [[entry >> 1 for entry in of_rank] for of_rank in of_ranks]
-    factors = agreed_factors(call.rule, headers)
-    on_gather = _ON_GATHER.get()
-    if any(wanted) and on_gather is not None:
+    factors, on_gather = agreed_factors(mine.rule, agreed), _ON_GATHER.get()
+    if any(wanted):
+        on_gather = on_gather or partial(_require_kept, mine.rule, factors, [any(of_rank) for of_rank in rows])
         on_gather()
-    elif any(wanted):
-        _require_kept(call.rule, factors, [any(of_rank) for of_rank in rows])
-    weighs_here = on_gather is None and len(set(factors)) > 1
-    gathered = _gather_leaves(world, call.leaves, rows, wanted, factors if weighs_here else None)
+    weighs_here = _ON_GATHER.get() is None and len(set(factors)) > 1
+    gathered = _gathered(_Exchange(world, rows, factors if weighs_here else None), mine.leaves, wanted)
     result: T = rebuilt(tensors, iter(gathered))
     return result
 
@@ -135,48 +120,43 @@ def require_allowed() -> None:
         raise RuntimeError(f"{refused}.")
 
 
-@contextmanager
-def collectives_refused(reason: str) -> Iterator[None]:
+def collectives_refused(reason: str) -> AbstractContextManager[None]:
     """Have `gather` raise a RuntimeError within the context, on every rank that calls it."""
-    token = _REFUSED.set(reason)
-    try:
-        yield
-    finally:
-        _REFUSED.reset(token)
+    return _within(_REFUSED, reason)
 
 
-@contextmanager
-def losses_weighed(on_gather: Callable[[], None] | None) -> Iterator[None]:
+def losses_weighed(on_gather: Callable[[], None] | None) -> AbstractContextManager[None]:
     """Say that losses are multiplied by their weights before the backward, of what `gather` is called for within.
 
     Args:
         on_gather: Called when gradients will cross ranks. None where losses are not multiplied, which changes nothing.
     """
-    token = _ON_GATHER.set(on_gather)
+    return _within(_ON_GATHER, on_gather)
+
+
+@contextmanager
+def _within(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _ON_GATHER.reset(token)
+        variable.reset(token)
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Rows(Contribution):
     """One rank's arguments, checked.
 
     Attributes:
         rule: The reduction rule.
         leaves: The tensors in the order of the structure.
-        description: What must be the same on all ranks, in words.
-        weight: The weight, or None.
     """
 
     rule: Rule
     leaves: list[Tensor]
-    description: str
-    weight: float | None
 
     @classmethod
-    def of(cls, tensors: Any, reduction: Any, weight: Any, device_types: Sequence[str] | None) -> _Call:
+    def of(cls, tensors: Any, reduction: Any, weight: Any, device_types: Sequence[str] | None) -> _Rows:
         rule = resolve_rule(reduction)
         labeled = list(leaves(tensors))
         if not labeled:
@@ -193,17 +173,16 @@ class _Call:
         number = checked_weight(weight) if rule.uses_weight else None
         # The rank's own structure counts, and so does every shape but the number of rows.
         forms = "; ".join(f"tensors{label} of shape (rows, {_sizes(leaf)}) and {leaf.dtype}" for label, leaf in labeled)
-        return cls(rule, [leaf for _, leaf in labeled], f"{forms}, reduction={rule.name!r}", number)
+        grad, own = torch.is_grad_enabled(), [leaf for _, leaf in labeled]
+        entries = [2 * leaf.shape[0] + (leaf.requires_grad and grad) for leaf in own]
+        return cls(f"{forms}, reduction={rule.name!r}", [grad, *entries], number, rule, own)
 
-    @property
-    def header(self) -> Header:
-        return Header(False, digest(self.description), 0, node_from_environment(), self.weight)
 
-    @property
-    def entries(self) -> list[int]:
-        """Per tensor, twice its rows plus 1 if it requires grad."""
-        grad = torch.is_grad_enabled()
-        return [2 * leaf.shape[0] + (leaf.requires_grad and grad) for leaf in self.leaves]
+def _difference(descriptions: Sequence[str]) -> str:
+    return (
+        f"the ranks call gather differently: {by_rank(descriptions)}."
+        " Pass the same structure, dtypes, shapes beyond dimension 0 and reduction= on all ranks."
+    )
 
 
 def _require_kept(rule: Rule, factors: Sequence[float], present: Sequence[bool]) -> None:
@@ -215,10 +194,6 @@ def _require_kept(rule: Rule, factors: Sequence[float], present: Sequence[bool])
             " that count in the other ranks' losses. Gather no rows there (tensor[:0]); or use reduction='sum' with"
             " losses that are divided by the count of all ranks."
         )
-
-
-def _named(values: Sequence[object]) -> str:
-    return "; ".join(f"{on_ranks(ranks)}: {value}" for value, ranks in ranks_by_value(values).items() if value)
 
 
 def _check(label: str, leaf: Any, device_types: Sequence[str] | None) -> None:
@@ -241,30 +216,14 @@ def _sizes(leaf: Tensor) -> str:
     return ", ".join(map(str, leaf.shape[1:]))
 
 
-def _gather_leaves(
-    world: World,
-    tensors: Sequence[Tensor],
-    rows: Sequence[Sequence[int]],
-    wanted: Sequence[bool],
-    factors: Sequence[float] | None,
-) -> list[Tensor]:
-    if world.size == 1:
+def _gathered(exchange: _Exchange, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Sequence[Tensor]:
+    if exchange.world.size == 1:
         return [tensor.clone() for tensor in tensors]
-    gathered: dict[int, Tensor] = {}
-    # What needs no gradient on any rank stays out of the backward.
-    for differentiable in (True, False):
-        indices = [index for index, of_leaf in enumerate(wanted) if of_leaf is differentiable]
-        exchange = _Rows(world, [[of_rank[index] for index in indices] for of_rank in rows], factors)
-        chosen = [tensors[index] for index in indices]
-        if differentiable and indices:
-            gathered |= zip(indices, _apply(_Gather, exchange, False, *chosen), strict=True)
-        elif indices:
-            gathered |= zip(indices, exchange.gather([tensor.detach() for tensor in chosen]), strict=True)
-    return [gathered[index] for index in range(len(tensors))]
+    return _apply(_Gather, tensors, exchange, wanted, False)
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _Exchange:
     """Moves rows between ranks and back, as bytes: every dtype travels, on every backend.
 
     Attributes:
@@ -275,7 +234,11 @@ class _Rows:
 
     world: World
     rows: Sequence[Sequence[int]]
-    factors: Sequence[float] | None = None
+    factors: Sequence[float] | None
+
+    def of(self, wanted: Sequence[bool]) -> _Exchange:
+        """Return the exchange of some of the tensors."""
+        return replace(self, rows=[list(compress(of_rank, wanted)) for of_rank in self.rows])
 
     def gather(self, tensors: Sequence[Tensor], *, weigh: bool = False) -> list[Tensor]:
         """Return the ranks' tensors along dimension 0; with `weigh`, the adjoint of `sum_back`.
@@ -332,35 +295,40 @@ class _Rows:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: _Rows, weigh: bool, _anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return tuple(exchange.gather(tensors, weigh=weigh))
+    def forward(
+        ctx: Any, exchange: _Exchange, wanted: Sequence[bool], weigh: bool, _anchor: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.wanted = exchange, wanted
+        gathered = exchange.gather(tensors, weigh=weigh)
+        ctx.mark_non_differentiable(*compress(gathered, map(not_, wanted)))
+        return tuple(gathered)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_apply(_SumBack, ctx.exchange, *gradients)
+        # What needs no gradient on any rank stays out of it.
+        wanted = ctx.wanted
+        home = iter(_apply(_SumBack, list(compress(gradients, wanted)), ctx.exchange.of(wanted)))
+        return None, None, None, None, *(next(home) if is_wanted else None for is_wanted in wanted)
 
 
 class _SumBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: _Rows, _anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: _Exchange, _anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         return tuple(exchange.sum_back(gradients))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         weigh = ctx.exchange.factors is not None
-        return None, None, *_apply(_Gather, ctx.exchange, weigh, *gradients)
+        return None, None, *_apply(_Gather, gradients, ctx.exchange, [True] * len(gradients), weigh)
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor, ...]:
+def _apply(function: type[torch.autograd.Function], tensors: Sequence[Tensor], *settings: Any) -> tuple[Tensor, ...]:
     """Apply a function with an anchor before its tensors.
 
     Without a leaf of its own that requires grad, a rank whose tensors need no gradient would not join the backward of
     the others.
     """
-    settings = [argument for argument in arguments if not isinstance(argument, Tensor)]
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
     outputs: tuple[Tensor, ...] = function.apply(*settings, anchor, *tensors)
     return outputs
