@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_gradavg.lightning_internals import stored, version_of
 from lightning_gradavg.reduction.loss import WeighedLoss, gradients_discarded
 from lightning_gradavg.reduction.reducer import Reducer
-from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch
+from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Window
 
 __all__ = ["Accumulation"]
 
@@ -61,6 +61,15 @@ class Accumulation:
     def pending(self) -> int:
         """Number of micro-batches accumulated and not yet reduced."""
         return self.reducer.window.length
+
+    def on_gather(self) -> None:
+        """Note that gradients of a step cross ranks."""
+        self.crosses_ranks = True
+
+    @property
+    def closed(self) -> tuple[Window, float]:
+        """The window that is being reduced, and what its gradients were divided by."""
+        return self.reducer.closed
 
     def weigh(self, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
         """Return the loss to run the backward from.
@@ -129,6 +138,14 @@ class Accumulation:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
+    def reduce_apart(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Reduce gradients that are in no bucket as buckets are, after the last backward of a window."""
+        self.reducer.reduce_apart(parameters)
+
+    def check(self) -> None:
+        """Raise what is wrong with the last window, where no further one does."""
+        self.reducer.check()
+
     def _checked(self, micro_batch: MicroBatch, pending: int) -> MicroBatch:
         """Find fault with a micro-batch that trains other parameters than its window, or weighs other terms."""
         # Asked of every parameter only where it is compared.
@@ -167,7 +184,7 @@ class Accumulation:
 
     def _run(self, loss: WeighedLoss, coefficients: Sequence[Any], run: Callable[..., None], **extra: Any) -> None:
         if loss.coefficients is not None:
-            loss.coefficients.values = list(coefficients)
+            loss.coefficients[:] = coefficients
         run(**extra)
 
     def _discard(self, loss: WeighedLoss, run: Callable[..., None], micro_batch: MicroBatch) -> None:

@@ -17,7 +17,6 @@ from lightning_gradavg.rules import Rule
 from lightning_gradavg.tree import batch_samples, leaves
 
 __all__ = [
-    "Coefficients",
     "WeighedLoss",
     "gradients_discarded",
     "holds_ignored_targets",
@@ -86,21 +85,20 @@ def read_weights(
         device: Where the gradients are.
         samples: The number of samples, where it is known; 0 if those of the batch do not count.
     """
-    terms, explicit = sorted(terms), weight is not None
-    nothing, named = as_weight(0.0, device), rule.uses_weight and isinstance(weight, Mapping)
+    explicit, named = weight is not None, rule.uses_weight and isinstance(weight, Mapping)
+    names = sorted(terms)
     if samples == 0:
-        return MicroBatch(dict.fromkeys(terms if named else [WHOLE_LOSS], nothing), explicit, absent=True)
+        nothing = as_weight(0.0, device)
+        return MicroBatch(dict.fromkeys(names if named else [WHOLE_LOSS], nothing), explicit, absent=True)
     if not rule.uses_weight:
         return MicroBatch({WHOLE_LOSS: as_weight(1.0, device)})
     try:
         if not explicit:
-            counted = batch_samples(batch) if samples is None else samples
-            return MicroBatch({WHOLE_LOSS: as_weight(counted, device)})
-        if not named:
-            return MicroBatch({WHOLE_LOSS: as_weight(weight, device)}, explicit)
-        if set(weight) == set(terms):
-            return MicroBatch({term: as_weight(weight[term], device) for term in terms}, explicit)
-        problem = f"its weights are named {sorted(weight)}, but its loss terms {list(filter(None, terms))}"
+            weight = batch_samples(batch) if samples is None else samples
+        given = weight if named else {WHOLE_LOSS: weight}
+        if not named or set(given) == set(names):
+            return MicroBatch({name: as_weight(given[name], device) for name in sorted(given)}, explicit)
+        problem = f"its weights are named {sorted(given)}, but its loss terms {list(filter(None, names))}"
     except TypeError as error:
         problem = str(error)
     except ValueError:
@@ -108,23 +106,12 @@ def read_weights(
             f"the number of samples cannot be read from a batch of type {type(batch).__name__}:"
             ' return {"loss": loss, "weight": n} from training_step'
         )
-    return MicroBatch(dict.fromkeys(terms, nothing), explicit, problem)
-
-
-class Coefficients:
-    """What `weigh_terms` multiplies each term's gradient by; set before every backward.
-
-    Attributes:
-        values: One number per term, in the order of the terms. None stops that term's gradient.
-    """
-
-    def __init__(self, values: Iterable[Any] = ()) -> None:
-        self.values: list[Any] = list(values)
+    return MicroBatch(dict.fromkeys(names, as_weight(0.0, device)), explicit, problem)
 
 
 class _WeighTerms(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, coefficients: Coefficients, *terms: Tensor) -> Tensor:
+    def forward(ctx: Any, coefficients: list[Any], *terms: Tensor) -> Tensor:
         ctx.coefficients = coefficients
         ctx.like = [(term.dtype, term.shape) for term in terms]
         return sum(terms[1:], terms[0].clone())
@@ -134,19 +121,19 @@ class _WeighTerms(torch.autograd.Function):
         (grad,) = grads
         weighed = [
             None if value is None else (grad * value).to(dtype).reshape(shape)
-            for value, (dtype, shape) in zip(ctx.coefficients.values, ctx.like, strict=True)
+            for value, (dtype, shape) in zip(ctx.coefficients, ctx.like, strict=True)
         ]
         return None, *weighed
 
 
-def weigh_terms(coefficients: Coefficients, terms: Iterable[Tensor]) -> Tensor:
+def weigh_terms(coefficients: list[Any], terms: Iterable[Tensor]) -> Tensor:
     """Return the sum of the terms, whose gradients `coefficients` multiplies when the backward runs.
 
     The value is the plain sum: only gradients are weighed. The backward may run several times with other coefficients
     (`retain_graph=True`).
 
     Args:
-        coefficients: Read at each backward.
+        coefficients: One number per term, read at each backward. None stops that term's gradient.
         terms: 0-dim losses.
     """
     weighed: Tensor = _WeighTerms.apply(coefficients, *terms)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -165,7 +152,7 @@ class WeighedLoss:
 
     value: Tensor
     micro_batch: MicroBatch
-    coefficients: Coefficients | None = None
+    coefficients: list[Any] | None = None
 
     @classmethod
     def plain(cls, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
@@ -176,7 +163,7 @@ class WeighedLoss:
     @classmethod
     def of(cls, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
         """Return a loss to be weighed, of which terms that share a weight are one term."""
-        coefficients = Coefficients([1.0] * len(micro_batch.weights))
+        coefficients = [1.0] * len(micro_batch.weights)
         whole = tuple(micro_batch.weights) == (WHOLE_LOSS,)
         losses = [cls.plain(terms, micro_batch).value] if whole else list(terms.values())
         return cls(weigh_terms(coefficients, losses), micro_batch, coefficients)
@@ -194,7 +181,7 @@ class _ZeroGradients(torch.autograd.Function):
         return None, *(zero_gradient(parameter, sparse_dim) for parameter, sparse_dim in ctx.like)
 
 
-def zero_loss(parameters: Sequence[nn.Parameter], sparse: Container[int]) -> Tensor:
+def zero_loss(parameters: Sequence[Tensor], sparse: Container[int]) -> Tensor:
     """Return a loss of 0 that gives every parameter a zero gradient, whatever the parameter's value.
 
     Args:

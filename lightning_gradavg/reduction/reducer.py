@@ -96,7 +96,7 @@ class Reducer:
         windows_may_differ: bool = False,
     ) -> None:
         self.rule, self.places, self.device = rule, tuple(places), device
-        self.world = World.of(group)
+        self.world, self._group = World.of(group), group
         self.window = Window(rule, self.places, self.world.rank)
         self.accumulating = False
         self.discarded: Tensor | None = None
@@ -226,12 +226,11 @@ class Reducer:
         summed: Future[Tensor] = self._bucket_sum(bucket).then(scaled)
         return summed
 
-    def reduce_apart(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    def reduce_apart(self, parameters: Sequence[nn.Parameter]) -> None:
         """Reduce gradients that are in no bucket as buckets are, after the last backward of a window.
 
         Args:
             parameters: Those that DDP does not know, the same on all ranks.
-            group: The process group that DDP reduces over.
 
         Raises:
             ValueError: If the ranks' parameters differ.
@@ -241,7 +240,7 @@ class Reducer:
             for numbers in _gradients(parameters):
                 numbers.masked_fill_(self.discarded, 0)
         # The mean, and not the sum: in half precision a sum may overflow where the result does not.
-        average_gradients(parameters, group=group)
+        average_gradients(parameters, group=self._group)
         if closed.work is not None:
             closed.work.wait()
         factor = 1.0 if closed.scale is None else self._factor(closed, 0)

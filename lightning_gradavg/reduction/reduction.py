@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -22,7 +22,6 @@ from lightning_gradavg.lightning_internals import defers_reduction, flushes_stat
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.accumulation import Accumulation
-from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum, plain_sum, user_mean
 from lightning_gradavg.reduction.loss import (
     WeighedLoss,
@@ -33,6 +32,7 @@ from lightning_gradavg.reduction.loss import (
     zero_loss,
 )
 from lightning_gradavg.reduction.reducer import BucketSum, Reducer
+from lightning_gradavg.reduction.stock import StockMean
 from lightning_gradavg.reduction.sums import as_real
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Window, as_weight
 from lightning_gradavg.rules import RULES, Rule, rule_of_replica_losses
@@ -70,34 +70,30 @@ class Reduction(Part):
         self._wire, self._hook, self._timeout, self._crosses_ranks = wire, hook, timeout, crosses_ranks
         hooked = hook[0] is not None or hook[2] is not None or wire.asked_for is not None
         self.is_stock = rule == RULES["mean"] and not hooked
-        self.batch: Any = None
-        self._accumulation: Accumulation | None = None
+        self._gradients: StockMean | Accumulation = StockMean()
         self._own: OwnGroups | None = None
-        self._frozen: list[tuple[str, nn.Parameter]] = []
-        self._reduced: list[str] = []
-        self._sparse: set[int] = set()
-        self._pending: list[WeighedLoss] = []
-        self._withheld = self._unprepared = self._static_graph_seen = False
-        self._reductions = 0
-        self._reductions_at_step: dict[int, int] = {}
-        self._end: Callable[[], None] = _nothing
         self._warned: set[str] = set()
 
     def setup(self, run: Run) -> None:
         """Forget an earlier run."""
         super().setup(run)
-        self._accumulation = None
-        self._pending, self.batch = [], None
+        self.batch: Any = None
+        self._gradients = StockMean()
+        self._frozen: dict[str, nn.Parameter] = {}
+        self._reduced: list[str] = []
+        self._sparse: list[Tensor] = []
+        self._pending: list[WeighedLoss] = []
+        self._end: Callable[[], None] = self._gradients.pause
         self._explicit: bool | None = None
+        self._targets_ignored = self._withheld = self._withholds = self._unprepared = False
         self._told: set[str] = set()
-        self._targets_ignored = False
-        self._withheld = self._unprepared = self._static_graph_seen = False
-        self._reductions, self._reductions_at_step = 0, {}
+        self._reductions, self._reductions_at_step = 0, dict[int, int]()
 
     def configure_ddp(self, run: Run) -> None:
         """Register the reduction, on CPU as on CUDA, where Lightning would drop a hook without a word."""
         super().configure_ddp(run)
-        model, manual = run.ddp, not run.module.automatic_optimization
+        self._model = model = run.ddp
+        manual = not run.module.automatic_optimization
         if manual and model.static_graph and not flushes_static_graph(run.trainer.strategy):
             raise ValueError(
                 "static_graph=True with manual optimization needs a lightning that starts the reduction of the first"
@@ -105,20 +101,24 @@ class Reduction(Part):
                 " Leave static_graph out, or use a newer lightning."
             )
         named = dict(model.module.named_parameters())
-        self._frozen = [(name, p) for name, p in named.items() if not p.requires_grad]
         names = {p: name for name, p in named.items()}
         # Now: a user may toggle which parameters require gradients.
         self._reduced = [names[p] for p in reduced_parameters(model)]
-        if self.is_stock and not (model.static_graph and self._accumulates):
+        group = model.process_group
+        self._gradients = StockMean(list(named.values()), group)
+        stock = self.is_stock and not (model.static_graph and self._accumulates)
+        if not stock or len(run.places) > 1:
+            self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        if stock:
             return
-        self._sparse = {
-            id(layer.weight)
+        self._withholds = model.static_graph
+        self._sparse = [
+            layer.weight
             for layer in model.modules()
             if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
-        }
-        group, trained = model.process_group, [(name, p) for name, p in named.items() if p.requires_grad]
+        ]
         self._own = OwnGroups(World.of(group), run.device, self._timeout)
-        bucket_sum, averages = self._bucket_sum(trained)
+        bucket_sum, averages = self._bucket_sum([(name, p) for name, p in named.items() if p.requires_grad])
         reducer = Reducer(
             self.rule,
             run.places,
@@ -129,7 +129,7 @@ class Reduction(Part):
             windows_may_differ=manual,
         )
         # The frozen ones, too: they may train later.
-        self._accumulation = Accumulation(reducer, list(named.values()), preserves_gradients=manual)
+        self._gradients = Accumulation(reducer, list(named.values()), preserves_gradients=manual)
         model.register_comm_hook(None, reducer.hook)
 
     def _bucket_sum(self, trained: list[tuple[str, nn.Parameter]]) -> tuple[BucketSum | None, bool]:
@@ -158,21 +158,17 @@ class Reduction(Part):
     @property
     def on_gather(self) -> Callable[[], None] | None:
         """What is told that gradients of a step cross ranks; None where no loss is multiplied before its backward."""
-        return None if self._accumulation is None else self._note_crossing
-
-    def _note_crossing(self) -> None:
-        assert self._accumulation is not None
-        self._accumulation.crosses_ranks = True
+        return self._gradients.on_gather
 
     @property
     def sparse(self) -> set[int]:
         """The `id` of those whose gradients are sparse."""
-        return self._sparse
+        return set(map(id, self._sparse))
 
     @property
     def closed(self) -> tuple[Window, float] | None:
         """The window that is being reduced, and what its gradients were divided by; None under stock DDP."""
-        return None if self._accumulation is None else self._accumulation.reducer.closed
+        return self._gradients.closed
 
     def prepare_later(self) -> None:
         """Leave it to the last backward of the step to have DDP expect its gradients: the forward has not done it."""
@@ -184,15 +180,11 @@ class Reduction(Part):
         With a static graph DDP must see its first backward, or an assertion of torch's reducer fails; there the hook
         runs, and leaves the buckets as they are. None where DDP may skip its hook.
         """
-        model = self.run.model
-        if model is None or not model.static_graph or self._accumulation is None or self._static_graph_seen:
-            return None
-        self._withheld = True
+        self._withheld = self._withholds
+        return self._release if self._withheld else None
 
-        def end() -> None:
-            self._withheld = False
-
-        return end
+    def _release(self) -> None:
+        self._withheld = False
 
     def look_at(self, batch: Any) -> None:
         """Look for targets that do not count, before a batch is moved to where reading it would be waited for."""
@@ -202,8 +194,7 @@ class Reduction(Part):
     def begin_step(self, batch: Any) -> None:
         """Note the batch of a training step, and forget losses whose backward was never run."""
         self.batch, self._pending = batch, []
-        if self._accumulation is not None:
-            self._accumulation.crosses_ranks = self._crosses_ranks
+        self._gradients.crosses_ranks = self._crosses_ranks
 
     def read(self, output: Any, samples: float | None) -> Any:
         """Return a training step's output with one loss to run the backward from, and remember its weights.
@@ -240,14 +231,11 @@ class Reduction(Part):
         terms = loss_terms(loss)
         if weight is not None and not self.rule.uses_weight:
             self.warn(f'a "weight" was given, but reduction={self.rule.name!r} does not use weights: it is ignored.')
-        if self._accumulation is None:
-            weighed = WeighedLoss.plain(terms, MicroBatch({WHOLE_LOSS: as_weight(1.0, self.run.device)}))
-        else:
-            micro_batch = read_weights(self.rule, terms, weight, self.batch, self.run.device, samples)
-            if self.rule.uses_weight:
-                problem = problem or self._note_weight(given=weight is not None)
-                micro_batch = replace(micro_batch, problem=problem or micro_batch.problem)
-            weighed = self._weighed(self._accumulation, terms, micro_batch)
+        micro_batch = read_weights(self.rule, terms, weight, self.batch, self.run.device, samples)
+        if self.rule.uses_weight:
+            problem = problem or self._note_weight(given=weight is not None)
+            micro_batch = replace(micro_batch, problem=problem or micro_batch.problem)
+        weighed = self._weighed(terms, micro_batch)
         self._on_weighed(loss, weighed, samples, self.batch)
         self._pending.append(weighed)
         return weighed
@@ -268,37 +256,39 @@ class Reduction(Part):
             ' return "weight" from every training_step (or pass weight= to every manual_backward), or never'
         )
 
-    def _weighed(self, accumulation: Accumulation, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
-        run = self.run
+    def _weighed(self, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
         # Looked at on the host only: an accelerator would be waited for.
         weights = [weight for weight in micro_batch.weights.values() if weight.device.type == "cpu"]
         given = micro_batch.explicit and micro_batch.problem is None and not micro_batch.absent
         if given and any(weight == 0 for weight in weights):
             self.warn(
-                f"rank {run.trainer.global_rank} has a micro-batch of weight 0, which contributes nothing to the"
+                f"rank {self.run.trainer.global_rank} has a micro-batch of weight 0, which contributes nothing to the"
                 " gradient. Further ones are not reported.",
                 everywhere=True,
             )
-        if tuple(micro_batch.weights) != (WHOLE_LOSS,) and run.ddp.static_graph and self._accumulates:
+        if WHOLE_LOSS not in micro_batch.weights and self.run.ddp.static_graph and self._accumulates:
             raise ValueError(
                 "static_graph=True needs the same backward in every micro-batch, but named loss terms take one per term"
                 " in all but the last of a window. Leave static_graph out, or do not accumulate."
             )
         without_graph = not any(term.requires_grad for term in terms.values())
-        if without_graph and all(weight == 0 for weight in micro_batch.weights.values()):
-            terms = dict.fromkeys(terms, zero_loss(accumulation.parameters, self._sparse))
-            prepare_for_backward(run.ddp, terms)
-        weighed = accumulation.weigh(terms, micro_batch)
-        if self._sparse and all(weight == 0 for weight in micro_batch.weights.values()):
+        # Weights are asked only where it matters, which may wait.
+        idle = (self._sparse or without_graph) and all(weight == 0 for weight in micro_batch.weights.values())
+        if idle and without_graph:
+            terms = dict.fromkeys(terms, self._zero_loss(self._gradients.parameters))
+            prepare_for_backward(self.run.ddp, terms)
+        weighed = self._gradients.weigh(terms, micro_batch)
+        if idle and self._sparse:
             # Its gradient is stopped at the loss, but DDP takes no sparse gradient that is undefined.
-            sparse = [parameter for parameter in accumulation.parameters if id(parameter) in self._sparse]
-            weighed.value = weighed.value + zero_loss(sparse, self._sparse).to(weighed.value.dtype)
+            weighed.value = weighed.value + self._zero_loss(self._sparse).to(weighed.value.dtype)
         return weighed
+
+    def _zero_loss(self, parameters: Sequence[Tensor]) -> Tensor:
+        return zero_loss(parameters, self.sparse)
 
     def fail_together(self, problem: str) -> Tensor:
         """Return a loss whose window ends with an error on all ranks."""
-        assert self._accumulation is not None
-        zero = zero_loss(self._accumulation.parameters, self._sparse)
+        zero = self._zero_loss(self._gradients.parameters)
         prepare_for_backward(self.run.ddp, zero)
         advice = "Batch norm needs two values per channel: choose a batch size that leaves no rank a single sample"
         nothing = as_weight(0.0, self.run.device)
@@ -317,8 +307,7 @@ class Reduction(Part):
 
     def ends_window(self, *, final: bool) -> bool:
         """Return whether the next backward, the final one of its step or not, is reduced."""
-        model = self.run.model
-        return model is not None and model.require_backward_grad_sync and not self._withheld and final
+        return final and self._model.require_backward_grad_sync and not self._withheld
 
     def backward(
         self, loss: WeighedLoss, root: Tensor, run: Callable[..., None], *, first: bool = True, final: bool = True
@@ -332,50 +321,37 @@ class Reduction(Part):
             first: Whether it is the first of its step.
             final: Whether it is the last.
         """
-        model, trainer = self.run.ddp, self.run.trainer
+        trainer, gradients = self.run.trainer, self._gradients
         automatic = self.run.module.automatic_optimization
         divisor = trainer.accumulate_grad_batches if automatic else 1
-        length = trainer.fit_loop.epoch_loop.batch_idx % divisor + 1
+        begins = automatic and first and trainer.fit_loop.epoch_loop.batch_idx % divisor == 0
         last = self.ends_window(final=final)
         self._reductions += last
         if final and self._unprepared:
             self._unprepared = False
-            prepare_for_backward(model, root)
-        accumulation = self._accumulation
-        if accumulation is None:
-            run()
-            if last and length < divisor:
-                _multiply_gradients(model, divisor / length)
-        else:
-            if not automatic and self.rule == RULES["mean"]:
-                # As in stock DDP, the user divides the losses of a window in manual optimization.
-                divisor = accumulation.pending + 1
-            begins = automatic and length == 1 and first
-            accumulation.backward(loss, run, begins=begins, last=last, loss_divisor=divisor)
-            self._end = accumulation.finish if last else accumulation.pause
-        if last:
+            prepare_for_backward(self._model, root)
+        if not automatic and self.rule == RULES["mean"]:
+            # As in stock DDP, the user divides the losses of a window in manual optimization.
+            divisor = gradients.pending + 1
+        gradients.backward(loss, run, begins=begins, last=last, loss_divisor=divisor)
+        self._end = gradients.finish if last else gradients.pause
+        if last and self._frozen:
             self._reduce_unfrozen()
-        self._static_graph_seen = True
+        self._withholds = False
 
     def end_backward(self) -> None:
         """End a micro-batch, once its gradients are there."""
-        end, self._end = self._end, _nothing
-        end()
+        self._end()
 
     def _reduce_unfrozen(self) -> None:
         """Reduce the gradients of parameters that were frozen when DDP was built, which knows those that were not."""
-        unfrozen = {name: parameter for name, parameter in self._frozen if parameter.requires_grad}
-        if not unfrozen or (self._accumulation is None and self.run.world.size == 1):
-            return
-        self._tell_once(
-            f"GradAvgStrategy: parameter {next(iter(unfrozen))!r}, which was frozen when training began, trains now"
-            f" ({len(unfrozen)} such in all): reduced after the backward, not while it runs, as after another fit()"
-        )
-        group, parameters = self.run.ddp.process_group, list(unfrozen.values())
-        if self._accumulation is None:
-            average_gradients(parameters, group=group)
-        else:
-            self._accumulation.reducer.reduce_apart(parameters, group)
+        unfrozen = {name: parameter for name, parameter in self._frozen.items() if parameter.requires_grad}
+        if unfrozen:
+            self._tell_once(
+                f"GradAvgStrategy: parameter {next(iter(unfrozen))!r}, which was frozen when training began, trains now"
+                f" ({len(unfrozen)} such in all): reduced after the backward, not while it runs, as after another fit()"
+            )
+            self._gradients.reduce_apart(list(unfrozen.values()))
 
     def require_reduced(self, optimizer: Optimizer) -> None:
         """Compare, of a manual loop, gradients that no manual_backward reduced; a collective operation on them.
@@ -407,8 +383,7 @@ class Reduction(Part):
 
     def check(self) -> None:
         """Raise what was found out about the last window, which no further one does: before it is saved, at the end."""
-        if self._accumulation is not None:
-            self._accumulation.reducer.check()
+        self._gradients.check()
 
     def warn(self, message: str, *, everywhere: bool = False) -> None:
         """Warn once in the life of the strategy, on rank 0 or everywhere."""
@@ -448,10 +423,6 @@ _IGNORED = (
 )
 
 
-def _nothing() -> None:
-    """End a backward that ends no window."""
-
-
 def _fingerprint(gradients: Iterable[Tensor | None]) -> float:
     """Return a number that other gradients hardly have: 0 of none."""
     total = 0.0
@@ -462,9 +433,3 @@ def _fingerprint(gradients: Iterable[Tensor | None]) -> float:
             places = torch.linspace(1, 2, numbers.numel(), dtype=numbers.dtype, device=numbers.device)
             total += index * float(torch.dot(numbers, places))
     return total
-
-
-def _multiply_gradients(module: nn.Module, factor: float) -> None:
-    for parameter in module.parameters():
-        if parameter.grad is not None and parameter.requires_grad:
-            parameter.grad.mul_(factor)
