@@ -60,7 +60,7 @@ class Accumulation:
     @property
     def pending(self) -> int:
         """Number of micro-batches accumulated and not yet reduced."""
-        return self.reducer.window.length
+        return len(self.reducer.window.micro_batches)
 
     def on_gather(self) -> None:
         """Note that gradients of a step cross ranks."""

@@ -14,13 +14,12 @@ from torch.futures import Future
 from lightning_gradavg.lightning_internals import backend_name, let_go
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World, subgroups
-from lightning_gradavg.reduction.reducer import BucketSum
-from lightning_gradavg.reduction.sums import SUM_DTYPES, start_sum
+from lightning_gradavg.reduction.sums import SUM_DTYPES, BucketSum, plain_sum
 from lightning_gradavg.wire.codecs import CODECS, Codec, refuse_double_precision
 from lightning_gradavg.wire.exchange import Exchange, InOrder
 from lightning_gradavg.wire.route import WireOptions, route_of
 
-__all__ = ["OwnGroups", "exchange_sum", "plain_sum", "user_mean"]
+__all__ = ["OwnGroups", "exchange_sum", "user_mean"]
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
@@ -85,11 +84,6 @@ class OwnGroups:
                 for ranks in [ranks for ranks in made if self._world.rank in ranks]:
                     let_go(made.pop(ranks), failed=self._in_order is not None and self._in_order.failed)
         self._made, self._in_order = [], None
-
-
-def plain_sum(group: dist.ProcessGroup) -> BucketSum:
-    """Return an all-reduce."""
-    return lambda bucket: start_sum(bucket.buffer(), group)
 
 
 def user_mean(

@@ -6,7 +6,7 @@ totals, which were begun before it and are long there when its sum is.
 
 # DDP compares the hook's annotations with the real objects, so this module must not postpone their evaluation.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +28,11 @@ from lightning_gradavg.reduction.combine import (
     unit_above,
     window_ratio,
 )
-from lightning_gradavg.reduction.sums import as_real, done
+from lightning_gradavg.reduction.sums import BucketSum, as_real, done
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Totals, Window, as_weight
 from lightning_gradavg.rules import Rule
 
 __all__ = ["BucketSum", "Reducer"]
-
-BucketSum = Callable[[dist.GradBucket], Future[Tensor]]
-"""Begins the sum of a bucket over the ranks; the future holds it in the bucket's memory or in memory of its own."""
 
 
 @dataclass
@@ -79,6 +76,7 @@ class Reducer:
 
     Attributes:
         window: The window that is open.
+        unit: What multipliers are divided by before a loss is multiplied: a power of two, the same on all ranks.
         accumulating: While true, DDP runs the hook but the gradient is to stay local.
         discarded: While a tensor, whether this rank's gradient is not to count: buckets are zeroed where it is true,
             unread.
@@ -104,7 +102,7 @@ class Reducer:
         self._summands = len(self.places) if averages else 1
         self._exchanges = rule.uses_weight or windows_may_differ
         self._depends_on_window = depends_on_window(rule, self.places)
-        self._unit: float | None = None
+        self.unit, self._asks_unit = 1.0, rule.uses_weight
         self._constants: dict[int, tuple[float, float]] = {}
         self._closed: _Closed | None = None
         self._unchecked: tuple[Window, HostCopy] | None = None
@@ -120,20 +118,15 @@ class Reducer:
         The first time, a collective operation, for a unit: from then on it follows from the windows before.
         """
         shares = self.window.add(micro_batch)
-        if self._unit is None and self.rule.uses_weight and self.window.length == 1:
+        if self._asks_unit and self.window.length == 1:
             weights = [on_device(as_weight(share.normalizer, self.device), self.device) for share in shares.values()]
             largest = torch.stack(weights).nan_to_num(0, 0, 0).amax()
             if self.world.group is not None:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.world.group)
             # Where no rank has any weight yet, the next window asks again.
             number = float(largest)
-            self._unit = unit_above([number]) if number > 0 else None
+            self.unit, self._asks_unit = unit_above([number]), number == 0
         return {term: share.multiplier for term, share in shares.items()}
-
-    @property
-    def unit(self) -> float:
-        """What multipliers are divided by before a loss is multiplied: a power of two, the same on all ranks."""
-        return 1.0 if self._unit is None else self._unit
 
     def close(self, loss_divisor: float) -> None:
         """Begin the exchange of the totals; every rank must call this before its buckets are reduced.
@@ -168,7 +161,7 @@ class Reducer:
 
     def _constants_of(self, window: Window) -> tuple[float, float]:
         """Return Z of a rule that uses no weight, and the ratio of its multipliers, for a window of this length."""
-        length = window.length
+        length = len(window.micro_batches)
         if length not in self._constants:
             if self.rule.uses_weight:
                 # No number where there is no such ratio, which is then found in the totals.
@@ -264,9 +257,9 @@ class Reducer:
         self._unchecked = closed.window, HostCopy(closed.totals.values)
         if self.device.type == "cpu":
             self.check()
-        if self._unit is not None and self._read is not None:
+        if self.rule.uses_weight and not self._asks_unit and self._read is not None:
             # Here and nowhere else, so that the ranks do it alike: `check` is also called between steps.
-            self._unit = self._read.unit_after(self._unit)
+            self.unit = self._read.unit_after(self.unit)
 
     def check(self) -> None:
         """Raise what `finish` would raise with the next window: when training ends, or before it is saved."""

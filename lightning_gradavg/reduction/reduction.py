@@ -22,7 +22,7 @@ from lightning_gradavg.lightning_internals import defers_reduction, flushes_stat
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.accumulation import Accumulation
-from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum, plain_sum, user_mean
+from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum, user_mean
 from lightning_gradavg.reduction.loss import (
     WeighedLoss,
     holds_ignored_targets,
@@ -33,7 +33,7 @@ from lightning_gradavg.reduction.loss import (
 )
 from lightning_gradavg.reduction.reducer import BucketSum, Reducer
 from lightning_gradavg.reduction.stock import StockMean
-from lightning_gradavg.reduction.sums import as_real
+from lightning_gradavg.reduction.sums import as_real, plain_sum
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Window, as_weight
 from lightning_gradavg.rules import RULES, Rule, rule_of_replica_losses
 from lightning_gradavg.wire.route import WireOptions
