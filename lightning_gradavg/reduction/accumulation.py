@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gradavg.lightning_internals import stored, version_of
@@ -81,33 +82,30 @@ class Accumulation:
         weighed = self._multiplies or micro_batch.absent
         return WeighedLoss.of(terms, micro_batch) if weighed else WeighedLoss.plain(terms, micro_batch)
 
-    def backward(
-        self, loss: WeighedLoss, run: Callable[..., None], *, begins: bool, last: bool, loss_divisor: float
-    ) -> None:
+    def backward(self, loss: WeighedLoss, run: Callable[..., None], *, last: bool, loss_divisor: float) -> None:
         """Run a micro-batch's backward; after the last one of the window the gradients are the reduced ones.
 
         Args:
             loss: What `weigh` returned.
             run: Runs the backward of the loss; takes `retain_graph=True`.
-            begins: Whether the training loop says that it is the first one of its window.
             last: Whether the reducer's hook runs during this backward.
             loss_divisor: What the training loop divides every loss of this window by.
         """
-        if begins or (self._preserves and self.pending and self._cleared()):
+        if self._preserves and self.pending and self._cleared():
             self.reset()
-        pending = self.pending
+        alone = last and self.pending == 0
         if self._preserves and self._before is None:
             # A gradient may live in a bucket of DDP, which the next reduction overwrites.
             self._before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
             self._set_gradients(None)
-        micro_batch = self._checked(loss.micro_batch, pending)
+        micro_batch = self._checked(loss.micro_batch)
         multipliers = self.reducer.add(micro_batch)
         self.reducer.accumulating = not last
         if last:
             self.reducer.close(loss_divisor)
         named = tuple(multipliers) != (WHOLE_LOSS,)
         coefficients = {term: multiplier / self.reducer.unit for term, multiplier in multipliers.items()}
-        if last and pending == 0 and not named and not self.crosses_ranks and _is_unread(multipliers[WHOLE_LOSS]):
+        if alone and not named and not self.crosses_ranks and _is_unread(multipliers[WHOLE_LOSS]):
             self._select(loss, coefficients[WHOLE_LOSS], run)
             return
         read = _on_host(multipliers)
@@ -138,21 +136,22 @@ class Accumulation:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
-    def reduce_apart(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce_apart(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
         """Reduce gradients that are in no bucket as buckets are, after the last backward of a window."""
-        self.reducer.reduce_apart(parameters)
+        self.reducer.reduce_apart(parameters, group)
 
     def check(self) -> None:
         """Raise what is wrong with the last window, where no further one does."""
         self.reducer.check()
 
-    def _checked(self, micro_batch: MicroBatch, pending: int) -> MicroBatch:
+    def _checked(self, micro_batch: MicroBatch) -> MicroBatch:
         """Find fault with a micro-batch that trains other parameters than its window, or weighs other terms."""
         # Asked of every parameter only where it is compared.
         trained = tuple(parameter.requires_grad for parameter in self.parameters) if self._preserves else ()
-        if pending == 0:
+        first = self.pending == 0
+        if first:
             self._trained = trained
-        if pending == 0 or micro_batch.problem is not None:
+        if first or micro_batch.problem is not None:
             return micro_batch
         problem = None
         if trained != self._trained:

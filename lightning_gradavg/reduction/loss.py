@@ -49,7 +49,9 @@ def misspelt_weight(result: Mapping[Any, Any]) -> str | None:
 
     Such as "weights" or "Weight". A "height" is none: hardly anybody misspells the first letter.
     """
-    near = [key for key in map(str, result) if key != "weight" and key[:1] in "wW"]
+    if result.get("weight") is not None:
+        return None
+    near = (key for key in map(str, result) if key != "weight" and key[:1] in "wW")
     found = [key for key in near if get_close_matches(key.lower(), ["weight"], cutoff=0.8)]
     return f'the result of training_step has {found[0]!r}: call it "weight", or by another name' if found else None
 

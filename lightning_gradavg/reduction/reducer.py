@@ -76,7 +76,6 @@ class Reducer:
 
     Attributes:
         window: The window that is open.
-        unit: What multipliers are divided by before a loss is multiplied: a power of two, the same on all ranks.
         accumulating: While true, DDP runs the hook but the gradient is to stay local.
         discarded: While a tensor, whether this rank's gradient is not to count: buckets are zeroed where it is true,
             unread.
@@ -94,7 +93,7 @@ class Reducer:
         windows_may_differ: bool = False,
     ) -> None:
         self.rule, self.places, self.device = rule, tuple(places), device
-        self.world, self._group = World.of(group), group
+        self.world = World.of(group)
         self.window = Window(rule, self.places, self.world.rank)
         self.accumulating = False
         self.discarded: Tensor | None = None
@@ -102,7 +101,7 @@ class Reducer:
         self._summands = len(self.places) if averages else 1
         self._exchanges = rule.uses_weight or windows_may_differ
         self._depends_on_window = depends_on_window(rule, self.places)
-        self.unit, self._asks_unit = 1.0, rule.uses_weight
+        self._unit: float | None = None
         self._constants: dict[int, tuple[float, float]] = {}
         self._closed: _Closed | None = None
         self._unchecked: tuple[Window, HostCopy] | None = None
@@ -118,15 +117,20 @@ class Reducer:
         The first time, a collective operation, for a unit: from then on it follows from the windows before.
         """
         shares = self.window.add(micro_batch)
-        if self._asks_unit and self.window.length == 1:
+        if self._unit is None and self.rule.uses_weight and self.window.length == 1:
             weights = [on_device(as_weight(share.normalizer, self.device), self.device) for share in shares.values()]
             largest = torch.stack(weights).nan_to_num(0, 0, 0).amax()
             if self.world.group is not None:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.world.group)
             # Where no rank has any weight yet, the next window asks again.
             number = float(largest)
-            self.unit, self._asks_unit = unit_above([number]), number == 0
+            self._unit = unit_above([number]) if number > 0 else None
         return {term: share.multiplier for term, share in shares.items()}
+
+    @property
+    def unit(self) -> float:
+        """What multipliers are divided by before a loss is multiplied: a power of two, the same on all ranks."""
+        return 1.0 if self._unit is None else self._unit
 
     def close(self, loss_divisor: float) -> None:
         """Begin the exchange of the totals; every rank must call this before its buckets are reduced.
@@ -219,11 +223,12 @@ class Reducer:
         summed: Future[Tensor] = self._bucket_sum(bucket).then(scaled)
         return summed
 
-    def reduce_apart(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce_apart(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
         """Reduce gradients that are in no bucket as buckets are, after the last backward of a window.
 
         Args:
             parameters: Those that DDP does not know, the same on all ranks.
+            group: The process group that DDP reduces over.
 
         Raises:
             ValueError: If the ranks' parameters differ.
@@ -233,7 +238,7 @@ class Reducer:
             for numbers in _gradients(parameters):
                 numbers.masked_fill_(self.discarded, 0)
         # The mean, and not the sum: in half precision a sum may overflow where the result does not.
-        average_gradients(parameters, group=self._group)
+        average_gradients(parameters, group=group)
         if closed.work is not None:
             closed.work.wait()
         factor = 1.0 if closed.scale is None else self._factor(closed, 0)
@@ -257,9 +262,9 @@ class Reducer:
         self._unchecked = closed.window, HostCopy(closed.totals.values)
         if self.device.type == "cpu":
             self.check()
-        if self.rule.uses_weight and not self._asks_unit and self._read is not None:
+        if self._unit is not None and self._read is not None:
             # Here and nowhere else, so that the ranks do it alike: `check` is also called between steps.
-            self.unit = self._read.unit_after(self.unit)
+            self._unit = self._read.unit_after(self._unit)
 
     def check(self) -> None:
         """Raise what `finish` would raise with the next window: when training ends, or before it is saved."""

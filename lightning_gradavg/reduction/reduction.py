@@ -68,8 +68,7 @@ class Reduction(Part):
     ) -> None:
         self.rule, self._on_weighed = rule, on_weighed
         self._wire, self._hook, self._timeout, self._crosses_ranks = wire, hook, timeout, crosses_ranks
-        hooked = hook[0] is not None or hook[2] is not None or wire.asked_for is not None
-        self.is_stock = rule == RULES["mean"] and not hooked
+        self.is_stock = rule == RULES["mean"] and (hook[0], hook[2], wire.asked_for) == (None, None, None)
         self._gradients: StockMean | Accumulation = StockMean()
         self._own: OwnGroups | None = None
         self._warned: set[str] = set()
@@ -104,8 +103,7 @@ class Reduction(Part):
         names = {p: name for name, p in named.items()}
         # Now: a user may toggle which parameters require gradients.
         self._reduced = [names[p] for p in reduced_parameters(model)]
-        group = model.process_group
-        self._gradients = StockMean(list(named.values()), group)
+        self._gradients = StockMean(list(named.values()))
         stock = self.is_stock and not (model.static_graph and self._accumulates)
         if not stock or len(run.places) > 1:
             self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
@@ -117,8 +115,19 @@ class Reduction(Part):
             for layer in model.modules()
             if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
         ]
-        self._own = OwnGroups(World.of(group), run.device, self._timeout)
-        bucket_sum, averages = self._bucket_sum([(name, p) for name, p in named.items() if p.requires_grad])
+        trained = [(name, p) for name, p in named.items() if p.requires_grad]
+        self._own = OwnGroups(World.of(model.process_group), run.device, self._timeout)
+        # The frozen ones, too: they may train later.
+        accumulation = self._gradients = self._accumulate(self._own, list(named.values()), trained)
+        model.register_comm_hook(None, accumulation.reducer.hook)
+
+    def _accumulate(
+        self, own: OwnGroups, parameters: list[nn.Parameter], trained: list[tuple[str, nn.Parameter]]
+    ) -> Accumulation:
+        """Return what accumulates and reduces the gradients of a run. A collective operation."""
+        run, manual = self.run, not self.run.module.automatic_optimization
+        group = run.ddp.process_group
+        bucket_sum, averages = self._bucket_sum(own, trained)
         reducer = Reducer(
             self.rule,
             run.places,
@@ -128,20 +137,17 @@ class Reduction(Part):
             averages=averages,
             windows_may_differ=manual,
         )
-        # The frozen ones, too: they may train later.
-        self._gradients = Accumulation(reducer, list(named.values()), preserves_gradients=manual)
-        model.register_comm_hook(None, reducer.hook)
+        return Accumulation(reducer, parameters, preserves_gradients=manual)
 
-    def _bucket_sum(self, trained: list[tuple[str, nn.Parameter]]) -> tuple[BucketSum | None, bool]:
+    def _bucket_sum(self, own: OwnGroups, trained: list[tuple[str, nn.Parameter]]) -> tuple[BucketSum | None, bool]:
         """Return what sums buckets, None for an all-reduce, and whether it averages them."""
         run, (hook, state, wrapper) = self.run, self._hook
-        assert self._own is not None
         group = run.ddp.process_group
         if hook is not None or wrapper is not None:
-            return user_mean(hook or allreduce_hook, state, wrapper, group, run.device, self._own), True
+            return user_mean(hook or allreduce_hook, state, wrapper, group, run.device, own), True
         if self.is_stock:
             return None, False
-        bucket_sum, obstacle = exchange_sum(self._wire, run.places, group, run.device, trained, self._own)
+        bucket_sum, obstacle = exchange_sum(self._wire, run.places, group, run.device, trained, own)
         if obstacle is not None:
             self.warn(obstacle)
         return bucket_sum, False
@@ -203,21 +209,19 @@ class Reduction(Part):
             output: What `training_step` returned.
             samples: The number of samples, where it is known; 0 for a batch that does not count.
         """
-        named = isinstance(output, Mapping)
-        loss, weight = (output.get("loss"), output.get("weight")) if named else (output, None)
-        accumulates = self.run.trainer.accumulate_grad_batches > 1
+        named = output if isinstance(output, Mapping) else {"loss": output}
+        loss = named.get("loss")
+        if loss is None and self.run.trainer.accumulate_grad_batches > 1:
+            raise RuntimeError(
+                "training_step returned no loss within an accumulation window, which would then not be reduced."
+                ' Return {"loss": loss, "weight": 0} for a micro-batch that is not to count.'
+            )
         if loss is None:
-            if accumulates:
-                raise RuntimeError(
-                    "training_step returned no loss within an accumulation window, which would then not be reduced."
-                    ' Return {"loss": loss, "weight": 0} for a micro-batch that is not to count.'
-                )
             return output
-        problem = misspelt_weight(output) if named and weight is None else None
-        value = self.add(loss, weight, samples, problem).value
-        if not named:
-            return value
-        return output if value is loss else {**output, "loss": value}
+        value = self.add(loss, named.get("weight"), samples, misspelt_weight(named)).value
+        if value is loss:
+            return output
+        return {**output, "loss": value} if named is output else value
 
     def add(self, loss: Any, weight: Any, samples: float | None, problem: str | None = None) -> WeighedLoss:
         """Return a loss that is weighed by its backward, which is to be run next, or after those added before.
@@ -324,16 +328,17 @@ class Reduction(Part):
         trainer, gradients = self.run.trainer, self._gradients
         automatic = self.run.module.automatic_optimization
         divisor = trainer.accumulate_grad_batches if automatic else 1
-        begins = automatic and first and trainer.fit_loop.epoch_loop.batch_idx % divisor == 0
         last = self.ends_window(final=final)
         self._reductions += last
         if final and self._unprepared:
             self._unprepared = False
             prepare_for_backward(self._model, root)
+        if automatic and first and trainer.fit_loop.epoch_loop.batch_idx % divisor == 0:
+            gradients.reset()
         if not automatic and self.rule == RULES["mean"]:
             # As in stock DDP, the user divides the losses of a window in manual optimization.
             divisor = gradients.pending + 1
-        gradients.backward(loss, run, begins=begins, last=last, loss_divisor=divisor)
+        gradients.backward(loss, run, last=last, loss_divisor=divisor)
         self._end = gradients.finish if last else gradients.pause
         if last and self._frozen:
             self._reduce_unfrozen()
@@ -351,7 +356,7 @@ class Reduction(Part):
                 f"GradAvgStrategy: parameter {next(iter(unfrozen))!r}, which was frozen when training began, trains now"
                 f" ({len(unfrozen)} such in all): reduced after the backward, not while it runs, as after another fit()"
             )
-            self._gradients.reduce_apart(list(unfrozen.values()))
+            self._gradients.reduce_apart(list(unfrozen.values()), self._model.process_group)
 
     def require_reduced(self, optimizer: Optimizer) -> None:
         """Compare, of a manual loop, gradients that no manual_backward reduced; a collective operation on them.
@@ -366,18 +371,18 @@ class Reduction(Part):
         gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
         prints = World.of(self.run.ddp.process_group).gather_floats([_fingerprint(gradients)])
         # By their text: what is no number on all ranks is the same.
-        different = len(set(map(str, prints))) > 1
-        if not different and prints[0] == [0.0]:
+        found = set(map(str, prints))
+        if found == {"[0.0]"}:
             return
-        found = f"{type(optimizer).__name__}.step() was called on gradients that were not reduced since its last step"
-        if different:
+        what = f"{type(optimizer).__name__}.step() was called on gradients that were not reduced since its last step"
+        if len(found) > 1:
             raise RuntimeError(
-                f"{found}, and they differ between the ranks, which would drift apart."
+                f"{what}, and they differ between the ranks, which would drift apart."
                 " In manual optimization call self.manual_backward(loss) instead of loss.backward(), and end every"
                 " window with a backward outside of toggle_model(sync_grad=False)."
             )
         self.warn(
-            f"{found}. They are the same on all ranks, so nothing drifts apart; reduction={self.rule.name!r} is not"
+            f"{what}. They are the same on all ranks, so nothing drifts apart; reduction={self.rule.name!r} is not"
             " applied to them. Further steps are compared, and only a difference is reported."
         )
 
@@ -400,7 +405,7 @@ class Reduction(Part):
     def advice(self, exception: BaseException) -> str | None:
         """Return the names of the parameters that DDP only counts when it misses their gradients, and what to do."""
         indices = re.search(r"Parameter indices which did not receive grad for rank (\d+): ([\d ]+)", str(exception))
-        if indices is None or not self._reduced:
+        if indices is None:
             return None
         unused = ", ".join(self._reduced[int(index)] for index in indices[2].split())
         return (

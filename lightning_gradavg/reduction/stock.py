@@ -19,15 +19,18 @@ class StockMean:
 
     Args:
         parameters: Those of the module.
-        group: The process group that DDP reduces over.
     """
 
     on_gather = closed = None
     crosses_ranks = False
     pending = 0
 
-    def __init__(self, parameters: Sequence[nn.Parameter] = (), group: dist.ProcessGroup | None = None) -> None:
-        self.parameters, self._group, self._length = parameters, group, 0
+    def __init__(self, parameters: Sequence[nn.Parameter] = ()) -> None:
+        self.parameters, self._length = parameters, 0
+
+    def reset(self) -> None:
+        """Begin a window."""
+        self._length = 0
 
     def weigh(self, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
         """Return the sum of the terms."""
@@ -38,20 +41,19 @@ class StockMean:
         loss: WeighedLoss,  # noqa: ARG002  # Accumulation multiplies it
         run: Callable[..., None],
         *,
-        begins: bool,
         last: bool,
         loss_divisor: float,
     ) -> None:
         """Run a micro-batch's backward; the mean of a short window is that over what it has."""
-        self._length = 1 if begins else self._length + 1
+        self._length += 1
         run()
         for parameter in self.parameters if last and self._length < loss_divisor else ():
             if parameter.grad is not None and parameter.requires_grad:
                 parameter.grad.mul_(loss_divisor / self._length)
 
-    def reduce_apart(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce_apart(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
         """Average gradients that DDP does not know."""
-        average_gradients(parameters, group=self._group)
+        average_gradients(parameters, group=group)
 
     def pause(self) -> None:
         """Go on with the window."""
