@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -182,8 +182,7 @@ class Accumulation:
         self._run(loss, [coefficient], run)
 
     def _run(self, loss: WeighedLoss, coefficients: Sequence[Any], run: Callable[..., None], **extra: Any) -> None:
-        if loss.coefficients is not None:
-            loss.coefficients[:] = coefficients
+        loss.coefficients[:] = coefficients
         run(**extra)
 
     def _discard(self, loss: WeighedLoss, run: Callable[..., None], micro_batch: MicroBatch) -> None:
@@ -211,20 +210,22 @@ class Accumulation:
     def _fold(self) -> dict[str, Any]:
         """Let the gradients be those accumulated of all terms, normalized; return each term's factor."""
         factors = self.reducer.term_factors()
-        total: Gradients = [None] * len(self.parameters)
-        for term, gradients in self._of_term.items():
-            for index, gradient in enumerate(gradients):
-                if gradient is not None:
-                    scaled = (gradient * factors[term]).to(gradient.dtype)
-                    before = total[index]
-                    total[index] = scaled if before is None else before + scaled
-        self._set_gradients(total if self._of_term else [parameter.grad for parameter in self.parameters])
+        if self._of_term:
+            of_terms = [factors[term] for term in self._of_term]
+            of_parameters = zip(*self._of_term.values(), strict=True)
+            self._set_gradients([_combined(gradients, of_terms) for gradients in of_parameters])
         self._of_term = {}
         return factors
 
     def _set_gradients(self, gradients: Gradients | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters), strict=True):
             parameter.grad = gradient
+
+
+def _combined(gradients: Iterable[Tensor | None], factors: Iterable[Any]) -> Tensor | None:
+    pairs = zip(gradients, factors, strict=True)
+    scaled = [(gradient * factor).to(gradient.dtype) for gradient, factor in pairs if gradient is not None]
+    return sum(scaled[1:], scaled[0]) if scaled else None
 
 
 def _is_unread(number: Any) -> bool:

@@ -133,7 +133,7 @@ class _Gradients(Contribution):
                 f"wire_dtype={wire_dtype!r} is not a type that gradients can be sent as. Use"
                 f" {', '.join(map(repr, CODECS))}, or None to send gradients in their own type"
             )
-        labeled = list(_labeled(module_or_parameters))
+        labeled = _labeled(module_or_parameters)
         forms = [_CODES[_form_of(label, parameter, device_types, wire_dtype)] for label, parameter in labeled]
         # Which parameters share a device decides which share a bucket.
         devices = enumerate(dict.fromkeys(parameter.device for _, parameter in labeled))
@@ -237,24 +237,22 @@ def _agreed_forms(mine: _Gradients, details: Sequence[list[int]]) -> list[_Form]
     return [_FORMS[code] for code in codes]
 
 
-def _labeled(source: nn.Module | Iterable[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter once, with what messages call it."""
+def _labeled(source: nn.Module | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+    """Return every parameter once, with what messages call it."""
     if isinstance(source, nn.Module):
         _refuse_wrapped(source)
-        yield from ((f"parameter {name!r}", parameter) for name, parameter in source.named_parameters())
-        return
+        return [(f"parameter {name!r}", parameter) for name, parameter in source.named_parameters()]
     if not isinstance(source, Iterable):
         raise TypeError(f"pass a module or its parameters; got {source!r} of type {type(source).__name__}")
-    seen: set[int] = set()
+    found: dict[int, tuple[str, Tensor]] = {}
     for index, tensor in enumerate([source] if isinstance(source, Tensor) else source):  # not its rows
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"parameter {index} is {tensor!r} of type {type(tensor).__name__}:"
                 " pass a module, or an iterable of parameters such as model.parameters()"
             )
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield f"parameter {index}", tensor
+        found.setdefault(id(tensor), (f"parameter {index}", tensor))
+    return list(found.values())
 
 
 def _refuse_wrapped(module: nn.Module) -> None:

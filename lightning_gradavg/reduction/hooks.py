@@ -118,9 +118,9 @@ def user_mean(
             f"ddp_comm_hook={name} cannot be combined with a reduction: {reason}."
             " Use lightning.pytorch.strategies.DDPStrategy for it, or a hook that returns the mean of the bucket."
         )
-    if gloo and getattr(hook, "__name__", "") in _REFUSED_ON_GLOO:
+    if gloo and name in _REFUSED_ON_GLOO:
         raise ValueError(
-            f"ddp_comm_hook={name} does not work on gloo: {_REFUSED_ON_GLOO[hook.__name__]}. Use NCCL, or another hook."
+            f"ddp_comm_hook={name} does not work on gloo: {_REFUSED_ON_GLOO[name]}. Use NCCL, or another hook."
         )
     wrapped = wrapper(hook) if wrapper is not None else hook
     if not (gloo and type(state).__name__ == "PowerSGDState"):
@@ -158,16 +158,15 @@ def exchange_sum(
     """
     for name, parameter in parameters if options.dtype is not None else ():
         refuse_double_precision(str(options.dtype), repr(name), parameter.dtype)
-    backend = backend_name(group, device)
+    backend, partial = backend_name(group, device), len(places) != dist.get_world_size()
     supported = (device.type == "cpu") == (backend == "gloo")
-    if options.asked_for is not None and not supported:
+    if options.asked_for is None and (partial or not supported):
+        return None, None
+    if not supported:
         raise ValueError(
             f"{options.asked_for} works on gloo for CPUs and on NCCL and its like for accelerators; this is {backend}"
             f" on {device.type}. Choose process_group_backend accordingly, or leave the option out."
         )
-    partial = len(places) != dist.get_world_size()
-    if not supported or (partial and options.asked_for is None):
-        return None, None
     routes = [route_of(options, places, place.rank, lays_own_ways=device.type != "cpu") for place in places]
     route = routes[dist.get_rank(group)]
     if not route.hops:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -149,12 +149,12 @@ class WeighedLoss:
     Attributes:
         value: The sum of the terms, with graph. Its value is not weighed.
         micro_batch: The weights.
-        coefficients: What the backward multiplies each term by; None if it multiplies by nothing.
+        coefficients: What the backward multiplies each term by; not read where it multiplies by nothing.
     """
 
     value: Tensor
     micro_batch: MicroBatch
-    coefficients: list[Any] | None = None
+    coefficients: list[Any] = field(default_factory=list)
 
     @classmethod
     def plain(cls, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
