@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradavg.reduction.loss import (
+    NoWeights,
     WeighedLoss,
+    Weights,
     gradients_discarded,
     loss_terms,
-    read_weights,
     weigh_terms,
     zero_loss,
 )
 from lightning_gradavg.reduction.window import MOST_TERMS, WHOLE_LOSS, MicroBatch, as_weight
-from lightning_gradavg.rules import RULES
+from lightning_gradavg.rules import RULES, Rule
 
 CPU = torch.device("cpu")
 WEIGHTED = RULES["weighted_mean"]
@@ -137,6 +138,10 @@ def test_what_is_no_loss(loss: Any, error: type[Exception], said: str) -> None:
         loss_terms(loss)
 
 
+def reader(rule: Rule = WEIGHTED) -> NoWeights:
+    return (Weights if rule.uses_weight else NoWeights)(rule, CPU, "training_step returned", print, print)
+
+
 def weights_of(micro_batch: MicroBatch) -> dict[str, float]:
     return {term: weight.item() for term, weight in micro_batch.weights.items()}
 
@@ -154,8 +159,8 @@ def weights_of(micro_batch: MicroBatch) -> dict[str, float]:
 )
 def test_weights_are_read(given: dict[str, Any], weights: dict[str, float]) -> None:
     """The weight is that given, for all terms or for each; else the samples, told or counted; or none where unused."""
-    options = {"rule": WEIGHTED, "terms": ("cls", "box"), "weight": None, "batch": torch.ones(5, 2), "device": CPU}
-    micro_batch = read_weights(**(options | given))
+    options = {"terms": ("cls", "box"), "weight": None, "batch": torch.ones(5, 2)} | given
+    micro_batch = reader(options.pop("rule", WEIGHTED)).read(**options)
     assert weights == weights_of(micro_batch)
     explicit = given.get("weight") is not None and "rule" not in given
     assert (explicit, None, False) == (micro_batch.explicit, micro_batch.problem, micro_batch.absent)
@@ -164,7 +169,7 @@ def test_weights_are_read(given: dict[str, Any], weights: dict[str, float]) -> N
 def test_samples_that_do_not_count() -> None:
     """A micro-batch without samples of its own is absent, whatever its weight, with a weight of 0 for each term."""
     for weight, terms in ((None, {"": 0.0}), (3, {"": 0.0}), ({"a": 1, "b": 2}, {"a": 0.0, "b": 0.0})):
-        micro_batch = read_weights(WEIGHTED, ("a", "b"), weight, torch.ones(5), CPU, samples=0)
+        micro_batch = reader().read(("a", "b"), weight, torch.ones(5), samples=0)
         assert (terms, True, weight is not None) == (weights_of(micro_batch), micro_batch.absent, micro_batch.explicit)
 
 
@@ -180,7 +185,7 @@ def test_samples_that_do_not_count() -> None:
 )
 def test_faults_of_weights_are_noted(weight: Any, batch: Any, problem: str) -> None:
     """What is wrong with weights is noted for all ranks to raise together, and not raised here."""
-    micro_batch = read_weights(WEIGHTED, ("a", "b"), weight, batch, CPU)
+    micro_batch = reader().read(("a", "b"), weight, batch)
     assert micro_batch.problem is not None
     assert micro_batch.problem.startswith(problem)
     assert {"a": 0.0, "b": 0.0} == weights_of(micro_batch)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,18 +23,18 @@ from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.accumulation import Accumulation
 from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum, user_mean
 from lightning_gradavg.reduction.loss import (
+    NoWeights,
     WeighedLoss,
-    holds_ignored_targets,
+    Weights,
     loss_terms,
     misspelt_weight,
-    read_weights,
     zero_loss,
 )
 from lightning_gradavg.reduction.reducer import BucketSum, Reducer
 from lightning_gradavg.reduction.stock import StockMean
 from lightning_gradavg.reduction.sums import as_real, plain_sum
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Window, as_weight
-from lightning_gradavg.rules import RULES, Rule, rule_of_replica_losses
+from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.wire.route import WireOptions
 
 __all__ = ["Reduction"]
@@ -83,8 +82,10 @@ class Reduction(Part):
         self._sparse: list[Tensor] = []
         self._pending: list[WeighedLoss] = []
         self._end: Callable[[], None] = self._gradients.pause
-        self._explicit: bool | None = None
-        self._targets_ignored = self._withheld = self._withholds = self._unprepared = False
+        weights_of = Weights if self.rule.uses_weight else NoWeights
+        giver = "training_step returned" if run.module.automatic_optimization else "manual_backward was given"
+        self._weights = weights_of(self.rule, run.device, giver, self.warn, self._tell_once)
+        self._withheld = self._withholds = self._unprepared = False
         self._told: set[str] = set()
         self._reductions, self._reductions_at_step = 0, dict[int, int]()
 
@@ -194,8 +195,7 @@ class Reduction(Part):
 
     def look_at(self, batch: Any) -> None:
         """Look for targets that do not count, before a batch is moved to where reading it would be waited for."""
-        if self.rule.uses_weight and not self._explicit and _IGNORED not in self._warned:
-            self._targets_ignored = holds_ignored_targets(batch)
+        self._weights.look_at(batch)
 
     def begin_step(self, batch: Any) -> None:
         """Note the batch of a training step, and forget losses whose backward was never run."""
@@ -233,32 +233,11 @@ class Reduction(Part):
             problem: Why it cannot be weighed, for all ranks to raise together.
         """
         terms = loss_terms(loss)
-        if weight is not None and not self.rule.uses_weight:
-            self.warn(f'a "weight" was given, but reduction={self.rule.name!r} does not use weights: it is ignored.')
-        micro_batch = read_weights(self.rule, terms, weight, self.batch, self.run.device, samples)
-        if self.rule.uses_weight:
-            problem = problem or self._note_weight(given=weight is not None)
-            micro_batch = replace(micro_batch, problem=problem or micro_batch.problem)
+        micro_batch = self._weights.read(terms, weight, self.batch, samples, problem)
         weighed = self._weighed(terms, micro_batch)
         self._on_weighed(loss, weighed, samples, self.batch)
         self._pending.append(weighed)
         return weighed
-
-    def _note_weight(self, *, given: bool) -> str | None:
-        """Say what stands in for a weight that is not given; return what is wrong where others of the run had one."""
-        automatic = self.run.module.automatic_optimization
-        if not given and self.rule != rule_of_replica_losses():
-            giver = "training_step returned" if automatic else "manual_backward was given"
-            self._tell_once(f"GradAvgStrategy: n = samples of the batch, as {giver} no weight")
-        if not given and self._targets_ignored:
-            self.warn(_IGNORED)
-        explicit, self._explicit = self._explicit, given
-        if explicit in (None, given):
-            return None
-        return (
-            f"a weight was {'not ' * given}given in the steps before, but {'not ' * (not given)}in this one:"
-            ' return "weight" from every training_step (or pass weight= to every manual_backward), or never'
-        )
 
     def _weighed(self, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
         # Looked at on the host only: an accelerator would be waited for.
@@ -326,16 +305,17 @@ class Reduction(Part):
             final: Whether it is the last.
         """
         trainer, gradients = self.run.trainer, self._gradients
-        automatic = self.run.module.automatic_optimization
-        divisor = trainer.accumulate_grad_batches if automatic else 1
         last = self.ends_window(final=final)
         self._reductions += last
         if final and self._unprepared:
             self._unprepared = False
             prepare_for_backward(self._model, root)
-        if automatic and first and trainer.fit_loop.epoch_loop.batch_idx % divisor == 0:
-            gradients.reset()
-        if not automatic and self.rule == RULES["mean"]:
+        divisor = 1
+        if self.run.module.automatic_optimization:
+            divisor = trainer.accumulate_grad_batches
+            if first and trainer.fit_loop.epoch_loop.batch_idx % divisor == 0:
+                gradients.reset()
+        elif self.rule == RULES["mean"]:
             # As in stock DDP, the user divides the losses of a window in manual optimization.
             divisor = gradients.pending + 1
         gradients.backward(loss, run, last=last, loss_divisor=divisor)
@@ -419,13 +399,6 @@ class Reduction(Part):
         if self._own is not None:
             self._own.close()
             self._own = None
-
-
-_IGNORED = (
-    "integer tensors of a batch hold -100, the targets that losses of torch leave out, and no weight is given: a loss"
-    " then counts by its samples, also those left out. If its mean is over targets, return"
-    ' {"loss": loss, "weight": (targets != -100).sum()} from training_step.'
-)
 
 
 def _fingerprint(gradients: Iterable[Tensor | None]) -> float:
