@@ -53,6 +53,10 @@ class Reduction(Part):
         timeout: How long a process group waits for a rank.
         crosses_ranks: Whether gradients of one rank's loss reach another within the backward.
         on_weighed: Called with each loss, its weighed form, its samples if they are known, and its batch.
+
+    Attributes:
+        batch: That of the training step under way.
+        look_at: Looks at a batch before it is moved, as `Weights` says.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Reduction(Part):
         weights_of = Weights if self.rule.uses_weight else NoWeights
         giver = "training_step returned" if run.module.automatic_optimization else "manual_backward was given"
         self._weights = weights_of(self.rule, run.device, giver, self.warn, self._tell_once)
+        self.look_at = self._weights.look_at
         self._withheld = self._withholds = self._unprepared = False
         self._told: set[str] = set()
         self._reductions, self._reductions_at_step = 0, dict[int, int]()
@@ -192,10 +197,6 @@ class Reduction(Part):
 
     def _release(self) -> None:
         self._withheld = False
-
-    def look_at(self, batch: Any) -> None:
-        """Look for targets that do not count, before a batch is moved to where reading it would be waited for."""
-        self._weights.look_at(batch)
 
     def begin_step(self, batch: Any) -> None:
         """Note the batch of a training step, and forget losses whose backward was never run."""
