@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import compress
 from operator import not_
 from typing import Any, TypeVar
@@ -103,12 +102,18 @@ def gather(
             f"gather runs under torch.no_grad {on_ranks(disabled)}, but other ranks need a gradient, for which those"
             " would wait for ever. Use torch.no_grad on all ranks or on none."
         )
-    factors, on_gather = agreed_factors(mine.rule, agreed), _ON_GATHER.get()
+    factors = agreed_factors(mine.rule, agreed)
     if any(wanted):
-        on_gather = on_gather or partial(_require_kept, mine.rule, factors, [any(of_rank) for of_rank in rows])
-        on_gather()
-    weighs_here = _ON_GATHER.get() is None and len(set(factors)) > 1
-    gathered = _gathered(_Exchange(world, rows, factors if weighs_here else None), mine.leaves, wanted)
+        on_gather = _ON_GATHER.get()
+        if on_gather is None:
+            _require_kept(mine.rule, factors, [any(of_rank) for of_rank in rows])
+        else:
+            factors = [1.0] * world.size
+            on_gather()
+    if world.size == 1:
+        gathered = tuple(leaf.clone() for leaf in mine.leaves)
+    else:
+        gathered = _apply(_Gather, mine.leaves, _Exchange(world, rows, factors), wanted, False)
     result: T = rebuilt(tensors, iter(gathered))
     return result
 
@@ -158,13 +163,13 @@ class _Rows(Contribution):
     @classmethod
     def of(cls, tensors: Any, reduction: Any, weight: Any, device_types: Sequence[str] | None) -> _Rows:
         rule = resolve_rule(reduction)
-        labeled = list(leaves(tensors))
+        labeled = list(leaves(tensors, "tensors"))
         if not labeled:
             raise ValueError(f"there is no tensor in {tensors!r}: pass at least one")
         for label, leaf in labeled:
             _check(label, leaf, device_types)
         if len({leaf.device for _, leaf in labeled}) > 1:
-            devices = ", ".join(f"tensors{label} on {leaf.device}" for label, leaf in labeled)
+            devices = ", ".join(f"{label} on {leaf.device}" for label, leaf in labeled)
             raise ValueError(f"the tensors of one call must be on one device, got {devices}")
         if rule.uses_weight and weight is None:
             raise ValueError(
@@ -172,7 +177,10 @@ class _Rows(Contribution):
             )
         number = checked_weight(weight) if rule.uses_weight else None
         # The rank's own structure counts, and so does every shape but the number of rows.
-        forms = "; ".join(f"tensors{label} of shape (rows, {_sizes(leaf)}) and {leaf.dtype}" for label, leaf in labeled)
+        shapes = [f"(rows, {', '.join(map(str, leaf.shape[1:]))})" for _, leaf in labeled]
+        forms = "; ".join(
+            f"{label} of shape {shape} and {leaf.dtype}" for shape, (label, leaf) in zip(shapes, labeled, strict=True)
+        )
         grad, own = torch.is_grad_enabled(), [leaf for _, leaf in labeled]
         entries = [2 * leaf.shape[0] + (leaf.requires_grad and grad) for leaf in own]
         return cls(f"{forms}, reduction={rule.name!r}", [grad, *entries], number, rule, own)
@@ -199,27 +207,16 @@ def _require_kept(rule: Rule, factors: Sequence[float], present: Sequence[bool])
 def _check(label: str, leaf: Any, device_types: Sequence[str] | None) -> None:
     if not isinstance(leaf, Tensor):
         raise TypeError(
-            f"tensors{label} must be a tensor, or a tuple, list or dict of tensors; got {leaf!r} of type"
-            f" {type(leaf).__name__}"
+            f"{label} must be a tensor, or a tuple, list or dict of tensors; got {leaf!r} of type {type(leaf).__name__}"
         )
     if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
-        raise ValueError(f"tensors{label} must be a dense tensor, got layout {leaf.layout} and {leaf.dtype}")
+        raise ValueError(f"{label} must be a dense tensor, got layout {leaf.layout} and {leaf.dtype}")
     if leaf.ndim == 0:
-        raise ValueError(f"tensors{label} has no dimension to concatenate along: pass tensor.reshape(1), one row")
+        raise ValueError(f"{label} has no dimension to concatenate along: pass tensor.reshape(1), one row")
     if device_types is not None and leaf.device.type not in device_types:
         raise ValueError(
-            f"tensors{label} is on {leaf.device}, but the process group serves {', '.join(device_types)}: move it"
+            f"{label} is on {leaf.device}, but the process group serves {', '.join(device_types)}: move it"
         )
-
-
-def _sizes(leaf: Tensor) -> str:
-    return ", ".join(map(str, leaf.shape[1:]))
-
-
-def _gathered(exchange: _Exchange, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Sequence[Tensor]:
-    if exchange.world.size == 1:
-        return [tensor.clone() for tensor in tensors]
-    return _apply(_Gather, tensors, exchange, wanted, False)
 
 
 @dataclass(frozen=True)
@@ -229,12 +226,12 @@ class _Exchange:
     Attributes:
         world: The ranks.
         rows: `rows[q][i]`, the rows that rank q has of tensor i.
-        factors: Per rank, what the reduction will multiply its gradient by; None if that is the same for all.
+        factors: Per rank, what its gradient will be multiplied by in the reduction, as far as it differs.
     """
 
     world: World
     rows: Sequence[Sequence[int]]
-    factors: Sequence[float] | None
+    factors: Sequence[float]
 
     def of(self, wanted: Sequence[bool]) -> _Exchange:
         """Return the exchange of some of the tensors."""
@@ -287,8 +284,6 @@ class _Exchange:
         return [total.to(gradient.dtype) for total, gradient in zip(totals, gradients, strict=True)]
 
     def _ratio(self, rank: int, other: int) -> float:
-        if self.factors is None:
-            return 1.0
         # A rank without factor has no rows: what it receives is empty.
         return self.factors[rank] / self.factors[other] if self.factors[other] else 1.0
 
@@ -319,8 +314,7 @@ class _SumBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weigh = ctx.exchange.factors is not None
-        return None, None, *_apply(_Gather, gradients, ctx.exchange, [True] * len(gradients), weigh)
+        return None, None, *_apply(_Gather, gradients, ctx.exchange, [True] * len(gradients), True)
 
 
 def _apply(function: type[torch.autograd.Function], tensors: Sequence[Tensor], *settings: Any) -> tuple[Tensor, ...]:
