@@ -86,7 +86,12 @@ class NoWeights:
         giver: What gives weights, or does not, in words.
         warn: Takes what a user is warned of.
         tell: Takes what a user is told.
+
+    Attributes:
+        explicit: Whether the user gave the last weight; None before the first.
     """
+
+    explicit: bool | None = None
 
     def __init__(
         self, rule: Rule, device: torch.device, giver: str, warn: Callable[[str], None], tell: Callable[[str], None]
@@ -121,7 +126,6 @@ class NoWeights:
 class Weights(NoWeights):
     """Reads weights under a rule that uses them: those given, or the samples of the batch."""
 
-    _explicit: bool | None = None
     _looks = True
     _targets_ignored = False
 
@@ -166,7 +170,7 @@ class Weights(NoWeights):
         if not given and self._targets_ignored:
             self._warn(_IGNORED)
         self._looks = self._looks and not given and not self._targets_ignored
-        explicit, self._explicit = self._explicit, given
+        explicit, self.explicit = self.explicit, given
         if explicit in (None, given):
             return None
         return (
