@@ -6,7 +6,7 @@ totals, which were begun before it and are long there when its sum is.
 
 # DDP compares the hook's annotations with the real objects, so this module must not postpone their evaluation.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +28,11 @@ from lightning_gradavg.reduction.combine import (
     unit_above,
     window_ratio,
 )
-from lightning_gradavg.reduction.sums import as_real, done
+from lightning_gradavg.reduction.sums import BucketSum, as_real, done
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Totals, Window, as_weight
 from lightning_gradavg.rules import Rule
 
 __all__ = ["BucketSum", "Reducer"]
-
-BucketSum = Callable[[dist.GradBucket], Future[Tensor]]
-"""Begins the sum of a bucket over the ranks; the future holds it in the bucket's memory or in memory of its own."""
 
 
 @dataclass
@@ -112,7 +109,7 @@ class Reducer:
 
     def reset(self) -> None:
         """Forget a window that was begun and never reduced."""
-        self.window, self._closed, self.discarded = self.window.anew(), None, None
+        self.window, self._closed = self.window.anew(), None
 
     def add(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """Append a micro-batch to the window, and return the multiplier `w` of each of its loss terms.
@@ -120,7 +117,7 @@ class Reducer:
         The first time, a collective operation, for a unit: from then on it follows from the windows before.
         """
         shares = self.window.add(micro_batch)
-        if self.rule.uses_weight and self.window.length == 1 and self._unit is None:
+        if self._unit is None and self.rule.uses_weight and self.window.length == 1:
             weights = [on_device(as_weight(share.normalizer, self.device), self.device) for share in shares.values()]
             largest = torch.stack(weights).nan_to_num(0, 0, 0).amax()
             if self.world.group is not None:
@@ -141,7 +138,7 @@ class Reducer:
         Raises:
             ValueError: If a rule that uses no weight cannot be accumulated.
         """
-        window, self.window = self.window, self.window.anew()
+        window, self.window, self.discarded = self.window, self.window.anew(), None
         constant, ratio = self._constants_of(window)
         closed = self._closed = _Closed(window, loss_divisor * ratio * self.unit, constant)
         if self._exchanges:
@@ -168,7 +165,7 @@ class Reducer:
 
     def _constants_of(self, window: Window) -> tuple[float, float]:
         """Return Z of a rule that uses no weight, and the ratio of its multipliers, for a window of this length."""
-        length = window.length
+        length = len(window.micro_batches)
         if length not in self._constants:
             if self.rule.uses_weight:
                 # No number where there is no such ratio, which is then found in the totals.
@@ -256,7 +253,7 @@ class Reducer:
                 on an accelerator one optimizer step later, because the totals are not waited for. A faulty window
                 leaves gradients of zero.
         """
-        closed, self._closed, self.discarded = self._require_closed(), None, None
+        closed, self._closed = self._require_closed(), None
         self.check()
         if closed.totals is None:
             return
@@ -277,7 +274,7 @@ class Reducer:
         window, copy = unchecked
         totals = self._read = Totals(copy.read(), len(self.places))
         problem = totals.problem
-        if problem is None and totals.uneven and self._depends_on_window:
+        if problem is None and self._depends_on_window and totals.uneven:
             problem = f"the ranks accumulated different numbers of micro-batches, which {self.rule.name!r} depends on"
         if problem is None:
             return
