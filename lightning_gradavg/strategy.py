@@ -335,7 +335,7 @@ class GradAvgStrategy(DDPStrategy):
         options = self._options
         return StrategyFacts(
             rule=options.rule,
-            splits_batches=self._batches.splits,
+            splits_batches=options.split_batches,
             accumulation=self._batches.accumulation,
             micro_batches=self._batches.micro_batches,
             replicas=self._shaping_replicas,

@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 
-from lightning_gradavg.batches.chunks import Chunk
 from lightning_gradavg.loaders import length_of
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state, same_random_state
 from lightning_gradavg.ranks import World
@@ -268,11 +267,6 @@ class Order:
         self._compare(f"the end after batch {self._batches}")
         if self.behind:
             raise self._other_batches(f"are missing, it ends after {self._batches}")
-
-    def take(self, chunk: Chunk, digest: bytes) -> None:
-        """Note that training takes a micro-batch."""
-        if chunk.is_last:
-            self.taken = Taken(self.taken.batches + 1, self.taken.samples + chunk.batch_samples, digest)
 
     def require(self, value: Any, message: str) -> None:
         """Raise a ValueError on all ranks unless `value` is the same on all of them. A collective operation."""
