@@ -15,6 +15,7 @@ __all__ = [
     "Shows",
     "distributed_sampler",
     "is_sharded",
+    "keeps_state",
     "length_of",
     "loader_batch_size",
     "user_loader",
@@ -75,6 +76,11 @@ def is_sharded(loader: Any) -> bool:
     """Return whether the user says that every rank reads its own part of the data."""
     owners = (loader, getattr(loader, "dataset", None))
     return any(getattr(owner, "sharded_by_rank", False) for owner in owners)
+
+
+def keeps_state(part: Any) -> bool:
+    """Return whether a loader, a sampler or a dataset can be put back to where it was."""
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
 
 def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:

@@ -99,7 +99,7 @@ class Chunk:
     @cached_property
     def samples(self) -> int:
         """Number of samples that count: 0 for a stand-in."""
-        return 0 if self.stand_in else self.stop - self.start
+        return sum(piece.stop - piece.start for piece in self.pieces)
 
     @cached_property
     def is_last(self) -> bool:
@@ -137,8 +137,7 @@ class Split:
         """
         if self.max_samples is None:
             return 1
-        if batch_size is None:
-            raise ValueError("batch_size must be known where max_samples is set")
+        assert batch_size is not None
         rank_samples = -(-batch_size // self.world_size)
         return max(1, -(-rank_samples // self.max_samples))
 
@@ -176,11 +175,12 @@ def _cut(split: Split, size: int, count: int) -> tuple[Chunk, ...]:
         )
     mine = shared_out[split.rank]
     rows = min(max(shared_out[0][0][0].stop, _STAND_IN_SAMPLES), size, split.max_samples or size)
-    stand_ins: list[tuple[Piece, ...]] = [()] * (count - len(mine))
+    stand_ins: list[tuple[int, int, tuple[Piece, ...]]] = [(0, rows, ())] * (count - len(mine))
+    own = [(pieces[0].start, pieces[-1].stop, pieces) for pieces in mine]
     return tuple(
         Chunk(
-            start=pieces[0].start if pieces else 0,
-            stop=pieces[-1].stop if pieces else rows,
+            start=start,
+            stop=stop,
             pieces=pieces,
             index=index,
             count=count,
@@ -188,7 +188,7 @@ def _cut(split: Split, size: int, count: int) -> tuple[Chunk, ...]:
             batch_samples=size,
             batch_replicas=-(-size // -(-size // split.chunks)),
         )
-        for index, pieces in enumerate([*stand_ins, *mine])
+        for index, (start, stop, pieces) in enumerate([*stand_ins, *own])
     )
 
 

@@ -7,45 +7,34 @@ Iterating is a collective operation: all ranks do it, or none.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch.utils.data import DataLoader
 
 from lightning_gradavg.batches.chunks import Split
-from lightning_gradavg.batches.order import Order, require_alike
-from lightning_gradavg.batches.progress import LoaderState, Progress, SplitIterator
-from lightning_gradavg.batches.sources import FromIndices, FromWholeBatches, source_of
-from lightning_gradavg.loaders import LoaderWrapper, distributed_sampler, is_sharded, loader_batch_size, user_loader
+from lightning_gradavg.batches.order import require_alike
+from lightning_gradavg.batches.progress import LoaderState, PassedLoader, Progress, SplitIterator
+from lightning_gradavg.batches.sources import source_of
+from lightning_gradavg.loaders import distributed_sampler, is_sharded, keeps_state, loader_batch_size, user_loader
 from lightning_gradavg.ranks import World
 
 __all__ = ["BatchSplitter", "ResumableSplitLoader", "SplitLoader", "StatefulSplitLoader"]
 
 
-class SplitLoader(LoaderWrapper):
+class SplitLoader(PassedLoader):
     """A training loader that yields this rank's micro-batches of the user's batches.
 
     All other attributes are those of the user's loader. `len()` is the number of micro-batches per epoch: those of the
-    user's loader times `Progress.micro_batches`.
-
-    Attributes:
-        source: Where it is split.
-        world: The ranks that read the same batches.
-        begun: The order of the pass that began last, since a state was loaded.
-        resumable: Whether a checkpoint holds where training stands in it. Without: where every rank has its own data,
-            of which rank 0, which saves, knows nothing.
+    user's loader times `Progress.micro_batches`. No checkpoint holds where training stands in it: where every rank
+    reads data of its own, rank 0, which saves, knows nothing of the others.
     """
 
-    resumable: ClassVar[bool] = False
-
     def __init__(self, loader: Any, splitter: BatchSplitter, *, sharded: bool) -> None:
-        kind = source_of(loader, whole=splitter.whole_batches)
-        progress = splitter.progress
-        self.source = kind(loader, splitter.split_of(sharded=sharded), lambda: progress.micro_batches)
+        kind, progress = source_of(loader, whole=splitter.whole_batches), splitter.progress
+        source = kind(loader, splitter.split_of(sharded=sharded), lambda: progress.micro_batches)
         # Seeded by its rank, a worker might read in another order.
-        super().__init__(loader, read=self.source.loader, shown=loader, alike=kind.alike and not sharded)
+        super().__init__(loader, source, World() if sharded else splitter.world, alike=kind.alike and not sharded)
         self._splitter, self._progress, self._sharded = splitter, progress, sharded
-        self.world = World() if sharded else splitter.world
-        self.begun: Order | None = None
         if isinstance(loader, DataLoader):
             self.worker_init_fn = loader.worker_init_fn
 
@@ -55,25 +44,15 @@ class SplitLoader(LoaderWrapper):
     def __len__(self) -> int:
         return len(self.source)
 
-    @property
-    def seeded(self) -> bool:
-        """Whether there are worker processes that outlive the epoch, so that the next pass draws no seed for them."""
-        return bool(getattr(self.loader, "persistent_workers", False) and self._iterator is not None)
-
     def describe(self) -> str:
         """Return one line that says what is done with the loader."""
-        what = type(self.loader).__name__
         if self._sharded:
-            return f"{what}: every rank trains on its own batches (sharded_by_rank is set)"
-        if isinstance(self.source, (FromIndices, FromWholeBatches)):
-            samplers = [getattr(self.loader, name, None) for name in ("batch_sampler", "sampler")]
-            what += f" with its {' and '.join(type(each).__name__ for each in samplers if each is not None)}"
+            return f"{type(self.loader).__name__}: every rank trains on its own batches (sharded_by_rank is set)"
         split = self._splitter.split
         most = f", in {self._progress.micro_batches} micro-batches of at most {split.max_samples} samples per rank"
         return (
-            f"{what}: used as it is, its batches are the global batches, in {split.chunks} chunks"
-            f" on {split.world_size} ranks{most if split.max_samples else ''};"
-            f" {'every rank reads whole batches' if self.source.alike else 'each rank loads its own samples only'}"
+            f"{self.source.name}: used as it is, its batches are the global batches, in {split.chunks} chunks"
+            f" on {split.world_size} ranks{most if split.max_samples else ''}; {self.source.reads}"
         )
 
 
@@ -144,21 +123,21 @@ class BatchSplitter:
         sharded, largest = is_sharded(loader), loader_batch_size(loader)
         problem = self._problem(loader, largest, sharded=sharded)
         count = 0 if problem else self.split_of(sharded=sharded).count(largest)
-        workers = getattr(loader, "num_workers", 0) > 0
+        workers = getattr(loader, "num_workers", 0)
         # A problem that only some ranks have is raised by them all: nobody waits for a rank that has given up.
         require_alike(
             self.world,
-            (source_of(loader, whole=self.whole_batches).__name__, sharded, count, workers),
+            (source_of(loader, whole=self.whole_batches).__name__, sharded, count, workers > 0),
             problem
             or f"the ranks' train loaders differ: on this rank it is a {type(loader).__name__} of batch size {largest},"
-            f" {'with' if workers else 'without'} workers{', sharded_by_rank' if sharded else ''}.",
+            f" num_workers={workers}, sharded_by_rank={sharded}.",
         )
         if problem:
             raise ValueError(problem)
         progress = self.progress
         progress.micro_batches = max(progress.micro_batches, count)
-        kept = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        kind = StatefulSplitLoader if kept else SplitLoader if sharded else ResumableSplitLoader
+        of_us = SplitLoader if sharded else ResumableSplitLoader
+        kind = StatefulSplitLoader if keeps_state(loader) else of_us
         wrapped = kind(loader, self, sharded=sharded)
         if progress.states is not None and kind is not SplitLoader:
             wrapped.load_state_dict(progress.next_state())

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 
-from lightning_gradavg.loaders import length_of
+from lightning_gradavg.loaders import keeps_state, length_of
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state, same_random_state
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import fingerprint
@@ -93,7 +93,7 @@ class LoaderParts:
         unique = {id(each): each for each in owned if isinstance(each, torch.Generator)}
         self.generators = list(unique.values())
         inside = list(found.values())[1:]
-        self.objects = [part for part in inside if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")]
+        self.objects = list(filter(keeps_state, inside))
 
     def generator_states(self) -> list[torch.Tensor]:
         """Return the states of the generators."""

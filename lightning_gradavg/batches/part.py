@@ -185,7 +185,7 @@ class SplitBatches(Batches):
             # After whole loader batches. Lightning computes it anew where it reloads the loaders.
             trainer.val_check_batch = max(1, int(trainer.fit_loop.max_batches // count * interval)) * count
         self._taken = self._progress.take()
-        chunks = [chunk for chunk in self._taken if chunk is not None]
+        chunks = list(filter(None, self._taken))
         self.chunk = next(iter(chunks), None)
         if len(chunks) > 1:
             require_same_reach(chunks, self._options.num_replicas)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol, TypedDict, cast
+from typing import Any, ClassVar, TypedDict, cast
 
 import torch
 
@@ -22,10 +22,11 @@ from lightning_gradavg.batches.chunks import Chunk
 from lightning_gradavg.batches.order import LoaderParts, Order, PassState, Start, Taken
 from lightning_gradavg.batches.sources import FromBatches
 from lightning_gradavg.lightning_internals import TrainingLoop
+from lightning_gradavg.loaders import LoaderWrapper
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state
 from lightning_gradavg.ranks import World
 
-__all__ = ["LoaderState", "Progress", "SplitIterator"]
+__all__ = ["LoaderState", "PassedLoader", "Progress", "SplitIterator"]
 
 _FORMAT = 1
 
@@ -62,26 +63,33 @@ class LoaderState(TypedDict):
     random: RandomState
 
 
-class Passed(Protocol):
-    """A split loader, as those that pass over it know it.
+class PassedLoader(LoaderWrapper):
+    """What passes over a split loader know of it.
+
+    Args:
+        loader: The user's loader.
+        source: Where it is split.
+        world: The ranks that read the same batches.
+        alike: As in `LoaderWrapper`.
 
     Attributes:
-        loader: The user's loader.
         source: Where it is split.
         world: The ranks that read the same batches.
         begun: The order of the pass that began last, since a state was loaded.
         resumable: Whether a checkpoint holds where training stands in it, as a `LoaderState`.
     """
 
-    loader: Any
-    source: FromBatches
-    world: World
-    begun: Order | None
-    resumable: ClassVar[bool]
+    resumable: ClassVar[bool] = False
+
+    def __init__(self, loader: Any, source: FromBatches, world: World, *, alike: bool) -> None:
+        super().__init__(loader, read=source.loader, shown=loader, alike=alike)
+        self.source, self.world = source, world
+        self.begun: Order | None = None
 
     @property
     def seeded(self) -> bool:
         """Whether there are worker processes that outlive the epoch, so that the next pass draws no seed for them."""
+        return bool(getattr(self.loader, "persistent_workers", False) and self._iterator is not None)
 
 
 class SplitIterator(Iterator[Any]):
@@ -99,7 +107,7 @@ class SplitIterator(Iterator[Any]):
         following: The passes of another run that are gone through again by those that follow it in this way.
     """
 
-    def __init__(self, loader: Passed, progress: Progress) -> None:
+    def __init__(self, loader: PassedLoader, progress: Progress) -> None:
         self.loader, self._progress = loader, progress
         self.order: Order | None = None
         self.ended = False
@@ -155,8 +163,7 @@ class SplitIterator(Iterator[Any]):
     @property
     def orders(self) -> list[Order]:
         """The passes that are begun and not taken to their end, oldest first."""
-        begun = dict.fromkeys([*(order for _, _, order in self._pending), self.order])
-        return [order for order in begun if order is not None]
+        return list(filter(None, dict.fromkeys([*(order for _, _, order in self._pending), self.order])))
 
 
 class Progress:
@@ -179,12 +186,12 @@ class Progress:
         self.loop, self.window = loop, window
         self.micro_batches, self.batches = 1, 0
         self.states: deque[Any] | None = None
-        self.resumed: dict[Passed, LoaderState] = {}
+        self.resumed: dict[PassedLoader, LoaderState] = {}
         self._random: RandomState | None = None  # of a resumed run that is being set up
         # Not the epoch itself: the workers of one that is left must be able to end.
         self._epoch: Callable[[], Any] = lambda: None
         self._in_window = False
-        self._before_window: dict[Passed, LoaderState] = {}
+        self._before_window: dict[PassedLoader, LoaderState] = {}
 
     def next_state(self) -> Any:
         """Return the state that the loader which is split now is to go on from.
@@ -199,7 +206,7 @@ class Progress:
             )
         return self.states.popleft()
 
-    def iterators_of(self, loader: Passed) -> list[SplitIterator]:
+    def iterators_of(self, loader: PassedLoader) -> list[SplitIterator]:
         """Return those of the training loop that pass over a loader."""
         return [each for each in self.loop.iterators if each.loader is loader]
 
@@ -239,18 +246,18 @@ class Progress:
         self.resumed.clear()
         self._in_window = True
         taken = [each.take() for each in self.loop.iterators]
-        if any(chunk is not None and chunk.is_last for chunk in taken):
+        if any(chunk.is_last for chunk in filter(None, taken)):
             self.batches += 1
             self._in_window = self.batches % self.window() != 0
         return taken
 
-    def state_of(self, loader: Passed) -> LoaderState:
+    def state_of(self, loader: PassedLoader) -> LoaderState:
         """Return where training stands in a loader, at the end of the last complete window."""
         ended = self.loop.epoch_ended
         kept = self._before_window.get(loader) if self._in_window and not ended else None
         return self.resumed.get(loader) or kept or self._state_now(loader, ended=ended)
 
-    def _state_now(self, loader: Passed, *, ended: bool = False) -> LoaderState:
+    def _state_now(self, loader: PassedLoader, *, ended: bool = False) -> LoaderState:
         """Return where training stands in a loader, whatever the window, and whether the epoch is over."""
         mine = [] if ended else self.iterators_of(loader)
         orders = [order for each in mine for order in each.orders]
@@ -269,7 +276,7 @@ class Progress:
             random=random_state(),
         )
 
-    def go_on(self, loader: Passed, state: Any) -> None:
+    def go_on(self, loader: PassedLoader, state: Any) -> None:
         """Have the next pass over a loader go on from a state: at once after a whole epoch, or after what was taken.
 
         Raises:
@@ -320,7 +327,7 @@ class Progress:
                 self.loop.count_as_read(index)
 
 
-def _begin_at(loader: Passed, state: LoaderState) -> None:
+def _begin_at(loader: PassedLoader, state: LoaderState) -> None:
     """Have the next pass begin where the one of a state ended."""
     parts = LoaderParts(loader.loader)
     parts.set_generators(state["generators"])
