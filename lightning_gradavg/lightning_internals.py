@@ -444,10 +444,10 @@ class EvaluationPass:
         self.loaders: list[Any] = list(combined.flattened)
 
     @property
-    def predictions(self) -> list[list[Any]] | None:
-        """Of a prediction loop those of each loader, which the Trainer returns; None where it returns none."""
+    def predictions(self) -> list[list[Any]]:
+        """Of a prediction loop those of each loader, which the Trainer returns; nothing where it returns none."""
         predictions: list[list[Any]] = self._loop._predictions
-        return predictions if self._loop.return_predictions else None
+        return predictions if self._loop.return_predictions else []
 
     @property
     def results(self) -> dict[str, Any]:
@@ -480,13 +480,12 @@ def _restore(loop: Any) -> None:
 
 
 def neutral_result(
-    fields: Mapping[str, Any], reduce_fx: Callable[..., Any], reduce: Callable[..., Any], *, synced: bool, tensor: bool
+    fields: Mapping[str, Any], reduce: Callable[..., Any], *, synced: bool, tensor: bool
 ) -> _ResultMetric:
     """Return what `log` makes of a value, before it is updated: `_Metadata`, `_Sync._should` and `_ResultMetric`.
 
     Args:
         fields: Of the metadata.
-        reduce_fx: The reduction over the steps.
         reduce: The reduction over the ranks. It must equal what Lightning compares with in the next epoch.
         synced: Whether it is reduced over the ranks.
         tensor: Whether a number or tensor was logged, and not a `Metric`.
@@ -494,7 +493,7 @@ def neutral_result(
     # The core imports no Lightning.
     from lightning.pytorch.trainer.connectors.logger_connector import result  # noqa: PLC0415  # see above
 
-    meta = result._Metadata(**fields, reduce_fx=reduce_fx)
+    meta = result._Metadata(**fields)
     meta.sync = result._Sync(_should=synced, fn=reduce)
     metric = result._ResultMetric(meta, tensor)
     metric._update_count = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from typing import Any
 
 from torch.utils.data import DistributedSampler
@@ -97,12 +98,12 @@ def loader_batch_size(loader: Any) -> int | None:
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
-def length_of(loader: Any) -> int | None:
-    """Return the length of a loader, or None where it has none."""
+def length_of(loader: Any) -> float:
+    """Return the length of a loader; infinite where it tells none."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
-        return None
+        return math.inf
 
 
 def _as_on_rank_0(worker_init_fn: Any) -> Any:

@@ -578,8 +578,8 @@ class GradAvgStrategy(DDPStrategy):
         self._start_evaluation()
 
     def _start_evaluation(self) -> None:
-        for part in self._parts:
-            part.on_evaluation_start()
+        self._replicas.on_evaluation_start()
+        self._evaluation.on_evaluation_start()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -628,8 +628,8 @@ class GradAvgStrategy(DDPStrategy):
         self._end_evaluation()
 
     def _end_evaluation(self) -> None:
-        for part in self._parts:
-            part.on_evaluation_end()
+        self._replicas.on_evaluation_end()
+        self._evaluation.on_evaluation_end()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

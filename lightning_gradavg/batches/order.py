@@ -13,6 +13,7 @@ proves that they are the same. Nothing of this depends on the number of ranks or
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -143,7 +144,7 @@ class Order:
         if seeded:
             self._seen["made"] = self._snapshots["begin"]
         length = length_of(loader)
-        self._sized = length is not None
+        self._sized = length < math.inf
         self.require(("length", length), f"the ranks' train loaders differ: on this rank the length is {length}.")
 
     def state(self) -> PassState:

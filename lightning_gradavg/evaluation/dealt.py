@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torchmetrics import Metric
 
 from lightning_gradavg.lightning_internals import cloned, within_notes
 from lightning_gradavg.loaders import LoaderWrapper, Shows
@@ -56,10 +57,19 @@ def _dealt_copy(loader: DataLoader[Any], limit: int | None, world: World) -> Dat
 class EvaluationLoader(LoaderWrapper):
     """This rank's batches of a user's evaluation loader. All other attributes are those of that loader.
 
+    Args:
+        loader: The user's loader.
+        world: The ranks that it is dealt to.
+        kept: See below.
+        limit: How many of its batches are evaluated at most; None for all.
+        lengths: See below.
+        group: Returns the process group of the ranks that have a batch of what is evaluated now.
+
     Attributes:
         kept: Whether the user shares out the data; otherwise the batches are dealt.
         lengths: Each rank's number of batches; None if some rank does not know.
-        taken: How many batches were taken in this pass.
+        taken: How many batches were taken in this pass, while there is one.
+        on_step: The metrics that are reduced within each step, over the ranks that have a batch then.
         read: How many rounds of a stream were read in this pass, and the digest of their batches.
     """
 
@@ -71,15 +81,16 @@ class EvaluationLoader(LoaderWrapper):
         kept: bool,
         limit: int | None,
         lengths: Sequence[int] | None,
-        on_batch: Callable[[EvaluationLoader], None],
+        group: Callable[[], Any],
     ) -> None:
         indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         read = _dealt_copy(loader, limit, world) if indexed and not kept else loader
         self._streamed = not kept and read is loader
         super().__init__(loader, read=read, shown=read, alike=self._streamed)
         self.kept, self.lengths = kept, lengths
-        self._world, self._limit, self._on_batch = world, limit, on_batch
+        self._world, self._limit, self._group = world, limit, group
         self.taken = 0
+        self.on_step: Sequence[Metric] = ()
         self.read = (0, b"")
 
     def __iter__(self) -> Iterator[Any]:
@@ -90,7 +101,8 @@ class EvaluationLoader(LoaderWrapper):
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self.taken += 1
-            self._on_batch(self)
+            for metric in self.on_step:
+                metric.process_group = self._group()
             yield batch
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -150,8 +162,10 @@ def compare_streams(of_ranks: Sequence[Sequence[tuple[int, bytes]]], *, together
             )
 
 
-def sampler_problem(sampler: DistributedSampler[Any], world_size: int) -> str | None:
-    """Return why the sampler does not yield each sample once on so many ranks, or None."""
+def sampler_problem(sampler: DistributedSampler[Any] | None, world_size: int) -> str | None:
+    """Return why the sampler does not yield each sample once on so many ranks; None where it does, or is none."""
+    if sampler is None:
+        return None
     samples, replicas = len(sampler.dataset), sampler.num_replicas  # type: ignore[arg-type]  # it takes sized data only
     advice = "Leave the sampler out: the loader is dealt, and each of its batches evaluated once."
     if replicas != world_size:
