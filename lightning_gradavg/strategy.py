@@ -31,7 +31,7 @@ from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.launch import require_launch
-from lightning_gradavg.lightning_internals import MixedPrecision, leave_batch_norm_alone
+from lightning_gradavg.lightning_internals import MixedPrecision
 from lightning_gradavg.loaders import loader_batch_size
 from lightning_gradavg.options import Options, StrategyFacts, check_groups, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
@@ -43,7 +43,7 @@ from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.gather import losses_weighed, require_allowed
 from lightning_gradavg.reduction.loss import WeighedLoss
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.replicas.part import ManyReplicas, Replicas
+from lightning_gradavg.replicas.single_device import replicas_of
 from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.rules import RULES, RuleFunction
@@ -253,7 +253,7 @@ class GradAvgStrategy(DDPStrategy):
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()
         self._rates = rates_of(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
-        self._replicas = ManyReplicas(options, static_graph=static_graph) if options.replicated else Replicas(options)
+        self._replicas = replicas_of(options, static_graph=static_graph)
         self._evaluation = ExactEvaluation(timeout) if options.exact_evaluation else Evaluation()
         self._parts: tuple[Part, ...] = (
             self._reduction,
@@ -378,8 +378,6 @@ class GradAvgStrategy(DDPStrategy):
         for part in self._parts:
             part.setup(run)
             self._begun.append(part)
-        if self._options.one_device:
-            leave_batch_norm_alone(self)  # ours serves CPUs and idle ranks, too
         if any(each is not None for each in self._members):
             require_members(run.world, *self._members)
         super().setup(trainer)
