@@ -75,6 +75,7 @@ __all__ = [
     "time_backwards",
     "until_done",
     "version_of",
+    "versions_of",
     "views_of",
     "within_notes",
     "without_gradient_hooks",
@@ -594,6 +595,11 @@ def require_dimensions(norm: BatchNorm, input: Tensor) -> None:  # noqa: A002  #
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was written in place: `Tensor._version`, which autograd's notes name."""
     return tensor._version
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return `version_of` each of several tensors."""
+    return [tensor._version for tensor in tensors]
 
 
 def stored(tensor: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ Bounds: TypeAlias = tuple[int, int]
 _STAND_IN_SAMPLES = 2  # F.batch_norm refuses to train on one value per channel
 
 
+@lru_cache(maxsize=256)
 def chunk_bounds(size: int, parts: int) -> tuple[Bounds, ...]:
     """Return the bounds of `parts` contiguous chunks of `size` items, as `torch.chunk` cuts them.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gradavg.reduction.gather import gather
 from lightning_gradavg.reduction.loss import zero_loss
-from lightning_gradavg.tree import leaves, rebuilt
+from lightning_gradavg.tree import leaves, mapped
 
 __all__ = ["gather_outputs", "join_outputs"]
 
@@ -99,7 +99,7 @@ def _rows(value: Any, device: torch.device) -> dict[str, Tensor]:
 def _with_rows(value: Any, rows: Sequence[Tensor]) -> Any:
     """Return an output of the same structure with other tensors; None stays None."""
     remaining = iter(rows)
-    return rebuilt(value, iter([None if leaf is None else next(remaining) for _, leaf in leaves(value)]))
+    return mapped(value, lambda leaf: None if leaf is None else next(remaining))
 
 
 def _names(labels: Sequence[str] | dict[str, Tensor]) -> str:

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_gradavg.batches.chunks import Chunk, chunk_bounds
-from lightning_gradavg.batches.part import Batches, ReplicaSlice, SplitBatches
+from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.lightning_internals import syncs_batch_norm
 from lightning_gradavg.methods import logged_as, replaced
 from lightning_gradavg.options import Options
@@ -90,7 +90,7 @@ class ManyReplicas(Replicas):
 
     def __init__(self, options: Options, *, static_graph: bool) -> None:
         super().__init__(options)
-        self._static_graph = static_graph
+        self._static_graph, self._counts_replicas = static_graph, options.counts_replicas
         self._saved_seed: int | None = None
         self._seed = 0
         self.gathers = False
@@ -134,6 +134,7 @@ class ManyReplicas(Replicas):
         self._state = ReplicaState(
             module,
             self._streams,
+            self._log,
             world,
             recompute=options.recompute_replicas,
             several=apart,
@@ -166,7 +167,7 @@ class ManyReplicas(Replicas):
         """Return the weight of the loss of so many samples, of one replica or of all of them."""
         if self.gathers:
             return chunk.batch_samples
-        if self._options.counts_replicas:
+        if self._counts_replicas:
             return (samples > 0) / chunk.batch_replicas
         return samples
 
@@ -195,15 +196,10 @@ class ManyReplicas(Replicas):
         chunk = batches.chunk
         assert chunk is not None
         batch_index = self.run.trainer.fit_loop.epoch_loop.total_batch_idx
-        slices = batches.slices(batch)
-
-        def run_counted(each: ReplicaSlice) -> Any:
-            self._log.samples = each.samples
-            return step(each.batch, *args)
-
+        slices, check = batches.slices(batch), self._is_to_check(chunk, batch_index)
         with self._log.collecting():
             with self._together(chunk), self._refusing():
-                outputs = self._state.run(run_counted, slices, batch_index, check=self._is_to_check(chunk, batch_index))
+                outputs = self._state.run(step, args, slices, batch_index, check=check)
             if self.gathers:
                 return self._run_step_end(outputs, chunk, batch_index, reduction)
         if len(outputs) == 1:
@@ -269,7 +265,7 @@ class ManyReplicas(Replicas):
         return {**joined, "loss": sum(of_samples[1:], of_samples[0]) / chunk.samples}
 
     def _read(self, output: Any, reduction: Reduction, weight: float | None) -> Any:
-        if self._options.counts_replicas and isinstance(output, Mapping) and output.get("weight") is not None:
+        if self._counts_replicas and isinstance(output, Mapping) and output.get("weight") is not None:
             raise ValueError(
                 f'training_step returned "weight": {output["weight"]!r}, but reduction={self._options.rule.name!r}'
                 " gives every replica the same say. Leave the weight out, or leave reduction out."

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gradavg.batches.part import ReplicaSlice
-from lightning_gradavg.lightning_internals import broadcast_from_first, version_of
+from lightning_gradavg.lightning_internals import broadcast_from_first, versions_of
 from lightning_gradavg.ranks import World
 from lightning_gradavg.replicas.batch_norm import not_counted
-from lightning_gradavg.replicas.log import metrics_kept, without_traces
+from lightning_gradavg.replicas.log import ReplicaLog, metrics_kept, without_traces
 from lightning_gradavg.replicas.random_streams import ReplicaStreams
 
 __all__ = ["ReplicaState"]
@@ -42,6 +42,7 @@ class ReplicaState:
     Args:
         module: The module.
         streams: The random numbers of every replica.
+        log: Is told how many samples has what the step logs now.
         world: The ranks that share the replicas. Rank 0 has replica 0.
         recompute: Whether replicas are computed again in the backward, one at a time, instead of being kept.
         several: Whether a rank may run the step more than once.
@@ -54,6 +55,7 @@ class ReplicaState:
         self,
         module: LightningModule,
         streams: ReplicaStreams,
+        log: ReplicaLog,
         world: World,
         *,
         recompute: bool,
@@ -61,20 +63,29 @@ class ReplicaState:
         keeps_assigned: bool,
         ignored: Container[str],
     ) -> None:
-        self._module, self._streams, self._world = module, streams, world
+        self._module, self._streams, self._log, self._world = module, streams, log, world
         self._compute = self._recomputed if recompute else self._once
         self._keeps_assigned, self._ignored = keeps_assigned, ignored
         self._owners = dict(module.named_modules())
         self._parameters = dict(module.named_parameters() if several else ())
         self._warned = False
 
-    def run(self, step: Step, slices: Sequence[ReplicaSlice], batch_index: int, *, check: bool) -> list[Any]:
+    def run(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        slices: Sequence[ReplicaSlice],
+        batch_index: int,
+        *,
+        check: bool,
+    ) -> list[Any]:
         """Return the outputs of this rank's replicas, with the module's buffers those of replica 0 on all ranks.
 
         A collective operation. A stand-in, of no replica, leaves no trace.
 
         Args:
             step: The training step.
+            args: What it gets after the batch.
             slices: The replicas, each with its part of the batch.
             batch_index: How many loader batches came before, which the random numbers depend on.
             check: Whether all ranks must have written the same into their buffers, as batch norm over all ranks does.
@@ -85,19 +96,24 @@ class ReplicaState:
         """
         outputs: list[Any] = []
         written: dict[int | None, Buffers] = {}
-        versions = [version_of(parameter) for parameter in self._parameters.values()]
+        versions = versions_of(self._parameters.values())
+
+        def run_step(each: ReplicaSlice) -> Any:
+            self._log.samples = each.samples
+            return step(each.batch, *args)
+
         try:
             for each in slices:
                 copies = self._copies(self._buffers())
-                outputs.append(self._run(step, each, copies, batch_index))
+                outputs.append(self._run(run_step, each, copies, batch_index))
                 written[each.replica] = copies
         finally:
             # Of a step that fails on this rank only, the others know nothing yet.
             if check:
                 self._require_alike(written)
             self._keep(written.get(0, {}))
-        both = zip(self._parameters.items(), versions, strict=True)
-        changed = [name for (name, parameter), before in both if version_of(parameter) != before]
+        three = zip(self._parameters, versions, versions_of(self._parameters.values()), strict=True)
+        changed = [name for name, before, after in three if before != after]
         if changed:
             raise RuntimeError(
                 f"training_step has written the parameters {', '.join(changed)}, but it runs once per replica, and of"
