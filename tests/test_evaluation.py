@@ -146,6 +146,6 @@ def test_list_states_get_one_form_on_every_rank():
     assert [[1.0], [2.0, 3.0], []] == [metric.value[0].tolist() for metric in metrics]
     assert {torch.float64} == {metric.value[0].dtype for metric in metrics}
     assert [True] * 3 == [metric.update_called for metric in metrics]
-    for put_back in [function for functions in changed for function in functions]:
-        put_back()
+    for put_back in changed:
+        put_back.close()
     assert [True, True, False] == [metric.update_called for metric in metrics]

@@ -7,7 +7,7 @@ is the one that a single process would see, nothing is repeated, and there are a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
@@ -109,17 +109,20 @@ class EvaluationLoader(LoaderWrapper):
         """Yield every `world_size`-th batch of a stream that all ranks read."""
         rank, world_size = self._world.rank, self._world.size
         digest = blake2b(digest_size=16)
+
+        def noted(batch: Any) -> Any:
+            digest.update(fingerprint(batch))
+            return batch
+
         size, rounds = world_size, 0
         while size == world_size:
             # A round is read to its end before its batch is used: so all ranks have read, and compare, the same part.
-            own, size = None, 0
-            for size, batch in enumerate(islice(batches, world_size), 1):
-                digest.update(fingerprint(batch))
-                own = batch if size == rank + 1 else own
+            one = map(noted, islice(batches, world_size))
+            before, own, after = _count(islice(one, rank)), list(islice(one, 1)), _count(one)
+            size = before + len(own) + after
             rounds += size > 0
             self.read = (rounds, digest.digest())
-            if size > rank:
-                yield own
+            yield from own
 
     def __len__(self) -> int:
         if self.lengths is None:
@@ -135,6 +138,10 @@ class EvaluationLoader(LoaderWrapper):
         if self._streamed:
             return f"{name}: every rank reads all batches and evaluates one of every {self._world.size}"
         return f"{name}: its batches are dealt to {self._world.size} ranks, each of them once"
+
+
+def _count(items: Iterable[Any]) -> int:
+    return sum(1 for _ in items)
 
 
 def ranks_having(lengths: Sequence[int], index: int) -> tuple[int, ...]:

@@ -6,8 +6,8 @@ rank that lacks a key, or has an empty list where the others have rows, would le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -93,7 +93,7 @@ def complete(
     of_ranks: Sequence[Described],
     module: LightningModule,
     world: World,
-) -> tuple[list[str], list[Callable[[], None]]]:
+) -> tuple[list[str], ExitStack]:
     """Add what other ranks logged and this one did not, and put all into one order. A collective operation.
 
     Args:
@@ -105,7 +105,7 @@ def complete(
 
     Returns:
         The names of values that some rank lacks and that are not reduced over the ranks; and what puts the metrics
-        back, to be called when their results are computed.
+        back, to be closed when their results are computed.
     """
     put_back = complete_states(metrics, [each.states for each in of_ranks], world)
     ordered: dict[str, Any] = {}
@@ -137,7 +137,7 @@ def _neutral(logged: Logged, module: LightningModule) -> Any:
 
 def complete_states(
     metrics: Mapping[str, Metric], of_ranks: Sequence[Mapping[str, Mapping[str, ListState]]], world: World
-) -> list[Callable[[], None]]:
+) -> ExitStack:
     """Give the list states of the metrics a form that torchmetrics can gather. A collective operation.
 
     It cannot gather rows of different types and shapes, which an empty list stands for, nor unconcatenated lists of
@@ -146,16 +146,16 @@ def complete_states(
     Returns:
         What puts the metrics back.
     """
-    changed: list[Callable[[], None]] = []
+    put_back = ExitStack()
     for name, states in {name: states for of_rank in of_ranks for name, states in of_rank.items()}.items():
         metric, inside = metrics[name], MetricInside(metrics[name])
         # What it remembers of an earlier evaluation is not what the others compute now, waiting for this rank.
         inside.forget()
         if not metric.update_called:  # it warns otherwise, although other ranks have updated it
-            changed.append(partial(setattr, inside, "updates", 0))
+            put_back.callback(setattr, inside, "updates", 0)
             inside.updates = 1
         reductions = inside.reductions
-        changed.append(partial(setattr, inside, "reductions", reductions))
+        put_back.callback(setattr, inside, "reductions", reductions)
         for state in states:
             every = [of_rank.get(name, {}).get(state, ListState()) for of_rank in of_ranks]
             own: Any = getattr(metric, state)
@@ -166,4 +166,4 @@ def complete_states(
                 everything = chain.from_iterable(world.gather_objects(move_data_to_device(own, "cpu")))
                 setattr(metric, state, move_data_to_device(list(everything), metric.device))
                 inside.reductions = {other: how for other, how in inside.reductions.items() if other != state}
-    return changed
+    return put_back

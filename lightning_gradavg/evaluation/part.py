@@ -81,9 +81,11 @@ class ExactEvaluation(Evaluation):
         timeout: How long a process group waits for a rank.
     """
 
+    _pass: EvaluationPass | None = None
+    _rows: Sequence[Sequence[EvaluationLoader]] = ()  # those that are read together, in this pass
+
     def __init__(self, timeout: timedelta | None) -> None:
         self._timeout = timeout
-        self._pass: EvaluationPass | None = None
 
     def setup(self, run: Run) -> None:
         """Begin a run."""
@@ -92,7 +94,7 @@ class ExactEvaluation(Evaluation):
         self.through_ddp = run.world.size == 1
         self._stages = {} if self.through_ddp else _STAGES
         self._injects_samplers = injects_samplers(run.trainer)
-        self.prepares, self._pass = False, None
+        self.prepares, self._pass, self._rows = False, None, ()
         self._groups: dict[tuple[int, ...], Any] = {}
         self._put_back_options, self._put_back = ExitStack(), ExitStack()
 
@@ -169,10 +171,10 @@ class ExactEvaluation(Evaluation):
                 f"CombinedLoader(mode={now.mode!r}) repeats the batches of the shorter loaders, so their samples would"
                 " be evaluated more than once. Use 'sequential', 'min_size' or 'max_size'."
             )
-        rows = [[loader] for loader in now.loaders] if now.mode == "sequential" else [now.loaders]
+        self._rows = [[loader] for loader in now.loaders] if now.mode == "sequential" else [now.loaders]
         incomplete = {
             ranks_having(lengths, ended)
-            for lengths in filter(None, map(self._steps, rows))
+            for lengths in filter(None, map(self._steps, self._rows))
             for ended in set(lengths) - {max(lengths)}
         }
         self._groups |= subgroups(self.run.world, incomplete - set(self._groups), self._timeout)
@@ -192,31 +194,24 @@ class ExactEvaluation(Evaluation):
         Raises:
             RuntimeError: If some rank does not know how many batches it has.
         """
-        row = self._row()
-        if not row:
+        begun = [row for row in self._rows if any(loader.taken > 0 for loader in row)]
+        if not begun:
             return None
-        lengths = self._steps(row)
+        lengths = self._steps(begun[-1])
         if lengths is None:
             raise RuntimeError(
                 "something is reduced or gathered over the ranks within an evaluation step, but it is not known which"
                 " ranks have a batch then, because a loader has no length. Give it a `__len__`; or log with"
                 " on_step=False, and use no metric with dist_sync_on_step=True."
             )
-        return self._groups.get(ranks_having(lengths, max(loader.taken for loader in row) - 1))
-
-    def _row(self) -> list[EvaluationLoader]:
-        """Return the loaders whose batches are evaluated now; none between passes."""
-        if self._pass is None:
-            return []
-        taken = [loader for loader in self._pass.loaders if loader.taken > 0]
-        return self._pass.loaders if taken and self._pass.mode != "sequential" else taken[-1:]
+        return self._groups.get(ranks_having(lengths, max(loader.taken for loader in begun[-1]) - 1))
 
     def on_evaluation_end(self) -> None:
         """End one pass, when its results are computed. A collective operation for predictions."""
         now, world = self._pass, self.run.world
         if now is None:
             return
-        self._leave(now)
+        self._leave()
         self._put_back.close()
         self._pass = None
         if not self.run.trainer.predicting:
@@ -241,22 +236,24 @@ class ExactEvaluation(Evaluation):
 
     def _metrics(self) -> dict[str, Metric]:
         """Return the metrics whose states are shared by all ranks when they are computed."""
-        found = {name: module for name, module in self.run.module.named_modules() if isinstance(module, Metric)}
-        return {name: one for name, one in found.items() if one.sync_on_compute and one.process_group is None}
+        return {
+            name: module
+            for name, module in self.run.module.named_modules()
+            if isinstance(module, Metric) and module.sync_on_compute and module.process_group is None
+        }
 
     def _steps(self, loaders: Sequence[EvaluationLoader]) -> list[int] | None:
         """Return each rank's number of steps over loaders that are read together, None if it is unknown."""
         assert self._pass is not None
-        lengths = [loader.lengths for loader in loaders if loader.lengths is not None]
-        if len(lengths) < len(loaders):
+        lengths: list[Any] = [loader.lengths for loader in loaders]
+        if None in lengths:
             return None
         fewest_or_most = min if self._pass.mode == "min_size" else max
         return [fewest_or_most(of_rank) for of_rank in zip(*lengths, strict=True)]
 
-    def _leave(self, now: EvaluationPass) -> None:
+    def _leave(self) -> None:
         """Note that no batch is evaluated any more: what is reduced now is so over all ranks."""
-        for loader in now.loaders:
-            loader.taken = 0
+        self._rows = ()
         for metric in self._on_step:
             metric.process_group = None
 
@@ -273,7 +270,7 @@ class ExactEvaluation(Evaluation):
         """Have all ranks agree on what was logged, before the results are computed."""
         now, world = self._pass, self.run.world
         assert now is not None
-        self._leave(now)
+        self._leave()
         metrics = self._metrics()
         updated = {
             name: metric
@@ -283,9 +280,8 @@ class ExactEvaluation(Evaluation):
         results, read = now.results, [loader.read for loader in now.loaders]
         described, reads = zip(*world.gather_objects((describe(results, updated), read)), strict=True)
         compare_streams(reads, together=now.mode != "sequential")
-        lacking, changed = complete(results, metrics, described, self.run.module, world)
-        for put_back in changed:
-            self._put_back.callback(put_back)
+        lacking, put_back = complete(results, metrics, described, self.run.module, world)
+        self._put_back.push(put_back)
         if lacking and not self.run.trainer.sanity_checking:
             rank_zero_warn(
                 f"{', '.join(map(repr, lacking))} was logged by some ranks and not by others, which had no batch to log"
