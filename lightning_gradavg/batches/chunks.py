@@ -194,16 +194,12 @@ def _cut(split: Split, size: int, count: int) -> tuple[Chunk, ...]:
 
 
 def require_same_reach(chunks: Sequence[Chunk], replicas: int | None) -> None:
-    """Raise, on all ranks alike, where a rank or a replica would have samples of one loader and none of another.
+    """Require of several loaders' batches that are trained on together to reach the same ranks, or the same replicas.
 
-    No weight of the step can count the one and not the other.
-
-    Args:
-        chunks: What stands behind the batches that are trained on together, of several loaders.
-        replicas: Number of replicas that every loader batch has, as in `Split`.
+    No weight of the step can count samples of one loader and none of another.
 
     Raises:
-        RuntimeError: If the loaders' batches reach different ranks or replicas.
+        RuntimeError: On all ranks alike, if they do not.
     """
     if len({(chunk.ranks, chunk.stand_in, chunk.batch_replicas) for chunk in chunks}) == 1:
         return

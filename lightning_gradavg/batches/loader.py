@@ -147,39 +147,25 @@ class BatchSplitter:
         """Return why `loader` cannot be split, or None."""
         name, most = type(loader).__name__, self.split.max_samples
         dealing = getattr(distributed_sampler(loader), "num_replicas", None)
-        problems = (
-            (
-                sharded and (self.whole_batches or self.split.replicas is not None),
-                (
-                    f"{name} or its dataset {type(getattr(loader, 'dataset', None)).__name__} has"
-                    " sharded_by_rank = True: the ranks' batches are not one batch, whose replicas equivalent_to= and"
-                    " num_replicas= share out over the ranks. Remove the attribute and have every rank read the same"
-                    " data; or leave these options out and set split_batches=False."
-                ),
+        problems = {
+            f"{name} or its dataset {type(getattr(loader, 'dataset', None)).__name__} has"
+            " sharded_by_rank = True: the ranks' batches are not one batch, whose replicas equivalent_to= and"
+            " num_replicas= share out over the ranks. Remove the attribute and have every rank read the same data;"
+            " or leave these options out and set split_batches=False.": (
+                sharded and (self.whole_batches or self.split.replicas is not None)
             ),
-            (
-                dealing is not None and not sharded,
-                (
-                    f"the train loader has a DistributedSampler for {dealing} replicas, but with"
-                    " split_batches=True the loader's batches are the global batches, which the strategy splits. Give"
-                    " the loader the sampler of a run on one device, or set split_batches=False."
-                ),
+            f"the train loader has a DistributedSampler for {dealing} replicas, but with"
+            " split_batches=True the loader's batches are the global batches, which the strategy splits. Give the"
+            " loader the sampler of a run on one device, or set split_batches=False.": (
+                dealing is not None and not sharded
             ),
-            (
-                not getattr(loader, "in_order", True) and getattr(loader, "num_workers", 0) > 0,
-                (
-                    "in_order=False lets the workers hand over batches in an order of their own, so the ranks' chunks"
-                    " would not make up one batch. Use in_order=True with split_batches=True."
-                ),
+            "in_order=False lets the workers hand over batches in an order of their own, so the ranks' chunks would"
+            " not make up one batch. Use in_order=True with split_batches=True.": (
+                not getattr(loader, "in_order", True) and getattr(loader, "num_workers", 0) > 0
             ),
-            (
-                most is not None and largest is None,
-                (
-                    f"max_device_batch_size={most} needs to know the largest batch of"
-                    f" {name}, to have all ranks accumulate alike. Give the loader, its batch sampler or"
-                    " its dataset an attribute `batch_size` with it, or leave max_device_batch_size out and set"
-                    " accumulate_grad_batches."
-                ),
-            ),
-        )
-        return next((problem for applies, problem in problems if applies), None)
+            f"max_device_batch_size={most} needs to know the largest batch of"
+            f" {name}, to have all ranks accumulate alike. Give the loader, its batch sampler or"
+            " its dataset an attribute `batch_size` with it, or leave max_device_batch_size out and set"
+            " accumulate_grad_batches.": most is not None and largest is None,
+        }
+        return next((problem for problem, applies in problems.items() if applies), None)

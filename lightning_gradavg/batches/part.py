@@ -153,12 +153,7 @@ class SplitBatches(Batches):
             self._count_again(self._resumed["micro_batches"], self._progress.resumed_batches)
 
     def _count_again(self, saved: int, taken: int | None) -> None:
-        """Have Lightning's progress, which counts micro-batches of the run that saved the checkpoint, count ours.
-
-        Args:
-            saved: Micro-batches per loader batch in that run.
-            taken: Loader batches of the epoch that it trained on; None where Lightning counts them rightly.
-        """
+        """Have Lightning's progress count micro-batches of this run, and not of the one that saved the checkpoint."""
         loop = self.run.trainer.fit_loop
         epochs: Any = loop.epoch_progress
         if epochs.total.ready == epochs.total.processed:

@@ -66,12 +66,6 @@ class LoaderState(TypedDict):
 class PassedLoader(LoaderWrapper):
     """What passes over a split loader know of it.
 
-    Args:
-        loader: The user's loader.
-        source: Where it is split.
-        world: The ranks that read the same batches.
-        alike: As in `LoaderWrapper`.
-
     Attributes:
         source: Where it is split.
         world: The ranks that read the same batches.

@@ -33,7 +33,7 @@ from torch.utils.data import (
 )
 
 from lightning_gradavg.batches.chunks import EMPTY_BATCH, Chunk, Split
-from lightning_gradavg.batches.order import Order
+from lightning_gradavg.batches.order import Order, require_alike
 from lightning_gradavg.lightning_internals import cloned
 from lightning_gradavg.tree import batch_samples, fingerprint, slice_batch
 
@@ -289,7 +289,8 @@ class FromWholeBatches(_FromBatchSampler):
             )
         self._seen += 1
         if self._seen & (self._seen - 1) == 0:
-            order.require(
+            require_alike(
+                order.world,
                 batch,
                 f"the ranks read other samples for the same indices: found at batch {self._seen} that {name} read in"
                 " this epoch. With equivalent_to= or num_replicas= every rank reads the whole batch and takes its part."

@@ -11,6 +11,7 @@ from lightning_gradavg.lightning_internals import leave_batch_norm_alone
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Run
 from lightning_gradavg.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
+from lightning_gradavg.replicas.outputs import require_rows
 from lightning_gradavg.replicas.part import ManyReplicas, Replicas, logged_whole
 
 __all__ = ["SingleDevice", "replicas_of"]
@@ -39,12 +40,13 @@ class SingleDevice(ManyReplicas):
 
     @contextmanager
     def _together(self, chunk: Chunk) -> Iterator[None]:  # noqa: ARG002  # it is asked of replicas
-        """Raise nothing for a part of one sample: batch norm has those of all ranks."""
-        yield
+        yield  # batch norm has the samples of all ranks
 
     def _gathered(self, outputs: Sequence[Any], **options: Any) -> Any:
-        """Return the outputs of all ranks as one. A number would be computed from the samples of one."""
-        return outputs[0] if self.run.world.size == 1 else super()._gathered(outputs, numbers=False, **options)
+        if self.run.world.size == 1:
+            return outputs[0]
+        require_rows(outputs[0])
+        return super()._gathered(outputs, **options)
 
     def on_evaluation_start(self) -> None:
         """Have batch norm normalize each batch by itself: in evaluation ranks have different ones."""
@@ -52,7 +54,6 @@ class SingleDevice(ManyReplicas):
         super().on_evaluation_start()
 
     def _evaluate(self, step: Callable[..., Any], step_end: Callable[[Any], Any], batch: Any, *args: Any) -> Any:
-        """Run an evaluation step, and the hook of Lightning 1.x after it, on a batch as it is."""
         return logged_whole(self.run.module, lambda: step_end(step(batch, *args)))
 
     def on_evaluation_end(self) -> None:
@@ -72,12 +73,7 @@ class SingleDevice(ManyReplicas):
 
 
 def replicas_of(options: Options, *, static_graph: bool) -> Replicas:
-    """Return the part that computes a rank's batch.
-
-    Args:
-        options: What the user's options come to.
-        static_graph: Whether DDP was told that every iteration is alike.
-    """
+    """Return the part that computes a rank's batch, by the user's options and whether DDP's graph is static."""
     if not options.replicated:
         return Replicas(options)
     return (SingleDevice if options.one_device else ManyReplicas)(options, static_graph=static_graph)
