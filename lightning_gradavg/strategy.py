@@ -32,7 +32,7 @@ from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.checkpoints import WholeCheckpoints, whole_checkpoint
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.launch import require_launch
-from lightning_gradavg.lightning_internals import MixedPrecision, leave_batch_norm_alone
+from lightning_gradavg.lightning_internals import MixedPrecision
 from lightning_gradavg.loaders import loader_batch_size
 from lightning_gradavg.options import Options, StrategyFacts, check_groups, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
@@ -44,7 +44,7 @@ from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.gather import losses_weighed, require_allowed
 from lightning_gradavg.reduction.loss import WeighedLoss
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.replicas.part import ManyReplicas, Replicas
+from lightning_gradavg.replicas.single_device import replicas_of
 from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.rules import RULES, RuleFunction
@@ -254,7 +254,7 @@ class GradAvgStrategy(DDPStrategy):
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()
         self._rates = rates_of(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
-        self._replicas = ManyReplicas(options, static_graph=static_graph) if options.replicated else Replicas(options)
+        self._replicas = replicas_of(options, static_graph=static_graph)
         self._evaluation = ExactEvaluation(timeout) if options.exact_evaluation else Evaluation()
         self._parts: tuple[Part, ...] = (
             self._reduction,
@@ -336,7 +336,7 @@ class GradAvgStrategy(DDPStrategy):
         options = self._options
         return StrategyFacts(
             rule=options.rule,
-            splits_batches=self._batches.splits,
+            splits_batches=options.split_batches,
             accumulation=self._batches.accumulation,
             micro_batches=self._batches.micro_batches,
             replicas=self._shaping_replicas,
@@ -381,8 +381,6 @@ class GradAvgStrategy(DDPStrategy):
             self._begun.append(part)
         if type(self.checkpoint_io) is TorchCheckpointIO:
             self.checkpoint_io = WholeCheckpoints()
-        if self._options.one_device:
-            leave_batch_norm_alone(self)  # ours serves CPUs and idle ranks, too
         if any(each is not None for each in self._members):
             require_members(run.world, *self._members)
         super().setup(trainer)
@@ -581,8 +579,8 @@ class GradAvgStrategy(DDPStrategy):
         self._start_evaluation()
 
     def _start_evaluation(self) -> None:
-        for part in self._parts:
-            part.on_evaluation_start()
+        self._replicas.on_evaluation_start()
+        self._evaluation.on_evaluation_start()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -631,8 +629,8 @@ class GradAvgStrategy(DDPStrategy):
         self._end_evaluation()
 
     def _end_evaluation(self) -> None:
-        for part in self._parts:
-            part.on_evaluation_end()
+        self._replicas.on_evaluation_end()
+        self._evaluation.on_evaluation_end()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
