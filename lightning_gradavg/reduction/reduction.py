@@ -116,9 +116,19 @@ class Reduction(Part):
             for layer in model.modules()
             if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
         }
-        group, trained = model.process_group, [(name, p) for name, p in named.items() if p.requires_grad]
-        self._own = OwnGroups(World.of(group), run.device, self._timeout)
-        bucket_sum, averages = self._bucket_sum(trained)
+        trained = [(name, p) for name, p in named.items() if p.requires_grad]
+        self._own = OwnGroups(World.of(model.process_group), run.device, self._timeout)
+        # The frozen ones, too: they may train later.
+        self._accumulation = self._accumulate(self._own, list(named.values()), trained)
+        model.register_comm_hook(None, self._accumulation.reducer.hook)
+
+    def _accumulate(
+        self, own: OwnGroups, parameters: list[nn.Parameter], trained: list[tuple[str, nn.Parameter]]
+    ) -> Accumulation:
+        """Return what accumulates and reduces the gradients of a run. A collective operation."""
+        run, manual = self.run, not self.run.module.automatic_optimization
+        group = run.ddp.process_group
+        bucket_sum, averages = self._bucket_sum(own, trained)
         reducer = Reducer(
             self.rule,
             run.places,
@@ -128,20 +138,17 @@ class Reduction(Part):
             averages=averages,
             windows_may_differ=manual,
         )
-        # The frozen ones, too: they may train later.
-        self._accumulation = Accumulation(reducer, list(named.values()), preserves_gradients=manual)
-        model.register_comm_hook(None, reducer.hook)
+        return Accumulation(reducer, parameters, preserves_gradients=manual)
 
-    def _bucket_sum(self, trained: list[tuple[str, nn.Parameter]]) -> tuple[BucketSum | None, bool]:
+    def _bucket_sum(self, own: OwnGroups, trained: list[tuple[str, nn.Parameter]]) -> tuple[BucketSum | None, bool]:
         """Return what sums buckets, None for an all-reduce, and whether it averages them."""
         run, (hook, state, wrapper) = self.run, self._hook
-        assert self._own is not None
         group = run.ddp.process_group
         if hook is not None or wrapper is not None:
-            return user_mean(hook or allreduce_hook, state, wrapper, group, run.device, self._own), True
+            return user_mean(hook or allreduce_hook, state, wrapper, group, run.device, own), True
         if self.is_stock:
             return None, False
-        bucket_sum, obstacle = exchange_sum(self._wire, run.places, group, run.device, trained, self._own)
+        bucket_sum, obstacle = exchange_sum(self._wire, run.places, group, run.device, trained, own)
         if obstacle is not None:
             self.warn(obstacle)
         return bucket_sum, False
