@@ -247,14 +247,19 @@ class Totals(NamedTuple):
         faults, total = self.values[0], self.total(index)
         return total.masked_fill(faults != 0, 0) if isinstance(total, Tensor) else total * (faults == 0)
 
+    @property
+    def normalizers(self) -> Any:
+        """What the summaries have of normalizers."""
+        return self.values[_HEADER:]
+
     def total(self, index: int) -> Any:
         """Return the sum of a term's normalizers."""
-        return self.values[_HEADER + index]
+        return self.normalizers[index]
 
     def unit_after(self, unit: float) -> float:
         """Return the unit of a later window: above this one's mean weight, or `unit` where it has none. On the host."""
-        normalizers, pairs = self.values[_HEADER:], self.values[1]
-        return unit_above([total / pairs for total in normalizers]) if max(normalizers) > 0 else unit
+        totals, pairs = self.normalizers, self.values[1]
+        return unit_above([total / pairs for total in totals]) if max(totals) > 0 else unit
 
     @property
     def problem(self) -> str | None:

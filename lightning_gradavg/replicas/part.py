@@ -189,7 +189,7 @@ class ManyReplicas(Replicas):
 
         def run_counted(each: ReplicaSlice) -> Any:
             self._log.samples = each.samples
-            return step(each.batch, *args)
+            return step(self.batch_of(each), *args)
 
         check = self._one_device and self._is_to_check(chunk, batch_index)
         with self._log.collecting():
@@ -200,6 +200,10 @@ class ManyReplicas(Replicas):
         if len(outputs) == 1:
             return outputs[0]
         return OutputsOfReplicas(zip(outputs, (each.samples for each in slices), strict=True))
+
+    def batch_of(self, each: ReplicaSlice) -> Any:
+        """Return what a replica's step gets."""
+        return each.batch
 
     def _is_to_check(self, chunk: Chunk, batch_index: int) -> bool:
         """Return whether ranks compare their buffers now: ever more rarely, and once after an uneven batch."""
