@@ -140,3 +140,30 @@ def assert_same_bits(world: Any, sizes: Any, *arguments: Any, **options: Any) ->
 def test_same_bits(world, kind, replicas):
     """30 steps leave the same bits on 1, 2 and 4 ranks, on one node and on two."""
     assert_same_bits(world, [(2, None), (4, None), (4, [0, 0, 1, 1])], kind, replicas)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "AdamW, clipped": {"adamw": True, "gradient_clip_val": 0.05},
+    "windows of 3": {"accumulate_grad_batches": 3},
+    "workers": {"workers": 2, "batches": 8},
+    "recomputed": {"strategy": {"recompute_replicas": True}},
+    "small buckets": {"strategy": {"bucket_cap_mb": 0.0005}},
+    "bucket views": {"strategy": {"gradient_as_bucket_view": True}},
+    "bf16": {"precision": "bf16-true"},
+    "mixed": {"precision": "bf16-mixed"},
+    "float64": {"precision": "64-true"},
+    "replica losses": {"strategy": {"reduction": "mean_of_replica_losses"}},
+    "sum": {"strategy": {"reduction": "sum"}, "gradient_clip_val": 0.5},
+    "normalized_sum": {"strategy": {"reduction": "normalized_sum"}},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("kind", [MLP, CNN, Transformer])
+@pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning")
+@pytest.mark.filterwarnings("ignore:a .weight. was given:UserWarning")
+def test_variants(world, name, kind):
+    """With six replicas, of which neither 2 nor 4 ranks can have whole subtrees."""
+    if name.startswith("repl") and kind is Transformer:
+        return
+    assert_same_bits(world, [(2, None), (3, [0, 0, 1])], kind, 6, **{"batches": 12, **VARIANTS[name]})
