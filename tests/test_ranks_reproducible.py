@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from grids import grid
 from lightning.pytorch import LightningModule
 from ranks import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.reproducible import accumulation
+from lightning_gradavg.reproducible.sum import TreeSum
+from lightning_gradavg.wire.exchange import others_first
+
+pytestmark = pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning")
 
 
 class Net(LightningModule):
-    """What the nets have in common; `adamw` or SGD with momentum."""
-
-    adamw = False
+    """What the nets have in common."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = self.make()
+        self.adamw = False
 
     def make(self) -> nn.Module:
-        raise NotImplementedError
+        return nn.Sequential(nn.Linear(13, 31), nn.ReLU(), nn.Linear(31, 17), nn.Tanh(), nn.Linear(17, 5))
+
+    def inputs(self, samples: int) -> Tensor:
+        return torch.randn(samples, 13)
+
+    def samples(self, count: int) -> tuple[Tensor, Tensor]:
+        return self.inputs(count), torch.randint(5, (count,))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, labels = batch
@@ -37,133 +50,184 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class MLP(Net):
-    def make(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(13, 31), nn.ReLU(), nn.Linear(31, 17), nn.Tanh(), nn.Linear(17, 5))
-
-    @staticmethod
-    def data(samples: int) -> Any:
-        generator = torch.Generator().manual_seed(1)
-        return TensorDataset(
-            torch.randn(samples, 13, generator=generator), torch.randint(5, (samples,), generator=generator)
-        )
-
-
 class CNN(Net):
-    """Convolutions with batch norm and dropout."""
+    """Convolutions, of which one has its channels last, with batch norm and dropout."""
 
     def make(self) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(3, 7, 3),
-            nn.BatchNorm2d(7),
-            nn.ReLU(),
-            nn.Dropout(0.2),
-            nn.Conv2d(7, 9, 3),
-            nn.BatchNorm2d(9),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Dropout(0.2),
-            nn.Linear(9 * 16, 5),
+            *(nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7), nn.ReLU(), nn.Dropout(0.2)),
+            *(nn.Conv2d(7, 9, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(9), nn.ReLU()),
+            *(nn.Flatten(), nn.Dropout(0.2), nn.Linear(9 * 16, 5)),
         )
 
-    @staticmethod
-    def data(samples: int) -> Any:
-        generator = torch.Generator().manual_seed(1)
-        return TensorDataset(
-            torch.randn(samples, 3, 8, 8, generator=generator), torch.randint(5, (samples,), generator=generator)
-        )
+    def inputs(self, samples: int) -> Tensor:
+        return torch.randn(samples, 3, 8, 8)
 
 
 class Transformer(Net):
-    """A small language model whose weight is the number of tokens, some replicas having none."""
+    """A small language model whose weight is the number of tokens, of which some samples have none."""
 
     def make(self) -> nn.Module:
         layer = nn.TransformerEncoderLayer(16, 2, 33, dropout=0.1, batch_first=True)
-        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         return nn.Sequential(nn.Embedding(11, 16), encoder, nn.Linear(16, 11))
+
+    def samples(self, count: int) -> tuple[Tensor, Tensor]:
+        tokens, lengths = torch.randint(11, (count, 8)), torch.randint(8, (count, 1))
+        return tokens[:, :-1], torch.where(torch.arange(7) < lengths, tokens[:, 1:], -100)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, labels = batch
         loss = nn.functional.cross_entropy(self.net(inputs).flatten(0, 1), labels.flatten(), ignore_index=-100)
         return {"loss": loss, "weight": (labels != -100).sum()}
 
-    @staticmethod
-    def data(samples: int) -> Any:
-        generator = torch.Generator().manual_seed(1)
-        tokens = torch.randint(11, (samples, 8), generator=generator)
-        lengths = torch.randint(8, (samples, 1), generator=generator)
-        return TensorDataset(tokens[:, :-1], torch.where(torch.arange(7) < lengths, tokens[:, 1:], -100))
+
+class Sometimes(Net):
+    """Of its two heads, one is used where the first sample says so: by some replicas, or none."""
+
+    def make(self) -> nn.Module:
+        return nn.ModuleList([nn.Linear(13, 5), nn.Linear(13, 5), nn.Linear(13, 5)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        outputs = self.net[0](inputs) + (self.net[1](inputs) if inputs[0, 0] > 0.7 else 0)
+        return nn.functional.cross_entropy(outputs, labels)
+
+
+class Unfrozen(Net):
+    """Its first layer trains from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.net[0].requires_grad_(batch_idx >= 2)
+
+
+class Fractions(Net):
+    """Weights that no sum in floating point holds exactly."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "weight": batch[0].abs().sum().double() ** 3}
+
+
+Left = tuple[str, dict[str, Tensor]]
+"""What is left of a run: the fingerprint; parameters, buffers, and the optimizer's state by name."""
 
 
 def trained(
     kind: type[Net],
     replicas: int,
-    nodes: Any = None,
+    nodes: Sequence[int] | None = None,
     *,
     adamw: bool = False,
     batch_size: int = 32,
     batches: int = 30,
     workers: int = 0,
-    strategy: Any = None,
-    **options: Any,
-) -> Any:
-    """Body: train with a short last batch, and return all that is left."""
+    options: Mapping[str, Any] | None = None,
+    **trainer_options: Any,
+) -> Left:
+    """Body: train, on a short last batch, too, which leaves some replicas without samples."""
     module = kind()
     module.adamw = adamw
-    loader: Any = DataLoader(
-        module.data(batch_size * batches - batch_size // 2 - 3), batch_size=batch_size, shuffle=True, num_workers=workers
-    )
-    torch.manual_seed(5)
-    ours = GradAvgStrategy(num_replicas=replicas, reproducible=True, **(strategy or {}))
-    trainer = make_trainer(ours, nodes=nodes, **{"max_epochs": 1, **options})
+    torch.manual_seed(1)
+    data = TensorDataset(*module.samples(batch_size * batches - batch_size // 2 - 3))
+    loader = DataLoader(data, batch_size=batch_size, shuffle=True, num_workers=workers)
+    strategy = GradAvgStrategy(num_replicas=replicas, reproducible=True, **(options or {}))
+    trainer = make_trainer(strategy, nodes=nodes, **{"max_epochs": 1, **trainer_options})
     trainer.fit(module, loader)
-    state = {**module.state_dict()}
-    for index, values in ours.optimizers[0].state_dict()["state"].items():
+    state: dict[str, Tensor] = dict(module.state_dict())
+    for index, values in strategy.optimizers[0].state_dict()["state"].items():
         state |= {f"{index} {name}": value for name, value in values.items()}
-    return ours.fingerprint(), {name: value.clone() for name, value in state.items()}
+    return strategy.fingerprint(), {name: value.clone() for name, value in state.items()}
 
 
-def assert_same_bits(world: Any, sizes: Any, *arguments: Any, **options: Any) -> None:
-    """Assert that all that is left of a run on several ranks has the bits of that on one."""
-    ((fingerprint, expected),) = world(1).run(trained, *arguments, **options)
-    for size, nodes in sizes:
-        for found, state in world(size).run(trained, *arguments, nodes=nodes, **options):
-            assert list(expected) == list(state)
-            for name, value in expected.items():
-                assert torch.equal(value, state[name]), (size, name, (value - state[name]).abs().max())
-            assert fingerprint == found
+def same_bits(one: Left, other: Left) -> bool:
+    """Return whether the states are equal, and their fingerprints say so."""
+    (of_one, state), (of_other, its) = one, other
+    equal = list(state) == list(its) and all(torch.equal(value, its[name]) for name, value in state.items())
+    assert equal == (of_one == of_other)
+    return equal
 
 
-@pytest.mark.parametrize("kind", [MLP, CNN, Transformer])
-@pytest.mark.parametrize("replicas", [4, 8])
-@pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning")
-def test_same_bits(world, kind, replicas):
-    """30 steps leave the same bits on 1, 2 and 4 ranks, on one node and on two."""
-    assert_same_bits(world, [(2, None), (4, None), (4, [0, 0, 1, 1])], kind, replicas)
+def assert_same_bits(world: Any, sizes: Sequence[Any], *arguments: Any, **options: Any) -> None:
+    """Assert that all that is left of a run on ranks of some nodes has the bits of that on one rank."""
+    (expected,) = world(1).run(trained, *arguments, **options)
+    for nodes in sizes:
+        found = world(len(nodes)).run(trained, *arguments, nodes=nodes, **options)
+        assert [True] * len(nodes) == [same_bits(expected, one) for one in found]
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "AdamW, clipped": {"adamw": True, "gradient_clip_val": 0.05},
-    "windows of 3": {"accumulate_grad_batches": 3},
-    "workers": {"workers": 2, "batches": 8},
-    "recomputed": {"strategy": {"recompute_replicas": True}},
-    "small buckets": {"strategy": {"bucket_cap_mb": 0.0005}},
-    "bucket views": {"strategy": {"gradient_as_bucket_view": True}},
-    "bf16": {"precision": "bf16-true"},
-    "mixed": {"precision": "bf16-mixed"},
-    "float64": {"precision": "64-true"},
-    "replica losses": {"strategy": {"reduction": "mean_of_replica_losses"}},
-    "sum": {"strategy": {"reduction": "sum"}, "gradient_clip_val": 0.5},
-    "normalized_sum": {"strategy": {"reduction": "normalized_sum"}},
+RANKS = {4: ([0, 0], [0, 0, 1, 1]), 8: ([0, 1], [0, 0, 0, 0]), 6: ([0, 0], [0, 0, 1])}
+"""The nodes of the ranks that replicas are trained on, by their number. Of 6, 2 ranks have no whole subtree."""
+
+ASKED: dict[str, dict[str, Any]] = {
+    "nothing else": {},
+    "AdamW and clipping": {"adamw": True, "gradient_clip_val": 0.1},
+    "windows of 4": {"accumulate_grad_batches": 4},
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("kind", [MLP, CNN, Transformer])
-@pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning")
-@pytest.mark.filterwarnings("ignore:a .weight. was given:UserWarning")
-def test_variants(world, name, kind):
-    """With six replicas, of which neither 2 nor 4 ranks can have whole subtrees."""
-    if name.startswith("repl") and kind is Transformer:
-        return
-    assert_same_bits(world, [(2, None), (3, [0, 0, 1])], kind, 6, **{"batches": 12, **VARIANTS[name]})
+@pytest.mark.parametrize(("kind", "replicas", "asked"), grid([Net, CNN, Transformer], [*RANKS], [*ASKED]))
+def test_same_bits(world, kind, replicas, asked):
+    """30 steps leave the same bits on any number of ranks, on one node and on several."""
+    assert_same_bits(world, RANKS[replicas], kind, replicas, **ASKED[asked])
+
+
+SERVED: dict[str, tuple[type[Net], dict[str, Any]]] = {
+    "workers": (Transformer, {"workers": 1}),
+    "recomputed replicas": (CNN, {"options": {"recompute_replicas": True}}),
+    "small buckets": (CNN, {"options": {"bucket_cap_mb": 0.0005}}),
+    "bucket views": (Net, {"options": {"gradient_as_bucket_view": True}, "accumulate_grad_batches": 3}),
+    "unused parameters": (Sometimes, {"options": {"find_unused_parameters": True}}),
+    "unfrozen parameters": (Unfrozen, {}),
+    "sums of fractions": (Fractions, {"precision": "64-true"}),
+    "mean of replica losses": (Net, {"options": {"reduction": "mean_of_replica_losses"}, "precision": "64-true"}),
+    "sum": (Net, {"options": {"reduction": "sum"}, "gradient_clip_val": 0.5}),
+    "normalized_sum": (Transformer, {"options": {"reduction": "normalized_sum"}}),
+    "bf16-true": (Net, {"precision": "bf16-true"}),
+    "bf16-mixed": (CNN, {"precision": "bf16-mixed"}),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_served(world, name):
+    """Options and models of any kind leave the bits alone."""
+    kind, asked = SERVED[name]
+    assert_same_bits(world, [[0, 0]], kind, 6, **{"batches": 8, **asked})
+
+
+def in_rank_order(*arguments: Any, **options: Any) -> Left:
+    """Body: train with a sum over the ranks as any other exchange makes it."""
+    with mock.patch.object(TreeSum, "_fold", staticmethod(others_first)):
+        return trained(*arguments, **options)
+
+
+def replica_by_replica(*arguments: Any, **options: Any) -> Left:
+    """Body: train with the replicas of a rank added up one after another."""
+
+    def nodes(self: accumulation.ReplicaSums, parameters: Sequence[Tensor], latest: Sequence[Tensor]) -> Any:
+        total = [one.clone() for one in latest]
+        for index, parameter in enumerate(parameters):
+            for _, gradients in self._complete.nodes:
+                total[index] += gradients[self._index[id(parameter)]]
+        return [((0, 1), total)]
+
+    with mock.patch.object(accumulation.ReplicaSums, "nodes", nodes), mock.patch.object(accumulation, "Fold", Kept):
+        return trained(*arguments, **options)
+
+
+class Kept(accumulation.Fold[Any]):
+    """Adds nothing up."""
+
+    def push(self, span: Any, value: Any) -> None:
+        self.nodes.append((span, value))
+
+
+@pytest.mark.parametrize(("body", "ranks"), [(in_rank_order, 4), (replica_by_replica, 1)])
+def test_another_order_shows(world, body, ranks):
+    """Without the tree, over the ranks or over the replicas of one, a few steps leave other bits: tests can fail."""
+    expected, *_ = world(2).run(trained, Net, 4, batches=5)
+    found, *_ = world(ranks).run(body, Net, 4, batches=5)
+    assert not same_bits(expected, found)

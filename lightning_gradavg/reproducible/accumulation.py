@@ -78,12 +78,13 @@ class ReplicaSums:
         held: See above.
         latest: The replica whose backward runs, or ran last: its gradient is in no sum.
         waiting: Gradients of replicas that have micro-batches left.
+        nothing: Those of a replica that has none.
     """
 
     def __init__(self, replicas: int, held: range, parameters: Sequence[nn.Parameter]) -> None:
         self.held, self._replicas = held, replicas
         self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self._nothing: Gradients = [None] * len(parameters)
+        self.nothing: Gradients = [None] * len(parameters)
         self.reset()
 
     def reset(self) -> None:
@@ -99,6 +100,14 @@ class ReplicaSums:
         else:
             self.waiting[self.latest] = gradients
 
+    def completed(self, gradients: Gradients, parameters: Sequence[Tensor]) -> Gradients:
+        """Return the latest replica's gradients with zeros where it has none, but another replica of this rank has."""
+        others = [*(each for _, each in self._complete.nodes), *self.waiting.values()]
+        return [
+            torch.zeros_like(parameter) if mine is None and any(each[index] is not None for each in others) else mine
+            for index, (mine, parameter) in enumerate(zip(gradients, parameters, strict=True))
+        ]
+
     def nodes(self, parameters: Sequence[Tensor], latest: Sequence[Tensor]) -> list[tuple[Span, Gradients]]:
         """Return what this rank's replicas add up to.
 
@@ -113,7 +122,7 @@ class ReplicaSums:
         fold.push((self.latest, self.latest + 1), list(latest))
         # The loader batch at the end of the window may have no samples of these.
         for replica in range(self.latest + 1, self.held.stop):
-            waiting = _all_flat(self.waiting.get(replica, self._nothing))
+            waiting = _all_flat(self.waiting.get(replica, self.nothing))
             fold.push((replica, replica + 1), [waiting[index] for index in indices])
         return fold.nodes
 
@@ -149,11 +158,15 @@ class ReplicaAccumulation(Accumulation):
         reducer: Combines the gradients during the last backward of a window.
         parameters: The parameters that the reducer sees.
         sums: Takes the gradients.
+        finds_unused: Whether DDP looks for parameters that a backward does not reach.
     """
 
-    def __init__(self, reducer: Reducer, parameters: Sequence[nn.Parameter], sums: ReplicaSums) -> None:
+    def __init__(
+        self, reducer: Reducer, parameters: Sequence[nn.Parameter], sums: ReplicaSums, *, finds_unused: bool
+    ) -> None:
         super().__init__(reducer, parameters, preserves_gradients=False)
-        self._sums, self._replica, self._ends = sums, sums.held.start, False
+        self._sums, self._finds_unused = sums, finds_unused
+        self._replica, self._ends = sums.held.start, False
 
     def weigh(self, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
         """Return the loss to run the backward from.
@@ -187,7 +200,11 @@ class ReplicaAccumulation(Accumulation):
     def backward(self, loss: WeighedLoss, run: Callable[..., None], *, last: bool, loss_divisor: float) -> None:
         """Run a micro-batch's backward; after the last one of the window the gradients are the reduced ones."""
         self._sums.latest = self._replica
-        self._set_gradients(self._sums.waiting.pop(self._replica, None))
+        gradients = self._sums.waiting.pop(self._replica, self._sums.nothing)
+        if last and self._finds_unused:
+            # It raises where one that an earlier backward reached has no gradient now.
+            gradients = self._sums.completed(gradients, self.parameters)
+        self._set_gradients(gradients)
         super().backward(loss, run, last=last, loss_divisor=loss_divisor)
         if not last:
             self._sums.take([parameter.grad for parameter in self.parameters], complete=self._ends)

@@ -63,7 +63,7 @@ class TreeReduction(Reduction):
             TreeSum(self._replicas, world, sums, own),
             window=partial(ReplicaWindow, replicas=self._replicas),
         )
-        self._of_replicas = ReplicaAccumulation(reducer, parameters, sums)
+        self._of_replicas = ReplicaAccumulation(reducer, parameters, sums, finds_unused=run.ddp.find_unused_parameters)
         return self._of_replicas
 
     def backward(
