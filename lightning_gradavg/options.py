@@ -103,7 +103,7 @@ class Options:
     exact_evaluation: bool
 
     @classmethod
-    def of(cls, *, reduction: object, equivalent_to: str | None, reproducible: bool, **given: Any) -> Options:
+    def of(cls, *, reduction: object, equivalent_to: str | None, reproducible: bool = False, **given: Any) -> Options:
         """Return what the options come to. Takes those of the constructor that `Options` and presets are about.
 
         Raises:

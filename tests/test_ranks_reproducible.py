@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from accelerator.seen import observed
+from accelerator.trainer import make_sim_trainer
 from grids import grid
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from ranks import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.reproducible import accumulation
+from lightning_gradavg.reproducible.accumulation import ReplicaSums
 from lightning_gradavg.reproducible.sum import TreeSum
+from lightning_gradavg.reproducible.tree import Fold
 from lightning_gradavg.wire.exchange import others_first
 
 pytestmark = pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning")
@@ -51,14 +55,14 @@ class Net(LightningModule):
 
 
 class CNN(Net):
-    """Convolutions, of which one has its channels last, with batch norm and dropout."""
+    """Convolutions, whose weights have their channels last, with batch norm and dropout."""
 
     def make(self) -> nn.Module:
         return nn.Sequential(
             *(nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7), nn.ReLU(), nn.Dropout(0.2)),
-            *(nn.Conv2d(7, 9, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(9), nn.ReLU()),
+            *(nn.Conv2d(7, 9, 3), nn.BatchNorm2d(9), nn.ReLU()),
             *(nn.Flatten(), nn.Dropout(0.2), nn.Linear(9 * 16, 5)),
-        )
+        ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing there
 
     def inputs(self, samples: int) -> Tensor:
         return torch.randn(samples, 3, 8, 8)
@@ -105,6 +109,13 @@ class Unfrozen(Net):
         self.net[0].requires_grad_(batch_idx >= 2)
 
 
+class Zeros(Net):
+    """Its gradient is the negative zero."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).sum() * -0.0
+
+
 class Fractions(Net):
     """Weights that no sum in floating point holds exactly."""
 
@@ -126,6 +137,7 @@ def trained(
     batches: int = 30,
     workers: int = 0,
     options: Mapping[str, Any] | None = None,
+    make: Callable[..., Trainer] = make_trainer,
     **trainer_options: Any,
 ) -> Left:
     """Body: train, on a short last batch, too, which leaves some replicas without samples."""
@@ -135,12 +147,12 @@ def trained(
     data = TensorDataset(*module.samples(batch_size * batches - batch_size // 2 - 3))
     loader = DataLoader(data, batch_size=batch_size, shuffle=True, num_workers=workers)
     strategy = GradAvgStrategy(num_replicas=replicas, reproducible=True, **(options or {}))
-    trainer = make_trainer(strategy, nodes=nodes, **{"max_epochs": 1, **trainer_options})
+    trainer = make(strategy, nodes=nodes, **{"max_epochs": 1, **trainer_options})
     trainer.fit(module, loader)
     state: dict[str, Tensor] = dict(module.state_dict())
     for index, values in strategy.optimizers[0].state_dict()["state"].items():
         state |= {f"{index} {name}": value for name, value in values.items()}
-    return strategy.fingerprint(), {name: value.clone() for name, value in state.items()}
+    return strategy.fingerprint(), {name: value.cpu().clone() for name, value in state.items()}
 
 
 def same_bits(one: Left, other: Left) -> bool:
@@ -182,6 +194,7 @@ SERVED: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "bucket views": (Net, {"options": {"gradient_as_bucket_view": True}, "accumulate_grad_batches": 3}),
     "unused parameters": (Sometimes, {"options": {"find_unused_parameters": True}}),
     "unfrozen parameters": (Unfrozen, {}),
+    "zeros, and replicas without samples": (Zeros, {"batch_size": 2}),
     "sums of fractions": (Fractions, {"precision": "64-true"}),
     "mean of replica losses": (Net, {"options": {"reduction": "mean_of_replica_losses"}, "precision": "64-true"}),
     "sum": (Net, {"options": {"reduction": "sum"}, "gradient_clip_val": 0.5}),
@@ -198,6 +211,50 @@ def test_what_is_served(world, name):
     assert_same_bits(world, [[0, 0]], kind, 6, **{"batches": 8, **asked})
 
 
+def fixed(number: int) -> tuple[list[Any], list[Any]]:
+    """Body: train where the process is set otherwise; return how it was set within the run, and after it."""
+    seen = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append(how_set())
+
+    torch.set_num_threads(number)
+    torch.backends.cudnn.benchmark = True
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    before = how_set()
+    trained(Net, 4, batches=1, callbacks=[Look()])
+    assert before == how_set()
+    torch.backends.cudnn.benchmark = False
+    return before, seen[0]
+
+
+def how_set() -> list[Any]:
+    return [
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark,
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    ]
+
+
+def test_a_process_is_set_alike(world):
+    """A run computes in one thread by deterministic algorithms, and puts back what was set before."""
+    expected = [[2, False, True, None], [1, True, False, ":4096:8"]]
+    assert [tuple(expected)] * 2 == world(2).run(fixed, 2)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_same_bits_on_an_accelerator(sim_world, precision):
+    """On 2 and 4 devices as on one, with no race and nothing freed early."""
+    options = {"batches": 6, "gradient_clip_val": 0.5, "make": make_sim_trainer, "precision": precision}
+    ((expected, _),) = sim_world(1).run(observed, trained, CNN, 4, **options)
+    for ranks in (2, 4):
+        for found, seen in sim_world(ranks).run(observed, trained, CNN, 4, **options):
+            assert same_bits(expected, found)
+            assert [] == seen.races == seen.early_frees
+
+
 def in_rank_order(*arguments: Any, **options: Any) -> Left:
     """Body: train with a sum over the ranks as any other exchange makes it."""
     with mock.patch.object(TreeSum, "_fold", staticmethod(others_first)):
@@ -207,22 +264,18 @@ def in_rank_order(*arguments: Any, **options: Any) -> Left:
 def replica_by_replica(*arguments: Any, **options: Any) -> Left:
     """Body: train with the replicas of a rank added up one after another."""
 
-    def nodes(self: accumulation.ReplicaSums, parameters: Sequence[Tensor], latest: Sequence[Tensor]) -> Any:
+    def nodes(self: ReplicaSums, parameters: Sequence[Tensor], latest: Sequence[Tensor]) -> Any:
         total = [one.clone() for one in latest]
         for index, parameter in enumerate(parameters):
             for _, gradients in self._complete.nodes:
                 total[index] += gradients[self._index[id(parameter)]]
         return [((0, 1), total)]
 
-    with mock.patch.object(accumulation.ReplicaSums, "nodes", nodes), mock.patch.object(accumulation, "Fold", Kept):
-        return trained(*arguments, **options)
-
-
-class Kept(accumulation.Fold[Any]):
-    """Adds nothing up."""
-
-    def push(self, span: Any, value: Any) -> None:
+    def push(self: Fold[Any], span: Any, value: Any) -> None:
         self.nodes.append((span, value))
+
+    with mock.patch.object(ReplicaSums, "nodes", nodes), mock.patch.object(Fold, "push", push):
+        return trained(*arguments, **options)
 
 
 @pytest.mark.parametrize(("body", "ranks"), [(in_rank_order, 4), (replica_by_replica, 1)])
