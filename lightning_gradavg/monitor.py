@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -47,6 +48,8 @@ class GradAvgMonitor(Callback):
         check_data: Whether to compare the first batches.
         check_parameters_every_n_steps: Optimizer steps from one comparison of the parameters to the next; None for no
             comparison. Ranks that drifted apart are a `RuntimeError` on all of them.
+        fingerprint_every_n_steps: Optimizer steps from one line of the log with `strategy.fingerprint()` to the next,
+            by which runs are compared; None for no line.
 
     Raises:
         ValueError: If a number of steps is below 1.
@@ -64,8 +67,13 @@ class GradAvgMonitor(Callback):
         noise_scale: bool | GradientNoiseScale = False,
         check_data: bool = True,
         check_parameters_every_n_steps: int | None = None,
+        fingerprint_every_n_steps: int | None = None,
     ) -> None:
-        steps = {"every_n_steps": every_n_steps, "check_parameters_every_n_steps": check_parameters_every_n_steps}
+        steps = {
+            "every_n_steps": every_n_steps,
+            "check_parameters_every_n_steps": check_parameters_every_n_steps,
+            "fingerprint_every_n_steps": fingerprint_every_n_steps,
+        }
         for name, value in steps.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be None or an integer >= 1, got {value!r}.")
@@ -78,6 +86,7 @@ class GradAvgMonitor(Callback):
             compute_alone(self.noise_scale)
         self.check_data = check_data
         self.check_parameters_every_n_steps = check_parameters_every_n_steps
+        self.fingerprint_every_n_steps = fingerprint_every_n_steps
         self._asked_at: int | None = None
         self._waits = False
         self._since: tuple[int, float] | None = None
@@ -119,8 +128,11 @@ class GradAvgMonitor(Callback):
         if self._waits and not strategy.observing:
             self._waits = False
             self._log(trainer, pl_module, strategy.report(), step)
-        if _is_due(step, self.check_parameters_every_n_steps) and not TrainingLoop(trainer.fit_loop).accumulates:
+        ends_window = not TrainingLoop(trainer.fit_loop).accumulates
+        if _is_due(step, self.check_parameters_every_n_steps) and ends_window:
             self._check_parameters(strategy, pl_module)
+        if _is_due(step, self.fingerprint_every_n_steps) and ends_window:
+            rank_zero_info(f"GradAvgMonitor: after step {step + 1}, fingerprint {strategy.fingerprint()}")
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
