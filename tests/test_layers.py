@@ -17,7 +17,7 @@ FLOORS = (
     "rules ranks wire part",
     "options reduction rates",
     "batches evaluation launch termination",
-    "replicas report",
+    "replicas report reproducible",
     "strategy plan",
     "verify monitor",
     "cli",
@@ -31,7 +31,7 @@ UPWARD: dict[str, str] = {}
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 LIGHTNING_IN = (
     "lightning_internals methods part profile batches.part evaluation launch rates.part reduction.reduction",
-    "replicas.part replicas.state replicas.obstacles replicas.log strategy termination monitor verify cli __init__",
+    "replicas.part replicas.state replicas.obstacles replicas.log reproducible.part strategy termination monitor verify cli __init__",
 )
 """Folders and modules that may import Lightning. Everything else is the core, and works without."""
 
