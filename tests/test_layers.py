@@ -31,7 +31,8 @@ UPWARD: dict[str, str] = {}
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 LIGHTNING_IN = (
     "lightning_internals methods part profile batches.part evaluation launch rates.part reduction.reduction",
-    "replicas.part replicas.state replicas.obstacles replicas.log reproducible.part strategy termination monitor verify cli __init__",
+    "replicas.part replicas.state replicas.obstacles replicas.log reproducible.part strategy termination monitor",
+    "verify cli __init__",
 )
 """Folders and modules that may import Lightning. Everything else is the core, and works without."""
 
