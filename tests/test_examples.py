@@ -592,7 +592,7 @@ class Wide(Constant):
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({}, 16384), ({"wire_dtype": "bfloat16"}, 8192)],
+    [({}, 16384), ({"wire_dtype": "bfloat16"}, 8192), ({"num_replicas": 2, "reproducible": True}, 16384)],
 )
 def test_bytes_of_a_step(options, expected, world):
     """On 2 ranks each sends half of 16 KiB twice, and in bfloat16 half of that."""

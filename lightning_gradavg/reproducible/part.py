@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,8 +52,8 @@ class FixedArithmetic(Arithmetic):
         super().setup(run)
         if run.trainer.state.fn == TrainerFn.FITTING:
             self._require_served(run)
-        put_back, threads = self._put_back.callback, torch.get_num_threads()
-        put_back(torch.set_num_threads, threads)
+        put_back = self._put_back.callback
+        put_back(torch.set_num_threads, torch.get_num_threads())
         put_back(
             torch.use_deterministic_algorithms,
             torch.are_deterministic_algorithms_enabled(),
@@ -64,7 +63,7 @@ class FixedArithmetic(Arithmetic):
         if _WORKSPACE not in os.environ:
             # Or cuBLAS, which has no other way, is refused by torch.
             os.environ[_WORKSPACE] = ":4096:8"
-            put_back(partial(os.environ.pop, _WORKSPACE, None))
+            put_back(os.environ.pop, _WORKSPACE, None)
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

@@ -47,6 +47,12 @@ class TreeReduction(Reduction):
                 f"reproducible=True does not serve sparse gradients, as {', '.join(sparse)} would have. Make the"
                 " embedding with sparse=False."
             )
+        ignored = sorted(run.ddp.parameters_to_ignore & {name for name, _ in trained})
+        if ignored:
+            raise ValueError(
+                f"reproducible=True does not serve parameters that each rank trains for itself, as DDP was told of"
+                f" {', '.join(ignored)}. Do not have it ignore them, or freeze them."
+            )
         backend = backend_name(run.ddp.process_group, run.device)
         if (run.device.type == "cpu") != (backend == "gloo"):
             raise ValueError(
