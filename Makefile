@@ -41,6 +41,7 @@ format: $(READY)  ## Fix what ruff can fix, and format
 
 demo: $(READY)  ## Train for real, print and plot the comparison; output in demo_output/
 	$(BIN)/python -m examples.demo
+	$(BIN)/python -m examples.same_bits
 
 gpu: $(READY)  ## Run every path on CUDA and NCCL, on the one GPU of this machine; see docs/accelerators.md
 	$(BIN)/python -m tests.gpu

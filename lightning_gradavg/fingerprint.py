@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,16 +18,18 @@ from lightning_gradavg.tree import leaves
 
 __all__ = ["Parting", "StateLog", "combined", "parting_of", "state_digests"]
 
-_SIZE = 6  # bytes of a digest: 12 characters
+_SIZE = 8  # bytes of a digest: 16 characters
 
 
-def state_digests(module: nn.Module, optimizers: Sequence[Optimizer], **further: Any) -> dict[str, str]:
-    """Return a digest of every tensor and number of a training state, by name: 12 characters that its bits decide.
+def state_digests(
+    module: nn.Module, optimizers: Sequence[Optimizer], further: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, str]:
+    """Return a digest of every tensor and number of a training state, by name: 16 characters that its bits decide.
 
     Args:
         module: Its parameters and buffers count, those that are not saved with it, too.
         optimizers: What each keeps of every parameter, and the options of its groups.
-        further: Other values, tensors or nested ones, by name.
+        further: Other values by name, such as random states; one digest each.
     """
     return {name: _digest(value) for name, value in _state(module, optimizers, further)}
 
@@ -47,19 +50,24 @@ def _state(module: nn.Module, optimizers: Sequence[Optimizer], further: Mapping[
             for position, parameter in enumerate(group["params"]):
                 name = names.get(parameter, f"group {number}, parameter {position}")
                 yield from leaves(optimizer.state.get(parameter, {}), f"optimizer {index}, {name}")
-    yield from leaves(further)
+    yield from further.items()
 
 
 def _digest(value: Any) -> str:
     digest = blake2b(digest_size=_SIZE)
-    if isinstance(value, Tensor):
-        flat = value.detach().to_dense().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        if flat.numel():  # of none there is no view as bytes
+    for place, leaf in leaves(value):
+        digest.update(f"{place}{_described(leaf)};".encode())
+        if isinstance(leaf, Tensor) and leaf.numel():  # of no numbers there is no view as bytes
+            flat = leaf.detach().to_dense().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
             digest.update(flat.view(torch.uint8).numpy().data)
-    else:
-        digest.update(repr(value).encode())
     return digest.hexdigest()
+
+
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype}{tuple(leaf.shape)}"
+    # The text of a user's object may hold its address.
+    return repr(leaf) if isinstance(leaf, (int, float, complex, str, bytes, type(None))) else type(leaf).__qualname__
 
 
 class StateLog:

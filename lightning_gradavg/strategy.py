@@ -8,6 +8,7 @@ import atexit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,10 +32,11 @@ from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.checkpoints import WholeCheckpoints, whole_checkpoint
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
+from lightning_gradavg.fingerprint import combined, state_digests
 from lightning_gradavg.launch import require_launch
 from lightning_gradavg.lightning_internals import MixedPrecision
 from lightning_gradavg.loaders import loader_batch_size
-from lightning_gradavg.options import Options, StrategyFacts, check_groups, options_of_ddp
+from lightning_gradavg.options import Options, StrategyFacts, check_groups, check_reproducible, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
 from lightning_gradavg.ranks import World, require_members
@@ -47,6 +49,8 @@ from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.replicas.single_device import replicas_of
 from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
+from lightning_gradavg.reproducible.part import AlignedReplicas, Arithmetic, FixedArithmetic
+from lightning_gradavg.reproducible.reduction import TreeReduction
 from lightning_gradavg.rules import RULES, RuleFunction
 from lightning_gradavg.termination import Termination
 from lightning_gradavg.wire.route import WireOptions
@@ -112,6 +116,9 @@ class GradAvgStrategy(DDPStrategy):
             Otherwise the differences are an error.
         exact_evaluation: True to have validation, test and prediction see each sample exactly once, and log the values
             of one process. See docs/evaluation.md. None for what `equivalent_to` says, and False without it.
+        reproducible: True to train to the same bits on any number of ranks that divides `num_replicas`, and on any
+            grouping of them into nodes. It sets `equivalent_to="data_parallel"`, computes in one thread per process by
+            deterministic algorithms, and sums the replicas' gradients in one order. See docs/reproducible.md.
         wire_dtype: What gradients are sent as between ranks: `"bfloat16"` or `"float16"`, half the bytes. They are
             summed in float32, and all ranks get the same bits. None for their own type. See docs/communication.md.
         wire_scope: `"all"` to use `wire_dtype` between any ranks, `"nodes"` only between nodes.
@@ -172,6 +179,7 @@ class GradAvgStrategy(DDPStrategy):
         lr_warmup_steps: int = 0,
         allow_recipe_change: bool = False,
         exact_evaluation: bool | None = None,
+        reproducible: bool = False,
         wire_dtype: WireName | None = None,
         wire_scope: Literal["all", "nodes"] = "all",
         node_aware: bool | None = None,
@@ -207,6 +215,7 @@ class GradAvgStrategy(DDPStrategy):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         given = dict(locals())
+        check_reproducible(given)
         options = Options.of(**{name: given[name] for name in _OF_OPTIONS})
         check_groups(options, given)
         recipe = RunRecipe(
@@ -216,7 +225,7 @@ class GradAvgStrategy(DDPStrategy):
             base_batch_size=base_batch_size,
             base_world_size=base_world_size,
             lr_warmup_steps=lr_warmup_steps,
-            equivalent_to=equivalent_to,
+            equivalent_to=options.preset.name if options.preset is not None else None,
         )
         if model_averaging_period is not None:
             raise ValueError(
@@ -249,14 +258,18 @@ class GradAvgStrategy(DDPStrategy):
         self._members = (process_group, device_mesh)
         hook = ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper
         self._reports = Reports(options.rule, crosses_ranks=options.replicated)
-        self._reduction = Reduction(
+        replicas = num_replicas or 1
+        reduction_of = partial(TreeReduction, replicas=replicas) if reproducible else Reduction
+        self._reduction = reduction_of(
             options.rule, wire, hook, timeout, crosses_ranks=options.replicated, on_weighed=self._reports.weighed
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()
         self._rates = rates_of(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
-        self._replicas = replicas_of(options, static_graph=static_graph)
+        self._replicas = (AlignedReplicas if reproducible else replicas_of)(options, static_graph=static_graph)
+        self._arithmetic = FixedArithmetic(replicas) if reproducible else Arithmetic()
         self._evaluation = ExactEvaluation(timeout) if options.exact_evaluation else Evaluation()
         self._parts: tuple[Part, ...] = (
+            self._arithmetic,
             self._reduction,
             self._batches,
             self._rates,
@@ -347,6 +360,31 @@ class GradAvgStrategy(DDPStrategy):
             samples=self._replicas.samples(self._batches.chunk),
         )
 
+    def fingerprint(self) -> str:
+        """Return 16 hexadecimal digits that are the same where parameters, buffers, optimizer and random state are.
+
+        A collective operation. Of a run with `reproducible=True` they are the same after the same step on any number of
+        ranks. Of random states that of the CPU on rank 0 counts, and the seed of the replicas.
+
+        Raises:
+            RuntimeError: If there is no module yet.
+        """
+        return combined(self.state_digests())
+
+    def state_digests(self) -> dict[str, str]:
+        """Return what the fingerprint is made of: as many digits of every tensor and number of the state, by name.
+
+        A collective operation.
+
+        Raises:
+            RuntimeError: If there is no module yet.
+        """
+        if self.lightning_module is None:
+            raise RuntimeError("there is nothing to take a fingerprint of before the Trainer has begun a run")
+        drawn: Saved = {"random state": World.of(None).from_first(random_state())}
+        self._replicas.save(drawn, {})
+        return state_digests(self.lightning_module, self.optimizers, drawn)
+
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -395,7 +433,8 @@ class GradAvgStrategy(DDPStrategy):
         run = Run(module.trainer, module, self.root_device, World.of(None), model, places)
         for part in self._parts:
             part.configure_ddp(run)
-        self._rates.recipe.num_replicas = self._shaping_replicas
+        recipe = self._rates.recipe
+        recipe.num_replicas, recipe.arithmetic = self._shaping_replicas, self._arithmetic.settings
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -685,6 +724,7 @@ _OF_OPTIONS = (
     "equivalent_to",
     "num_replicas",
     "recompute_replicas",
+    "reproducible",
     "split_batches",
     "max_device_batch_size",
     "exact_evaluation",

@@ -17,7 +17,7 @@ FLOORS = (
     "rules ranks wire part",
     "options reduction rates",
     "batches checkpoints evaluation launch termination",
-    "replicas report",
+    "replicas report reproducible",
     "strategy plan",
     "verify monitor",
     "cli",
@@ -31,8 +31,8 @@ UPWARD: dict[str, str] = {}
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 LIGHTNING_IN = (
     "lightning_internals methods part profile batches.part checkpoints evaluation launch rates.part",
-    "reduction.reduction replicas.part",
-    "replicas.state replicas.obstacles replicas.log strategy termination monitor verify cli __init__",
+    "reduction.reduction replicas.part replicas.state replicas.obstacles replicas.log reproducible.part",
+    "strategy termination monitor verify cli __init__",
 )
 """Folders and modules that may import Lightning. Everything else is the core, and works without."""
 

@@ -622,6 +622,9 @@ RUNS = {
     ),
     "a contrastive loss with `gather`": Run(with_step(contrastive)),
     "`data_parallel`, batch norm": Run(normed, strategy=PARALLEL, data=14, batch_size=7),
+    "`reproducible`, four replicas on two ranks": Run(
+        normed, strategy=gradavg(reproducible=True, num_replicas=4), data=16, batch_size=8
+    ),
     "`data_parallel`, four replicas on two ranks": Run(
         normed, strategy=gradavg(equivalent_to="data_parallel", num_replicas=4), data=16, batch_size=8
     ),

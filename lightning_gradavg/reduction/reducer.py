@@ -6,7 +6,7 @@ totals, which were begun before it and are long there when its sum is.
 
 # DDP compares the hook's annotations with the real objects, so this module must not postpone their evaluation.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,7 @@ class Reducer:
         averages: Whether `bucket_sum` returns the mean over the ranks, as DDP asks of a communication hook.
         windows_may_differ: Whether ranks may accumulate different numbers of micro-batches, so that the numbers must
             be compared even where the rule uses no weight.
+        window: Makes the first window, of the rule, the places and the rank.
 
     Attributes:
         window: The window that is open.
@@ -91,17 +92,18 @@ class Reducer:
         *,
         averages: bool = False,
         windows_may_differ: bool = False,
+        window: Callable[[Rule, Sequence[Place], int], Window] = Window,
     ) -> None:
         self.rule, self.places, self.device = rule, tuple(places), device
         self.world = World.of(group)
-        self.window = Window(rule, self.places, self.world.rank)
+        self.window = window(rule, self.places, self.world.rank)
         self.accumulating = False
         self.discarded: Tensor | None = None
         self._bucket_sum = bucket_sum
         self._summands = len(self.places) if averages else 1
         self._exchanges = rule.uses_weight or windows_may_differ
         self._depends_on_window = depends_on_window(rule, self.places)
-        self._unit: float | None = None
+        self._unit = self.window.unit
         self._constants: dict[int, tuple[float, float]] = {}
         self._closed: _Closed | None = None
         self._unchecked: tuple[Window, HostCopy] | None = None
@@ -143,7 +145,7 @@ class Reducer:
         closed = self._closed = _Closed(window, loss_divisor * ratio * self.unit, constant)
         if self._exchanges:
             summary = window.summary(self.device)
-            closed.totals = Totals(summary, len(self.places))
+            closed.totals = window.totals(summary)
             if self.world.group is not None:
                 closed.work = dist.all_reduce(summary, group=self.world.group, async_op=True)
         if window.terms == (WHOLE_LOSS,):
@@ -272,7 +274,7 @@ class Reducer:
         if unchecked is None:
             return
         window, copy = unchecked
-        totals = self._read = Totals(copy.read(), len(self.places))
+        totals = self._read = window.totals(copy.read())
         problem = totals.problem
         if problem is None and self._depends_on_window and totals.uneven:
             problem = f"the ranks accumulated different numbers of micro-batches, which {self.rule.name!r} depends on"

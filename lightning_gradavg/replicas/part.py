@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_gradavg.batches.chunks import Chunk, chunk_bounds
-from lightning_gradavg.batches.part import Batches, SplitBatches
+from lightning_gradavg.batches.part import Batches, ReplicaSlice, SplitBatches
 from lightning_gradavg.lightning_internals import syncs_batch_norm
 from lightning_gradavg.methods import logged_as, replaced
 from lightning_gradavg.options import Options
@@ -196,7 +196,7 @@ class ManyReplicas(Replicas):
         chunk = batches.chunk
         assert chunk is not None
         batch_index = self.run.trainer.fit_loop.epoch_loop.total_batch_idx
-        slices, check = batches.slices(batch), self._is_to_check(chunk, batch_index)
+        slices, check = self.slices(batches, batch), self._is_to_check(chunk, batch_index)
         with self._log.collecting():
             with self._together(chunk), self._refusing():
                 outputs = self._state.run(step, args, slices, batch_index, check=check)
@@ -205,6 +205,10 @@ class ManyReplicas(Replicas):
         if len(outputs) == 1:
             return outputs[0]
         return OutputsOfReplicas(zip(outputs, (each.samples for each in slices), strict=True))
+
+    def slices(self, batches: SplitBatches, batch: Any) -> list[ReplicaSlice]:
+        """Return the rank's replicas, each with its part of the batch."""
+        return batches.slices(batch)
 
     def _is_to_check(self, chunk: Chunk, batch_index: int) -> bool:
         """Return whether ranks compare their buffers now."""
