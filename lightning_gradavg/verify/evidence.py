@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -36,6 +36,7 @@ from lightning_gradavg.verify.compare import (
 )
 from lightning_gradavg.verify.record import WHOLE_LOSS, Tape, Tensors
 from lightning_gradavg.verify.reference import Examined
+from lightning_gradavg.verify.replay import parts_of
 from lightning_gradavg.verify.report import times
 
 __all__ = ["Evidence", "Expected"]
@@ -115,14 +116,14 @@ class Evidence:
 
     def __init__(self, tapes: Sequence[Tape], position: int, examined: Examined, tolerance: Tolerance) -> None:
         self.position, self.examined, self.tolerance = position, examined, tolerance
-        self.facts, self.pieces, self.split = tapes[0].facts, examined.act.pieces, examined.split
+        self.facts, self.pieces, self.split = tapes[0].facts, examined.act.calls, examined.split
         self.step, self.others = tapes[0].steps[position], [tape.steps[position] for tape in tapes[1:]]
         self.world_size, self.reduced = len(tapes), tapes[0].steps[position].reduced
         computed = [*examined.parts, self.split.whole]
-        manual = self.step.within is not None
+        manual = self.step.loss != WHOLE_LOSS
         # The losses that make up the gradient, and where a rank's own gradient and what it was multiplied by are noted.
-        self.keys = [str(self.step.within)] if manual else list(dict.fromkeys(k for c in computed for k in c.gradients))
-        self.own_key = self.keys[0] if manual else WHOLE_LOSS
+        self.keys = [self.step.loss] if manual else list(dict.fromkeys(k for c in computed for k in c.gradients))
+        self.own_key = self.step.loss
         self._noted = {key: str(self.step.backward) if manual else key for key in self.keys}
         known = [each.gradients.get(key, {}) for each in computed for key in self.keys]
         self.like = {name: tensor for tensors in (*known, self.reduced) for name, tensor in tensors.items()}
@@ -133,15 +134,15 @@ class Evidence:
 
     def parts(self, key: str) -> Parts:
         """Return what is known of the micro-batches and their weights."""
-        known = replace(self.split, pieces=self.pieces, parts=self.examined.parts).known(self._noted.get(key, key))
-        return replace(known, world_size=self.world_size, accumulation=self.facts.window)
+        noted, of_run = self._noted.get(key, key), {"world_size": self.world_size, "accumulation": self.facts.window}
+        return parts_of(self.pieces, self.examined.parts, noted, **of_run)
 
     @cached_property
     def pairs(self) -> dict[int, tuple[Tensors, Tensors]]:
         """What a rank added to the gradients, and what one process adds: by the piece's index, where both are known."""
         found = {}
         for index, (piece, part) in enumerate(zip(self.pieces, self.examined.parts, strict=True)):
-            mine, seeds = piece.call.gradients.get(self.own_key, {}), piece.call.seeds
+            mine, seeds = piece.gradients.get(self.own_key, {}), piece.seeds
             if mine and all(seed and math.isfinite(seed) for seed in seeds.values()) and not self.facts.whole_only:
                 losses = [(seeds.get(self._noted[key], 1.0), part.gradients.get(key, {})) for key in self.keys]
                 found[index] = {name: tensor for name, tensor in mine.items() if name in self.like}, _total(losses)
@@ -158,7 +159,7 @@ class Evidence:
         """`L`, without what the run multiplied it by; where it is not known, `P`."""
         rows = [_total([(1.0, part.gradients.get(key, {})) for key in self.keys]) for part in self.examined.parts]
         for index, (mine, _) in self.pairs.items():
-            seeds = set(self.pieces[index].call.seeds.values())
+            seeds = set(self.pieces[index].seeds.values())
             if len(seeds) == 1:
                 rows[index] = _total([(1 / seeds.pop(), mine)])
         return rows
@@ -186,7 +187,9 @@ class Evidence:
         source, because, told = self.split, self._because(key), self.facts.told
         if because is not None:
             source = self.examined.without.get(because[0], source)
-        names, shares = source.right(key, self.tolerance)
+        told_shares = source.right(key, self.tolerance)
+        names = list(told_shares.keys() - {"terms"}) and [n for n in told_shares if n != "terms"]
+        shares = told_shares.get("terms")
         names = names if self.split.has_whole else self._told_by_halves(key)
         right = frozenset(names or (["terms"] if shares is not None else []))
         if self.facts.whole_only or (because is not None and told.replicas is None):
@@ -205,7 +208,7 @@ class Evidence:
 
     def _of_whole(self, key: str) -> Tensors | None:
         """Return the gradient of all samples at once, if they were computed at once."""
-        of_all = self.split.has_whole and len(self.split.pieces) == len(self.pieces)
+        of_all = self.split.has_whole and len(self.split.calls) == len(self.pieces)
         return self._normalized(key, self.split.whole.gradients.get(key, {})) if of_all else None
 
     def _normalized(self, key: str, gradient: Tensors) -> Tensors:
@@ -219,13 +222,12 @@ class Evidence:
 
     def _because(self, key: str) -> tuple[str, str] | None:
         """Return why the whole's gradient is none of its parts', as cause and detail; None if it is, or not known."""
-        if not self.split.has_whole or any(self.split.right(key, self.tolerance)):
+        if not self.split.has_whole or self.split.right(key, self.tolerance):
             return None
         for cause, split in self.examined.without.items():
-            names, shares = split.right(key, self.tolerance)
-            if names or shares:
-                return cause, _WITHOUT.format(names[0] if names else _listed(shares))
-        silent = any(split.has_whole and not any(split.right(key, self.tolerance)) for split in self.examined.halves)
+            for name, shares in split.right(key, self.tolerance).items():
+                return cause, _WITHOUT.format(_listed(shares) if name == "terms" else name)
+        silent = any(split.has_whole and not split.right(key, self.tolerance) for split in self.examined.halves)
         found = "constant term" if self._has_constant_term(key) else "non-decomposable loss" if silent else ""
         return (found, _BECAUSE[found]) if found else None
 
@@ -241,13 +243,13 @@ class Evidence:
 
     def _told_by_halves(self, key: str) -> list[str]:
         """Return what all micro-batches are of their own parts, where the global batch cannot be computed."""
-        told = [split.right(key, self.tolerance)[0] for split in self.examined.halves if split.has_whole]
+        told = [split.right(key, self.tolerance) for split in self.examined.halves if split.has_whole]
         return [name for name in ("samples", "weights", "sum") if told and all(name in names for names in told)]
 
     def _why_not(self, key: str) -> str:
         """Say why it is not known what one process expects."""
         halves, where = self.examined.halves, f"the global batch of step {self.position}"
-        shares = next((found for split in halves if (found := split.right(key, self.tolerance)[1])), None)
+        shares = next((found for split in halves if (found := split.right(key, self.tolerance).get("terms"))), None)
         if not self.split.problem:
             return f"{where} is none of its micro-batches', though these are of their samples: it may be joined wrongly"
         problem = "; ".join(dict.fromkeys([self.split.problem, *(split.problem for split in halves if split.problem)]))

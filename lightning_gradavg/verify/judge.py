@@ -18,15 +18,15 @@ from torch import Tensor
 from lightning_gradavg.verify.causes import CAUSES
 from lightning_gradavg.verify.compare import Difference, Tolerance, differences, is_rounding
 from lightning_gradavg.verify.evidence import Evidence
-from lightning_gradavg.verify.order import Order, Stream
+from lightning_gradavg.verify.order import Order
 from lightning_gradavg.verify.record import Step, Tape, Tensors
-from lightning_gradavg.verify.reference import Reference, StepOfReference
+from lightning_gradavg.verify.reference import Reference, StepOfReference, Stream
 from lightning_gradavg.verify.report import STAGES, Finding, Report, Stage, times
-from lightning_gradavg.verify.rows import digest
+from lightning_gradavg.verify.state import digest
 
 __all__ = ["judge", "not_shown"]
 
-_SEVERAL_LOSSES = "the optimizer asks for the loss several times in a step, of which the first was compared"
+_NOT_TAKEN = "one process took none of these steps"
 _NAMED = 4  # layers
 _NOT_STEADY = "training_step changed {} between calls: from one state it gives two results"
 _OWN = "the loss depends on what every micro-batch has for itself, and one process has once: {}"
@@ -129,8 +129,8 @@ class _Judge:
             self._before("loss", self._losses()),
             self._before("local gradients", self._locals()),
             reduced,
-            self._stage("clipped gradient", self._clipped(), _SEVERAL_LOSSES),
-            self._stage("optimizer update", self._update(), _SEVERAL_LOSSES),
+            self._stage("clipped gradient", self._clipped(), _NOT_TAKEN),
+            self._stage("optimizer update", self._update(), _NOT_TAKEN),
             self._stage("buffers", self._buffers(), "they change, and what one process makes of them is not known"),
             self._random(),
         ]
@@ -158,7 +158,8 @@ class _Judge:
         facts, acts = self.facts, self.reference.acts
         yield from (_NOT_STEADY.format(examined.unsteady) for examined in acts if examined.unsteady)
         yield from (_OWN.format(", ".join(examined.split.own)) for examined in acts if examined.split.own)
-        yield from (_SEVERAL_LOSSES for e in self.steps if e.step.evaluations > 1)
+        if len(self.reference.steps) < len(self.steps):
+            yield f"one process took {len(self.reference.steps)} of the {len(self.steps)} optimizer steps"
         rest = facts.epoch_batches % facts.window if math.isfinite(facts.epoch_batches) else 0
         seen = any(e.step.batches[1] - e.step.batches[0] < facts.window for e in self.steps)
         if rest and facts.stock and facts.automatic and not seen:
@@ -209,7 +210,7 @@ class _Judge:
 
         other = "begins with other values than on one process; the reference took the run's"
         causes = _showing("initial weights", _naming(other))
-        yield self._row(0, first, self.reference.initial or first, causes=causes)
+        yield self._row(0, first, self.reference.initial, causes=causes)
 
     def _outputs(self) -> Iterator[_Row]:
         """Yield the outputs of every sample beside its rank's samples, and beside all."""
@@ -230,7 +231,7 @@ class _Judge:
         """Yield the loss of every micro-batch on its rank, and on one process."""
         both = [(e.position, *pair) for e in self._steady() for pair in zip(e.pieces, e.examined.parts, strict=True)]
         for step, piece, part in both if not self.facts.whole_only else ():
-            found, alone = piece.call.losses, part.losses
+            found, alone = piece.losses, part.losses
             if found.keys() == alone.keys():
                 names = {key: f"loss {key} (rank {piece.rank})" for key in alone}
                 yield self._row(
@@ -347,8 +348,11 @@ class _Judge:
     def _buffers(self) -> Iterator[_Row]:
         """Yield the buffers after every window."""
         for examined in self.reference.acts:
-            position, pieces = examined.act.steps[-1], examined.act.pieces
-            mine, before = self.tapes[0].steps[position].buffers, self.tapes[0].state_at(pieces[0].batch, 0)
+            position, pieces = examined.act.steps[-1], examined.act.calls
+            mine, before = (
+                self.tapes[0].steps[position].buffers,
+                next(call.state for call in self.tapes[0].calls if call.batch == pieces[0].batch),
+            )
             row, of_rank, unchanged = (
                 self._row(position, mine, {key: state.get(key, each) for key, each in mine.items()}, loose=True)
                 for state in (examined.state, examined.state_of_rank, before)
@@ -372,7 +376,7 @@ class _Judge:
         if not drawn and not any(part.host for part in parts):
             return Stage(name, "equal", note="no random numbers were drawn")
         layers = dict.fromkeys(layer for part in parts for layer in part.layers)
-        states = [digest(piece.call.random) for piece in self.reference.acts[0].act.pieces]
+        states = [digest(call.random) for call in self.reference.acts[0].act.calls]
         same = len(states) > 1 and len(set(states)) == 1 and drawn
         noise = "; all ranks begin from the same random state, so their noise is the same" if same else ""
         more = f" and {len(layers) - _NAMED} more" if len(layers) > _NAMED else ""

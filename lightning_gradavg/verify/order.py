@@ -2,96 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import RandomSampler
-
-from lightning_gradavg.lightning_internals import BEFORE_TRANSFER
-from lightning_gradavg.verify.record import Tape
-from lightning_gradavg.verify.reference import Enough, world_of_one
-from lightning_gradavg.verify.replay import Piece
+from lightning_gradavg.verify.record import Call, Tape
+from lightning_gradavg.verify.reference import Stream
 from lightning_gradavg.verify.report import Finding, Stage
-from lightning_gradavg.verify.rows import digests
 
-__all__ = ["Order", "Stream", "read_stream"]
+__all__ = ["Order"]
 
 _NAME = "samples"
 _PADDED = (
     "the end of an epoch was not among the steps: there the sampler repeats {} samples, to fill the ranks;"
     " GradAvgStrategy(split_batches=True) repeats none"
 )
-
-
-@dataclass(frozen=True)
-class Stream:
-    """What one process reads."""
-
-    batches: Sequence[tuple[int, Sequence[bytes]]]  # of every loader batch the epoch and the samples' fingerprints
-    shuffles: bool = False  # whether the loader deals the samples at random
-
-
-class _Reading(LightningModule):
-    """Reads the training batches of a module, and trains nothing: no optimizer steps, and nothing of it is asked for.
-
-    Args:
-        module: The module, whose hooks that make data are called.
-        batches: How many batches to read, at most.
-    """
-
-    def __init__(self, module: LightningModule, batches: int) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self._batches, self.shuffles = batches, False
-        self.stream: list[tuple[int, tuple[bytes, ...]]] = []
-        for name in ("prepare_data", "setup", "train_dataloader"):
-            if is_overridden(name, module):
-                setattr(self, name, getattr(module, name))
-
-    def read(self, batch: Any, **_: Any) -> Any:
-        """Note a batch as the loader made it."""
-        loader: Any = self.trainer.train_dataloader
-        self.shuffles = isinstance(getattr(loader, "sampler", None), RandomSampler)
-        self.stream.append((self.trainer.current_epoch, digests(batch, getattr(loader, "batch_size", None))))
-        if len(self.stream) >= self._batches:
-            raise Enough
-        return batch
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Train nothing."""
-
-    def configure_optimizers(self) -> None:
-        """Step nothing."""
-
-
-setattr(_Reading, BEFORE_TRANSFER, _Reading.read)
-
-_OF_DATA = frozenset(["max_epochs", "reload_dataloaders_every_n_epochs", "overfit_batches", "precision", "logger"])
-
-
-def read_stream(module: LightningModule, data: Mapping[str, Any], options: Mapping[str, Any], batches: int) -> Stream:
-    """Return the first batches that one process trains on.
-
-    Args:
-        module: The module as before training. It is not trained.
-        data: The arguments `train_dataloaders` or `datamodule` of `fit`, or none.
-        options: The options of the run's Trainer.
-        batches: How many batches to read, at most.
-    """
-    reading = _Reading(module, batches)
-    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    kept = {name: value for name, value in options.items() if name in _OF_DATA}
-    module.trainer = Trainer(strategy=SingleDeviceStrategy(), accelerator="cpu", **{**kept, **quiet})
-    with world_of_one(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's, of a fit without optimizer
-        module.trainer.fit(reading, **data)
-    return Stream(reading.stream, reading.shuffles)
 
 
 class Order:
@@ -104,7 +28,7 @@ class Order:
     """
 
     def __init__(
-        self, tapes: Sequence[Tape], steps: Sequence[tuple[int, Sequence[Piece]]], stream: Stream | None
+        self, tapes: Sequence[Tape], steps: Sequence[tuple[int, Sequence[Call]]], stream: Stream | None
     ) -> None:
         self._tapes, self._stream, self._facts = tapes, stream, tapes[0].facts
         batches = {position: tapes[0].steps[position].batches for position, _ in steps}
@@ -115,7 +39,7 @@ class Order:
             for (start, _), (position, pieces) in sorted(first.items())
         ]
 
-    def _read(self, pieces: Sequence[Piece]) -> list[bytes]:
+    def _read(self, pieces: Sequence[Call]) -> list[bytes]:
         batches = sorted({(piece.rank, piece.batch) for piece in pieces})
         return [sample for rank, number in batches for sample in self._tapes[rank].batches[number].samples]
 

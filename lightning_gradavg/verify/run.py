@@ -38,9 +38,8 @@ from typing_extensions import override
 
 from lightning_gradavg.verify.compare import Tolerance
 from lightning_gradavg.verify.judge import judge, not_shown
-from lightning_gradavg.verify.order import Stream, read_stream
 from lightning_gradavg.verify.record import Recorder, Tape
-from lightning_gradavg.verify.reference import Enough, record_reference
+from lightning_gradavg.verify.reference import Enough, Stream, read_stream, record_reference
 from lightning_gradavg.verify.report import Report, print_report
 from lightning_gradavg.verify.target import (
     MainModule,
