@@ -500,26 +500,11 @@ class Recorder(Callback):
             restore()
 
 
-def _of_stock(trainer: Trainer) -> StrategyFacts:
-    """Return what `GradAvgStrategy.facts()` would say of stock DDP."""
-    return StrategyFacts(
-        rule=RULES["mean"],
-        splits_batches=False,
-        accumulation=trainer.accumulate_grad_batches,
-        micro_batches=1,
-        replicas=None,
-        replicated=False,
-        counts_replicas=False,
-        equivalent_to=None,
-        scales_rates=False,
-        samples=None,
-    )
-
-
 def facts_of(trainer: Trainer, module: LightningModule) -> RunFacts:
     """Return how a run that is about to train is set up."""
     strategy, loader = trainer.strategy, trainer.train_dataloader
-    told = strategy.facts() if isinstance(strategy, GradAvgStrategy) else _of_stock(trainer)
+    of_stock = StrategyFacts(RULES["mean"], accumulation=trainer.accumulate_grad_batches)
+    told = strategy.facts() if isinstance(strategy, GradAvgStrategy) else of_stock
     estimated: float | None = None
     with suppress(RuntimeError):  # of an accumulation that differs between epochs
         estimated = trainer.estimated_stepping_batches
@@ -527,7 +512,7 @@ def facts_of(trainer: Trainer, module: LightningModule) -> RunFacts:
     return RunFacts(
         strategy=type(strategy).__name__,
         told=told,
-        stock=not isinstance(strategy, GradAvgStrategy),
+        stock=told is of_stock,
         automatic=module.automatic_optimization,
         step_end=told.equivalent_to is not None and callable(getattr(module, "training_step_end", None)),
         statistics=any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()),

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from lightning_gradavg.tree import slice_batch
 from lightning_gradavg.verify.compare import Tolerance, flattened, is_rounding
 from lightning_gradavg.verify.record import (
     Call,
+    Loaded,
     Recorder,
     Step,
     Tape,
@@ -78,9 +79,7 @@ from lightning_gradavg.verify.state import (
 __all__ = [
     "Act",
     "Enough",
-    "Examined",
     "Reference",
-    "StepOfReference",
     "Stream",
     "read_stream",
     "record_reference",
@@ -90,14 +89,22 @@ _JOINED = 8
 """Micro-batches of a window that are computed as one batch, at most: what holds for them holds for all."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Act:
-    """What one batch of the reference reproduces."""
+    """What one batch of the reference reproduces, and what it found out about it."""
 
     steps: tuple[int, ...]  # one, or those that manual optimization takes in a batch
     epoch: int
     calls: tuple[Call, ...]  # every rank's whose samples count, in the order of one process
     last: Call  # that of rank 0 in which the last of the steps is taken
+    samples: list[bytes]  # fingerprints of what the calls read
+    parts: Sequence[Replay] = ()  # all calls as the ranks computed them
+    split: Split = field(default_factory=Split)  # the global batch and the ranks' micro-batches, or the first of them
+    without: dict[str, Split] = field(default_factory=dict)  # with something taken away, by the cause that this shows
+    halves: list[Split] = field(default_factory=list)  # each micro-batch in two parts, where the global batch is silent
+    unsteady: str = ""  # what changes from one computation to the next
+    state: dict[str, Any] = field(default_factory=dict)  # of the module after the global batch, where that is known
+    state_of_rank: dict[str, Any] = field(default_factory=dict)  # after rank 0's last call alone
 
 
 def _acts_of(tapes: Sequence[Tape]) -> list[Act]:
@@ -110,38 +117,21 @@ def _acts_of(tapes: Sequence[Tape]) -> list[Act]:
 def _act_of(tapes: Sequence[Tape], steps: tuple[int, ...], start: int, stop: int) -> Act:
     """Return the act of a window: its calls by loader batch, then by rank, then by the cuts of a rank's part."""
     facts = tapes[0].facts
-    calls = [[call for call in tape.calls if start <= call.batch < stop] for tape in tapes]
-    files = {call.batch: call.files for call in reversed(calls[0])}
-    counted = [
+    within = [[call for call in tape.calls if start <= call.batch < stop] for tape in tapes]
+    files = {call.batch: call.files for call in reversed(within[0])}
+    calls = [
         replace(call, samples=known_samples(call.args[0], facts.loader_size), files=files[call.batch])
-        for call in chain.from_iterable(calls)
+        for call in chain.from_iterable(within)
         if call.counts
     ]
-    ordered = sorted(counted, key=lambda call: ((call.batch - start) // facts.told.micro_batches, call.rank))
-    return Act(steps, tapes[0].batches[stop - 1].epoch, tuple(ordered), calls[0][-1])
-
-
-@dataclass
-class StepOfReference:
-    """What the reference has to say about an optimizer step, in sketches."""
-
-    groups: list[dict[str, Any]]  # the options of its own optimizer
-    clipped: Tensors = field(default_factory=dict)
-    after: Tensors = field(default_factory=dict)
-
-
-@dataclass
-class Examined:
-    """What the reference found out about an act."""
-
-    act: Act
-    parts: Sequence[Replay]  # all its calls as the ranks computed them
-    split: Split  # the global batch and the ranks' micro-batches, or the first of them
-    without: dict[str, Split] = field(default_factory=dict)  # with something taken away, by the cause that this shows
-    halves: list[Split] = field(default_factory=list)  # each micro-batch in two parts, where the global batch is silent
-    unsteady: str = ""  # what changes from one computation to the next
-    state: dict[str, Any] = field(default_factory=dict)  # of the module after the global batch, where that is known
-    state_of_rank: dict[str, Any] = field(default_factory=dict)  # after rank 0's last call alone
+    read = sorted({(call.rank, call.batch) for call in calls})
+    return Act(
+        steps,
+        tapes[0].batches[stop - 1].epoch,
+        tuple(sorted(calls, key=lambda call: ((call.batch - start) // facts.told.micro_batches, call.rank))),
+        within[0][-1],
+        [sample for rank, batch in read for sample in tapes[rank].batches[batch].samples],
+    )
 
 
 @dataclass
@@ -149,8 +139,8 @@ class Reference:
     """What one process recorded."""
 
     initial: Tensors  # its own weights, or the run's where the module is the run's own
-    acts: list[Examined] = field(default_factory=list)
-    steps: dict[int, StepOfReference] = field(default_factory=dict)
+    acts: list[Act] = field(default_factory=list)
+    steps: dict[int, Step] = field(default_factory=dict)  # as one process takes them
 
 
 class _FixedStatistics(TorchFunctionMode):
@@ -258,13 +248,13 @@ class _ReferenceStrategy(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.found.initial = self.found.initial or weights_of(self.module)
         with _silent(self.module):
-            examined, first, again = self._examine()
+            first, again = self._examine(self.act)
         # What this one logs and leaves in the module stays; and it is the second from one state.
         replay, output = again()
-        examined.unsteady = self._unsteady(first, replay, again)
-        if examined.split.has_whole or self.facts.told.replicas is not None:
-            examined.state = replay.state
-        self.found.acts.append(examined)
+        self.act.unsteady = self._unsteady(first, replay, again)
+        if self.act.split.has_whole or self.facts.told.replicas is not None:
+            self.act.state = replay.state
+        self.found.acts.append(self.act)
         if self.module.automatic_optimization:
             loss = torch.tensor(sum(replay.losses.values()), device=self.root_device)
             return {**output, "loss": loss} if isinstance(output, Mapping) else loss
@@ -274,45 +264,44 @@ class _ReferenceStrategy(SingleDeviceStrategy):
     def _run(self, call: Call, end: Callable[[Any], Any] = itself) -> Replay:
         return self.replays.run(call, Recorded(), end)[0]
 
-    def _examine(self) -> tuple[Examined, Replay, _Again]:
-        """Compute the act in parts and whole, and further where these do not tell what the loss is."""
-        calls, facts, replicas = self.act.calls, self.facts, self.facts.told.replicas
+    def _examine(self, act: Act) -> tuple[Replay, _Again]:
+        """Compute an act in parts and whole, and further where these do not tell what the loss is."""
+        calls, facts, replicas, module = act.calls, self.facts, self.facts.told.replicas, cast("Any", self.module)
         # The loss of outputs that have none of their own is that of all of them together.
-        module: Any = self.module
         of_part, end = (_nothing, module.training_step_end) if facts.step_end else (itself, itself)
-        parts = [self._run(call, of_part) for call in calls]
+        act.parts = parts = [self._run(call, of_part) for call in calls]
         of_first = [part.state for part, call in zip(parts, calls, strict=True) if call.rank == 0]
+        act.state_of_rank = [{}, *of_first][-1]
         # A loss that reaches across the ranks, or batch norm over all, is told by the whole window alone.
         chosen = len(calls) if facts.whole_only or facts.statistics else _JOINED
-        split = Split(calls[:chosen], parts[:chosen], parts[:chosen])
-        found = Examined(self.act, parts, split, state_of_rank=[{}, *of_first][-1])
+        act.split = split = Split(calls[:chosen], parts[:chosen], parts[:chosen])
         if facts.step_end and replicas is not None:
             gathered = self._again(calls[0], Recorded, self._gathering(calls, end))
             split.whole, _ = gathered()
-            return found, split.whole, gathered
+            return split.whole, gathered
         first, again = parts[0], self._again(calls[0], partial(Replayed, [parts[0].mode.draws]), of_part)
         whole = self._complete(split, None, end)
         if whole is not None and replicas is None:
             draws = [part.mode.draws for part in split.parts]
             first, again = split.whole, self._again(whole, partial(Replayed, draws), end)
         if not facts.whole_only and not split.tells(self.tolerance):
-            self._look_closer(found)
+            self._look_closer(act)
         if not all(split.right(key, self.tolerance).keys() - {"terms"} for key in parts[0].gradients):
             self._probe_state(split)
-        return found, first, again
+        return first, again
 
     def _again(self, call: Call, mode: Callable[[], Recorded], end: Callable[[Any], Any]) -> _Again:
         return lambda: self.replays.run(call, mode(), end)
 
-    def _look_closer(self, found: Examined) -> None:
+    def _look_closer(self, act: Act) -> None:
         """Compute an act with something taken away, and each of its parts in two."""
-        calls = found.split.calls
-        for cause, take_away in _TAKEN_AWAY.items() if found.split.has_whole else ():
+        calls = act.split.calls
+        for cause, take_away in _TAKEN_AWAY.items() if act.split.has_whole else ():
             with take_away(self.module):
-                found.without[cause] = self._split(calls)
-            if found.without[cause].tells(self.tolerance):
+                act.without[cause] = self._split(calls)
+            if act.without[cause].tells(self.tolerance):
                 return
-        found.halves = [self._split(_halves(call), call) for call in calls if (call.samples or 0) > 1]
+        act.halves = [self._split(_halves(call), call) for call in calls if (call.samples or 0) > 1]
 
     def _split(self, calls: Sequence[Call], whole: Call | None = None) -> Split:
         """Compute parts, and their whole: that of all their samples where it is not given."""
@@ -369,7 +358,7 @@ class _ReferenceStrategy(SingleDeviceStrategy):
 
     def _alike(self, one: Replay, other: Replay) -> bool:
         return all(
-            is_rounding(flattened(other.gradients.get(key, {}), found), flattened(found, found), (), self.tolerance)
+            is_rounding(flattened(other.gradient(key), found), flattened(found, found), (), self.tolerance)
             for key, found in one.gradients.items()
         )
 
@@ -436,17 +425,17 @@ class _ReferenceStrategy(SingleDeviceStrategy):
             closure()
             self.replays.manual_step(optimizer)
             return None
-        step = self.tapes[0].steps[self._position]
-        self.found.steps[self._position] = found = StepOfReference(options_of(optimizer))
+        position, own = self._position, options_of(optimizer)
+        step = self.tapes[0].steps[position]
         if step.backward is None:
             self._set_gradients(step)
         # With the run's options: what is compared is the update, and the options are compared by themselves.
         _set_options(optimizer, step.groups)
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        _set_options(optimizer, found.groups)
+        _set_options(optimizer, own)
         self._taken += 1
-        found.clipped = sketches(among(live_gradients(self.module), step.reduced))
-        found.after = weights_of(self.module)
+        clipped = sketches(among(live_gradients(self.module), step.reduced))
+        self.found.steps[position] = replace(step, groups=own, clipped=clipped, after=weights_of(self.module))
         return result
 
 
@@ -582,8 +571,12 @@ class Enough(Exception):  # noqa: N818  # no error: all that was asked for is th
 class Stream:
     """What one process reads."""
 
-    batches: Sequence[tuple[int, Sequence[bytes]]]  # of every loader batch the epoch and the samples' fingerprints
+    batches: Sequence[Loaded]
     shuffles: bool = False  # whether the loader deals the samples at random
+
+    def samples(self, epoch: int | None = None) -> list[bytes]:
+        """Return the samples of one epoch, or of all."""
+        return [sample for batch in self.batches if epoch in (None, batch.epoch) for sample in batch.samples]
 
 
 class _Reading(LightningModule):
@@ -598,7 +591,7 @@ class _Reading(LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self._batches, self.shuffles = batches, False
-        self.stream: list[tuple[int, tuple[bytes, ...]]] = []
+        self.stream: list[Loaded] = []
         for name in ("prepare_data", "setup", "train_dataloader"):
             if is_overridden(name, module):
                 setattr(self, name, getattr(module, name))
@@ -607,7 +600,7 @@ class _Reading(LightningModule):
         """Note a batch as the loader made it."""
         loader: Any = self.trainer.train_dataloader
         self.shuffles = isinstance(getattr(loader, "sampler", None), RandomSampler)
-        self.stream.append((self.trainer.current_epoch, digests(batch, getattr(loader, "batch_size", None))))
+        self.stream.append(Loaded(self.trainer.current_epoch, digests(batch, getattr(loader, "batch_size", None))))
         if len(self.stream) >= self._batches:
             raise Enough
         return batch

@@ -226,12 +226,16 @@ class Replay:
     layers: tuple[str, ...] = ()  # the submodules that drew any
     host: bool = False  # whether Python or NumPy drew any
 
+    def gradient(self, loss: str) -> Tensors:
+        """Return the sketches of one loss's gradients; none where it has none."""
+        return self.gradients.get(loss, {})
+
 
 @dataclass
 class Split:
     """Parts and whole of the same samples, with the same random numbers."""
 
-    calls: Sequence[Call]
+    calls: Sequence[Call] = ()
     parts: Sequence[Replay] = ()  # as the ranks computed them
     common: Sequence[Replay] = ()  # from the whole's state, with its random numbers where these belong to no sample
     whole: Replay = field(default_factory=Replay)
@@ -252,7 +256,7 @@ class Split:
         if key not in self.whole.gradients:
             return {}
         like = self.whole.gradients[key]
-        rows = torch.stack([flattened(part.gradients.get(key, {}), like) for part in self.common])
+        rows = torch.stack([flattened(part.gradient(key), like) for part in self.common])
         known = self.known(key)
         found = matches(flattened(like, like), rows, known, tolerance)
         named = {name: combinations(known)[name] for name in RIGHT if name in found}
