@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -141,6 +141,14 @@ def differences(
         return Difference(name, relative, largest / ulp_of(scale, dtype), float(x[index]), float(y[index]), factor)
 
     return [difference(name, torch.zeros_like(tensor)) for name, tensor in {**expected, **found}.items()]
+
+
+def first_beyond(found: Sequence[Difference], limit: float) -> Difference | None:
+    """Return the first difference beyond a limit, with a factor only if all beyond it have the same."""
+    beyond = [each for each in found if each.relative > limit]
+    factors = [each.factor or math.nan for each in beyond]  # none is 0
+    same = all(math.isclose(factor, factors[0], rel_tol=_NEAR) for factor in factors)
+    return next((replace(each, factor=each.factor if same else None) for each in beyond), None)
 
 
 def _padded(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -31,6 +32,7 @@ from lightning_gradavg.verify.compare import (
     combined,
     differences,
     factor_between,
+    first_beyond,
     flattened,
     is_rounding,
     matches,
@@ -96,6 +98,7 @@ _COMPARES = (
     " samples are compared with each other"
 )
 _RIGHT_OF_THE_REST = {"constant term": frozenset({"sum"})}
+_OF_HALVES = ("samples", "weights", "sum")  # which are uneven, so that their plain mean is no mean over samples
 _OF_OTHER_TERMS = (
     ", and the loss is a mean over terms that are not its samples: two parts of a micro-batch take the shares {}."
     ' Return {{"loss": loss, "weight": n}} with their number, under weighted_mean'
@@ -236,20 +239,18 @@ class Evidence:
 
         Where the global batch cannot be computed, it is what all micro-batches are of their own parts.
         """
+        halves = [half.right(key, self.tolerance) for half in self.act.halves if half.has_whole]
         if not self.split.has_whole:
-            told = [half.right(key, self.tolerance) for half in self.act.halves if half.has_whole]
-            names = [name for name in ("samples", "weights", "sum") if told and all(name in each for each in told)]
-            return {name: [] for name in names}, None
+            common = set.intersection(*(set(right) for right in halves or [{}]))
+            return {name: [] for name in _OF_HALVES if name in common}, None
         for cause, split in {"": self.split, **self.act.without}.items():
             right = split.right(key, self.tolerance)
             for name, shares in right.items():
                 detail = _WITHOUT.format(_listed(shares) if name == "terms" else name)
                 return right, (cause, detail) if cause else None
-        halves = [half for half in self.act.halves if half.has_whole]
         if self._has_constant_term(key):
             return {}, ("constant term", _ADDS_A_TERM)
-        splits_over_samples = all(half.right(key, self.tolerance) for half in halves)
-        return {}, None if splits_over_samples else ("non-decomposable loss", _COMPARES)
+        return {}, None if all(halves) else ("non-decomposable loss", _COMPARES)
 
     def _has_constant_term(self, key: str) -> bool:
         """Return whether the loss is a sum over samples and something that is there once for every batch."""
@@ -352,7 +353,7 @@ class Evidence:
         detail = _CLIPPED.format(*limits, "")
         return _Reading("clipped before the reduction", (), frozenset(), detail) if limits else None
 
-    def _of_ranks(self) -> tuple[str, str]:
+    def _of_ranks(self) -> Named:
         """Name what the ranks compute otherwise than one process does of the same samples."""
         factors, where = self._factors()
         same = f"what one process computes of the same samples; {self.multiple}"
@@ -360,11 +361,10 @@ class Evidence:
             again = f", and the reduction divides by {self.world_size} again"
             return "double division", f"what every rank computes{where} is {times(1 / self.world_size)} {same}{again}"
         if factors:
-            target = self.flat(self.expected.gradient)
-            fits = "mean" in matches(target, self.rows, self.any_parts, self.tolerance)
+            fits = "mean" in matches(self.flat(self.expected.gradient), self.rows, self.any_parts, self.tolerance)
             cure = '; their plain mean, reduction="mean", is right' * fits
             return "hand-compensated loss", f"what the ranks compute{where} is {_listed(factors)} x {same}{cure}"
-        used = sorted({name for part in self.computed for name in part.mode.collectives})
+        used = sorted({name for replay in self.computed for name in replay.mode.collectives})
         called = f"training_step calls {', '.join(used) or 'no operation between ranks'}"
         across = used and self.split.has_whole and "another" not in self.multiple
         other = "the ranks compute other gradients of the same samples than one process"
@@ -372,17 +372,13 @@ class Evidence:
 
     def _factors(self) -> tuple[list[float], str]:
         """Return each rank's multiple of what one process computes, none if any has none; and in which parameters."""
-        factors: list[float] = []
-        where: dict[str, None] = {}
-        for mine, alone in self.pairs.values():
-            found = differences(mine, alone, self.tolerance.loose)
-            beyond = [each for each in found if each.relative > self.tolerance.exact]
-            known = [each.factor for each in beyond if each.factor is not None] or [1.0]
-            if len(known) < len(beyond) or not math.isclose(max(known), min(known), rel_tol=1e-3):
-                return [], ""
-            factors.append(known[0])
-            where.update({each.name: None for each in beyond if len(beyond) < len(found)})
-        return factors, f" in {', '.join(where)}" if where else ""
+        exact, found = self.tolerance.exact, [differences(*pair, self.tolerance.loose) for pair in self.pairs.values()]
+        first = [first_beyond(of_call, exact) for of_call in found]
+        factors = [1.0 if each is None else each.factor for each in first]
+        names = dict.fromkeys(each.name for each in chain.from_iterable(found) if each.relative > exact)
+        where = f" in {', '.join(names)}" if len(names) < len(found[0]) else ""
+        known = [factor for factor in factors if factor is not None]
+        return (known, where) if len(known) == len(factors) else ([], "")
 
 
 def _total(terms: Sequence[tuple[float, Tensors]]) -> Tensors:

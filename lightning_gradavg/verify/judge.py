@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_gradavg.verify.causes import CAUSES
-from lightning_gradavg.verify.compare import Difference, Tolerance, differences, is_rounding
+from lightning_gradavg.verify.compare import Difference, Tolerance, differences, first_beyond, is_rounding
 from lightning_gradavg.verify.evidence import Evidence, Named
 from lightning_gradavg.verify.record import Call, Step, Tape, Tensors
 from lightning_gradavg.verify.reference import Act, Reference, Stream
@@ -108,10 +108,7 @@ class _Row:
     @cached_property
     def beyond(self) -> Difference | None:
         """The first difference, with a factor only if all that differ have the same."""
-        beyond = [each for each in self.measured if each.relative > self.exact]
-        factors = [each.factor or math.nan for each in beyond]  # none is 0
-        same = all(math.isclose(factor, factors[0], rel_tol=1e-3) for factor in factors)
-        return replace(beyond[0], factor=beyond[0].factor if same else None) if beyond else None
+        return first_beyond(self.measured, self.exact)
 
 
 def _showing(cause: str, detail: Callable[[Difference], str]) -> _Causes:
@@ -380,19 +377,25 @@ class _Judge:
     def _buffers(self) -> Iterator[_Row]:
         """Yield the buffers after every window: beside what one process makes of them, or else beside those before."""
         for act in self.reference.acts:
-            calls, mine = act.calls, self.tapes[0].steps[act.steps[-1]].buffers
-            known = bool(act.state) and not act.unsteady
-            row = self._beside(act, mine, act.state if known else calls[0].state)
-            name = "" if row.beyond is None else row.beyond.name
+            mine, known = self.tapes[0].steps[act.steps[-1]].buffers, {} if act.unsteady else act.state
+            row = self._beside(act, mine, known or act.calls[0].state)
+            if row.beyond is None:
+                yield row
+                continue
+            name, several = row.beyond.name, len(act.calls) > len(self.tapes)
             norm = f"{name.rpartition('.')[0]}.running_var" in mine
-            # Of several micro-batches on a rank it is not known what one process would keep.
-            if name and not (known and (norm or len(calls) <= len(self.tapes))):
+            if not known or (several and not norm):  # of which micro-batch one process would keep it, is not known
                 self.remarks[f"what one process makes of the buffer {name} is not known"] = None
                 continue
-            followed = norm or self._beside(act, mine, act.state_of_rank).beyond is None
-            made = "what rank 0 makes of its own samples, not" if followed else "not"
-            cause = "batch norm" if norm else "buffers of one rank" if followed else "unexplained"
-            yield replace(row, causes=_showing(cause, _naming(f"is {made} what one process makes of all")))
+            of_rank = self._beside(act, mine, act.state_of_rank).beyond is None
+            made = "what rank 0 makes of its own samples, not what one process makes of all"
+            cases = [
+                ("batch norm", f"is {made}", norm),
+                ("buffers of one rank", f"is {made}", of_rank),
+                ("unexplained", "is not what one process makes of all", True),
+            ]
+            cause, detail, _ = next(case for case in cases if case[-1])
+            yield replace(row, causes=_showing(cause, _naming(detail)))
 
     def _beside(self, act: Act, mine: Tensors, state: Mapping[str, Any]) -> _Row:
         expected = {name: state.get(name, buffer) for name, buffer in mine.items()}

@@ -243,10 +243,6 @@ def _quietly(method: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def _say_nothing(text: str) -> None:
-    """Stand for progress that is not to be said."""
-
-
 class Recorder(Callback):
     """Records the first optimizer steps of a run on this rank.
 
@@ -262,7 +258,7 @@ class Recorder(Callback):
         complete: Whether all ranks have recorded all steps.
     """
 
-    def __init__(self, steps: int, folder: str | Path, progress: Callable[[str], None] = _say_nothing) -> None:
+    def __init__(self, steps: int, folder: str | Path, progress: Callable[[str], None] = lambda _: None) -> None:
         if steps < 1:
             raise ValueError(f"steps must be 1 or more, got {steps}")
         self.steps, self.folder, self.progress = steps, Path(folder), progress

@@ -76,14 +76,7 @@ from lightning_gradavg.verify.state import (
     set_module_state,
 )
 
-__all__ = [
-    "Act",
-    "Enough",
-    "Reference",
-    "Stream",
-    "read_stream",
-    "record_reference",
-]
+__all__ = ["Act", "Enough", "Reference", "Stream", "read_stream", "record_reference"]
 
 _JOINED = 8
 """Micro-batches of a window that are computed as one batch, at most: what holds for them holds for all."""
