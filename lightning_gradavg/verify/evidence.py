@@ -382,7 +382,6 @@ class Evidence:
 
 
 def _total(terms: Sequence[tuple[float, Tensors]]) -> Tensors:
-    """Return the sum of multiples of gradients."""
     names = dict.fromkeys(name for _, tensors in terms for name in tensors)
     return {name: sum(factor * tensors[name] for factor, tensors in terms if name in tensors) for name in names}  # type: ignore[misc]  # never 0
 

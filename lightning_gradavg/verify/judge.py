@@ -112,7 +112,6 @@ class _Row:
 
 
 def _showing(cause: str, detail: Callable[[Difference], str]) -> _Causes:
-    """Return what tells one cause of a difference."""
     return lambda found: [(cause, detail(found))]
 
 
@@ -174,7 +173,6 @@ class _Judge:
             yield _SHORT_WINDOW.format(rest=rest, window=facts.window, strategy=facts.strategy)
 
     def _row(self, step: int, found: Tensors, expected: Tensors, *, loose: bool = False, **options: Any) -> _Row:
-        """Return a row of the tolerance of the run."""
         limit = self.tolerance.loose * loose
         return _Row(step, found, expected, self.facts.dtypes, self.tolerance.exact, limit, **options)
 
@@ -226,7 +224,6 @@ class _Judge:
         return self._in_order(stream)
 
     def _duplicated(self, stream: Stream | None) -> list[Finding]:
-        """Return whether all ranks read the same."""
         reads = [tuple(sample for batch in tape.batches for sample in batch.samples) for tape in self.tapes]
         # Where one process sees equal samples, too, they are equal and not read twice.
         there = Counter(stream.samples() if stream is not None else ())
@@ -298,31 +295,33 @@ class _Judge:
         counted = self._drift(
             0, "is not the same on all ranks", [{"the number of optimizer steps": n} for n in numbers]
         )
-        rows = [*counted, *map(self._reduced_in, self.steps)]
-        missing = [row for row in rows if isinstance(row, str)]
-        stage = self._stage(name, [row for row in rows if isinstance(row, _Row)])
+        missing: list[str] = []
+        stage = self._stage(name, [*counted, *(row for e in self.steps for row in self._reduced_in(e, missing))])
         if missing and stage.status == "equal":
             self.remarks[missing[0]] = None
             return Stage(name, "not compared", note=missing[0])
         return stage
 
-    def _reduced_in(self, e: Evidence) -> _Row | str:
-        """Return what is compared in a step, or why nothing is."""
+    def _reduced_in(self, e: Evidence, missing: list[str]) -> list[_Row]:
+        """Return what is compared in a step; where nothing is, add to what is missing why not."""
         steps = [e.step, *e.others]
         weights = self._drift(e.position, "is not the same on all ranks before the step", [s.before for s in steps])
         here = "has another gradient on every rank: it was not reduced"
         drifted = [*weights, *self._drift(e.position, here, [s.reduced for s in steps])]
         if drifted:
-            return drifted[0]
+            return drifted[:1]
         if e.act.unsteady or e.expected.gradient is None:
-            return e.expected.problem or "training_step does not give the same result twice"
+            missing.append(e.expected.problem or "training_step does not give the same result twice")
+            return []
         row = self._row(e.position, e.reduced, e.expected.gradient, causes=lambda _: e.causes())
         for each in row.measured:
             self.gradients.setdefault(each.name, [0.0] * e.position).append(each.relative)
         if row.beyond is None or e.is_expected:
             self.right.add(e.position)
-            return replace(row, loose=self.tolerance.loose)
-        return f"the gradient depends on what one process has once: {', '.join(e.split.own)}" if e.split.own else row
+            return [replace(row, loose=self.tolerance.loose)]
+        if e.split.own:
+            missing.append(f"the gradient depends on what one process has once: {', '.join(e.split.own)}")
+        return [] if e.split.own else [row]
 
     def _taken(self) -> list[tuple[Evidence, Step]]:
         """Return the steps that the reference took, too."""
@@ -418,7 +417,7 @@ class _Judge:
 
 
 def _rank(finding: Finding) -> tuple[Any, ...]:
-    """Return what findings are sorted by: what leaves the gradients of the batches alone does not lead."""
+    # What leaves the gradients of the batches alone does not lead.
     step, order = -1 if finding.step is None else finding.step, list(CAUSES).index(finding.cause)
     return not finding.is_difference, finding.cause == "data order", step, STAGES.index(finding.stage), order
 
@@ -458,7 +457,6 @@ def _as_float(value: Any) -> Any:
 
 
 def _unlike(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return the options that differ, with their two values."""
     both = [(name, value, theirs.get(name)) for name, value in mine.items()]
     return [each for each in both if digest(each[1]) != digest(each[2])]
 

@@ -316,7 +316,6 @@ class _ReferenceStrategy(SingleDeviceStrategy):
         return None
 
     def _joined(self, calls: Sequence[Call]) -> Call:
-        """Return the samples of all calls as one."""
         sizes = [call.samples for call in calls if call.samples is not None]
         if len(sizes) < len(calls):
             kind = type(calls[0].args[0]).__name__
@@ -392,7 +391,6 @@ class _ReferenceStrategy(SingleDeviceStrategy):
 
     @property
     def _position(self) -> int:
-        """The position of the step of the run that is next."""
         return self.act.steps[min(self._taken, len(self.act.steps) - 1)]
 
     @override
@@ -472,7 +470,6 @@ def _noting_problems(split: Split) -> Iterator[None]:
 
 @contextmanager
 def _silent(module: Any) -> Iterator[None]:
-    """Have a module log nothing."""
     module.log = module.log_dict = lambda *args, **kwargs: None
     try:
         yield
@@ -502,7 +499,7 @@ class _ReferenceTrainer(Trainer):
 
 
 _OF_SEVERAL = {
-    *("strategy", "devices", "num_nodes", "plugins", "accelerator", "callbacks", "accumulate_grad_batches"),
+    *("strategy", "devices", "num_nodes", "accelerator", "callbacks", "accumulate_grad_batches"),
     *("limit_train_batches", "overfit_batches", "sync_batchnorm", "use_distributed_sampler", "fast_dev_run"),
     *("max_steps", "max_time"),
 }

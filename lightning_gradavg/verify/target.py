@@ -182,7 +182,7 @@ class _ConfigReader(LightningCLI):
         self.options = {**config, "callbacks": [*_as_list(config.get("callbacks")), *callbacks]}
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run nothing."""
+        pass
 
 
 @dataclass(frozen=True)
