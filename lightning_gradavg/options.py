@@ -160,7 +160,7 @@ class Options:
 
 @dataclass(frozen=True)
 class StrategyFacts:
-    """What decides the mathematics of a run, as `GradAvgStrategy.facts()` tells it.
+    """What decides the mathematics of a run, as `GradAvgStrategy.facts()` tells it; by default of stock DDP.
 
     Attributes:
         rule: The reduction rule.
@@ -178,15 +178,15 @@ class StrategyFacts:
     """
 
     rule: Rule
-    splits_batches: bool
-    accumulation: int
-    micro_batches: int
-    replicas: int | None
-    replicated: bool
-    counts_replicas: bool
-    equivalent_to: str | None
-    scales_rates: bool
-    samples: float | None
+    splits_batches: bool = False
+    accumulation: int = 1
+    micro_batches: int = 1
+    replicas: int | None = None
+    replicated: bool = False
+    counts_replicas: bool = False
+    equivalent_to: str | None = None
+    scales_rates: bool = False
+    samples: float | None = None
 
 
 def _refuse_uncut(split: bool, given: Mapping[str, Any]) -> None:

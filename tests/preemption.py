@@ -118,7 +118,7 @@ class Data(DocstringData):
         return DataLoader(train, BATCH, shuffle=True, generator=order, collate_fn=collate)
 
 
-def train(folder: str, kill: Kill | None, trainer_of: Callable[..., Trainer] = make_trainer, **options: Any) -> Ended:
+def train(folder: str, kill: Kill | None, trainer_of: Callable[..., Trainer] = make_trainer) -> Ended:
     """Train from the last checkpoint in `folder` to the end, or until a rank is killed. A body."""
     seed_everything(0, verbose=False)
     module, begun = Adam(), []
@@ -127,7 +127,7 @@ def train(folder: str, kill: Kill | None, trainer_of: Callable[..., Trainer] = m
         folder, "{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max", save_last=True
     )
     trainer = trainer_of(
-        GradAvgStrategy(**{"reduction": "weighted_mean", "num_replicas": REPLICAS, **options}),
+        GradAvgStrategy(reduction="weighted_mean", num_replicas=REPLICAS, reproducible=True),
         max_epochs=EPOCHS,
         callbacks=[keep, *([] if kill is None else [Killing(kill)])],
         gradient_clip_val=1.0,

@@ -30,7 +30,7 @@ def ends_like(expected: Ended, ended: Ended) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(world, tmp_path_factory):
     """Return how the run ends on one process that nobody kills."""
-    (ended,) = world(1).run(train, str(tmp_path_factory.mktemp("undisturbed")), None, reproducible=True)
+    (ended,) = world(1).run(train, str(tmp_path_factory.mktemp("undisturbed")), None)
     assert (0, STEPS) == (ended.begun, ended.steps)
     return ended
 
@@ -41,12 +41,12 @@ def test_killed_at_random_steps(world, tmp_path, undisturbed, seed):
     begun = 0
     for size, kill in schedule(seed, KILLS.get(seed, 5)):
         if kill is None:
-            for rank, ended in enumerate(world(size).run(train, str(tmp_path), None, reproducible=True)):
+            for rank, ended in enumerate(world(size).run(train, str(tmp_path), None)):
                 assert (rank, True) == (ended.rank, ended.begun >= begun)
                 ends_like(undisturbed, ended)
         else:
             with pytest.raises(RankError, match="ProcessDied: the process ended with exit code -9"):
-                world(size).run(train, str(tmp_path), kill, reproducible=True)
+                world(size).run(train, str(tmp_path), kill)
             begun = max(begun, kill.step // 2 * 2 - 2)
 
 
