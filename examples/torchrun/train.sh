@@ -7,6 +7,9 @@ set -euo pipefail
 
 # export NCCL_SOCKET_IFNAME=eth0   # the network between the nodes, where NCCL chooses another
 
+# Each start has a store of its own. With one for all (torch 2.13's default) ranks on gloo find the addresses of those before them.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 exec "${PYTHON:-.venv/bin/python}" -m torch.distributed.run \
     --nnodes="${NODES:-2}" \
     --nproc-per-node="${PROCESSES:-4}" \
