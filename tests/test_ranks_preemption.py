@@ -50,6 +50,7 @@ def test_killed_at_random_steps(world, tmp_path, undisturbed, seed):
             begun = max(begun, kill.step // 2 * 2 - 2)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_restarts_of_torchrun(tmp_path, undisturbed):
     """Of four ranks under torchrun one is killed, and after the restart another; the third start ends the same."""
