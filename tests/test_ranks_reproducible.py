@@ -204,6 +204,7 @@ SERVED: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "unused parameters": (Sometimes, {"options": {"find_unused_parameters": True}}),
     "unfrozen parameters": (Unfrozen, {}),
     "complex parameters": (Complex, {"accumulate_grad_batches": 2}),
+    "an idle rank at the end of a window": (Net, {"batch_size": 8, "batches": 4, "accumulate_grad_batches": 2}),
     "zeros, and replicas without samples": (Zeros, {"batch_size": 2}),
     "sums of fractions": (Fractions, {"precision": "64-true"}),
     "mean of replica losses": (Net, {"options": {"reduction": "mean_of_replica_losses"}, "precision": "64-true"}),
