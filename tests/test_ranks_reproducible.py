@@ -109,6 +109,16 @@ class Unfrozen(Net):
         self.net[0].requires_grad_(batch_idx >= 2)
 
 
+class Complex(Net):
+    """Its weights are complex numbers."""
+
+    def make(self) -> nn.Module:
+        return nn.Linear(13, 5, dtype=torch.complex64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.net(batch[0].to(torch.complex64)).abs() + self.net.weight.imag.sin().sum()).mean()
+
+
 class Zeros(Net):
     """Its gradient is the negative zero."""
 
@@ -193,6 +203,8 @@ SERVED: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "bucket views": (Net, {"options": {"gradient_as_bucket_view": True}, "accumulate_grad_batches": 3}),
     "unused parameters": (Sometimes, {"options": {"find_unused_parameters": True}}),
     "unfrozen parameters": (Unfrozen, {}),
+    "complex parameters": (Complex, {"accumulate_grad_batches": 2}),
+    "an idle rank at the end of a window": (Net, {"batch_size": 8, "batches": 4, "accumulate_grad_batches": 2}),
     "zeros, and replicas without samples": (Zeros, {"batch_size": 2}),
     "sums of fractions": (Fractions, {"precision": "64-true"}),
     "mean of replica losses": (Net, {"options": {"reduction": "mean_of_replica_losses"}, "precision": "64-true"}),
@@ -263,7 +275,7 @@ def test_same_bits_on_an_accelerator(sim_world, precision):
 
 def in_rank_order(*arguments: Any, **options: Any) -> Left:
     """Body: train with a sum over the ranks as any other exchange makes it."""
-    with mock.patch.object(TreeSum, "_fold", staticmethod(others_first)):
+    with mock.patch.object(TreeSum, "_add_rows", staticmethod(others_first)):
         return trained(*arguments, **options)
 
 

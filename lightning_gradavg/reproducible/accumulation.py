@@ -19,7 +19,7 @@ from lightning_gradavg.place import Place
 from lightning_gradavg.reduction.accumulation import Accumulation, Gradients
 from lightning_gradavg.reduction.loss import WeighedLoss
 from lightning_gradavg.reduction.reducer import Reducer
-from lightning_gradavg.reduction.sums import SUM_DTYPES
+from lightning_gradavg.reduction.sums import SUM_DTYPES, as_real
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Totals, Window
 from lightning_gradavg.reproducible.tree import Fold, Span
 from lightning_gradavg.rules import Rule
@@ -128,8 +128,9 @@ class ReplicaSums:
 
 
 def _flat(gradient: Tensor) -> Tensor:
-    """Return the numbers in the order in which they lie in memory, as they do in a bucket: it has no gaps in either."""
-    return gradient.resolve_conj().as_strided((gradient.numel(),), (1,))
+    """Return the real numbers in the order in which they lie in memory, as they do in a bucket, without a gap."""
+    numbers = as_real(gradient.resolve_conj())
+    return numbers.as_strided((numbers.numel(),), (1,))
 
 
 def _all_flat(gradients: Gradients) -> Gradients:

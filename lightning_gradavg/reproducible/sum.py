@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.hooks import OwnGroups
-from lightning_gradavg.reduction.sums import SUM_DTYPES, done
+from lightning_gradavg.reduction.sums import SUM_DTYPES, as_real, done
 from lightning_gradavg.reproducible.accumulation import ReplicaSums
 from lightning_gradavg.reproducible.tree import Fold, subtrees
 from lightning_gradavg.wire.codecs import Codec
@@ -44,7 +44,7 @@ class TreeSum:
         if world.size > 1:
             hop = Hop(tuple(range(world.size)), world.rank, narrow=False)
             groups = own.make([hop.ranks], "reproducible=True")
-            self._exchange = Exchange(Route((hop,)), Codec(torch.float32), groups, self._fold, self._rows)
+            self._exchange = Exchange(Route((hop,)), Codec(torch.float32), groups, self._add_rows, self._rows)
 
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Begin the sum of a bucket."""
@@ -63,7 +63,7 @@ class TreeSum:
     def _of_rank(self, buffer: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """Return the sums that this rank's replicas add up to, one in each row, in the type of sums."""
         wide = buffer.to(SUM_DTYPES[buffer.dtype])
-        lengths = [parameter.numel() for parameter in parameters]
+        lengths = [as_real(parameter).numel() for parameter in parameters]
         nodes = self._sums.nodes(parameters, wide.split(lengths))
         rows = wide[None] if self._rows == 1 else wide.new_zeros(self._rows, len(wide))
         for row, (_, gradients) in zip(rows, nodes, strict=False):  # some ranks have fewer sums than others
@@ -72,7 +72,7 @@ class TreeSum:
                     part.copy_(gradient)
         return rows
 
-    def _fold(self, others: Tensor, own: Tensor) -> Tensor:
+    def _add_rows(self, others: Tensor, own: Tensor) -> Tensor:
         """Add up the rows of all ranks, each of which holds its sums one after another."""
         fold: Fold[Tensor] = Fold(self._replicas, Tensor.add_)
         rank = self._world.rank

@@ -32,7 +32,7 @@ from lightning_gradavg.device import current_stream, new_stream, within
 from lightning_gradavg.wire.codecs import Codec
 from lightning_gradavg.wire.route import Hop, Route
 
-__all__ = ["Exchange", "Fold", "InOrder", "Step", "others_first"]
+__all__ = ["AddRows", "Exchange", "InOrder", "Step", "others_first"]
 
 SEGMENT_BYTES = 2**20
 """Of a segment on the wire: smaller ones cost more calls, larger ones come later to the next step."""
@@ -74,7 +74,7 @@ class _Segment:
 
 Step = Callable[[_Segment], None]
 
-Fold = Callable[[Tensor, Tensor], Tensor]
+AddRows = Callable[[Tensor, Tensor], Tensor]
 """`(others, own) -> sum`: adds what came from the other ranks, a row from each in rank order, and this rank's row.
 
 It may write into both, and returns one row. Where an exchange sums several rows, they stand one after another in each.
@@ -94,7 +94,7 @@ class Exchange:
         route: The route, with one hop or more.
         codec: What narrow hops send by.
         groups: The process group of each hop's ranks; whoever made them may take them away.
-        fold: Adds up where rows arrive.
+        add_rows: Adds up where rows arrive.
         rows: Rows that each rank brings, of which one sum is made. With several, the route has one hop.
     """
 
@@ -103,11 +103,11 @@ class Exchange:
         route: Route,
         codec: Codec,
         groups: Mapping[tuple[int, ...], dist.ProcessGroup],
-        fold: Fold = others_first,
+        add_rows: AddRows = others_first,
         rows: int = 1,
     ) -> None:
         self.route, self._codec, self._groups = route, codec, groups
-        self._fold, self._rows = fold, rows
+        self._add_rows, self._rows = add_rows, rows
         self._memory: dict[tuple[int, str], Tensor] = {}
         numbers = range(len(route.hops))
         self._steps: list[Step] = [
@@ -185,7 +185,7 @@ class Exchange:
         payload = segment.arrived()
         rows = segment.memory(f"rows {number}", len(payload), segment.total.shape[1], segment.total.dtype)
         codec.decode(payload, rows)
-        segment.total = self._fold(rows, segment.total)
+        segment.total = self._add_rows(rows, segment.total)
 
     def _gather(self, number: int, segment: _Segment) -> None:
         """Send the members of a hop what this rank has of the sum; hops are gone through backwards."""
