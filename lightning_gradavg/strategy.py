@@ -28,7 +28,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gradavg.arguments import by_keyword
-from lightning_gradavg.batches.part import Batches, SplitBatches
+from lightning_gradavg.batches.joined import JoinedBatches
+from lightning_gradavg.batches.part import SplitBatches
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.launch import require_launch
 from lightning_gradavg.lightning_internals import MixedPrecision, leave_batch_norm_alone
@@ -251,7 +252,7 @@ class GradAvgStrategy(DDPStrategy):
         self._reduction = Reduction(
             options.rule, wire, hook, timeout, crosses_ranks=options.replicated, on_weighed=self._reports.weighed
         )
-        self._batches = SplitBatches(options) if options.split_batches else Batches()
+        self._batches = SplitBatches(options) if options.split_batches else JoinedBatches()
         self._rates = rates_of(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
         self._replicas = ManyReplicas(options, static_graph=static_graph) if options.replicated else Replicas(options)
         self._evaluation = ExactEvaluation(timeout) if options.exact_evaluation else Evaluation()
@@ -462,7 +463,7 @@ class GradAvgStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         automatic = self.lightning_module.automatic_optimization
-        self._reduction.begin_step(args[0] if args else next(iter(kwargs.values()), None))
+        self._reduction.begin_step(args[0] if args else next(iter(kwargs.values()), None), self._batches.missing)
         self._reports.begin_step()
         try:
             with self._replicas.step(self._reduction, self._batches), losses_weighed(self._reduction.on_gather):

@@ -41,9 +41,11 @@ class Batches(Part):
 
     Attributes:
         chunk: What stands behind the batch in training; None where it is the rank's own.
+        missing: Number of ranks that have no batch of their own now.
     """
 
     chunk: Chunk | None = None
+    missing = 0
 
     @property
     def accumulation(self) -> int:
@@ -59,6 +61,11 @@ class Batches(Part):
     def splits(self) -> bool:
         """Whether loaders are split in this run."""
         return False
+
+    def training_step(self) -> AbstractContextManager[None]:
+        """Have a step whose samples do not count leave no trace."""
+        stand_in = self.chunk is not None and self.chunk.stand_in
+        return _as_stand_in(self.run.module) if stand_in else nullcontext()
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save that there is nothing to go on with."""
@@ -209,11 +216,6 @@ class SplitBatches(Batches):
             trainer.val_check_batch = max(1, int(trainer.fit_loop.max_batches // count * interval)) * count
         self._taken = self.splitter.take()
         self.chunk = next((chunk for chunk in self._taken if chunk is not None), None)
-
-    def training_step(self) -> AbstractContextManager[None]:
-        """Have a step whose samples do not count leave no trace."""
-        stand_in = self.chunk is not None and self.chunk.stand_in
-        return _as_stand_in(self.run.module) if stand_in else nullcontext()
 
     def slices(self, batch: Any) -> list[ReplicaSlice]:
         """Cut the rank's batch in training, as `training_step` gets it, into its replicas.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,7 @@ from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum, plain_sum, user_mean
 from lightning_gradavg.reduction.loss import (
     WeighedLoss,
+    gradients_discarded,
     holds_ignored_targets,
     loss_terms,
     misspelt_weight,
@@ -78,6 +80,7 @@ class Reduction(Part):
         self._sparse: set[int] = set()
         self._pending: list[WeighedLoss] = []
         self._withheld = self._unprepared = self._static_graph_seen = False
+        self._missing, self._missed = 0, list[int]()
         self._reductions = 0
         self._reductions_at_step: dict[int, int] = {}
         self._end: Callable[[], None] = _nothing
@@ -92,6 +95,7 @@ class Reduction(Part):
         self._told: set[str] = set()
         self._targets_ignored = False
         self._withheld = self._unprepared = self._static_graph_seen = False
+        self._missing, self._missed = 0, []
         self._reductions, self._reductions_at_step = 0, {}
 
     def configure_ddp(self, run: Run) -> None:
@@ -199,9 +203,26 @@ class Reduction(Part):
         if self.rule.uses_weight and not self._explicit and _IGNORED not in self._warned:
             self._targets_ignored = holds_ignored_targets(batch)
 
-    def begin_step(self, batch: Any) -> None:
-        """Note the batch of a training step, and forget losses whose backward was never run."""
-        self.batch, self._pending = batch, []
+    def begin_step(self, batch: Any, missing: int = 0) -> None:
+        """Note the batch of a training step, and forget losses whose backward was never run.
+
+        Args:
+            batch: The batch.
+            missing: Number of ranks that have no batch of their own.
+
+        Raises:
+            RuntimeError: On all ranks, if the rule counts those that have none, and cannot be served otherwise.
+        """
+        self.batch, self._pending, self._missing = batch, [], missing
+        by_ranks = not self.rule.uses_weight and self.rule.name != "sum"
+        served = self.rule == RULES["mean"] and self.run.module.automatic_optimization
+        if missing > 0 and ((by_ranks and not served) or len(self.run.places) < self.run.world.size):
+            raise RuntimeError(
+                f"{missing} of {self.run.world.size} ranks have no more batches in this epoch, and"
+                f" reduction={self.rule.name!r} counts ranks"
+                f"{' in manual optimization' * (self.rule == RULES['mean'])}. Use reduction='weighted_mean', which"
+                " counts samples and reduces over all ranks, or give all ranks the same number of batches."
+            )
         if self._accumulation is not None:
             self._accumulation.crosses_ranks = self._crosses_ranks
 
@@ -241,7 +262,9 @@ class Reduction(Part):
         if weight is not None and not self.rule.uses_weight:
             self.warn(f'a "weight" was given, but reduction={self.rule.name!r} does not use weights: it is ignored.')
         if self._accumulation is None:
-            weighed = WeighedLoss.plain(terms, MicroBatch({WHOLE_LOSS: as_weight(1.0, self.run.device)}))
+            absent = samples == 0
+            counted = MicroBatch({WHOLE_LOSS: as_weight(0.0 if absent else 1.0, self.run.device)}, absent=absent)
+            weighed = WeighedLoss.plain(terms, counted)
         else:
             micro_batch = read_weights(self.rule, terms, weight, self.batch, self.run.device, samples)
             if self.rule.uses_weight:
@@ -342,21 +365,34 @@ class Reduction(Part):
             self._unprepared = False
             prepare_for_backward(model, root)
         accumulation = self._accumulation
-        if accumulation is None:
-            run()
-            if last and length < divisor:
-                _multiply_gradients(model, divisor / length)
-        else:
-            if automatic and length == 1 and first:
+        if automatic and length == 1 and first:
+            self._missed = []
+            if accumulation is not None:
                 accumulation.reset()
+        self._missed.append(self._missing)
+        if accumulation is None:
+            with gradients_discarded(model.parameters()) if loss.micro_batch.absent else nullcontext():
+                run()
+        else:
             if not automatic and self.rule == RULES["mean"]:
                 # As in stock DDP, the user divides the losses of a window in manual optimization.
                 divisor = accumulation.pending + 1
             accumulation.backward(loss, run, last=last, loss_divisor=divisor)
             self._end = accumulation.finish if last else accumulation.pause
         if last:
+            factor = self._completion(divisor / length if accumulation is None else 1.0)
+            if factor != 1:
+                _multiply_gradients(model, factor)
             self._reduce_unfrozen()
         self._static_graph_seen = True
+
+    def _completion(self, factor: float) -> float:
+        """Return what the mean of a window is multiplied by, which was taken over ranks without a batch as well."""
+        missed, self._missed = self._missed, []
+        if self.rule != RULES["mean"] or not any(missed):
+            return factor
+        pairs = len(missed) * self.run.world.size
+        return factor * pairs / (pairs - sum(missed))
 
     def end_backward(self) -> None:
         """End a micro-batch, once its gradients are there."""

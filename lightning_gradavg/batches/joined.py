@@ -1,0 +1,140 @@
+"""Training loaders of which some ranks have more batches than others: all ranks go on until none has one.
+
+With each batch that a rank fetches it tells the others that it has one, and waits for nobody. A rank that has none left
+waits for what the others say, and gets its last batch again as a *stand-in*, computed like any other, of weight 0, as
+long as one of them has one. So all ranks train the same number of steps, and end the epoch together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from lightning_gradavg.batches.chunks import Chunk
+from lightning_gradavg.batches.part import Batches
+from lightning_gradavg.lightning_internals import TrainingLoop
+from lightning_gradavg.loaders import LoaderWrapper, length_of, user_loader
+from lightning_gradavg.ranks import Tally, World
+
+__all__ = ["JoinedBatches", "JoinedLoader"]
+
+_END = object()
+_UNKNOWN = -1
+_STAND_IN = Chunk(0, 0, (), index=0, count=1, ranks=1, batch_samples=0, batch_replicas=0)
+
+
+class Fetched(NamedTuple):
+    """What is known of a batch that waits to be trained on: whether it is the rank's own, and what all ranks have."""
+
+    own: bool
+    tally: Tally
+
+
+class JoinedIterator(Iterator[Any]):
+    """One pass over a joined loader. A collective operation."""
+
+    def __init__(self, loader: JoinedLoader) -> None:
+        self._loader, self._items = loader, iter(loader.read)
+        self._pending: deque[Fetched] = deque()
+        self._begun = False
+
+    def __next__(self) -> Any:
+        loader, begins = self._loader, not self._begun
+        batch, self._begun = next(self._items, _END), True
+        own = batch is not _END
+        if own:
+            loader.last = batch
+        else:
+            self._items = iter(())
+        lacks = loader.last is _END
+        tally = Tally([own, lacks], dist.ReduceOp.SUM, loader.device)
+        if begins or not own:
+            having, lacking = tally.read()
+            if having == 0:
+                raise StopIteration
+            if lacking > 0:
+                loader.lend()
+        self._pending.append(Fetched(own, tally))
+        return loader.last
+
+    def take(self) -> Fetched | None:
+        """Return what is known of the oldest batch that was not taken yet; None where there is none."""
+        return self._pending.popleft() if self._pending else None
+
+
+class JoinedLoader(LoaderWrapper):
+    """A training loader that ends on all ranks at once. All its attributes are those of the user's.
+
+    Args:
+        loader: The user's loader.
+        world: All ranks.
+        device: Where the process group takes tensors from.
+        length: Number of batches of the rank that has most; None where a rank cannot tell.
+
+    Attributes:
+        last: The batch that was read last.
+    """
+
+    def __init__(self, loader: Any, world: World, device: torch.device, length: int | None) -> None:
+        super().__init__(loader, read=loader, shown=loader, alike=False)
+        self.read, self.device, self._world, self._length = loader, device, world, length
+        self.last: Any = _END
+
+    def __iter__(self) -> JoinedIterator:
+        return JoinedIterator(self)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"{type(self.loader).__name__} has no length on all ranks")
+        return self._length
+
+    def lend(self) -> None:
+        """Give ranks that never had a batch the one of a rank that has. A collective operation."""
+        lent = self._world.gather_objects(None if self.last is _END else (self.last,))
+        if self.last is _END:
+            (self.last,) = next(one for one in lent if one is not None)
+
+
+class JoinedBatches(Batches):
+    """Every rank has batches of its own, some of them fewer than others."""
+
+    def setup(self, run: Run) -> None:
+        """Forget an earlier run."""
+        super().setup(run)
+        self.chunk, self.missing, self._joins = None, 0, False
+
+    def process_dataloader(self, loader: Any) -> Any:
+        """Return the loader, joined unless it is known to have as many batches on all ranks."""
+        loader, run = user_loader(loader), self.run
+        length = None if isinstance(getattr(loader, "dataset", None), IterableDataset) else length_of(loader)
+        lengths = [row[0] for row in run.world.gather_integers([_UNKNOWN if length is None else length])]
+        unknown = _UNKNOWN in lengths
+        if run.world.size == 1 or (len(set(lengths)) == 1 and not unknown):
+            return loader
+        self._joins = True
+        return JoinedLoader(loader, run.world, run.device, None if unknown else max(lengths))
+
+    def on_train_batch_start(self) -> None:
+        """Note whether the batch to train on now counts, and how many ranks have none.
+
+        Raises:
+            RuntimeError: On all ranks, if there are other loaders beside one that has fewer batches on some.
+        """
+        if not self._joins:
+            return
+        iterators = TrainingLoop(self.run.trainer.fit_loop).iterators
+        taken = [each.take() for each in iterators if isinstance(each, JoinedIterator)]
+        having = [(each.own, each.tally.read()[0]) for each in taken if each is not None]
+        self.missing = max((self.run.world.size - count for _, count in having), default=0)
+        self.chunk = None if all(own for own, _ in having) else _STAND_IN
+        if self.missing > 0 and len(iterators) > 1:
+            raise RuntimeError(
+                f"one of the {len(iterators)} train loaders has no more batches on {self.missing} of"
+                f" {self.run.world.size} ranks: no weight of the step can count one loader and not the other. Give all"
+                " ranks the same number of batches, or read them by one loader."
+            )
