@@ -6,30 +6,18 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_gradavg.device import HostCopy, current_stream, new_stream, on_device, within
 from lightning_gradavg.place import Place, places_on_nodes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "Header",
-    "Tally",
-    "World",
-    "by_value",
-    "digest",
-    "on_ranks",
-    "ranks_by_value",
-    "require_members",
-    "subgroups",
-]
+__all__ = ["Header", "World", "by_value", "digest", "on_ranks", "ranks_by_value", "require_members", "subgroups"]
 
 _RANKS_SHOWN = 8
 
@@ -120,40 +108,6 @@ class World:
         rows = mine.new_empty(self.size, len(row))
         dist.all_gather(list(rows.unbind()), mine, group=self.group)
         return rows.tolist()
-
-
-class Tally:
-    """Integers of all ranks, put together element by element while the ranks go on. A collective operation.
-
-    Args:
-        row: This rank's.
-        op: What is kept of them.
-        device: Where the process group takes tensors from.
-    """
-
-    def __init__(self, row: Sequence[int], op: Any, device: torch.device) -> None:
-        self._tensor = on_device(torch.tensor(row, dtype=torch.int64), device)
-        self._work = dist.all_reduce(self._tensor, op, async_op=True)
-        self._copy: HostCopy | None = None
-        stream = _side_stream(device)
-        if stream is not None:
-            # Not the stream of the model, which would wait for the other ranks before its forward.
-            stream.wait_stream(current_stream(device))
-            with within(stream):
-                self._work.wait()
-                self._copy = HostCopy(self._tensor)
-
-    def read(self) -> list[int]:
-        """Return the row of all ranks, which is long there a step later."""
-        if self._copy is None:
-            self._work.wait()
-            self._copy = HostCopy(self._tensor)
-        row: list[int] = self._copy.read()
-        return row
-
-
-# One, whoever asks: a backend has few.
-_side_stream = lru_cache(new_stream)
 
 
 def require_members(world: World, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> None:

@@ -28,8 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gradavg.arguments import by_keyword
-from lightning_gradavg.batches.joined import JoinedBatches
-from lightning_gradavg.batches.part import SplitBatches
+from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.launch import require_launch
 from lightning_gradavg.lightning_internals import MixedPrecision, leave_batch_norm_alone
@@ -252,7 +251,7 @@ class GradAvgStrategy(DDPStrategy):
         self._reduction = Reduction(
             options.rule, wire, hook, timeout, crosses_ranks=options.replicated, on_weighed=self._reports.weighed
         )
-        self._batches = SplitBatches(options) if options.split_batches else JoinedBatches()
+        self._batches = SplitBatches(options) if options.split_batches else Batches()
         self._rates = rates_of(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
         self._replicas = ManyReplicas(options, static_graph=static_graph) if options.replicated else Replicas(options)
         self._evaluation = ExactEvaluation(timeout) if options.exact_evaluation else Evaluation()

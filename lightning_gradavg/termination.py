@@ -20,9 +20,9 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_gradavg.device import Tally
 from lightning_gradavg.lightning_internals import SignalHooks
 from lightning_gradavg.part import Part, Run
-from lightning_gradavg.ranks import Tally
 
 __all__ = ["Termination"]
 

@@ -8,24 +8,21 @@ long as one of them has one. So all ranks train the same number of steps, and en
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from lightning_gradavg.batches.chunks import Chunk
-from lightning_gradavg.batches.part import Batches
-from lightning_gradavg.lightning_internals import TrainingLoop
+from lightning_gradavg.device import Tally
 from lightning_gradavg.loaders import LoaderWrapper, length_of, user_loader
-from lightning_gradavg.ranks import Tally, World
+from lightning_gradavg.ranks import World
 
-__all__ = ["JoinedBatches", "JoinedLoader"]
+__all__ = ["JoinedLoader", "join", "taken"]
 
 _END = object()
 _UNKNOWN = -1
-_STAND_IN = Chunk(0, 0, (), index=0, count=1, ranks=1, batch_samples=0, batch_replicas=0)
 
 
 class Fetched(NamedTuple):
@@ -100,41 +97,40 @@ class JoinedLoader(LoaderWrapper):
             (self.last,) = next(one for one in lent if one is not None)
 
 
-class JoinedBatches(Batches):
-    """Every rank has batches of its own, some of them fewer than others."""
+def join(loader: Any, world: World, device: torch.device) -> Any:
+    """Return a user's loader, joined unless it is known to have as many batches on all ranks. A collective operation.
 
-    def setup(self, run: Run) -> None:
-        """Forget an earlier run."""
-        super().setup(run)
-        self.chunk, self.missing, self._joins = None, 0, False
+    Args:
+        loader: The loader, or a joined one.
+        world: All ranks.
+        device: Where the process group takes tensors from.
+    """
+    loader = user_loader(loader)
+    length = None if isinstance(getattr(loader, "dataset", None), IterableDataset) else length_of(loader)
+    lengths = [row[0] for row in world.gather_integers([_UNKNOWN if length is None else length])]
+    unknown = _UNKNOWN in lengths
+    if world.size == 1 or (len(set(lengths)) == 1 and not unknown):
+        return loader
+    return JoinedLoader(loader, world, device, None if unknown else max(lengths))
 
-    def process_dataloader(self, loader: Any) -> Any:
-        """Return the loader, joined unless it is known to have as many batches on all ranks."""
-        loader, run = user_loader(loader), self.run
-        length = None if isinstance(getattr(loader, "dataset", None), IterableDataset) else length_of(loader)
-        lengths = [row[0] for row in run.world.gather_integers([_UNKNOWN if length is None else length])]
-        unknown = _UNKNOWN in lengths
-        if run.world.size == 1 or (len(set(lengths)) == 1 and not unknown):
-            return loader
-        self._joins = True
-        return JoinedLoader(loader, run.world, run.device, None if unknown else max(lengths))
 
-    def on_train_batch_start(self) -> None:
-        """Note whether the batch to train on now counts, and how many ranks have none.
+def taken(iterators: Sequence[Any], world_size: int) -> tuple[bool, int]:
+    """Return whether the batch to train on now is the rank's own, and how many ranks have none.
 
-        Raises:
-            RuntimeError: On all ranks, if there are other loaders beside one that has fewer batches on some.
-        """
-        if not self._joins:
-            return
-        iterators = TrainingLoop(self.run.trainer.fit_loop).iterators
-        taken = [each.take() for each in iterators if isinstance(each, JoinedIterator)]
-        having = [(each.own, each.tally.read()[0]) for each in taken if each is not None]
-        self.missing = max((self.run.world.size - count for _, count in having), default=0)
-        self.chunk = None if all(own for own, _ in having) else _STAND_IN
-        if self.missing > 0 and len(iterators) > 1:
-            raise RuntimeError(
-                f"one of the {len(iterators)} train loaders has no more batches on {self.missing} of"
-                f" {self.run.world.size} ranks: no weight of the step can count one loader and not the other. Give all"
-                " ranks the same number of batches, or read them by one loader."
-            )
+    Args:
+        iterators: Those of the training loop.
+        world_size: Number of ranks.
+
+    Raises:
+        RuntimeError: On all ranks, if there are other loaders beside one that has fewer batches on some.
+    """
+    fetched = [each.take() for each in iterators if isinstance(each, JoinedIterator)]
+    having = [(each.own, each.tally.read()[0]) for each in fetched if each is not None]
+    missing = max((world_size - count for _, count in having), default=0)
+    if missing > 0 and len(iterators) > 1:
+        raise RuntimeError(
+            f"one of the {len(iterators)} train loaders has no more batches on {missing} of {world_size} ranks: no"
+            " weight of the step can count one loader and not the other. Give all ranks the same number of batches, or"
+            " read them by one loader."
+        )
+    return all(own for own, _ in having), missing
