@@ -30,6 +30,7 @@ from typing_extensions import override
 from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
+from lightning_gradavg.faults.part import Faults
 from lightning_gradavg.launch import require_launch
 from lightning_gradavg.lightning_internals import MixedPrecision, leave_batch_norm_alone
 from lightning_gradavg.loaders import loader_batch_size
@@ -117,6 +118,9 @@ class GradAvgStrategy(DDPStrategy):
         node_aware: True to sum within each node before anything is sent between nodes, False not to, None to do so
             where it pays: with nodes of equally many ranks, two or more, on gloo under a rule that has a hook anyway,
             and on NCCL with a `wire_dtype`.
+        check_replicas_every_n_steps: Optimizer steps from one comparison of the ranks' parameters to the next; they are
+            also compared when training begins, and after every epoch. Ranks that differ are a `RuntimeError` on all of
+            them. None for no comparison. See docs/faults.md.
         accelerator: As in `DDPStrategy`.
         parallel_devices: As in `DDPStrategy`.
         cluster_environment: As in `DDPStrategy`.
@@ -174,6 +178,7 @@ class GradAvgStrategy(DDPStrategy):
         wire_dtype: WireName | None = None,
         wire_scope: Literal["all", "nodes"] = "all",
         node_aware: bool | None = None,
+        check_replicas_every_n_steps: int | None = 1000,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -255,6 +260,8 @@ class GradAvgStrategy(DDPStrategy):
         self._rates = rates_of(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
         self._replicas = ManyReplicas(options, static_graph=static_graph) if options.replicated else Replicas(options)
         self._evaluation = ExactEvaluation(timeout) if options.exact_evaluation else Evaluation()
+        # Without replicas DDP's next forward makes buffers alike, so after a step they may differ.
+        self._faults = Faults(check_replicas_every_n_steps, buffers=options.replicated)
         self._parts: tuple[Part, ...] = (
             self._reduction,
             self._batches,
@@ -262,6 +269,7 @@ class GradAvgStrategy(DDPStrategy):
             self._replicas,
             self._evaluation,
             self._reports,
+            self._faults,
             Termination(),
         )
         self._begun: list[Part] = []
@@ -453,6 +461,7 @@ class GradAvgStrategy(DDPStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.lightning_module is not None and self.lightning_module.trainer.training:
+            self._faults.on_train_batch_start()
             self._batches.on_train_batch_start()
             self._reduction.look_at(batch)
             self._rates.follow(self._schedulers, self._batches.accumulation)
@@ -561,6 +570,7 @@ class GradAvgStrategy(DDPStrategy):
         """Check the weights of the last step, which no further step does."""
         super().on_train_end()
         self._reduction.check()
+        self._faults.on_train_end()
 
     @override
     def on_validation_start(self) -> None:
