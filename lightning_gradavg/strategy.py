@@ -30,6 +30,7 @@ from typing_extensions import override
 from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
+from lightning_gradavg.faults.nonfinite import NonFinite, refuse_unjudged
 from lightning_gradavg.faults.part import Faults
 from lightning_gradavg.launch import require_launch
 from lightning_gradavg.lightning_internals import MixedPrecision, leave_batch_norm_alone
@@ -69,6 +70,8 @@ PresetName = Literal["data_parallel", "single_device"]
 ScalingName = Literal["none", "linear", "sqrt", "adam_sde"]
 
 WireName = Literal["bfloat16", "float16"]
+
+NonFiniteName = Literal["propagate", "raise", "skip_step", "drop_rank"]
 
 _CHECKPOINT_KEY = "lightning_gradavg"
 
@@ -118,6 +121,10 @@ class GradAvgStrategy(DDPStrategy):
         node_aware: True to sum within each node before anything is sent between nodes, False not to, None to do so
             where it pays: with nodes of equally many ranks, two or more, on gloo under a rule that has a hook anyway,
             and on NCCL with a `wire_dtype`.
+        nonfinite: What becomes of a step in which a rank's loss or gradient is NaN or infinite, or its `training_step`
+            returns None: `"propagate"` steps as stock DDP does, `"raise"` raises on all ranks, `"skip_step"` leaves the
+            step out on all ranks, `"drop_rank"` gives that rank weight 0 in it. All but the first reduce after the
+            backward instead of while it runs. See docs/faults.md.
         check_replicas_every_n_steps: Optimizer steps from one comparison of the ranks' parameters to the next; they are
             also compared when training begins, and after every epoch. Ranks that differ are a `RuntimeError` on all of
             them. None for no comparison. See docs/faults.md.
@@ -178,6 +185,7 @@ class GradAvgStrategy(DDPStrategy):
         wire_dtype: WireName | None = None,
         wire_scope: Literal["all", "nodes"] = "all",
         node_aware: bool | None = None,
+        nonfinite: NonFiniteName = "propagate",
         check_replicas_every_n_steps: int | None = 1000,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -233,8 +241,11 @@ class GradAvgStrategy(DDPStrategy):
             raise ValueError(
                 f"{wire.asked_for} says how gradients are reduced, and so does {of_user[0]}. Leave one of them out."
             )
+        judge = None if nonfinite == "propagate" else NonFinite(nonfinite, rank_zero_info)
+        judged = None if judge is None else f"nonfinite={nonfinite!r}"
+        refuse_unjudged(options, given)
         stock_rule = options.rule == RULES["mean"]
-        hooked = next(iter(of_user), wire.asked_for) if stock_rule else f"reduction={options.rule.name!r}"
+        hooked = next(iter(of_user), wire.asked_for or judged) if stock_rule else f"reduction={options.rule.name!r}"
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -254,7 +265,13 @@ class GradAvgStrategy(DDPStrategy):
         hook = ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper
         self._reports = Reports(options.rule, crosses_ranks=options.replicated)
         self._reduction = Reduction(
-            options.rule, wire, hook, timeout, crosses_ranks=options.replicated, on_weighed=self._reports.weighed
+            options.rule,
+            wire,
+            hook,
+            timeout,
+            crosses_ranks=options.replicated,
+            on_weighed=self._reports.weighed,
+            judge=judge,
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()
         self._rates = rates_of(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
@@ -474,7 +491,8 @@ class GradAvgStrategy(DDPStrategy):
         self._reduction.begin_step(args[0] if args else next(iter(kwargs.values()), None), self._batches.missing)
         self._reports.begin_step()
         try:
-            with self._replicas.step(self._reduction, self._batches), losses_weighed(self._reduction.on_gather):
+            step = self._replicas.step(self._reduction, self._batches)
+            with self._reduction.forward(), step, losses_weighed(self._reduction.on_gather):
                 output = super().training_step(*args, **kwargs)
             return self._replicas.read(output, self._reduction, self._batches.chunk) if automatic else output
         except ValueError as error:
@@ -542,6 +560,8 @@ class GradAvgStrategy(DDPStrategy):
 
     def _end_backward(self) -> None:
         """End a micro-batch, once its gradients are there."""
+        if self._reduction.skipped:
+            self._reports.postpone()
         if self._reports.measures:
             scaler = getattr(self.precision_plugin, "scaler", None)
             loss_scale = float(scaler.get_scale()) if scaler is not None else 1.0

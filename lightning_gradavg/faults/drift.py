@@ -74,7 +74,8 @@ def require_replicas(
         raise RuntimeError(
             f"the ranks drifted apart: after {steps} optimizer steps {name} is not the same on all of them: another one"
             f" is {on_ranks(ranks)}. Something trains outside of the strategy, such as loss.backward() instead of"
-            " self.manual_backward(loss), a module that is no part of the LightningModule, or an assignment on one rank."
+            " self.manual_backward(loss), a module that is no part of the LightningModule, or an assignment on one"
+            " rank."
         )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import lightning
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
-from lightning_gradavg.lightning_internals import defers_reduction, flushes_static_graph, reduced_parameters
+from lightning_gradavg.lightning_internals import defers_reduction, flushes_static_graph, reduced_parameters, stored
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.accumulation import Accumulation
@@ -40,7 +40,19 @@ from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Window, a
 from lightning_gradavg.rules import RULES, Rule, rule_of_replica_losses
 from lightning_gradavg.wire.route import WireOptions
 
-__all__ = ["Reduction"]
+__all__ = ["Judge", "Reduction"]
+
+
+class Judge(Protocol):
+    """Decides together with all ranks what becomes of a window: `lightning_gradavg.faults.nonfinite`."""
+
+    policy: str
+
+    def note(self, loss: Tensor | None) -> None:
+        """Note the loss of a micro-batch that counts, or None where there is none."""
+
+    def judge(self, gradients: Iterable[tuple[str, Tensor]], run: Run, *, explicit: bool) -> Any:
+        """Return what is done with the window that ends, with attributes `skips`, `drops`, `dropped` and `explicit`."""
 
 
 class Reduction(Part):
@@ -56,6 +68,8 @@ class Reduction(Part):
         timeout: How long a process group waits for a rank.
         crosses_ranks: Whether gradients of one rank's loss reach another within the backward.
         on_weighed: Called with each loss, its weighed form, its samples if they are known, and its batch.
+        judge: What is asked of every window before it is reduced, which then begins after the backward; None to reduce
+            whatever there is, while the backward runs.
     """
 
     def __init__(
@@ -67,11 +81,13 @@ class Reduction(Part):
         *,
         crosses_ranks: bool,
         on_weighed: Callable[..., None],
+        judge: Judge | None = None,
     ) -> None:
         self.rule, self._on_weighed = rule, on_weighed
         self._wire, self._hook, self._timeout, self._crosses_ranks = wire, hook, timeout, crosses_ranks
         hooked = hook[0] is not None or hook[2] is not None or wire.asked_for is not None
-        self.is_stock = rule == RULES["mean"] and not hooked
+        self.is_stock = rule == RULES["mean"] and not hooked and judge is None
+        self._judge, self.skipped = judge, False
         self.batch: Any = None
         self._accumulation: Accumulation | None = None
         self._own: OwnGroups | None = None
@@ -80,7 +96,8 @@ class Reduction(Part):
         self._sparse: set[int] = set()
         self._pending: list[WeighedLoss] = []
         self._withheld = self._unprepared = self._static_graph_seen = False
-        self._missing, self._missed = 0, list[int]()
+        self._missing, self._missed, self._lost = 0, list[int](), False
+        self._terms: tuple[str, ...] = (WHOLE_LOSS,)
         self._reductions = 0
         self._reductions_at_step: dict[int, int] = {}
         self._end: Callable[[], None] = _nothing
@@ -95,13 +112,15 @@ class Reduction(Part):
         self._told: set[str] = set()
         self._targets_ignored = False
         self._withheld = self._unprepared = self._static_graph_seen = False
-        self._missing, self._missed = 0, []
+        self._missing, self._missed, self._lost, self._terms = 0, [], False, (WHOLE_LOSS,)
         self._reductions, self._reductions_at_step = 0, {}
 
     def configure_ddp(self, run: Run) -> None:
         """Register the reduction, on CPU as on CUDA, where Lightning would drop a hook without a word."""
         super().configure_ddp(run)
         model, manual = run.ddp, not run.module.automatic_optimization
+        if self._judge is not None:
+            self._require_judged(run)
         if manual and model.static_graph and not flushes_static_graph(run.trainer.strategy):
             raise ValueError(
                 "static_graph=True with manual optimization needs a lightning that starts the reduction of the first"
@@ -135,6 +154,20 @@ class Reduction(Part):
         # The frozen ones, too: they may train later.
         self._accumulation = Accumulation(reducer, list(named.values()), preserves_gradients=manual)
         model.register_comm_hook(None, reducer.hook)
+
+    def _require_judged(self, run: Run) -> None:
+        """Raise where a step cannot be judged, or need not be."""
+        option = f"nonfinite={self._judge.policy!r}" if self._judge is not None else ""
+        if not run.module.automatic_optimization:
+            raise ValueError(
+                f"{option} judges a step before it is taken, which in manual optimization is the user's to take: look"
+                " at the gradients after manual_backward, which are the same on all ranks, or leave it out."
+            )
+        if getattr(run.trainer.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                f"{option} with precision={run.trainer.precision!r}, whose loss scaler has all ranks leave out a step"
+                " with a gradient that is not finite. Leave it out, or use another precision."
+            )
 
     def _bucket_sum(self, trained: list[tuple[str, nn.Parameter]]) -> tuple[BucketSum | None, bool]:
         """Return what sums buckets, None for an all-reduce, and whether it averages them."""
@@ -226,6 +259,13 @@ class Reduction(Part):
         if self._accumulation is not None:
             self._accumulation.crosses_ranks = self._crosses_ranks
 
+    def forward(self) -> AbstractContextManager[Any]:
+        """Surround a forward: of a window that is judged first DDP must not expect the gradients of the backward."""
+        if self._judge is None or not self.run.ddp.require_backward_grad_sync:
+            return nullcontext()
+        self._unprepared = True
+        return self.run.ddp.no_sync()
+
     def read(self, output: Any, samples: float | None) -> Any:
         """Return a training step's output with one loss to run the backward from, and remember its weights.
 
@@ -236,6 +276,8 @@ class Reduction(Part):
         named = isinstance(output, Mapping)
         loss, weight = (output.get("loss"), output.get("weight")) if named else (output, None)
         accumulates = self.run.trainer.accumulate_grad_batches > 1
+        if loss is None and (self._judge is not None or not (accumulates or self._may_leave_out)):
+            return self._without_loss()
         if loss is None:
             if accumulates:
                 raise RuntimeError(
@@ -273,7 +315,39 @@ class Reduction(Part):
             weighed = self._weighed(self._accumulation, terms, micro_batch)
         self._on_weighed(loss, weighed, samples, self.batch)
         self._pending.append(weighed)
+        self._terms = tuple(weighed.micro_batch.weights)
+        if self._judge is not None and not weighed.micro_batch.absent:
+            self._judge.note(weighed.value)
         return weighed
+
+    @property
+    def _may_leave_out(self) -> bool:
+        """Whether a rank may run no backward: nobody waits for it, or a loss scaler leaves out a step without loss."""
+        return self.run.world.size == 1 or getattr(self.run.trainer.precision_plugin, "scaler", None) is not None
+
+    def _require_lost(self) -> None:
+        """Leave a step out for which this rank has no loss, as Lightning does, if no other rank has one.
+
+        Raises:
+            RuntimeError: If another has, whose gradient would be averaged with nothing.
+        """
+        self._lost = False
+        trained = [parameter for parameter in self.run.ddp.parameters() if parameter.requires_grad]
+        if any(bool(stored(parameter.grad).any()) for parameter in trained if parameter.grad is not None):
+            raise RuntimeError(
+                f"training_step returned no loss on rank {self.run.world.rank}, and one on others. Return one on all"
+                ' ranks, such as {"loss": loss, "weight": 0} under a rule with weights; or have such a step left out by'
+                " nonfinite='skip_step', or such a rank by nonfinite='drop_rank'."
+            )
+        for parameter in trained:
+            parameter.grad = None  # an optimizer leaves it as it is, with its state
+
+    def _without_loss(self) -> Tensor:
+        """Return a loss of a step that has none, for the backward that the other ranks run."""
+        if self._judge is not None:
+            self._judge.note(None)
+        self._lost = self._judge is None
+        return self._stand_in(MicroBatch(self._no_weight, explicit=bool(self._explicit), absent=True))
 
     def _note_weight(self, *, given: bool) -> str | None:
         """Say what stands in for a weight that is not given; return what is wrong where others of the run had one."""
@@ -320,13 +394,20 @@ class Reduction(Part):
 
     def fail_together(self, problem: str) -> Tensor:
         """Return a loss whose window ends with an error on all ranks."""
-        assert self._accumulation is not None
-        zero = zero_loss(self._accumulation.parameters, self._sparse)
-        prepare_for_backward(self.run.ddp, zero)
         advice = "Batch norm needs two values per channel: choose a batch size that leaves no rank a single sample"
-        nothing = as_weight(0.0, self.run.device)
-        self._pending = [WeighedLoss(zero, MicroBatch({WHOLE_LOSS: nothing}, problem=f"{problem} {advice}"))]
+        return self._stand_in(MicroBatch(self._no_weight, problem=f"{problem} {advice}"))
+
+    def _stand_in(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the loss of a micro-batch that has none, and add nothing to any gradient."""
+        zero = zero_loss(list(self.run.ddp.parameters()), self._sparse)
+        if self._judge is None:
+            prepare_for_backward(self.run.ddp, zero)
+        self._pending = [WeighedLoss(zero, micro_batch)]
         return zero
+
+    @property
+    def _no_weight(self) -> dict[str, Tensor]:
+        return dict.fromkeys(self._terms, as_weight(0.0, self.run.device))
 
     def take(self) -> list[WeighedLoss]:
         """Return the losses whose backward is to be run now."""
@@ -363,10 +444,11 @@ class Reduction(Part):
         self._reductions += last
         if final and self._unprepared:
             self._unprepared = False
-            prepare_for_backward(model, root)
+            if self._judge is None:
+                prepare_for_backward(model, root)
         accumulation = self._accumulation
         if automatic and length == 1 and first:
-            self._missed = []
+            self._missed, self.skipped = [], False
             if accumulation is not None:
                 accumulation.reset()
         self._missed.append(self._missing)
@@ -377,14 +459,37 @@ class Reduction(Part):
             if not automatic and self.rule == RULES["mean"]:
                 # As in stock DDP, the user divides the losses of a window in manual optimization.
                 divisor = accumulation.pending + 1
-            accumulation.backward(loss, run, last=last, loss_divisor=divisor)
-            self._end = accumulation.finish if last else accumulation.pause
-        if last:
+            now = last and self._judge is None
+            accumulation.backward(loss, run, last=now, loss_divisor=divisor)
+            self._end = accumulation.finish if now else accumulation.pause
+            if last and self._judge is not None:
+                self._close_judged(self._judge, accumulation, divisor)
+        if last and not self.skipped:
             factor = self._completion(divisor / length if accumulation is None else 1.0)
             if factor != 1:
                 _multiply_gradients(model, factor)
             self._reduce_unfrozen()
         self._static_graph_seen = True
+
+    def _close_judged(self, judge: Judge, accumulation: Accumulation, divisor: float) -> None:
+        """Reduce a window, all of it or what counts, or leave its step out."""
+        run, names = self.run, [name for name, _ in self.run.module.named_parameters()]
+        gradients = ((names[index], gradient) for index, gradient in accumulation.held)
+        verdict = judge.judge(gradients, run, explicit=bool(self._explicit))
+        trained = [parameter for parameter in accumulation.parameters if parameter.requires_grad]
+        if verdict.skips:
+            self.skipped, self._end = True, _nothing
+            accumulation.reset()
+            for parameter in trained:
+                parameter.grad = None  # an optimizer leaves it as it is, with its state
+            return
+        if verdict.drops:
+            accumulation.drop(explicit=verdict.explicit)
+        self._missed[-1] += verdict.dropped
+        zero = zero_loss([p for p in trained if p.grad is not None] or trained, self._sparse)
+        prepare_for_backward(run.ddp, zero)
+        accumulation.close(zero.backward, divisor)
+        self._end = accumulation.finish
 
     def _completion(self, factor: float) -> float:
         """Return what the mean of a window is multiplied by, which was taken over ranks without a batch as well."""
@@ -398,6 +503,8 @@ class Reduction(Part):
         """End a micro-batch, once its gradients are there."""
         end, self._end = self._end, _nothing
         end()
+        if self._lost:
+            self._require_lost()
 
     def _reduce_unfrozen(self) -> None:
         """Reduce the gradients of parameters that were frozen when DDP was built, which knows those that were not."""
