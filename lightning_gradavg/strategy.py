@@ -32,7 +32,7 @@ from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.faults.nonfinite import NonFinite, refuse_unjudged
 from lightning_gradavg.faults.part import Faults
-from lightning_gradavg.launch import require_launch
+from lightning_gradavg.launch import plain, require_alike, require_launch
 from lightning_gradavg.lightning_internals import MixedPrecision, leave_batch_norm_alone
 from lightning_gradavg.loaders import loader_batch_size
 from lightning_gradavg.options import Options, StrategyFacts, check_groups, options_of_ddp
@@ -260,7 +260,7 @@ class GradAvgStrategy(DDPStrategy):
             start_method=start_method,
             **options_of_ddp(given, GradAvgStrategy.__init__, hooked),
         )
-        self._options = options
+        self._options, self._plain = options, plain(given)
         self._members = (process_group, device_mesh)
         hook = ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper
         self._reports = Reports(options.rule, crosses_ranks=options.replicated)
@@ -405,6 +405,8 @@ class GradAvgStrategy(DDPStrategy):
             self._begun.append(part)
         if self._options.one_device:
             leave_batch_norm_alone(self)  # ours serves CPUs and idle ranks, too
+        if trainer.state.fn == TrainerFn.FITTING:
+            require_alike(run.world, trainer, self.lightning_module, self._plain)
         if any(each is not None for each in self._members):
             require_members(run.world, *self._members)
         super().setup(trainer)
@@ -692,12 +694,15 @@ class GradAvgStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Name the parameters that DDP only counts when it misses their gradients."""
+        """Name the parameters that DDP only counts when it misses their gradients, and the rank that failed first."""
         advice = self._reduction.advice(exception)
+        if advice is not None:
+            exception.args = (advice,)
+        told = self._faults.on_exception(exception)
+        if told is not None:
+            exception.args = (f"{told}.\n{exception}",)
         if advice is None:
             super().on_exception(exception)
-        else:
-            exception.args = (advice,)
 
     @override
     def teardown(self) -> None:

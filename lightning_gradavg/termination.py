@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -53,9 +54,10 @@ class Termination(Part):
         if hooks is None:
             return
         hooks.restore()
-        # Every rank began it.
-        if dist.is_initialized():
-            self._read()
+        # Every rank began it. In a run that failed there may be no answer, and the error is another.
+        with suppress(RuntimeError):
+            if dist.is_initialized():
+                self._read()
 
     def _agree(self) -> None:
         """Begin a batch, or raise `SIGTERMException` on all ranks."""

@@ -7,6 +7,7 @@ long as one of them has one. So all ranks train the same number of steps, and en
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,13 +17,17 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from lightning_gradavg.device import Tally
+from lightning_gradavg.faults.drift import SameData
 from lightning_gradavg.loaders import LoaderWrapper, length_of, user_loader
 from lightning_gradavg.ranks import World
+from lightning_gradavg.tree import fingerprint
 
 __all__ = ["JoinedLoader", "join", "taken"]
 
 _END = object()
 _UNKNOWN = -1
+_COMPARED = 3
+"""Batches that are compared: two that are alike are no chance, unless the data are constant, so look at one more."""
 
 
 class Fetched(NamedTuple):
@@ -49,6 +54,8 @@ class JoinedIterator(Iterator[Any]):
         else:
             self._items = iter(())
         lacks = loader.last is _END
+        if loader.compared < _COMPARED:
+            loader.compare(batch if own else None)
         tally = Tally([own, lacks], dist.ReduceOp.SUM, loader.device)
         if begins or not own:
             having, lacking = tally.read()
@@ -75,12 +82,14 @@ class JoinedLoader(LoaderWrapper):
 
     Attributes:
         last: The batch that was read last.
+        compared: How many batches were compared with those of other ranks.
     """
 
     def __init__(self, loader: Any, world: World, device: torch.device, length: int | None) -> None:
         super().__init__(loader, read=loader, shown=loader, alike=False)
         self.read, self.device, self._world, self._length = loader, device, world, length
         self.last: Any = _END
+        self.compared, self._same = 0, SameData()
 
     def __iter__(self) -> JoinedIterator:
         return JoinedIterator(self)
@@ -90,11 +99,36 @@ class JoinedLoader(LoaderWrapper):
             raise TypeError(f"{type(self.loader).__name__} has no length on all ranks")
         return self._length
 
+    def compare(self, batch: Any | None) -> None:
+        """Warn if it is now clear that all ranks read the same batches. A collective operation.
+
+        Args:
+            batch: What this rank fetched, None if it has none left.
+        """
+        self.compared += 1
+        digest = None if batch is None else fingerprint(batch)
+        if self._same.compare(digest, self._world.group, self.device):
+            self.compared = _COMPARED
+            if self._world.rank > 0:
+                return
+            warnings.warn(
+                f"all ranks read the same batches of {_named(self.loader)}: every sample counts once per rank. Have the"
+                " dataset yield another part of the stream on every rank, by torch.distributed.get_rank(), or use"
+                " GradAvgStrategy(split_batches=True), which gives every rank its part of each batch.",
+                stacklevel=2,
+            )
+
     def lend(self) -> None:
         """Give ranks that never had a batch the one of a rank that has. A collective operation."""
         lent = self._world.gather_objects(None if self.last is _END else (self.last,))
         if self.last is _END:
             (self.last,) = next(one for one in lent if one is not None)
+
+
+def _named(loader: Any) -> str:
+    """Return what a user knows a loader by."""
+    dataset = getattr(loader, "dataset", None)
+    return type(loader).__name__ + (f" over {type(dataset).__name__}" if dataset is not None else "")
 
 
 def join(loader: Any, world: World, device: torch.device) -> Any:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 from torch import Tensor
 
 from lightning_gradavg.faults.drift import require_replicas
+from lightning_gradavg.faults.last_words import LastWords
 from lightning_gradavg.part import Part, Run
+from lightning_gradavg.ranks import by_value
 
 __all__ = ["Faults"]
 
+_RUNS = count()
+"""Numbers the runs of this process, so that nobody hears what was said in an earlier one."""
+
 
 class Faults(Part):
-    """Compares the replicas: when training begins, at the end of every epoch, and every so many steps.
+    """Has ranks that fail tell the others why, and compares the replicas.
+
+    They are compared when training begins, at the end of every epoch, and every so many steps.
 
     Args:
         check_every: Optimizer steps from one comparison to the next; None to compare nothing.
@@ -28,6 +36,17 @@ class Faults(Part):
             raise ValueError(f"check_replicas_every_n_steps must be an integer >= 1, or None, got {check_every}")
         self._check_every, self._buffers = check_every, buffers
         self._checked = (0, 0)
+        self._last_words: LastWords | None = None
+
+    def setup(self, run: Run) -> None:
+        """Begin a run, in which ranks hear of each other's errors."""
+        super().setup(run)
+        number = next(_RUNS)
+        self._last_words = LastWords(run.world, number) if run.world.size > 1 else None
+
+    def on_exception(self, exception: BaseException) -> str | None:
+        """Tell the other ranks; return what they tell where an exchange with them broke, or None."""
+        return None if self._last_words is None else self._last_words.say(exception)
 
     @property
     def _now(self) -> tuple[int, int]:
@@ -35,7 +54,18 @@ class Faults(Part):
         return trainer.current_epoch, trainer.global_step
 
     def on_train_start(self) -> None:
-        """Compare what a checkpoint or the user has set."""
+        """Compare what a checkpoint or the user has set.
+
+        Raises:
+            RuntimeError: On all ranks, if some go on from another step: they would end apart, and be waited for.
+        """
+        rows = self.run.world.gather_integers([self.run.trainer.global_step, self.run.trainer.current_epoch])
+        if len({tuple(row) for row in rows}) > 1:
+            found = by_value(f"{step} steps and {epoch} epochs" for step, epoch in rows)
+            raise RuntimeError(
+                f"the ranks do not go on from one checkpoint: training begins after {found}. Give all ranks the same"
+                " ckpt_path, in a folder that all nodes see."
+            )
         self._check()
 
     def on_train_batch_start(self) -> None:
