@@ -16,7 +16,7 @@ FLOORS = (
     "timers profile loaders",
     "rules ranks wire part",
     "options reduction rates",
-    "batches evaluation launch termination",
+    "batches evaluation launch termination faults",
     "replicas report",
     "strategy plan",
     "verify monitor",
