@@ -1,14 +1,17 @@
-"""Copies between host and device that nobody waits for, and streams, on any accelerator or none."""
+"""Copies between host and device and sums over ranks that nobody waits for, and streams, on any accelerator or none."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["HostCopy", "current_stream", "new_stream", "on_device", "within"]
+__all__ = ["HostCopy", "Tally", "current_stream", "new_stream", "on_device", "within"]
 
 _ON_HOST = ("cpu", "meta")
 
@@ -60,3 +63,37 @@ def within(stream: torch.Stream) -> AbstractContextManager[Any]:
     # A torch.Stream is a context manager since torch 2.7.
     older: Any = torch.cuda.stream
     return stream if hasattr(stream, "__enter__") else older(stream)
+
+
+# One, whoever asks: a backend has few.
+_side_stream = lru_cache(new_stream)
+
+
+class Tally:
+    """Integers of all ranks, put together element by element while the ranks go on. A collective operation.
+
+    Args:
+        row: This rank's.
+        op: What is kept of them.
+        device: Where the process group takes tensors from.
+    """
+
+    def __init__(self, row: Sequence[int], op: Any, device: torch.device) -> None:
+        self._tensor = on_device(torch.tensor(row, dtype=torch.int64), device)
+        self._work = dist.all_reduce(self._tensor, op, async_op=True)
+        self._copy: HostCopy | None = None
+        stream = _side_stream(device)
+        if stream is not None:
+            # Not the stream of the model, which would wait for the other ranks before its forward.
+            stream.wait_stream(current_stream(device))
+            with within(stream):
+                self._work.wait()
+                self._copy = HostCopy(self._tensor)
+
+    def read(self) -> list[int]:
+        """Return the row of all ranks, which is long there a step later."""
+        if self._copy is None:
+            self._work.wait()
+            self._copy = HostCopy(self._tensor)
+        row: list[int] = self._copy.read()
+        return row

@@ -1,16 +1,24 @@
-"""What must be so before processes are started: where they can be, and uneven nodes that torchrun has started."""
+"""What must be so before a run begins: where processes can be started, how many there are, and that they are alike."""
 
 from __future__ import annotations
 
+import inspect
 import os
+import platform
+from collections.abc import Mapping
 from typing import Any
 
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
+import lightning
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.nn.parameter import is_lazy
 
 from lightning_gradavg.lightning_internals import is_interactive, start_method
+from lightning_gradavg.ranks import World, by_value, digest
 
-__all__ = ["require_launch"]
+__all__ = ["plain", "require_alike", "require_launch"]
 
 
 def require_launch(strategy: Any) -> None:
@@ -20,7 +28,8 @@ def require_launch(strategy: Any) -> None:
         strategy: A `DDPStrategy` whose launcher is configured.
 
     Raises:
-        MisconfigurationException: If it starts scripts, and this is a notebook.
+        MisconfigurationException: If it starts scripts, and this is a notebook; or if SLURM started another number of
+            tasks than the Trainer is to use, which would train alone, or wait for others.
     """
     launcher, environment = strategy.launcher, strategy.cluster_environment
     if is_interactive() and not launcher.is_interactive_compatible:
@@ -28,8 +37,100 @@ def require_launch(strategy: Any) -> None:
             f"start_method={start_method(strategy)!r} starts the script again in every process, and a notebook is none."
             f" Use {type(strategy).__name__}(start_method='fork'), or Trainer(strategy='gradavg_notebook')."
         )
+    tasks, devices, nodes = os.environ.get("SLURM_NTASKS"), strategy.num_processes, strategy.num_nodes
+    uneven = "," in os.environ.get("SLURM_TASKS_PER_NODE", "")  # as 2,1; of even nodes it is 2(x2)
+    slurm = isinstance(environment, SLURMEnvironment) and tasks is not None
+    if slurm and tasks != str(devices * nodes) and not uneven:
+        raise MisconfigurationException(
+            f"SLURM started SLURM_NTASKS={tasks} processes, but Trainer(devices={devices}, num_nodes={nodes}) trains on"
+            f" {devices * nodes}. Set #SBATCH --nodes={nodes} --ntasks-per-node={devices} and start the script by srun,"
+            " or change devices and num_nodes."
+        )
     # torchrun tells of this node and of all; their product, which Lightning compares, is wrong for uneven nodes.
     started = [os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")]
     as_stated = started == [str(strategy.num_processes), str(strategy.num_nodes)]
     if as_stated and isinstance(environment, TorchElasticEnvironment):
         launcher.num_processes, launcher.num_nodes = environment.world_size(), 1
+
+
+_OPTIONS_OF_TRAINER = (
+    "world_size",
+    "max_epochs",
+    "max_steps",
+    "accumulate_grad_batches",
+    "limit_train_batches",
+    "limit_val_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "gradient_clip_val",
+    "precision",
+)
+
+
+def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options whose values are numbers, texts or None, which can be compared between processes."""
+    return {name: value for name, value in options.items() if isinstance(value, (int, float, str, type(None)))}
+
+
+def require_alike(world: World, trainer: Trainer, module: LightningModule, options: Mapping[str, Any]) -> None:
+    """Raise on all ranks, before any waits for another, unless they are parts of one run. A collective operation.
+
+    Args:
+        world: All ranks.
+        trainer: The Trainer.
+        module: The user's module.
+        options: Those of the strategy, by name.
+
+    Raises:
+        RuntimeError: If packages, options of strategy or Trainer, the module's code, or its parameters differ, or two
+            ranks have one place.
+    """
+    if world.size == 1:
+        return
+    strategy: Any = trainer.strategy
+    parameters = [f"{name} of {_shape(one)}" for name, one in module.named_parameters()]
+    mine = {
+        **{f"Trainer({name}=)": getattr(trainer, name) for name in _OPTIONS_OF_TRAINER},
+        **{f"GradAvgStrategy({name}=)": value for name, value in options.items()},
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "the class of the module": f"{type(module).__module__}.{type(module).__qualname__}",
+        "the code of the module": digest(_code(type(module))),
+        "the number of parameters": len(parameters),
+        "the parameters": digest("\n".join(parameters)),
+    }
+    found = world.gather_objects((mine, (strategy.node_rank, strategy.local_rank)))
+    # An option that is an object on some rank is compared by nobody.
+    for name in [name for name in mine if all(name in facts for facts, _ in found)]:
+        values = [facts[name] for facts, _ in found]
+        if len(set(values)) > 1:
+            if name == "the parameters":
+                values = _first_that_differ(world.gather_objects(parameters))
+            raise RuntimeError(
+                f"the ranks are not of one run: {name} is {by_value(values)}. Start the same script, with the same"
+                " arguments and packages, on all of them."
+            )
+    places = [place for _, place in found]
+    if len(set(places)) < len(places):
+        raise RuntimeError(
+            f"two processes have one place: (node, rank on the node) is {by_value(places)}. Give every node another"
+            " NODE_RANK, and every process of a node another LOCAL_RANK, or leave that to one launcher."
+        )
+
+
+def _shape(parameter: torch.nn.Parameter) -> str:
+    known = not is_lazy(parameter)
+    return f"shape {tuple(parameter.shape)} and {parameter.dtype}" if known else "unknown shape"
+
+
+def _code(cls: type) -> str:
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):  # of a notebook, or built in
+        return ""
+
+
+def _first_that_differ(ranks: list[list[str]]) -> list[str]:
+    """Return of lists of one length the first items that are not all the same."""
+    return next(list(items) for items in zip(*ranks, strict=True) if len(set(items)) > 1)

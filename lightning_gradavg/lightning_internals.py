@@ -70,6 +70,7 @@ __all__ = [
     "sparse_parts",
     "start_method",
     "start_no_processes",
+    "store_of_world",
     "stored",
     "syncs_batch_norm",
     "time_backwards",
@@ -575,6 +576,12 @@ def let_go(group: dist.ProcessGroup, *, failed: bool) -> None:
 def process_groups() -> list[dist.ProcessGroup]:
     """Return all process groups that this process is a member of: `distributed_c10d._world.pg_map`."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def store_of_world() -> Any:
+    """Return the store that the default process group was made with: `distributed_c10d._world.pg_map`."""
+    of_all: Any = dist.group.WORLD
+    return dist.distributed_c10d._world.pg_map[of_all][1]
 
 
 def until_done(label: record_function, future: Future[Tensor]) -> Future[Tensor]:

@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_gradavg.faults.drift import SameData, require_replicas
 from lightning_gradavg.fingerprint import StateLog
 from lightning_gradavg.lightning_internals import TrainingLoop, compute_alone
-from lightning_gradavg.report.drift import SameData, drifted_parameter
 from lightning_gradavg.report.noise_scale import GradientNoiseScale
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.strategy import GradAvgStrategy
@@ -249,14 +249,8 @@ class GradAvgMonitor(Callback):
             self._data = None
 
     def _check_parameters(self, strategy: GradAvgStrategy, module: LightningModule) -> None:
-        name = drifted_parameter(module, _group_of(strategy), strategy.root_device)
-        if name is not None:
-            raise RuntimeError(
-                f"the ranks drifted apart: after {module.trainer.global_step} optimizer steps parameter {name!r} is not"
-                " the same on all of them. Something trains outside of the strategy, such as loss.backward() instead of"
-                " self.manual_backward(loss), a module that is no part of the LightningModule, or an assignment on one"
-                " rank."
-            )
+        parameters = ((f"parameter {name!r}", parameter) for name, parameter in module.named_parameters())
+        require_replicas(parameters, _group_of(strategy), strategy.root_device, module.trainer.global_step)
 
 
 def _strategy_of(trainer: Trainer) -> GradAvgStrategy:

@@ -300,6 +300,7 @@ def check_groups(options: Options, given: Mapping[str, Any]) -> None:
         "split_batches": options.split_batches,
         "exact_evaluation": options.exact_evaluation,
         "lr_scaling": given["lr_scaling"] != "none",
+        "nonfinite": given["nonfinite"] != "propagate",
     }
     counts = next((option for option, counted in counting.items() if counted), None)
     if counts is not None:

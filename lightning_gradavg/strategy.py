@@ -32,8 +32,10 @@ from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.checkpoints import WholeCheckpoints, whole_checkpoint
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
+from lightning_gradavg.faults.nonfinite import NonFinite, refuse_unjudged
+from lightning_gradavg.faults.part import Faults
 from lightning_gradavg.fingerprint import combined, state_digests
-from lightning_gradavg.launch import require_launch
+from lightning_gradavg.launch import plain, require_alike, require_launch
 from lightning_gradavg.lightning_internals import MixedPrecision
 from lightning_gradavg.loaders import loader_batch_size
 from lightning_gradavg.options import Options, StrategyFacts, check_groups, check_reproducible, options_of_ddp
@@ -73,6 +75,8 @@ PresetName = Literal["data_parallel", "single_device"]
 ScalingName = Literal["none", "linear", "sqrt", "adam_sde"]
 
 WireName = Literal["bfloat16", "float16"]
+
+NonFiniteName = Literal["propagate", "raise", "skip_step", "drop_rank"]
 
 _CHECKPOINT_KEY = "lightning_gradavg"
 
@@ -125,6 +129,13 @@ class GradAvgStrategy(DDPStrategy):
         node_aware: True for the hierarchical all-reduce, which sums within each node before anything is sent between
             nodes, False for none, None for where it pays: with nodes of equally many ranks, two or more, on gloo under
             a rule that has a hook anyway, and on NCCL with a `wire_dtype`.
+        nonfinite: What becomes of a step in which a rank's loss or gradient is NaN or infinite, or its `training_step`
+            returns None: `"propagate"` steps as stock DDP does, `"raise"` raises on all ranks, `"skip_step"` leaves the
+            step out on all ranks, `"drop_rank"` gives that rank weight 0 in it. All but the first reduce after the
+            backward instead of while it runs. See docs/faults.md.
+        check_replicas_every_n_steps: Optimizer steps from one comparison of the ranks' parameters to the next; they are
+            also compared when training begins, and after every epoch. Ranks that differ are a `RuntimeError` on all of
+            them. None for no comparison. See docs/faults.md.
         accelerator: As in `DDPStrategy`.
         parallel_devices: As in `DDPStrategy`.
         cluster_environment: As in `DDPStrategy`.
@@ -183,6 +194,8 @@ class GradAvgStrategy(DDPStrategy):
         wire_dtype: WireName | None = None,
         wire_scope: Literal["all", "nodes"] = "all",
         node_aware: bool | None = None,
+        nonfinite: NonFiniteName = "propagate",
+        check_replicas_every_n_steps: int | None = 1000,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -238,8 +251,11 @@ class GradAvgStrategy(DDPStrategy):
             raise ValueError(
                 f"{wire.asked_for} says how gradients are reduced, and so does {of_user[0]}. Leave one of them out."
             )
+        judge = None if nonfinite == "propagate" else NonFinite(nonfinite, rank_zero_info)
+        judged = None if judge is None else f"nonfinite={nonfinite!r}"
+        refuse_unjudged(options, given)
         stock_rule = options.rule == RULES["mean"]
-        hooked = next(iter(of_user), wire.asked_for) if stock_rule else f"reduction={options.rule.name!r}"
+        hooked = next(iter(of_user), wire.asked_for or judged) if stock_rule else f"reduction={options.rule.name!r}"
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -254,20 +270,28 @@ class GradAvgStrategy(DDPStrategy):
             start_method=start_method,
             **options_of_ddp(given, GradAvgStrategy.__init__, hooked),
         )
-        self._options = options
+        self._options, self._plain = options, plain(given)
         self._members = (process_group, device_mesh)
         hook = ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper
         self._reports = Reports(options.rule, crosses_ranks=options.replicated)
         replicas = num_replicas or 1
         reduction_of = partial(TreeReduction, replicas=replicas) if reproducible else Reduction
         self._reduction = reduction_of(
-            options.rule, wire, hook, timeout, crosses_ranks=options.replicated, on_weighed=self._reports.weighed
+            options.rule,
+            wire,
+            hook,
+            timeout,
+            crosses_ranks=options.replicated,
+            on_weighed=self._reports.weighed,
+            judge=judge,
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()
         self._rates = rates_of(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
         self._replicas = (AlignedReplicas if reproducible else replicas_of)(options, static_graph=static_graph)
         self._arithmetic = FixedArithmetic(replicas) if reproducible else Arithmetic()
         self._evaluation = ExactEvaluation(timeout) if options.exact_evaluation else Evaluation()
+        # Without replicas DDP's next forward makes buffers alike, so after a step they may differ.
+        self._faults = Faults(check_replicas_every_n_steps, buffers=options.replicated)
         self._parts: tuple[Part, ...] = (
             self._arithmetic,
             self._reduction,
@@ -276,6 +300,7 @@ class GradAvgStrategy(DDPStrategy):
             self._replicas,
             self._evaluation,
             self._reports,
+            self._faults,
             Termination(),
         )
         self._begun: list[Part] = []
@@ -419,6 +444,8 @@ class GradAvgStrategy(DDPStrategy):
             self._begun.append(part)
         if type(self.checkpoint_io) is TorchCheckpointIO:
             self.checkpoint_io = WholeCheckpoints()
+        if trainer.state.fn == TrainerFn.FITTING:
+            require_alike(run.world, trainer, self.lightning_module, self._plain)
         if any(each is not None for each in self._members):
             require_members(run.world, *self._members)
         super().setup(trainer)
@@ -493,6 +520,7 @@ class GradAvgStrategy(DDPStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.lightning_module is not None and self.lightning_module.trainer.training:
+            self._faults.on_train_batch_start()
             self._batches.on_train_batch_start()
             self._reduction.look_at(batch)
             self._rates.follow(self._schedulers, self._batches.accumulation)
@@ -502,10 +530,11 @@ class GradAvgStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         automatic = self.lightning_module.automatic_optimization
-        self._reduction.begin_step(args[0] if args else next(iter(kwargs.values()), None))
+        self._reduction.begin_step(args[0] if args else next(iter(kwargs.values()), None), self._batches.missing)
         self._reports.begin_step()
         try:
-            with self._replicas.step(self._reduction, self._batches), losses_weighed(self._reduction.on_gather):
+            step = self._replicas.step(self._reduction, self._batches)
+            with self._reduction.forward(), step, losses_weighed(self._reduction.on_gather):
                 output = super().training_step(*args, **kwargs)
             return self._replicas.read(output, self._reduction, self._batches.chunk) if automatic else output
         except ValueError as error:
@@ -573,6 +602,8 @@ class GradAvgStrategy(DDPStrategy):
 
     def _end_backward(self) -> None:
         """End a micro-batch, once its gradients are there."""
+        if self._reduction.skipped:
+            self._reports.postpone()
         if self._reports.measures:
             scaler = getattr(self.precision_plugin, "scaler", None)
             loss_scale = float(scaler.get_scale()) if scaler is not None else 1.0
@@ -601,6 +632,7 @@ class GradAvgStrategy(DDPStrategy):
         """Check the weights of the last step, which no further step does."""
         super().on_train_end()
         self._reduction.check()
+        self._faults.on_train_end()
 
     @override
     def on_validation_start(self) -> None:
@@ -705,12 +737,15 @@ class GradAvgStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Name the parameters that DDP only counts when it misses their gradients."""
+        """Name the parameters that DDP only counts when it misses their gradients, and the rank that failed first."""
         advice = self._reduction.advice(exception)
+        if advice is not None:
+            exception.args = (advice,)
+        told = self._faults.on_exception(exception)
+        if told is not None:
+            exception.args = (f"{told}.\n{exception}",)
         if advice is None:
             super().on_exception(exception)
-        else:
-            exception.args = (advice,)
 
     @override
     def teardown(self) -> None:

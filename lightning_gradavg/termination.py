@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import logging
 import signal
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_gradavg.device import HostCopy, current_stream, new_stream, on_device, within
+from lightning_gradavg.device import Tally
 from lightning_gradavg.lightning_internals import SignalHooks
 from lightning_gradavg.part import Part, Run
 
@@ -35,7 +35,7 @@ class Termination(Part):
 
     def __init__(self) -> None:
         self._hooks: SignalHooks | None = None
-        self._under_way: tuple[dist.Work, torch.Tensor, HostCopy | None] | None = None
+        self._under_way: Tally | None = None
 
     def configure_ddp(self, run: Run) -> None:
         """Take its place, before the trainer registers its signal handlers."""
@@ -43,7 +43,6 @@ class Termination(Part):
         self._received, self._under_way = False, None
         # Signals that this rank received, and that all ranks have answered.
         self._requeues = self._requeued = 0
-        self._stream = new_stream(run.device)
         if run.world.size > 1:
             self._hooks = SignalHooks.of(run.trainer)
         if self._hooks is not None:
@@ -55,9 +54,10 @@ class Termination(Part):
         if hooks is None:
             return
         hooks.restore()
-        # Every rank began it.
-        if dist.is_initialized():
-            self._read()
+        # Every rank began it. In a run that failed there may be no answer, and the error is another.
+        with suppress(RuntimeError):
+            if dist.is_initialized():
+                self._read()
 
     def _agree(self) -> None:
         """Begin a batch, or raise `SIGTERMException` on all ranks."""
@@ -71,31 +71,16 @@ class Termination(Part):
             self._hooks.received = True
             raise SIGTERMException
 
-    def _send(self) -> tuple[dist.Work, torch.Tensor, HostCopy | None]:
+    def _send(self) -> Tally:
         """Begin to compare what the ranks have received."""
-        device = self.run.device
-        flag = on_device(torch.tensor([self._received, self._requeues], dtype=torch.int32), device)
         # The most, and not the sum: all ranks may receive one signal, at different steps.
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
-        if self._stream is None:
-            return work, flag, None
-        # Not the stream of the model, which would wait for the other ranks before its forward.
-        self._stream.wait_stream(current_stream(device))
-        with within(self._stream):
-            work.wait()
-            return work, flag, HostCopy(flag)
+        return Tally([self._received, self._requeues], dist.ReduceOp.MAX, self.run.device)
 
     def _read(self) -> tuple[bool, int]:
         """Return whether any rank was to end at the batch before, and the most signals to queue again that one had."""
         under_way, self._under_way = self._under_way, None
-        if under_way is None:
-            return False, 0
-        work, flag, copy = under_way
-        if copy is None:
-            work.wait()
-            copy = HostCopy(flag)
-        ends, requeues = copy.read()
-        return bool(ends), int(requeues)
+        ends, requeues = (0, 0) if under_way is None else under_way.read()
+        return bool(ends), requeues
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         """Take notice of SIGTERM: no collective, which would meet any other one on the other ranks."""

@@ -47,6 +47,8 @@ OWN_OPTIONS = {
     "wire_dtype": None,
     "wire_scope": "all",
     "node_aware": None,
+    "nonfinite": "propagate",
+    "check_replicas_every_n_steps": 1000,
 }
 OPTIONS_OF_DDP_STRATEGY = words(
     "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin ddp_comm_state ddp_comm_hook"

@@ -16,7 +16,7 @@ FLOORS = (
     "timers profile loaders fingerprint",
     "rules ranks wire part",
     "options reduction rates",
-    "batches checkpoints evaluation launch termination",
+    "batches checkpoints evaluation launch termination faults",
     "replicas report reproducible",
     "strategy plan",
     "verify monitor",

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from toys import Toy, loader
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, GradientNoiseScale
-from lightning_gradavg.report.drift import drifted_parameter
+from lightning_gradavg.faults.drift import drifted_parameter
 
 WEIGHTED = {"reduction": "weighted_mean"}
 

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_gradavg.batches.chunks import Chunk, Split, require_same_reach
+from lightning_gradavg.batches.joined import join, taken
 from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
 from lightning_gradavg.batches.progress import Progress
 from lightning_gradavg.lightning_internals import TrainingLoop, injects_samplers, set_injection_of_samplers
@@ -38,21 +39,49 @@ class ReplicaSlice(NamedTuple):
     batch: Any
 
 
+_STAND_IN = Chunk(0, 0, (), index=0, count=1, ranks=1, batch_samples=0, batch_replicas=0)
+
+
 class Batches(Part):
-    """Every rank has batches of its own, as in stock DDP.
+    """Every rank has batches of its own, as in stock DDP, some of them perhaps fewer than others.
 
     Attributes:
         chunk: What stands behind the batch in training; None where it is the rank's own.
         micro_batches: Micro-batches per loader batch, in the run that began last.
+        missing: Number of ranks that have no batch of their own now.
     """
 
     chunk: Chunk | None = None
     micro_batches: int = 1
+    missing = 0
+    _joins = False
+
+    def setup(self, run: Run) -> None:
+        """Forget an earlier run."""
+        super().setup(run)
+        self.chunk, self.missing, self._joins = None, 0, False
 
     @property
     def accumulation(self) -> int:
         """Loader batches per optimizer step, which is what the user's `accumulate_grad_batches` counts."""
         return self.run.trainer.accumulate_grad_batches
+
+    def process_dataloader(self, loader: Any) -> Any:
+        """Return the loader, which ends on all ranks at once. A collective operation."""
+        joined = join(loader, self.run.world, self.run.device)
+        self._joins |= joined is not loader
+        return joined
+
+    def on_train_batch_start(self) -> None:
+        """Note whether the batch to train on now counts, and how many ranks have none."""
+        if self._joins:
+            own, self.missing = taken(TrainingLoop(self.run.trainer.fit_loop).iterators, self.run.world.size)
+            self.chunk = None if own else _STAND_IN
+
+    def training_step(self) -> AbstractContextManager[Any]:
+        """Have a step whose samples do not count leave no trace."""
+        stand_in = self.chunk is not None and self.chunk.stand_in
+        return _as_stand_in(self.run.module) if stand_in else nullcontext()
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save that there is nothing to go on with."""
@@ -184,11 +213,6 @@ class SplitBatches(Batches):
         self.chunk = next(iter(chunks), None)
         if len(chunks) > 1:
             require_same_reach(chunks, self._options.num_replicas)
-
-    def training_step(self) -> AbstractContextManager[Any]:
-        """Have a step whose samples do not count leave no trace."""
-        stand_in = self.chunk is not None and self.chunk.stand_in
-        return _as_stand_in(self.run.module) if stand_in else nullcontext()
 
     def slices(self, batch: Any) -> list[ReplicaSlice]:
         """Cut the rank's batch in training, as `training_step` gets it, into its replicas.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -120,6 +120,31 @@ class Accumulation:
             self._run_each_term(loss, counted, run)
         else:
             self._run(loss, list(counted.values()), run)
+
+    @property
+    def held(self) -> Iterator[tuple[int, Tensor]]:
+        """The gradients accumulated so far, each with the index of its parameter."""
+        for gradients in ([parameter.grad for parameter in self.parameters], *self._of_term.values()):
+            yield from ((index, gradient) for index, gradient in enumerate(gradients) if gradient is not None)
+
+    def drop(self, *, explicit: bool) -> None:
+        """Let nothing count that was accumulated; `explicit` is as of `Window.drop`. Zeroed: 0 times NaN is NaN."""
+        self.reducer.window.drop(explicit=explicit)
+        for _, gradient in self.held:
+            stored(gradient).zero_()
+
+    def close(self, run: Callable[[], None], loss_divisor: float) -> None:
+        """Reduce what was accumulated, by a backward that adds nothing to it.
+
+        Args:
+            run: Runs it.
+            loss_divisor: What the training loop divides every loss of this window by.
+        """
+        self.reducer.accumulating = False
+        self.reducer.close(loss_divisor)
+        if self._of_term:
+            self._fold()
+        run()
 
     def pause(self) -> None:
         """End a micro-batch that is not the last one of its window."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import lightning
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
-from lightning_gradavg.lightning_internals import defers_reduction, flushes_static_graph, reduced_parameters
+from lightning_gradavg.lightning_internals import defers_reduction, flushes_static_graph, reduced_parameters, stored
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World, on_ranks
 from lightning_gradavg.reduction.accumulation import Accumulation
@@ -37,7 +38,19 @@ from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Window, a
 from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.wire.route import WireOptions
 
-__all__ = ["Reduction"]
+__all__ = ["Judge", "Reduction"]
+
+
+class Judge(Protocol):
+    """Decides together with all ranks what becomes of a window: `lightning_gradavg.faults.nonfinite`."""
+
+    policy: str
+
+    def note(self, loss: Tensor | None) -> None:
+        """Note the loss of a micro-batch that counts, or None where there is none."""
+
+    def judge(self, gradients: Iterable[tuple[str, Tensor]], run: Run, *, explicit: bool) -> Any:
+        """Return what is done with the window that ends, with attributes `skips`, `drops`, `dropped` and `explicit`."""
 
 
 class Reduction(Part):
@@ -53,6 +66,8 @@ class Reduction(Part):
         timeout: How long a process group waits for a rank.
         crosses_ranks: Whether gradients of one rank's loss reach another within the backward.
         on_weighed: Called with each loss, its weighed form, its samples if they are known, and its batch.
+        judge: What is asked of every window before it is reduced, which then begins after the backward; None to reduce
+            whatever there is, while the backward runs.
 
     Attributes:
         batch: That of the training step under way.
@@ -68,10 +83,13 @@ class Reduction(Part):
         *,
         crosses_ranks: bool,
         on_weighed: Callable[..., None],
+        judge: Judge | None = None,
     ) -> None:
         self.rule, self._on_weighed = rule, on_weighed
         self._wire, self._hook, self._timeout, self._crosses_ranks = wire, hook, timeout, crosses_ranks
-        self.is_stock = rule == RULES["mean"] and (hook[0], hook[2], wire.asked_for) == (None, None, None)
+        given = (hook[0], hook[2], wire.asked_for, judge)
+        self.is_stock = rule == RULES["mean"] and all(one is None for one in given)
+        self._judge, self.skipped = judge, False
         self._gradients: StockMean | Accumulation = StockMean()
         self._own: OwnGroups | None = None
         self._compared: World | None = None
@@ -92,6 +110,8 @@ class Reduction(Part):
         self._weights = weights_of(self.rule, run.device, giver, self.warn, self._tell_once)
         self.look_at = self._weights.look_at
         self._withheld = self._withholds = self._unprepared = False
+        self._missing, self._missed, self._lost = 0, list[int](), False
+        self._terms: tuple[str, ...] = (WHOLE_LOSS,)
         self._told: set[str] = set()
         self._reductions, self._reductions_at_step = 0, dict[int, int]()
         # Of manual optimization: batches, steps on gradients that were not reduced, what those were, and whose.
@@ -103,6 +123,8 @@ class Reduction(Part):
         super().configure_ddp(run)
         self._model = model = run.ddp
         manual = not run.module.automatic_optimization
+        if self._judge is not None:
+            self._require_judged(run, self._judge)
         if manual and model.static_graph and not flushes_static_graph(run.trainer.strategy):
             raise ValueError(
                 "static_graph=True with manual optimization needs a lightning that starts the reduction of the first"
@@ -131,6 +153,20 @@ class Reduction(Part):
         # The frozen ones, too: they may train later.
         accumulation = self._gradients = self._accumulate(self._own, list(named.values()), trained)
         model.register_comm_hook(None, accumulation.reducer.hook)
+
+    def _require_judged(self, run: Run, judge: Judge) -> None:
+        """Raise where a step cannot be judged, or need not be."""
+        option = f"nonfinite={judge.policy!r}"
+        if not run.module.automatic_optimization:
+            raise ValueError(
+                f"{option} judges a step before it is taken, which in manual optimization is the user's to take: look"
+                " at the gradients after manual_backward, which are the same on all ranks, or leave it out."
+            )
+        if getattr(run.trainer.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                f"{option} with precision={run.trainer.precision!r}, whose loss scaler has all ranks leave out a step"
+                " with a gradient that is not finite. Leave it out, or use another precision."
+            )
 
     def _accumulate(
         self, own: OwnGroups, parameters: list[nn.Parameter], trained: list[tuple[str, nn.Parameter]]
@@ -203,14 +239,38 @@ class Reduction(Part):
     def _release(self) -> None:
         self._withheld = False
 
-    def begin_step(self, batch: Any) -> None:
-        """Note the batch of a training step, and forget losses whose backward was never run."""
-        self.batch, self._pending = batch, []
+    def begin_step(self, batch: Any, missing: int = 0) -> None:
+        """Note the batch of a training step, and forget losses whose backward was never run.
+
+        Args:
+            batch: The batch.
+            missing: Number of ranks that have no batch of their own.
+
+        Raises:
+            RuntimeError: On all ranks, if the rule counts those that have none, and cannot be served otherwise.
+        """
+        self.batch, self._pending, self._missing = batch, [], missing
+        by_ranks = not self.rule.uses_weight and self.rule.name != "sum"
+        served = self.rule == RULES["mean"] and self.run.module.automatic_optimization
+        if missing > 0 and ((by_ranks and not served) or len(self.run.places) < self.run.world.size):
+            raise RuntimeError(
+                f"{missing} of {self.run.world.size} ranks have no more batches in this epoch, and"
+                f" reduction={self.rule.name!r} counts ranks"
+                f"{' in manual optimization' * (self.rule == RULES['mean'])}. Use reduction='weighted_mean', which"
+                " counts samples and reduces over all ranks, or give all ranks the same number of batches."
+            )
         # At the first steps of a run and then ever more seldom, as it takes a wait for the other ranks.
         if self._batches & (self._batches - 1) == 0:
             self._compare()
         self._batches += 1
         self._gradients.crosses_ranks = self._crosses_ranks
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Surround a forward: of a window that is judged first DDP must not expect the gradients of the backward."""
+        if self._judge is None or not self.run.ddp.require_backward_grad_sync:
+            return nullcontext()
+        self._unprepared = True
+        return self.run.ddp.no_sync()
 
     def read(self, output: Any, samples: float | None) -> Any:
         """Return a training step's output with one loss to run the backward from, and remember its weights.
@@ -221,7 +281,10 @@ class Reduction(Part):
         """
         named = output if isinstance(output, Mapping) else {"loss": output}
         loss = named.get("loss")
-        if loss is None and self.run.trainer.accumulate_grad_batches > 1:
+        accumulates = self.run.trainer.accumulate_grad_batches > 1
+        if loss is None and (self._judge is not None or not (accumulates or self._may_leave_out)):
+            return self._without_loss()
+        if loss is None and accumulates:
             raise RuntimeError(
                 "training_step returned no loss within an accumulation window, which would then not be reduced."
                 ' Return {"loss": loss, "weight": 0} for a micro-batch that is not to count.'
@@ -247,7 +310,39 @@ class Reduction(Part):
         weighed = self._weighed(terms, micro_batch)
         self._on_weighed(loss, weighed, samples, self.batch)
         self._pending.append(weighed)
+        self._terms = tuple(weighed.micro_batch.weights)
+        if self._judge is not None and not weighed.micro_batch.absent:
+            self._judge.note(weighed.value)
         return weighed
+
+    @property
+    def _may_leave_out(self) -> bool:
+        """Whether a rank may run no backward: nobody waits for it, or a loss scaler leaves out a step without loss."""
+        return self.run.world.size == 1 or getattr(self.run.trainer.precision_plugin, "scaler", None) is not None
+
+    def _require_lost(self) -> None:
+        """Leave a step out for which this rank has no loss, as Lightning does, if no other rank has one.
+
+        Raises:
+            RuntimeError: If another has, whose gradient would be averaged with nothing.
+        """
+        self._lost = False
+        trained = [parameter for parameter in self.run.ddp.parameters() if parameter.requires_grad]
+        if any(bool(stored(parameter.grad).any()) for parameter in trained if parameter.grad is not None):
+            raise RuntimeError(
+                f"training_step returned no loss on rank {self.run.world.rank}, and one on others. Return one on all"
+                ' ranks, such as {"loss": loss, "weight": 0} under a rule with weights; or have such a step left out by'
+                " nonfinite='skip_step', or such a rank by nonfinite='drop_rank'."
+            )
+        for parameter in trained:
+            parameter.grad = None  # an optimizer leaves it as it is, with its state
+
+    def _without_loss(self) -> Tensor:
+        """Return a loss of a step that has none, for the backward that the other ranks run."""
+        if self._judge is not None:
+            self._judge.note(None)
+        self._lost = self._judge is None
+        return self._stand_in(MicroBatch(self._no_weight, explicit=bool(self._weights.explicit), absent=True))
 
     def _weighed(self, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
         # Looked at on the host only: an accelerator would be waited for.
@@ -281,12 +376,20 @@ class Reduction(Part):
 
     def fail_together(self, problem: str) -> Tensor:
         """Return a loss whose window ends with an error on all ranks."""
-        zero = self._zero_loss(self._gradients.parameters)
-        prepare_for_backward(self.run.ddp, zero)
         advice = "Batch norm needs two values per channel: choose a batch size that leaves no rank a single sample"
-        nothing = as_weight(0.0, self.run.device)
-        self._pending = [WeighedLoss(zero, MicroBatch({WHOLE_LOSS: nothing}, problem=f"{problem} {advice}"))]
+        return self._stand_in(MicroBatch(self._no_weight, problem=f"{problem} {advice}"))
+
+    def _stand_in(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the loss of a micro-batch that has none, and add nothing to any gradient."""
+        zero = self._zero_loss(self._gradients.parameters)
+        if self._judge is None:
+            prepare_for_backward(self.run.ddp, zero)
+        self._pending = [WeighedLoss(zero, micro_batch)]
         return zero
+
+    @property
+    def _no_weight(self) -> dict[str, Tensor]:
+        return dict.fromkeys(self._terms, as_weight(0.0, self.run.device))
 
     def take(self) -> list[WeighedLoss]:
         """Return the losses whose backward is to be run now."""
@@ -319,24 +422,63 @@ class Reduction(Part):
         self._reductions += last
         if final and self._unprepared:
             self._unprepared = False
-            prepare_for_backward(self._model, root)
+            if self._judge is None:
+                prepare_for_backward(self._model, root)
         divisor = 1
         if self.run.module.automatic_optimization:
             divisor = trainer.accumulate_grad_batches
             if first and trainer.fit_loop.epoch_loop.batch_idx % divisor == 0:
+                self._missed, self.skipped = [], False
                 gradients.reset()
         elif self.rule == RULES["mean"]:
             # As in stock DDP, the user divides the losses of a window in manual optimization.
             divisor = gradients.pending + 1
-        gradients.backward(loss, run, last=last, loss_divisor=divisor)
-        self._end = gradients.finish if last else gradients.pause
-        if last and self._frozen:
+        self._missed.append(self._missing)
+        now = last and self._judge is None
+        gradients.backward(loss, run, last=now, loss_divisor=divisor)
+        self._end = gradients.finish if now else gradients.pause
+        if last and self._judge is not None:
+            assert isinstance(gradients, Accumulation)
+            self._close_judged(self._judge, gradients, divisor)
+        if last and not self.skipped:
+            self._complete()
             self._reduce_unfrozen()
         self._withholds = False
+
+    def _close_judged(self, judge: Judge, accumulation: Accumulation, divisor: float) -> None:
+        """Reduce a window, all of it or what counts, or leave its step out."""
+        run, names = self.run, [name for name, _ in self.run.module.named_parameters()]
+        gradients = ((names[index], gradient) for index, gradient in accumulation.held)
+        verdict = judge.judge(gradients, run, explicit=bool(self._weights.explicit))
+        trained = [parameter for parameter in accumulation.parameters if parameter.requires_grad]
+        if verdict.skips:
+            self.skipped, self._end = True, _nothing
+            accumulation.reset()
+            for parameter in trained:
+                parameter.grad = None  # an optimizer leaves it as it is, with its state
+            return
+        if verdict.drops:
+            accumulation.drop(explicit=verdict.explicit)
+        self._missed[-1] += verdict.dropped
+        zero = self._zero_loss([p for p in trained if p.grad is not None] or trained)
+        prepare_for_backward(run.ddp, zero)
+        accumulation.close(zero.backward, divisor)
+        self._end = accumulation.finish
+
+    def _complete(self) -> None:
+        """Take the mean of a window over the ranks that had a batch, and not over all."""
+        missed, self._missed = self._missed, []
+        if self.rule == RULES["mean"] and any(missed):
+            pairs = len(missed) * self.run.world.size
+            for parameter in self._gradients.parameters:
+                if parameter.grad is not None and parameter.requires_grad:
+                    parameter.grad.mul_(pairs / (pairs - sum(missed)))
 
     def end_backward(self) -> None:
         """End a micro-batch, once its gradients are there."""
         self._end()
+        if self._lost:
+            self._require_lost()
 
     def _reduce_unfrozen(self) -> None:
         """Reduce the gradients of parameters that were frozen when DDP was built, which knows those that were not."""
@@ -422,6 +564,10 @@ class Reduction(Part):
         if self._own is not None:
             self._own.close()
             self._own = None
+
+
+def _nothing() -> None:
+    """End a backward that ends no window."""
 
 
 def _fingerprint(gradients: Iterable[Tensor | None]) -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gradavg.reduction.average import average_gradients
-from lightning_gradavg.reduction.loss import WeighedLoss
+from lightning_gradavg.reduction.loss import WeighedLoss, gradients_discarded
 from lightning_gradavg.reduction.window import MicroBatch
 
 __all__ = ["StockMean"]
@@ -38,7 +39,7 @@ class StockMean:
 
     def backward(
         self,
-        loss: WeighedLoss,  # noqa: ARG002  # Accumulation multiplies it
+        loss: WeighedLoss,
         run: Callable[..., None],
         *,
         last: bool,
@@ -46,7 +47,8 @@ class StockMean:
     ) -> None:
         """Run a micro-batch's backward; the mean of a short window is that over what it has."""
         self._length += 1
-        run()
+        with gradients_discarded(self.parameters) if loss.micro_batch.absent else nullcontext():
+            run()
         for parameter in self.parameters if last and self._length < loss_divisor else ():
             if parameter.grad is not None and parameter.requires_grad:
                 parameter.grad.mul_(loss_divisor / self._length)

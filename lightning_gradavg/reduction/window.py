@@ -123,6 +123,17 @@ class Window:
         self._alone.append(shares)
         return shares
 
+    def drop(self, *, explicit: bool) -> None:
+        """Let none of the micro-batches count.
+
+        Args:
+            explicit: Whether the weights of other ranks were given by the user.
+        """
+        dropped, self.micro_batches, self._alone = self.micro_batches, [], []
+        for each in dropped:
+            nothing = {term: torch.zeros_like(weight) for term, weight in each.weights.items()}
+            self.add(MicroBatch(nothing, explicit, absent=True))
+
     @property
     def length(self) -> int:
         """Number of micro-batches."""

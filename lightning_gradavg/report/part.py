@@ -101,6 +101,13 @@ class Reports(Part):
             self._observation, self._asked_copies = _Observation(copies, DDPTimers(self.run.model)), None
             self._observation.timers.start()
 
+    def postpone(self) -> None:
+        """Observe the next step instead of one that is left out."""
+        observation, self._observation = self._observation, None
+        if observation is not None:
+            observation.timers.stop()
+            self._asked_copies = observation.copies
+
     def weighed(self, loss: Any, weighed: WeighedLoss, samples: float | None, batch: Any) -> None:
         """Note a loss that was weighed.
 

@@ -8,27 +8,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["SameData", "drifted_parameter"]
+from lightning_gradavg.ranks import World, on_ranks, ranks_by_value
+
+__all__ = ["SameData", "drifted", "drifted_parameter", "require_replicas"]
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def drifted_parameter(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> str | None:
-    """Return the name of the first parameter whose bits are not the same on all ranks, or None.
+    """Return the name of the first parameter whose bits are not the same on all ranks, or None: see `drifted`."""
+    found = drifted(module.named_parameters(), group, device)
+    return None if found is None else found[0]
 
-    Every parameter's bits are read as integers and summed, in any order and without rounding: a change of one element
-    always changes the sum, and no kernel's order of additions does. All ranks return the same name. A collective
-    operation, of two integers per parameter.
+
+def drifted(
+    tensors: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[str, list[int]] | None:
+    """Return the name of the first tensor whose bits are not the same on all ranks, and the ranks that are not as most.
+
+    Every tensor's bits are read as integers and summed, in any order and without rounding: a change of one element
+    always changes the sum, and no kernel's order of additions does. All ranks return the same. A collective operation,
+    of two integers per tensor.
 
     Args:
-        module: The module. Its parameters must have the same names on all ranks.
+        tensors: By name, the same names on all ranks.
         group: The process group; None for the default one.
         device: Where the process group takes tensors from.
     """
     names, sums = [], []
-    for name, parameter in module.named_parameters():
+    for name, tensor in tensors:
         names.append(name)
-        sums.append(_sum_of_bits(parameter.detach()).to(device))
+        sums.append(_sum_of_bits(tensor.detach()).to(device))
     if not sums:
         return None
     mine = torch.stack(sums)
@@ -36,7 +46,37 @@ def drifted_parameter(module: nn.Module, group: dist.ProcessGroup | None, device
     extremes = torch.stack([mine, ~mine])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     differs = (extremes[0] != ~extremes[1]).tolist()
-    return next((name for name, wrong in zip(names, differs, strict=True) if wrong), None)
+    first = next((index for index, wrong in enumerate(differs) if wrong), None)
+    if first is None:
+        return None
+    held = ranks_by_value(row[0] for row in World.of(group).gather_integers([int(mine[first])]))
+    usual = max(held.values(), key=len)
+    return names[first], sorted(rank for ranks in held.values() if ranks is not usual for rank in ranks)
+
+
+def require_replicas(
+    tensors: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None, device: torch.device, steps: int
+) -> None:
+    """Raise on all ranks unless they hold the same parameters, and buffers if they are given. See `drifted`.
+
+    Args:
+        tensors: As for `drifted`; a name may say what it is, as in `"buffer 'mean'"`.
+        group: The process group; None for the default one.
+        device: Where the process group takes tensors from.
+        steps: Optimizer steps so far.
+
+    Raises:
+        RuntimeError: If they differ.
+    """
+    found = drifted(tensors, group, device)
+    if found is not None:
+        name, ranks = found
+        raise RuntimeError(
+            f"the ranks drifted apart: after {steps} optimizer steps {name} is not the same on all of them: another one"
+            f" is {on_ranks(ranks)}. Something trains outside of the strategy, such as loss.backward() instead of"
+            " self.manual_backward(loss), a module that is no part of the LightningModule, or an assignment on one"
+            " rank."
+        )
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

@@ -1,0 +1,171 @@
+"""Training loaders of which some ranks have more batches than others: all ranks go on until none has one.
+
+With each batch that a rank fetches it tells the others that it has one, and waits for nobody. A rank that has none left
+waits for what the others say, and gets its last batch again as a *stand-in*, computed like any other, of weight 0, as
+long as one of them has one. So all ranks train the same number of steps, and end the epoch together.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from lightning_gradavg.device import Tally
+from lightning_gradavg.faults.drift import SameData
+from lightning_gradavg.loaders import LoaderWrapper, length_of, user_loader
+from lightning_gradavg.ranks import World
+from lightning_gradavg.tree import fingerprint
+
+__all__ = ["JoinedLoader", "join", "taken"]
+
+_END = object()
+_COMPARED = 3
+"""Batches that are compared: two that are alike are no chance, unless the data are constant, so look at one more."""
+
+
+class Fetched(NamedTuple):
+    """What is known of a batch that waits to be trained on: whether it is the rank's own, and what all ranks have."""
+
+    own: bool
+    tally: Tally
+
+
+class JoinedIterator(Iterator[Any]):
+    """One pass over a joined loader. A collective operation."""
+
+    def __init__(self, loader: JoinedLoader) -> None:
+        self._loader, self._items = loader, iter(loader.read)
+        self._pending: deque[Fetched] = deque()
+        self._begun = False
+
+    def __next__(self) -> Any:
+        loader, begins = self._loader, not self._begun
+        batch, self._begun = next(self._items, _END), True
+        own = batch is not _END
+        if own:
+            loader.last = batch
+        else:
+            self._items = iter(())
+        lacks = loader.last is _END
+        if loader.compared < _COMPARED:
+            loader.compare(batch if own else None)
+        tally = Tally([own, lacks], dist.ReduceOp.SUM, loader.device)
+        if begins or not own:
+            having, lacking = tally.read()
+            if having == 0:
+                raise StopIteration
+            if lacking > 0:
+                loader.lend()
+        self._pending.append(Fetched(own, tally))
+        return loader.last
+
+    def take(self) -> Fetched | None:
+        """Return what is known of the oldest batch that was not taken yet; None where there is none."""
+        return self._pending.popleft() if self._pending else None
+
+
+class JoinedLoader(LoaderWrapper):
+    """A training loader that ends on all ranks at once. All its attributes are those of the user's.
+
+    Args:
+        loader: The user's loader.
+        world: All ranks.
+        device: Where the process group takes tensors from.
+        length: Number of batches of the rank that has most; None where a rank cannot tell.
+
+    Attributes:
+        last: The batch that was read last.
+        compared: How many batches were compared with those of other ranks.
+    """
+
+    def __init__(self, loader: Any, world: World, device: torch.device, length: int | None) -> None:
+        super().__init__(loader, read=loader, shown=loader, alike=False)
+        self.read, self.device, self._world, self._length = loader, device, world, length
+        self.last: Any = _END
+        self.compared, self._same = 0, SameData()
+
+    def __iter__(self) -> JoinedIterator:
+        return JoinedIterator(self)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"{type(self.loader).__name__} has no length on all ranks")
+        return self._length
+
+    def compare(self, batch: Any | None) -> None:
+        """Warn if it is now clear that all ranks read the same batches. A collective operation.
+
+        Args:
+            batch: What this rank fetched, None if it has none left.
+        """
+        self.compared += 1
+        digest = None if batch is None else fingerprint(batch)
+        if self._same.compare(digest, self._world.group, self.device):
+            self.compared = _COMPARED
+            if self._world.rank > 0:
+                return
+            warnings.warn(
+                f"all ranks read the same batches of {_named(self.loader)}: every sample counts once per rank. Have the"
+                " dataset yield another part of the stream on every rank, by torch.distributed.get_rank(), or use"
+                " GradAvgStrategy(split_batches=True), which gives every rank its part of each batch.",
+                stacklevel=2,
+            )
+
+    def lend(self) -> None:
+        """Give ranks that never had a batch the one of a rank that has. A collective operation."""
+        lent = self._world.gather_objects(None if self.last is _END else (self.last,))
+        if self.last is _END:
+            (self.last,) = next(one for one in lent if one is not None)
+
+
+def _named(loader: Any) -> str:
+    """Return what a user knows a loader by."""
+    dataset = getattr(loader, "dataset", None)
+    return type(loader).__name__ + (f" over {type(dataset).__name__}" if dataset is not None else "")
+
+
+def join(loader: Any, world: World, device: torch.device) -> Any:
+    """Return a user's loader, joined unless it is known to have as many batches on all ranks. A collective operation.
+
+    Args:
+        loader: The loader, or a joined one.
+        world: All ranks.
+        device: Where the process group takes tensors from.
+    """
+    loader = user_loader(loader)
+    # An iterable dataset may end before its length.
+    length = math.inf if isinstance(getattr(loader, "dataset", None), IterableDataset) else length_of(loader)
+    lengths = {row[0] for row in world.gather_floats([length])}
+    most = max(lengths)
+    if world.size == 1 or (len(lengths) == 1 and most < math.inf):
+        return loader
+    return JoinedLoader(loader, world, device, int(most) if most < math.inf else None)
+
+
+def taken(iterators: Sequence[Any], world_size: int) -> tuple[bool, int]:
+    """Return whether the batch to train on now is the rank's own, and how many ranks have none.
+
+    Args:
+        iterators: Those of the training loop.
+        world_size: Number of ranks.
+
+    Raises:
+        RuntimeError: On all ranks, if there are other loaders beside one that has fewer batches on some.
+    """
+    fetched = [each.take() for each in iterators if isinstance(each, JoinedIterator)]
+    having = [(each.own, each.tally.read()[0]) for each in fetched if each is not None]
+    missing = max((world_size - count for _, count in having), default=0)
+    if missing > 0 and len(iterators) > 1:
+        raise RuntimeError(
+            f"one of the {len(iterators)} train loaders has no more batches on {missing} of {world_size} ranks: no"
+            " weight of the step can count one loader and not the other. Give all ranks the same number of batches, or"
+            " read them by one loader."
+        )
+    return all(own for own, _ in having), missing

@@ -1,0 +1,789 @@
+"""Faults, injected into runs of two ranks, and what is expected of them: the table of docs/faults.md.
+
+`tests/ranks.py` serves runs whose ranks survive. Here ranks are started for one run, as a launcher starts them, and may
+be killed, be stopped, or fail; a rank that is silent when all others have ended is ended by the parent. So
+`python -m tests.faults` prints what is seen, as in docs/faults.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from ranks import ensure_forkserver, make_trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_gradavg import GradAvgStrategy
+
+__all__ = ["ROWS", "Ended", "Row", "inject", "run_ranks"]
+
+LONGEST = 60.0
+
+
+class Ended(NamedTuple):
+    """How one rank ended: its exit code, None for one that had to be ended; the last of what it raised; the seconds."""
+
+    exit_code: int | None
+    said: str
+    seconds: float
+
+
+def run_ranks(
+    body: Callable[..., Any], args: dict[str, Any], *, folder: Path, world_size: int = 2, timeout: float = 5
+) -> list[Ended]:
+    """Run a body on ranks of its own, and return how each of them ended.
+
+    Args:
+        body: A module-level function of a test module.
+        args: What it gets.
+        folder: An empty one.
+        world_size: Number of ranks.
+        timeout: That of the process group, in seconds.
+    """
+    ensure_forkserver()
+    context, begun = get_context("forkserver"), time.monotonic()
+    processes = [
+        context.Process(target=_run, args=(rank, world_size, folder, timeout, body, args)) for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    ended: dict[int, Ended] = {}
+    while len(ended) < world_size and time.monotonic() - begun < LONGEST:
+        for rank, process in enumerate(processes):
+            process.join(0.02)
+            if rank not in ended and process.exitcode is not None:
+                ended[rank] = Ended(process.exitcode, _said(folder, rank), time.monotonic() - begun)
+        # A stopped rank never ends: it is left once all others have.
+        if len(ended) == world_size - 1 and _stopped(processes, ended):
+            break
+    for rank, process in enumerate(processes):
+        if rank not in ended:
+            process.kill()
+            process.join()
+            ended[rank] = Ended(None, _said(folder, rank), time.monotonic() - begun)
+    return [ended[rank] for rank in range(world_size)]
+
+
+def _stopped(processes: list[Any], ended: dict[int, Ended]) -> bool:
+    (last,) = (process for rank, process in enumerate(processes) if rank not in ended)
+    status = Path(f"/proc/{last.pid}/status")
+    return status.exists() and "State:\tT" in status.read_text()
+
+
+def _said(folder: Path, rank: int) -> str:
+    path = folder / f"said{rank}"
+    return path.read_text() if path.exists() else ""
+
+
+def _run(rank: int, world_size: int, folder: Path, timeout: float, body: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]  # not listed in __all__
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    code = 0
+    try:
+        said = repr(body(**args))
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the test looks at it
+        traceback.print_exc()
+        said, code = f"{type(error).__name__}: {error}", 1
+    (folder / f"said{rank}").write_text(said)
+    # Without the exit handlers, which would wait for ranks that are lost.
+    os._exit(code)
+
+
+class Stream(IterableDataset[Tensor]):
+    """Batches one after another, of no known length."""
+
+    def __init__(self, batches: Sequence[Tensor]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.batches)
+
+
+class Injected(LightningModule):
+    """Toy-Lin from 0, with lr 0.1, in which something happens at one moment on one rank."""
+
+    def __init__(self, moment: str = "", act: Any = None, rank: int = 1, sizes: Sequence[int] = (2,)) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(sizes[0], dtype=torch.float64))
+        self.more = torch.nn.ParameterList(torch.zeros(size, dtype=torch.float64) for size in sizes[1:])
+        self.moment, self.act, self.rank = moment, act, rank
+
+    def reach(self, moment: str) -> None:
+        if moment == self.moment and dist.get_rank() == self.rank:
+            self.act(self)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = (batch * self.w).sum() + sum(0 * parameter.sum() for parameter in self.more)
+        if self.global_step == 2:
+            self.reach("step")
+            if self.moment == "loss" and dist.get_rank() == self.rank:
+                return self.act(loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.reach("validation")
+
+    def on_train_epoch_end(self) -> None:
+        self.reach("epoch end")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.reach("optimizer")
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Other(Injected):
+    """The same, as of another version of the script."""
+
+
+class Disk(TorchCheckpointIO):
+    """A disk on which something happens when a checkpoint is written."""
+
+    def __init__(self, act: Callable[[Any], Any]) -> None:
+        self.act = act
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.act(None)
+
+
+def fail(module: Any) -> None:
+    raise ValueError("the user's own error")
+
+
+def kill(module: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(module: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def terminate(module: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupt(module: Any) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def fill_disk(module: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def set_nan(module: Any) -> None:
+    module.w.data[1] = math.nan
+
+
+def one_ulp(module: Any) -> None:
+    module.w.data[1] = torch.nextafter(module.w.data[1], torch.tensor(1.0, dtype=torch.float64))
+
+
+def be_slow(module: Any) -> None:
+    time.sleep(2)
+
+
+def be_late(module: Any) -> None:
+    time.sleep(6)
+
+
+def to_nan(loss: Tensor) -> Tensor:
+    return loss * math.nan
+
+
+def to_steep(loss: Tensor) -> Tensor:
+    """Return the same loss with a gradient that is none."""
+    return loss + (loss - loss.detach()).abs().sqrt()
+
+
+def to_nothing(loss: Tensor) -> None:
+    return None
+
+
+def to_weighted(loss: Tensor) -> dict[str, Any]:
+    return {"loss": loss, "weight": 1}
+
+
+def train(
+    moment: str = "",
+    act: Any = None,
+    *,
+    rank: int = 1,
+    strategy: dict[str, Any] | None = None,
+    batches: tuple[int, int] = (5, 5),
+    stream: bool = False,
+    apart: float = 10,
+    disk: Any = None,
+    module: Any = None,
+    **options: Any,
+) -> Any:
+    """Body: train on gradients 1, 2, ... on rank 0 and 11, 12, ... on rank 1; return weight, steps, and warnings."""
+    mine = dist.get_rank()
+    model = Injected(moment, act, rank) if module is None or mine != rank else module()
+    data: Any = [torch.tensor([1 + index + apart * mine], dtype=torch.float64) for index in range(batches[mine])]
+    own = {} if disk is None or mine != 0 else {"checkpoint_io": Disk(disk)}
+    trainer = make_trainer(
+        GradAvgStrategy(**{"check_replicas_every_n_steps": 1, **(strategy or {}), **own}),
+        **{"max_epochs": 1, "use_distributed_sampler": False, **options},
+    )
+    path = options.pop("ckpt_path", None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        validation: Any = DataLoader([0.0], batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
+        trainer.fit(model, DataLoader(Stream(data) if stream else data, batch_size=None), validation, ckpt_path=path)
+    told = [str(one.message) for one in caught if "all ranks" in str(one.message)]
+    return [round(float(one), 9) for one in model.w.detach()], trainer.global_step, told
+
+
+def train_apart(what: str) -> Any:
+    """Body: train, with something else on rank 1."""
+    if dist.get_rank() == 0:
+        return train()
+    changed: dict[str, Callable[[], Any]] = {
+        "trainer": lambda: train(max_steps=3),
+        "strategy": lambda: train(strategy={"reduction": "sum"}),
+        "class": lambda: train(module=Other),
+        "number": lambda: train(module=lambda: Injected(sizes=(2, 1))),
+        "shape": lambda: train(module=lambda: Injected(sizes=(3,))),
+    }
+    if what in changed:
+        return changed[what]()
+    patched: dict[str, Any] = {
+        "version": mock.patch.object(torch, "__version__", "1.0"),
+        "place": mock.patch("ranks.RankEnvironment.local_rank", return_value=0),
+    }
+    with patched[what]:
+        return train()
+
+
+def train_drawn() -> Any:
+    """Body: train weights that were drawn from another seed on every rank; return whether they are the same."""
+    torch.manual_seed(dist.get_rank())
+    model = Injected()
+    torch.nn.init.normal_(model.w)
+    drawn: list[Any] = [None, None]
+    dist.all_gather_object(drawn, model.w.tolist())
+    trainer = make_trainer(GradAvgStrategy(), max_epochs=1)
+    trainer.fit(model, DataLoader([torch.ones(1, dtype=torch.float64)] * 2, batch_size=None))  # type: ignore[arg-type]  # see above
+    ended: list[Any] = [None, None]
+    dist.all_gather_object(ended, model.w.tolist())
+    return drawn[0] != drawn[1], ended[0] == ended[1]
+
+
+def train_again(torn: bool, folder: str) -> Any:
+    """Body: go on from a checkpoint that is cut off, or on rank 1 from that of the epoch before."""
+    train(callbacks=[ModelCheckpoint(folder, save_top_k=-1)], enable_checkpointing=True, max_epochs=2)
+    first, second = sorted(Path(folder).glob("*.ckpt"))
+    if torn and dist.get_rank() == 0:
+        second.write_bytes(second.read_bytes()[:1000])
+    dist.barrier()
+    return go_on(str(first if dist.get_rank() == 1 and not torn else second))
+
+
+def go_on(path: str) -> Any:
+    trainer = make_trainer(GradAvgStrategy(), max_epochs=4, use_distributed_sampler=False)
+    trainer.fit(Injected(), DataLoader([torch.ones(1, dtype=torch.float64)] * 5, batch_size=None), ckpt_path=path)  # type: ignore[arg-type]  # see above
+    return trainer.global_step
+
+
+def launch(environment: dict[str, str], **options: Any) -> None:
+    """Body: begin a run as a launcher would that started another number of processes."""
+    dist.destroy_process_group()
+    os.environ.update(environment)
+    Trainer(strategy=GradAvgStrategy(), accelerator="cpu", logger=False, **options).fit(Injected())
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault, when it is injected, and what is expected.
+
+    Attributes:
+        fault: What happens, on rank 1 where nothing else is said.
+        moment: When.
+        expected: What both ranks do, in words.
+        body: Runs on both ranks, with `args`.
+        said: What each rank says in the end: a part of its error, or of what it returns.
+        codes: The exit codes; None for a process that is stopped, and never ends.
+        full: Whether it takes too long for every run of the tests.
+        timeout: That of the process group, in seconds.
+    """
+
+    fault: str
+    moment: str
+    expected: str
+    body: Callable[..., Any]
+    args: dict[str, Any]
+    said: tuple[str, str]
+    codes: tuple[int | None, int | None] = (1, 1)
+    full: bool = False
+    timeout: float = 5
+
+
+def _both(text: str) -> tuple[str, str]:
+    return text, text
+
+
+_OWN, _FINE = "ValueError: the user's own error", (0, 0)
+_NAMES_1 = f"rank 1 ended with {_OWN}"
+_LOST = "nothing was heard from rank {}: lost, killed or stuck"
+_NAMED = "rank 0 names rank 1 and its error"
+_LOST_NAMED = "the other ends, and names the rank"
+_ALIKE = "both raise at the start, and name what differs"
+_DRIFT = _both("after 3 optimizer steps parameter 'w' is not the same on all of them: another one is on rank 1")
+_UNEVEN = "go on with weight 0; the mean of those that have a batch"
+_SLURM = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
+_SLURM |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
+_TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+
+
+def _at(moment: str, act: Any, **args: Any) -> dict[str, Any]:
+    return {"moment": moment, "act": act, **args}
+
+
+def _policy(name: str) -> dict[str, Any]:
+    return {"strategy": {"nonfinite": name}}
+
+
+# By hand: without a fault the means are 6, 7, 8, 9, 10, so w ends at -4; step 2 is that of the mean 8.
+ROWS = [
+    Row("exception", "training_step", _NAMED, train, _at("step", fail), (_NAMES_1, _OWN)),
+    Row("exception", "validation_step", _NAMED, train, _at("validation", fail), (_NAMES_1, _OWN)),
+    Row("exception", "end of an epoch", _NAMED, train, _at("epoch end", fail, max_epochs=2), (_NAMES_1, _OWN)),
+    Row("exception", "configure_optimizers", _NAMED, train, _at("optimizer", fail), (_NAMES_1, _OWN)),
+    Row(
+        "exception on rank 0",
+        "training_step",
+        "rank 1 names rank 0 and its error",
+        train,
+        _at("step", fail, rank=0),
+        (_OWN, f"rank 0 ended with {_OWN}"),
+    ),
+    Row("kill -9", "training_step", _LOST_NAMED, train, _at("step", kill), (_LOST.format(1), ""), (1, -9)),
+    Row(
+        "kill -9 of rank 0",
+        "training_step",
+        _LOST_NAMED,
+        train,
+        _at("step", kill, rank=0),
+        ("", _LOST.format(0)),
+        (-9, 1),
+        full=True,
+    ),
+    Row(
+        "kill -9",
+        "validation_step",
+        _LOST_NAMED,
+        train,
+        _at("validation", kill),
+        (_LOST.format(1), ""),
+        (1, -9),
+        full=True,
+    ),
+    Row(
+        "kill -9 of rank 0",
+        "while a checkpoint is written",
+        _LOST_NAMED,
+        train,
+        {"disk": kill, "folder": ""},
+        ("", _LOST.format(0)),
+        (-9, 1),
+    ),
+    Row(
+        "SIGSTOP",
+        "training_step",
+        "rank 0 ends after the timeout, and names rank 1",
+        train,
+        _at("step", stop),
+        (_LOST.format(1), ""),
+        (1, None),
+        full=True,
+        timeout=2,
+    ),
+    Row(
+        "SIGSTOP of rank 0",
+        "training_step",
+        "rank 1 ends after the timeout, and names rank 0",
+        train,
+        _at("step", stop, rank=0),
+        ("", _LOST.format(0)),
+        (None, 1),
+        full=True,
+        timeout=2,
+    ),
+    Row(
+        "SIGSTOP",
+        "validation_step",
+        "rank 0 ends after the timeout, and names rank 1",
+        train,
+        _at("validation", stop),
+        (_LOST.format(1), ""),
+        (1, None),
+        full=True,
+        timeout=2,
+    ),
+    Row(
+        "SIGTERM",
+        "training_step",
+        "both end after the same step",
+        train,
+        _at("step", terminate),
+        _both("SIGTERMException"),
+    ),
+    Row(
+        "Ctrl-C",
+        "training_step",
+        "both end, rank 0 names rank 1",
+        train,
+        _at("step", interrupt),
+        ("rank 1 ended with KeyboardInterrupt", "SystemExit: 1"),
+    ),
+    Row(
+        "a rank is 2 s slow",
+        "training_step, timeout 5 s",
+        "trains as ever",
+        train,
+        _at("step", be_slow),
+        _both("[-4.0, -4.0], 5"),
+        _FINE,
+        full=True,
+    ),
+    Row(
+        "a rank is 6 s late",
+        "training_step, timeout 1 s",
+        "both end; rank 0 names rank 1",
+        train,
+        _at("step", be_late),
+        (_LOST.format(1), "all ranks say the same"),
+        full=True,
+        timeout=1,
+    ),
+    Row(
+        "NaN in the loss",
+        "`nonfinite='propagate'`",
+        "NaN on both, as in stock DDP",
+        train,
+        _at("loss", to_nan, **_policy("propagate")),
+        _both("[nan, nan], 5"),
+        _FINE,
+        full=True,
+    ),
+    Row(
+        "NaN in the loss",
+        "`nonfinite='raise'`",
+        "both raise before the step, and name rank and step",
+        train,
+        _at("loss", to_nan, **_policy("raise")),
+        _both("optimizer step 2: nothing on rank 0; the loss is not finite on rank 1"),
+        full=True,
+    ),
+    Row(
+        "NaN in the loss",
+        "`nonfinite='skip_step'`",
+        "both leave the step out",
+        train,
+        _at("loss", to_nan, **_policy("skip_step")),
+        _both("[-3.2, -3.2], 5"),
+        _FINE,
+        full=True,
+    ),
+    Row(
+        "NaN in the loss",
+        "`nonfinite='drop_rank'`",
+        "the step is that of rank 0",
+        train,
+        _at("loss", to_nan, **_policy("drop_rank")),
+        _both("[-3.5, -3.5], 5"),
+        _FINE,
+        full=True,
+    ),
+    Row(
+        "NaN in a gradient",
+        "`nonfinite='raise'`",
+        "both raise before the step, and name rank, parameter and step",
+        train,
+        _at("loss", to_steep, **_policy("raise")),
+        _both("optimizer step 2: nothing on rank 0; the gradient of parameter 'w' is not finite on rank 1"),
+        full=True,
+    ),
+    Row(
+        "NaN in a gradient",
+        "`nonfinite='drop_rank'`",
+        "the step is that of rank 0",
+        train,
+        _at("loss", to_steep, **_policy("drop_rank")),
+        _both("[-3.5, -3.5], 5"),
+        _FINE,
+        full=True,
+    ),
+    Row(
+        "None from training_step",
+        "by default",
+        "rank 1 raises before its step; rank 0 names rank 1 and its error",
+        train,
+        _at("loss", to_nothing),
+        ("rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'"),
+    ),
+    Row(
+        "None from training_step",
+        "`nonfinite='raise'`",
+        "both raise before the step, and name rank and step",
+        train,
+        _at("loss", to_nothing, **_policy("raise")),
+        _both("optimizer step 2: nothing on rank 0; training_step returned no loss"),
+        full=True,
+    ),
+    Row(
+        "None from training_step",
+        "`nonfinite='skip_step'`",
+        "both leave the step out",
+        train,
+        _at("loss", to_nothing, **_policy("skip_step")),
+        _both("[-3.2, -3.2], 5"),
+        _FINE,
+        full=True,
+    ),
+    Row(
+        "None from training_step",
+        "`nonfinite='drop_rank'`",
+        "the step is that of rank 0",
+        train,
+        _at("loss", to_nothing, **_policy("drop_rank")),
+        _both("[-3.5, -3.5], 5"),
+        _FINE,
+        full=True,
+    ),
+    Row(
+        "a weight on one rank only",
+        "`weighted_mean`",
+        "both raise in the step",
+        train,
+        _at("loss", to_weighted, strategy={"reduction": "weighted_mean"}),
+        ("not usable", "not usable"),
+        full=True,
+    ),
+    Row(
+        "NaN in a parameter",
+        "training_step",
+        "both raise at the next check, and name parameter, ranks and step",
+        train,
+        _at("step", set_nan),
+        _DRIFT,
+        full=True,
+    ),
+    Row(
+        "one ulp in a parameter",
+        "training_step",
+        "both raise at the next check, and name parameter, ranks and step",
+        train,
+        _at("step", one_ulp),
+        _DRIFT,
+    ),
+    Row(
+        "5 batches, and 3 on rank 1",
+        "map-style datasets",
+        _UNEVEN,
+        train,
+        {"batches": (5, 3)},
+        _both("[-3.0, -3.0], 5"),
+        _FINE,
+        full=True,
+    ),
+    Row(
+        "5 batches, and 3 on rank 1",
+        "streams",
+        _UNEVEN,
+        train,
+        {"batches": (5, 3), "stream": True},
+        _both("[-3.0, -3.0], 5"),
+        _FINE,
+        full=True,
+    ),
+    Row(
+        "2 batches, and none on rank 1",
+        "streams",
+        _UNEVEN,
+        train,
+        {"batches": (2, 0), "stream": True},
+        _both("[-0.3, -0.3], 2"),
+        _FINE,
+        full=True,
+    ),
+    Row(
+        "5 batches, and 3 on rank 1",
+        "a rule that counts ranks",
+        "both raise once rank 1 has none left",
+        train,
+        {"batches": (5, 3), "strategy": {"reduction": "mean_of_node_means"}},
+        _both("1 of 2 ranks have no more batches"),
+        full=True,
+    ),
+    Row(
+        "a stream that was not split",
+        "first batches",
+        "rank 0 warns, and names the loader",
+        train,
+        {"stream": True, "apart": 0},
+        ("all ranks read the same batches of DataLoader over Stream", "[]"),
+        codes=_FINE,
+    ),
+    Row(
+        "another seed on each rank",
+        "start",
+        "both train the weights of rank 0",
+        train_drawn,
+        {},
+        _both("(True, True)"),
+        _FINE,
+        full=True,
+    ),
+    Row("another torch", "start", _ALIKE, train_apart, {"what": "version"}, _both("torch is ")),
+    Row(
+        "another script",
+        "start",
+        _ALIKE,
+        train_apart,
+        {"what": "class"},
+        _both("the class of the module is faults.Injected on rank 0; faults.Other on rank 1"),
+        full=True,
+    ),
+    Row(
+        "another number of parameters",
+        "start",
+        _ALIKE,
+        train_apart,
+        {"what": "number"},
+        _both("the number of parameters is 1 on rank 0; 2 on rank 1"),
+        full=True,
+    ),
+    Row(
+        "another shape of a parameter",
+        "start",
+        _ALIKE,
+        train_apart,
+        {"what": "shape"},
+        _both("w of shape (2,) and torch.float64 on rank 0; w of shape (3,)"),
+    ),
+    Row(
+        "another max_steps",
+        "start",
+        _ALIKE,
+        train_apart,
+        {"what": "trainer"},
+        _both("Trainer(max_steps=) is -1 on rank 0; 3 on rank 1"),
+        full=True,
+    ),
+    Row(
+        "another reduction",
+        "start",
+        _ALIKE,
+        train_apart,
+        {"what": "strategy"},
+        _both("GradAvgStrategy(reduction=) is mean on rank 0; sum on rank 1"),
+    ),
+    Row(
+        "LOCAL_RANK twice on a node",
+        "start",
+        _ALIKE,
+        train_apart,
+        {"what": "place"},
+        _both("(node, rank on the node) is (0, 0) on ranks 0, 1"),
+    ),
+    Row(
+        "SLURM_NTASKS=1, devices=2",
+        "start",
+        "raises, and names both numbers",
+        launch,
+        {"environment": _SLURM, "devices": 2},
+        _both("SLURM_NTASKS=1 processes, but Trainer(devices=2, num_nodes=1) trains on 2"),
+    ),
+    Row(
+        "torchrun of 2, devices=4",
+        "start",
+        "raises, and names both numbers (Lightning)",
+        launch,
+        {"environment": _TORCHRUN, "devices": 4},
+        _both("(4 * 1) does not match the world size (2)"),
+    ),
+    Row(
+        "the disk is full",
+        "while a checkpoint is written",
+        "rank 0 raises; rank 1 names rank 0 and its error",
+        train,
+        {"disk": fill_disk, "folder": ""},
+        ("No space left on device", "rank 0 ended with OSError: [Errno 28] No space left on device"),
+    ),
+    Row(
+        "a torn checkpoint",
+        "resuming",
+        "both raise",
+        train_again,
+        {"torn": True, "folder": ""},
+        _both("PytorchStreamReader failed"),
+    ),
+    Row(
+        "an older checkpoint on rank 1",
+        "resuming",
+        "both raise, and name the steps",
+        train_again,
+        {"torn": False, "folder": ""},
+        _both("training begins after 10 steps and 2 epochs on rank 0; 5 steps and 1 epochs on rank 1"),
+    ),
+]
+
+
+def inject(row: Row, folder: Path) -> list[Ended]:
+    """Return how the two ranks of a row ended."""
+    args = dict(row.args)
+    if "folder" in args:
+        saved = str(folder / "saved")
+        args["folder"] = saved
+        if "disk" in args:
+            del args["folder"]
+            args |= {"callbacks": [ModelCheckpoint(saved)], "enable_checkpointing": True}
+    return run_ranks(row.body, args, folder=folder, timeout=row.timeout)
+
+
+def main() -> None:
+    """Print the table of docs/faults.md, as it is seen now."""
+    for row in ROWS:
+        with tempfile.TemporaryDirectory() as folder:
+            ended = inject(row, Path(folder))
+        seen = all(part in one.said for part, one in zip(row.said, ended, strict=True))
+        seen &= row.codes == tuple(one.exit_code for one in ended)
+        took = max(one.seconds for one in ended)
+        sys.stdout.write(
+            f"| {row.fault} | {row.moment} | {row.expected} | {'as expected' if seen else ended} | {took:.1f} |\n"
+        )
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    # By its name, by which the ranks import it.
+    import faults
+
+    faults.main()

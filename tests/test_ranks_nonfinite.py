@@ -1,0 +1,187 @@
+"""A loss or a gradient that is no finite number, and a training step without loss: decided by all ranks together."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from ranks import make_trainer
+from toys import loader
+
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
+
+
+class Faulty(LightningModule):
+    """Toy-Lin with a fault on a rank: in the loss, in the gradient of a finite loss, or no loss at all."""
+
+    def __init__(self, fault: str, ranks: tuple[int, ...], batches: tuple[int, ...], named: bool = False) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.other = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.fault, self.ranks, self.batches, self.named = fault, ranks, batches, named
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = (batch * self.w).mean() + 0 * self.other
+        if dist.get_rank() in self.ranks and batch_idx in self.batches:
+            if self.fault == "none":
+                return None
+            loss = loss * math.nan if self.fault == "loss" else loss + self.other.abs().sqrt()
+        return {"loss": {"a": loss}, "weight": {"a": len(batch)}} if self.named else loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.0)
+
+
+def train_faulty(
+    policy: str,
+    fault: str,
+    strategy: dict[str, Any],
+    ranks: tuple[int, ...] = (1,),
+    batches: tuple[int, ...] = (2,),
+    named: bool = False,
+    gradients: Any = (2.0, 4.0),
+    **options: Any,
+) -> Any:
+    """Body: train 5 steps on gradient 2 on rank 0 and 4 on rank 1; return the weight and the steps."""
+    model = Faulty(fault, ranks, batches, named)
+    trainer = make_trainer(
+        GradAvgStrategy(nonfinite=policy, **strategy), max_epochs=1, use_distributed_sampler=False, **options
+    )
+    trainer.fit(model, loader([[gradients[dist.get_rank()]]] * 5))
+    return model.w.item(), trainer.global_step
+
+
+RULES: list[dict[str, Any]] = [{}, {"reduction": "weighted_mean"}, {"gradient_as_bucket_view": True}]
+
+
+@pytest.mark.parametrize("strategy", RULES, ids=str)
+@pytest.mark.parametrize("fault", ["loss", "gradient", "none"])
+@pytest.mark.parametrize(("policy", "w"), [("skip_step", -1.2), ("drop_rank", -1.4)])
+def test_case_50(world, policy, w, fault, strategy):
+    """Case 50: of five steps the third is left out, or taken without rank 1, on both ranks."""
+    assert [(pytest.approx(w, rel=1e-12), 5)] * 2 == world(2).run(train_faulty, policy, fault, strategy)
+
+
+@pytest.mark.parametrize(("fault", "said"), [("loss", "the loss is not finite"), ("none", "training_step returned no")])
+def test_case_50_raised(world, fault, said):
+    """Case 50: all ranks raise, before the step is taken, and name rank and step."""
+    raised = world(2).run_expecting_errors(train_faulty, "raise", fault, {})
+    assert ["RuntimeError"] * 2 == [one.type_name for one in raised]
+    assert all(f"optimizer step 2: nothing on rank 0; {said}" in one.message for one in raised)
+
+
+def test_a_gradient_is_named(world):
+    """A gradient that is not finite under a finite loss is named by its parameter."""
+    raised = world(2).run_expecting_errors(train_faulty, "raise", "gradient", {}, ranks=(0, 1))
+    assert all("the gradient of parameter 'other' is not finite on ranks 0, 1" in one.message for one in raised)
+
+
+@pytest.mark.parametrize("policy", ["skip_step", "drop_rank", "raise", "propagate"])
+def test_no_loss_on_any_rank(world, policy):
+    """A step for which no rank has a loss is left out, as Lightning does."""
+    assert [(pytest.approx(-1.2, rel=1e-12), 5)] * 2 == world(2).run(train_faulty, policy, "none", {}, ranks=(0, 1))
+
+
+def test_every_rank_dropped(world):
+    """Where no rank counts the step is left out."""
+    assert [(pytest.approx(-1.2, rel=1e-12), 5)] * 2 == world(2).run(
+        train_faulty, "drop_rank", "loss", {}, ranks=(0, 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "named", "expected"),
+    [
+        ({"reduction": "weighted_mean"}, False, -(3 + 2 + 3) * 0.1),
+        ({"reduction": "weighted_mean"}, True, -(3 + 2 + 3) * 0.1),
+        ({}, False, -(3 + 2 + 3) * 0.1),
+        ({"reduction": "sum"}, False, -(12 + 4 + 6) * 0.1),
+    ],
+)
+@pytest.mark.parametrize("fault", ["loss", "none"])
+def test_windows(world, strategy, named, expected, fault):
+    """In windows of two the rank's whole window does not count, the others' do, and a short window is as ever."""
+    ended = world(2).run(
+        train_faulty, "drop_rank", fault, strategy, batches=(2,), named=named, accumulate_grad_batches=2
+    )
+    assert [(pytest.approx(expected, rel=1e-12), 3)] * 2 == ended
+
+
+def test_three_ranks_of_which_one_is_dropped(world):
+    """The mean is then that of the two others."""
+    expected = -0.1 * (4 * 4 + (2 + 6) / 2)
+    ended = world(3).run(train_faulty, "drop_rank", "loss", {}, gradients=(2.0, 4.0, 6.0))
+    assert [(pytest.approx(expected, rel=1e-12), 5)] * 3 == ended
+
+
+@pytest.mark.parametrize("strategy", RULES[:2], ids=str)
+def test_propagate(world, strategy):
+    """By default what is no number reaches all ranks, as in stock DDP."""
+    for w, _ in world(2).run(train_faulty, "propagate", "loss", strategy):
+        assert math.isnan(w)
+
+
+def test_no_loss_on_one_rank_by_default(world):
+    """By default a rank without loss ends the run with an error that says what to do, instead of a wait."""
+    with pytest.raises(Exception, match="training_step returned no loss on rank 1, and one on others"):
+        world(2).run(train_faulty, "propagate", "none", {})
+
+
+def test_the_monitor_waits_for_a_step_that_is_taken(world):
+    """A step that is left out is not reported; the next one is."""
+    assert [3.0, 3.0] == world(2).run(observed_norm)
+
+
+def observed_norm() -> float:
+    """Body: observe a step that is left out; return the norm that is reported."""
+    model = Faulty("loss", (1,), (0,))
+    trainer = make_trainer(
+        GradAvgStrategy(nonfinite="skip_step"),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[GradAvgMonitor(100, check_data=False)],
+        limit_train_batches=2,
+    )
+    strategy: Any = trainer.strategy
+    strategy.observe_next_step()
+    trainer.fit(model, loader([[2.0 + 2 * dist.get_rank()]] * 2))
+    norm: float = strategy.report().gradient_norm
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"reduction": "mean_of_node_means", "nonfinite": "drop_rank"}, "'mean_of_node_means' counts"),
+        ({"static_graph": True, "nonfinite": "skip_step"}, "leave static_graph=True out"),
+        ({"nonfinite": "ignore"}, "is not one of 'propagate', 'raise', 'skip_step', 'drop_rank'"),
+    ],
+)
+def test_what_is_refused(options, said):
+    """What a step cannot be judged under is refused at construction."""
+    with pytest.raises(ValueError, match=said):
+        GradAvgStrategy(**options)
+
+
+class ByHand(Faulty):
+    """Optimizes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__("none", (), ())
+        self.automatic_optimization = False
+
+
+def fit_by_hand() -> None:
+    """Body: optimize by hand where steps are to be judged."""
+    trainer = make_trainer(GradAvgStrategy(nonfinite="raise"), max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(ByHand(), loader([[1.0]]))
+
+
+def test_manual_optimization_is_refused(world):
+    """In manual optimization a step is the user's to take."""
+    raised = world(2).run_expecting_errors(fit_by_hand)
+    assert all("nonfinite='raise' judges a step before it is taken" in one.message for one in raised)
