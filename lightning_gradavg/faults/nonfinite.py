@@ -78,7 +78,7 @@ class NonFinite:
             raise RuntimeError(
                 f"{what}. With nonfinite='skip_step' all ranks leave such a step out, with 'drop_rank' the rank alone."
             )
-        skips = self.policy == "skip_step" or len(bad) == world.size
+        skips = self.policy == "skip_step" or not any(row[1] for row in rows if not row[0])
         done = "all ranks leave the step out" if skips else "what is no number does not count"
         self._tell(f"GradAvgStrategy: {what}; nonfinite={self.policy!r}: {done}")
         return Verdict(

@@ -277,7 +277,7 @@ class Reduction(Part):
         loss, weight = (output.get("loss"), output.get("weight")) if named else (output, None)
         accumulates = self.run.trainer.accumulate_grad_batches > 1
         if loss is None and (self._judge is not None or not (accumulates or self._may_leave_out)):
-            return self._without_loss()
+            return self._without_loss(counts=samples != 0)
         if loss is None:
             if accumulates:
                 raise RuntimeError(
@@ -342,11 +342,11 @@ class Reduction(Part):
         for parameter in trained:
             parameter.grad = None  # an optimizer leaves it as it is, with its state
 
-    def _without_loss(self) -> Tensor:
+    def _without_loss(self, *, counts: bool) -> Tensor:
         """Return a loss of a step that has none, for the backward that the other ranks run."""
-        if self._judge is not None:
+        if self._judge is not None and counts:
             self._judge.note(None)
-        self._lost = self._judge is None
+        self._lost = self._judge is None and counts
         return self._stand_in(MicroBatch(self._no_weight, explicit=bool(self._explicit), absent=True))
 
     def _note_weight(self, *, given: bool) -> str | None:
