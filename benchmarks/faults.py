@@ -1,8 +1,8 @@
 """What it costs that every run is watched for faults, on the demo's language model: `python -m benchmarks.faults`.
 
 As `benchmarks.monitor`: rounds with and without, in pairs, in one run. With it, every step asks whether a comparison of
-the replicas is due, and the last of a round makes one. By default one comes every 1000 steps, so what counts is its cost by
-1000. `--stream` adds what a stream adds to every step: that ranks tell each other that they have a batch.
+the replicas is due, and the last of a round makes one. By default one comes every 1000 steps: divide its cost by that.
+`--stream` adds what a stream adds to every step: that ranks tell each other that they have a batch.
 """
 
 from __future__ import annotations
