@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: lint  ## Lint, check types, run the tests, of grids all pairs; PYTEST_ARGS is passed on
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-all: override PYTEST_ARGS += -m ''
 test-all: test  ## The same with full grids, as before a release
@@ -41,6 +41,7 @@ format: $(READY)  ## Fix what ruff can fix, and format
 
 demo: $(READY)  ## Train for real, print and plot the comparison; output in demo_output/
 	$(BIN)/python -m examples.demo
+	$(BIN)/python -m examples.same_bits
 
 gpu: $(READY)  ## Run every path on CUDA and NCCL, on the one GPU of this machine; see docs/accelerators.md
 	$(BIN)/python -m tests.gpu

@@ -188,7 +188,7 @@ def _predict(given: argparse.Namespace, console: Console) -> None:
 
 def _plot(steps: Mapping[str, Mapping[str, Sequence[float]]], ranks: Sequence[int], compute: float, path: Path) -> None:
     """Draw the time of a step over the number of ranks: a picture per wire type, a line per algorithm."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  # of the extra `demo`, which only a plot needs
+    from matplotlib.figure import Figure  # noqa: PLC0415  # of the extra `plot`
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter  # noqa: PLC0415  # likewise
 
     figure = Figure(figsize=(3.4 * len(steps) + 1.2, 3.8), layout="constrained")

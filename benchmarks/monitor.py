@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
@@ -143,12 +144,11 @@ def main() -> None:
             strategy=strategy,
             max_epochs=1,
             use_distributed_sampler=False,
-            callbacks=[rounds],
+            callbacks=[rounds, TQDMProgressBar(refresh_rate=arguments.every_n_steps)],
             logger=CSVLogger(folder),
             log_every_n_steps=arguments.every_n_steps,
             enable_checkpointing=False,
             enable_model_summary=False,
-            enable_progress_bar=False,
         )
         loader = batches(trainer.global_rank, arguments.every_n_steps, 2 * (arguments.pairs + 1))
         trainer.fit(ByteLanguageModel(lr=0.01), loader)

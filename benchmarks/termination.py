@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from torch.utils.data import DataLoader
@@ -83,10 +84,9 @@ def _measure(world: World, triples: int, steps: int) -> None:
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[blocks],
+        callbacks=[blocks, TQDMProgressBar(refresh_rate=steps)],  # once in a block, whatever it does
     )
     # One triple more, which warms up, and a batch that ends the last block.
     batches: Any = [setting.batch] * (len(KINDS) * steps * (triples + 1) + 1)

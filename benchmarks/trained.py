@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any
 
 import lightning
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.utils.data import DataLoader
 
@@ -42,10 +44,12 @@ def _train(
     clock: Clock,
     *,
     weighted: bool = False,
+    shared: bool = False,
     around: Callable[[Trainer], None] | None = None,
 ) -> None:
     setting.module.weight = weight_of_rank() if weighted else None
-    batches: Any = [setting.batch] * (WARMUP + setting.steps + 1)
+    batch = _of_all_ranks(setting.batch) if shared else setting.batch
+    batches: Any = [batch] * (WARMUP + setting.steps + 1)
     trainer = Trainer(
         accelerator=setting.device.type if setting.device.type == "cpu" else "gpu",
         devices=dist.get_world_size() // setting.nodes,
@@ -64,6 +68,14 @@ def _train(
     trainer.fit(setting.module, DataLoader(batches, batch_size=None))
     # Lightning moves the model to the CPU when training ends.
     setting.module.to(setting.device)
+
+
+def _of_all_ranks(batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the global batch, of which each rank's own is its chunk."""
+    gathered = [[torch.empty_like(part) for _ in range(dist.get_world_size())] for part in batch]
+    for parts, part in zip(gathered, batch, strict=True):
+        dist.all_gather(parts, part)
+    return tuple(map(torch.cat, gathered))
 
 
 def _without_termination_flag(trainer: Trainer) -> None:
@@ -93,6 +105,12 @@ def _ours(reduction: str, name: str = "", **options: Any) -> Variant:
     )
 
 
+def _reproducible() -> Variant:
+    """Return the mean with one replica on each rank, so that only the sum is another one."""
+    strategy = partial(GradAvgStrategy, num_replicas=dist.get_world_size(), reproducible=True)
+    return Variant("GradAvg mean, reproducible", partial(_train, strategy, shared=True), in_lightning=True)
+
+
 def trained_variants(ways: Sequence[Way]) -> Iterator[Variant]:
     """Yield what Lightning runs, the process group being up.
 
@@ -102,6 +120,7 @@ def trained_variants(ways: Sequence[Way]) -> Iterator[Variant]:
     yield from _stock()
     for reduction in RULES:
         yield _ours(reduction)
+    yield _reproducible()
     for reduction in ("sum", "weighted_mean"):
         yield _ours(reduction, "bucket views", gradient_as_bucket_view=True)
     for reduction, its_own in (("mean", FLAT), ("weighted_mean", NODE_BY_NODE)):

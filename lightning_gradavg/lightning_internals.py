@@ -76,6 +76,7 @@ __all__ = [
     "time_backwards",
     "until_done",
     "version_of",
+    "versions_of",
     "views_of",
     "within_notes",
     "without_gradient_hooks",
@@ -206,7 +207,8 @@ class SignalHooks:
     """Where Lightning asks all ranks whether to end, and what it does on SIGTERM, and when SLURM ends a job.
 
     `_TrainingEpochLoop._broadcast_sigterm_tensor`, `_SignalConnector._sigterm_notifier_fn` and `received_sigterm`,
-    there since lightning 2.6, which blocks every rank at every batch, and `_slurm_sigusr_handler_fn` (docs/sigterm.md).
+    there since lightning 2.6, which blocks every rank at every batch, and `_slurm_sigusr_handler_fn`: see
+    docs/preemption.md.
 
     Args:
         loop: The training epoch loop.
@@ -445,10 +447,10 @@ class EvaluationPass:
         self.loaders: list[Any] = list(combined.flattened)
 
     @property
-    def predictions(self) -> list[list[Any]] | None:
-        """Of a prediction loop those of each loader, which the Trainer returns; None where it returns none."""
+    def predictions(self) -> list[list[Any]]:
+        """Of a prediction loop those of each loader, which the Trainer returns; nothing where it returns none."""
         predictions: list[list[Any]] = self._loop._predictions
-        return predictions if self._loop.return_predictions else None
+        return predictions if self._loop.return_predictions else []
 
     @property
     def results(self) -> dict[str, Any]:
@@ -481,13 +483,12 @@ def _restore(loop: Any) -> None:
 
 
 def neutral_result(
-    fields: Mapping[str, Any], reduce_fx: Callable[..., Any], reduce: Callable[..., Any], *, synced: bool, tensor: bool
+    fields: Mapping[str, Any], reduce: Callable[..., Any], *, synced: bool, tensor: bool
 ) -> _ResultMetric:
     """Return what `log` makes of a value, before it is updated: `_Metadata`, `_Sync._should` and `_ResultMetric`.
 
     Args:
         fields: Of the metadata.
-        reduce_fx: The reduction over the steps.
         reduce: The reduction over the ranks. It must equal what Lightning compares with in the next epoch.
         synced: Whether it is reduced over the ranks.
         tensor: Whether a number or tensor was logged, and not a `Metric`.
@@ -495,7 +496,7 @@ def neutral_result(
     # The core imports no Lightning.
     from lightning.pytorch.trainer.connectors.logger_connector import result  # noqa: PLC0415  # see above
 
-    meta = result._Metadata(**fields, reduce_fx=reduce_fx)
+    meta = result._Metadata(**fields)
     meta.sync = result._Sync(_should=synced, fn=reduce)
     metric = result._ResultMetric(meta, tensor)
     metric._update_count = 1
@@ -602,6 +603,11 @@ def require_dimensions(norm: BatchNorm, input: Tensor) -> None:  # noqa: A002  #
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was written in place: `Tensor._version`, which autograd's notes name."""
     return tensor._version
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return `version_of` each of several tensors."""
+    return [tensor._version for tensor in tensors]
 
 
 def stored(tensor: Tensor) -> Tensor:

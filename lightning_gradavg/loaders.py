@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from typing import Any
 
 from torch.utils.data import DistributedSampler
@@ -15,6 +16,7 @@ __all__ = [
     "Shows",
     "distributed_sampler",
     "is_sharded",
+    "keeps_state",
     "length_of",
     "loader_batch_size",
     "user_loader",
@@ -77,6 +79,11 @@ def is_sharded(loader: Any) -> bool:
     return any(getattr(owner, "sharded_by_rank", False) for owner in owners)
 
 
+def keeps_state(part: Any) -> bool:
+    """Return whether a loader, a sampler or a dataset can be put back to where it was."""
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
 def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
     """Return the sampler of a loader that shares out the data, if it has one."""
     batch_sampler = getattr(loader, "batch_sampler", None)
@@ -91,12 +98,12 @@ def loader_batch_size(loader: Any) -> int | None:
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
-def length_of(loader: Any) -> int | None:
-    """Return the length of a loader, or None where it has none."""
+def length_of(loader: Any) -> float:
+    """Return the length of a loader; infinite where it tells none."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
-        return None
+        return math.inf
 
 
 def _as_on_rank_0(worker_init_fn: Any) -> Any:

@@ -4,17 +4,20 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_gradavg.faults.drift import SameData, require_replicas
+from lightning_gradavg.fingerprint import StateLog
 from lightning_gradavg.lightning_internals import TrainingLoop, compute_alone
 from lightning_gradavg.report.noise_scale import GradientNoiseScale
 from lightning_gradavg.report.report import StepReport
@@ -47,6 +50,10 @@ class GradAvgMonitor(Callback):
         check_data: Whether to compare the first batches.
         check_parameters_every_n_steps: Optimizer steps from one comparison of the parameters to the next; None for no
             comparison. Ranks that drifted apart are a `RuntimeError` on all of them.
+        fingerprint_every_n_steps: Optimizer steps from one line of the log with `strategy.fingerprint()` to the next,
+            by which runs are compared; None for no line.
+        state_log: A file that gets a line of JSON per logged step, with the fingerprint of the state after it and the
+            digest of every tensor of it, for `gradavg verify --until-differs`; None for none. See docs/monitor.md.
 
     Raises:
         ValueError: If a number of steps is below 1.
@@ -64,8 +71,14 @@ class GradAvgMonitor(Callback):
         noise_scale: bool | GradientNoiseScale = False,
         check_data: bool = True,
         check_parameters_every_n_steps: int | None = None,
+        fingerprint_every_n_steps: int | None = None,
+        state_log: str | Path | None = None,
     ) -> None:
-        steps = {"every_n_steps": every_n_steps, "check_parameters_every_n_steps": check_parameters_every_n_steps}
+        steps = {
+            "every_n_steps": every_n_steps,
+            "check_parameters_every_n_steps": check_parameters_every_n_steps,
+            "fingerprint_every_n_steps": fingerprint_every_n_steps,
+        }
         for name, value in steps.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be None or an integer >= 1, got {value!r}.")
@@ -78,6 +91,8 @@ class GradAvgMonitor(Callback):
             compute_alone(self.noise_scale)
         self.check_data = check_data
         self.check_parameters_every_n_steps = check_parameters_every_n_steps
+        self.fingerprint_every_n_steps = fingerprint_every_n_steps
+        self.state_log = None if state_log is None else StateLog(state_log)
         self._asked_at: int | None = None
         self._waits = False
         self._since: tuple[int, float] | None = None
@@ -119,8 +134,16 @@ class GradAvgMonitor(Callback):
         if self._waits and not strategy.observing:
             self._waits = False
             self._log(trainer, pl_module, strategy.report(), step)
-        if _is_due(step, self.check_parameters_every_n_steps) and not TrainingLoop(trainer.fit_loop).accumulates:
+        if TrainingLoop(trainer.fit_loop).accumulates:
+            return
+        if _is_due(step, self.check_parameters_every_n_steps):
             self._check_parameters(strategy, pl_module)
+        if _is_due(step, self.fingerprint_every_n_steps):
+            rank_zero_info(f"GradAvgMonitor: after step {step + 1}, fingerprint {strategy.fingerprint()}")
+        if self.state_log is not None and _is_due(step, self._steps_between(trainer)):
+            digests = strategy.state_digests()
+            if trainer.is_global_zero:
+                self.state_log.add(step + 1, digests)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg.rules import Rule, resolve_rule, rule_of_replica_losses, rule_of_split_batches
 
-__all__ = ["PRESETS", "Options", "Preset", "StrategyFacts", "check_groups", "options_of_ddp"]
+__all__ = ["PRESETS", "Options", "Preset", "StrategyFacts", "check_groups", "check_reproducible", "options_of_ddp"]
 
 _OF_REPLICAS = "mean_of_replica_losses"
 
@@ -89,6 +89,7 @@ class Options:
         num_replicas: Chunks that each loader batch has, or None for the world size.
         max_device_batch_size: Most samples that a rank computes at once, or None.
         recompute_replicas: Whether each replica is computed again in the backward instead of being kept.
+        reproducible: Whether the number of ranks must not show in the bits.
         exact_evaluation: Whether evaluation sees each sample exactly once.
     """
 
@@ -98,10 +99,11 @@ class Options:
     num_replicas: int | None
     max_device_batch_size: int | None
     recompute_replicas: bool
+    reproducible: bool
     exact_evaluation: bool
 
     @classmethod
-    def of(cls, *, reduction: object, equivalent_to: str | None, **given: Any) -> Options:
+    def of(cls, *, reduction: object, equivalent_to: str | None, reproducible: bool = False, **given: Any) -> Options:
         """Return what the options come to. Takes those of the constructor that `Options` and presets are about.
 
         Raises:
@@ -109,6 +111,7 @@ class Options:
                 contradict each other.
             TypeError: If `reduction` is neither a name nor a function.
         """
+        equivalent_to = _OF_BITS if reproducible and equivalent_to is None else equivalent_to
         if equivalent_to is not None and equivalent_to not in PRESETS:
             raise ValueError(
                 f"equivalent_to={equivalent_to!r} names no run. Use one of {', '.join(map(repr, PRESETS))}, or None."
@@ -135,6 +138,7 @@ class Options:
             given["num_replicas"],
             given["max_device_batch_size"],
             given["recompute_replicas"],
+            reproducible,
             preset is not None or bool(given["exact_evaluation"]),
         )
 
@@ -156,7 +160,7 @@ class Options:
 
 @dataclass(frozen=True)
 class StrategyFacts:
-    """What decides the mathematics of a run, as `GradAvgStrategy.facts()` tells it.
+    """What decides the mathematics of a run, as `GradAvgStrategy.facts()` tells it; by default of stock DDP.
 
     Attributes:
         rule: The reduction rule.
@@ -174,15 +178,15 @@ class StrategyFacts:
     """
 
     rule: Rule
-    splits_batches: bool
-    accumulation: int
-    micro_batches: int
-    replicas: int | None
-    replicated: bool
-    counts_replicas: bool
-    equivalent_to: str | None
-    scales_rates: bool
-    samples: float | None
+    splits_batches: bool = False
+    accumulation: int = 1
+    micro_batches: int = 1
+    replicas: int | None = None
+    replicated: bool = False
+    counts_replicas: bool = False
+    equivalent_to: str | None = None
+    scales_rates: bool = False
+    samples: float | None = None
 
 
 def _refuse_uncut(split: bool, given: Mapping[str, Any]) -> None:
@@ -241,6 +245,40 @@ def options_of_ddp(given: Mapping[str, Any], constructor: Callable[..., None], h
                 " Leave it out, or use reduction='mean' without options of the wire."
             )
     return options
+
+
+_OF_BITS = "data_parallel"
+_IRREPRODUCIBLE = {
+    "wire_dtype": "rounds what is sent, which follows the number of ranks",
+    "node_aware": "sums node by node, in an order that follows the nodes",
+    "ddp_comm_hook": "sums in an order of its own",
+    "ddp_comm_wrapper": "sums in an order of its own",
+    "process_group": "reduces over some of the ranks, and replicas are those of all",
+    "device_mesh": "reduces over some of the ranks, and replicas are those of all",
+    "static_graph": "expects one backward in each step, and a rank runs one for each of its replicas",
+}
+
+
+def check_reproducible(given: Mapping[str, Any]) -> None:
+    """Raise a ValueError if the number of ranks must not show in the bits, and an option has it show.
+
+    Such a run is that of `equivalent_to="data_parallel"`, whose step is made of the same replicas on any ranks.
+    """
+    if not given["reproducible"]:
+        return
+    if given["equivalent_to"] not in (None, _OF_BITS):
+        raise ValueError(
+            f"equivalent_to={given['equivalent_to']!r} contradicts reproducible=True, whose steps are made of the same"
+            f" replicas on any number of ranks. Use equivalent_to={_OF_BITS!r}, or leave one of them out."
+        )
+    if given["num_replicas"] is None:
+        raise ValueError(
+            "reproducible=True needs num_replicas, the chunks that each loader batch is computed in on any number of"
+            " ranks, got None. Give a number that every number of ranks to be used divides, such as num_replicas=8."
+        )
+    for name, why in _IRREPRODUCIBLE.items():
+        if given[name] not in (None, False):
+            raise ValueError(f"{name}={given[name]!r} contradicts reproducible=True: it {why}. Leave one of them out.")
 
 
 def check_groups(options: Options, given: Mapping[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
 Moments are named as Lightning names its hooks, and come in the order in which they stand here. A part overrides those
 that it has something to say to; the part that does nothing is `Part` itself. The strategy asks all parts at every
-moment, but for those of a single loader, batch or step, where it uses what one part answers: `process_dataloader`,
-`on_train_batch_start`, `training_step` and `optimizer_step`. Parts do not know each other: what one needs of another
+moment, but for those of a single loader, batch, step or evaluation, where it asks those that it names:
+`process_dataloader`, `on_train_batch_start`, `training_step`, `optimizer_step`, `on_evaluation_start` and
+`on_evaluation_end`. Parts do not know each other: what one needs of another
 the strategy passes as an argument.
 """
 

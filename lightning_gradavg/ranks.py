@@ -3,23 +3,65 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lightning_gradavg.place import Place, places_on_nodes
+from lightning_gradavg.place import Place, node_from_environment, places_on_nodes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Header", "World", "by_value", "digest", "on_ranks", "ranks_by_value", "require_members", "subgroups"]
+__all__ = [
+    "Agreed",
+    "Contribution",
+    "World",
+    "by_rank",
+    "by_value",
+    "digest",
+    "on_ranks",
+    "require_members",
+    "subgroups",
+]
 
 _RANKS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a rank brings to a collective call.
+
+    Attributes:
+        alike: What must be the same on all ranks, as values whose `repr` tells them apart.
+        details: Integers in which ranks may differ, as many on all that are alike.
+        weight: The weight, or None if it was not given.
+    """
+
+    alike: Any
+    details: list[int]
+    weight: float | None
+
+
+class Agreed(NamedTuple):
+    """What every rank brings, in rank order.
+
+    Attributes:
+        nodes: The node, or None where it is not known.
+        weights: The weight, or None where it was not given.
+        details: As in `Contribution`; this rank's own list where they are the same.
+    """
+
+    nodes: list[int | None]
+    weights: list[float | None]
+    details: list[list[int]]
+
+
+C = TypeVar("C", bound=Contribution)
 
 
 @dataclass(frozen=True)
@@ -79,6 +121,42 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def agree(
+        self, refusal: str, contribute: Callable[[], C], difference: Callable[[list[Any]], str]
+    ) -> tuple[C, Agreed]:
+        """Return what this rank and all others bring to a collective call, or raise the same error on all ranks.
+
+        One small exchange, and another where the details differ.
+
+        Args:
+            refusal: What an error of some rank's arguments begins with.
+            contribute: Checks this rank's arguments, and may raise anything.
+            difference: Says, of all ranks' `alike`, what differs.
+
+        Raises:
+            ValueError: If `contribute` raised on any rank, or the ranks are not alike.
+        """
+        mine, error, row = None, None, [True, 0, 0, 0, 0, 0]
+        try:
+            mine, node = contribute(), node_from_environment()
+            row = [False, digest(repr(mine.alike)), digest(repr(mine.details)), _UNKNOWN if node is None else node]
+            row += [mine.weight is not None, _bits(mine.weight or 0.0)]
+        except Exception as failure:  # noqa: BLE001  # whatever this rank meets: the others would wait for it for ever
+            error = failure
+        failed, calls, details, nodes, given, weights = zip(*self.gather_integers(row), strict=True)
+        if any(failed):
+            texts = self.gather_objects(None if error is None else _text(error))
+            raise ValueError(f"{refusal}, {by_rank(texts).rstrip('.')}.") from error
+        assert mine is not None
+        if len(set(calls)) > 1:
+            raise ValueError(difference(self.gather_objects(mine.alike)))
+        same = len(set(details)) == 1
+        return mine, Agreed(
+            [None if node == _UNKNOWN else node for node in nodes],
+            [_number(bits) if is_given else None for is_given, bits in zip(given, weights, strict=True)],
+            [mine.details] * self.size if same else self.gather_integers(mine.details),
+        )
 
     def from_first(self, value: Any) -> Any:
         """Return rank 0's value on every rank."""
@@ -179,36 +257,28 @@ def on_ranks(ranks: Sequence[int]) -> str:
     return f"on rank{'s' * (len(ranks) > 1)} {shown}{more}"
 
 
-@dataclass(frozen=True)
-class Header:
-    """What a rank tells of itself in the one exchange that a collective call begins with.
+def by_rank(values: Iterable[object]) -> str:
+    """Return "on rank 0: a; on ranks 1, 2: b" for the values a, b, b of three ranks. None is left out."""
+    found = ranks_by_value(values).items()
+    return "; ".join(f"{on_ranks(ranks)}: {value}" for value, ranks in found if value is not None)
 
-    Attributes:
-        failed: Whether the rank met a problem; then nothing else is meant.
-        call: Digest of what must be the same on all ranks.
-        forms: Digest of what should be, and is exchanged in full where it is not.
-        node: The node, or None if it is not known.
-        weight: The weight, or None if it was not given.
-    """
 
-    failed: bool
-    call: int = 0
-    forms: int = 0
-    node: int | None = None
-    weight: float | None = None
+_UNKNOWN = -1
 
-    def pack(self) -> list[int]:
-        """Return the header as integers; the weight keeps all its bits."""
-        (bits,) = struct.unpack("<q", struct.pack("<d", self.weight or 0.0))
-        node = -1 if self.node is None else self.node
-        return [self.failed, self.call, self.forms, node, self.weight is not None, bits]
 
-    @classmethod
-    def unpack(cls, row: Sequence[int]) -> Header:
-        """Return the header that `pack` made integers of."""
-        failed, call, forms, node, weighted, bits = row
-        (weight,) = struct.unpack("<d", struct.pack("<q", bits))
-        return cls(bool(failed), call, forms, None if node < 0 else node, weight if weighted else None)
+def _bits(number: float) -> int:
+    """Return the 64 bits of a number, of which an exchange of integers changes none."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", number))
+    return int(bits)
+
+
+def _number(bits: int) -> float:
+    (number,) = struct.unpack("<d", struct.pack("<q", bits))
+    return float(number)
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
 
 
 def digest(text: str) -> int:

@@ -8,11 +8,12 @@ import atexit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -29,13 +30,15 @@ from typing_extensions import override
 
 from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
+from lightning_gradavg.checkpoints import WholeCheckpoints, whole_checkpoint
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.faults.nonfinite import NonFinite, refuse_unjudged
 from lightning_gradavg.faults.part import Faults
+from lightning_gradavg.fingerprint import combined, state_digests
 from lightning_gradavg.launch import plain, require_alike, require_launch
-from lightning_gradavg.lightning_internals import MixedPrecision, leave_batch_norm_alone
+from lightning_gradavg.lightning_internals import MixedPrecision
 from lightning_gradavg.loaders import loader_batch_size
-from lightning_gradavg.options import Options, StrategyFacts, check_groups, options_of_ddp
+from lightning_gradavg.options import Options, StrategyFacts, check_groups, check_reproducible, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
 from lightning_gradavg.ranks import World, require_members
@@ -45,9 +48,11 @@ from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.gather import losses_weighed, require_allowed
 from lightning_gradavg.reduction.loss import WeighedLoss
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.replicas.part import ManyReplicas, Replicas
+from lightning_gradavg.replicas.single_device import replicas_of
 from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
+from lightning_gradavg.reproducible.part import AlignedReplicas, Arithmetic, FixedArithmetic
+from lightning_gradavg.reproducible.reduction import TreeReduction
 from lightning_gradavg.rules import RULES, RuleFunction
 from lightning_gradavg.termination import Termination
 from lightning_gradavg.wire.route import WireOptions
@@ -115,12 +120,15 @@ class GradAvgStrategy(DDPStrategy):
             Otherwise the differences are an error.
         exact_evaluation: True to have validation, test and prediction see each sample exactly once, and log the values
             of one process. See docs/evaluation.md. None for what `equivalent_to` says, and False without it.
+        reproducible: True to train to the same bits on any number of ranks that divides `num_replicas`, and on any
+            grouping of them into nodes. It sets `equivalent_to="data_parallel"`, computes in one thread per process by
+            deterministic algorithms, and sums the replicas' gradients in one order. See docs/reproducible.md.
         wire_dtype: What gradients are sent as between ranks: `"bfloat16"` or `"float16"`, half the bytes. They are
             summed in float32, and all ranks get the same bits. None for their own type. See docs/communication.md.
         wire_scope: `"all"` to use `wire_dtype` between any ranks, `"nodes"` only between nodes.
-        node_aware: True to sum within each node before anything is sent between nodes, False not to, None to do so
-            where it pays: with nodes of equally many ranks, two or more, on gloo under a rule that has a hook anyway,
-            and on NCCL with a `wire_dtype`.
+        node_aware: True for the hierarchical all-reduce, which sums within each node before anything is sent between
+            nodes, False for none, None for where it pays: with nodes of equally many ranks, two or more, on gloo under
+            a rule that has a hook anyway, and on NCCL with a `wire_dtype`.
         nonfinite: What becomes of a step in which a rank's loss or gradient is NaN or infinite, or its `training_step`
             returns None: `"propagate"` steps as stock DDP does, `"raise"` raises on all ranks, `"skip_step"` leaves the
             step out on all ranks, `"drop_rank"` gives that rank weight 0 in it. All but the first reduce after the
@@ -182,6 +190,7 @@ class GradAvgStrategy(DDPStrategy):
         lr_warmup_steps: int = 0,
         allow_recipe_change: bool = False,
         exact_evaluation: bool | None = None,
+        reproducible: bool = False,
         wire_dtype: WireName | None = None,
         wire_scope: Literal["all", "nodes"] = "all",
         node_aware: bool | None = None,
@@ -219,6 +228,7 @@ class GradAvgStrategy(DDPStrategy):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         given = dict(locals())
+        check_reproducible(given)
         options = Options.of(**{name: given[name] for name in _OF_OPTIONS})
         check_groups(options, given)
         recipe = RunRecipe(
@@ -228,7 +238,7 @@ class GradAvgStrategy(DDPStrategy):
             base_batch_size=base_batch_size,
             base_world_size=base_world_size,
             lr_warmup_steps=lr_warmup_steps,
-            equivalent_to=equivalent_to,
+            equivalent_to=options.preset.name if options.preset is not None else None,
         )
         if model_averaging_period is not None:
             raise ValueError(
@@ -264,7 +274,9 @@ class GradAvgStrategy(DDPStrategy):
         self._members = (process_group, device_mesh)
         hook = ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper
         self._reports = Reports(options.rule, crosses_ranks=options.replicated)
-        self._reduction = Reduction(
+        replicas = num_replicas or 1
+        reduction_of = partial(TreeReduction, replicas=replicas) if reproducible else Reduction
+        self._reduction = reduction_of(
             options.rule,
             wire,
             hook,
@@ -275,11 +287,13 @@ class GradAvgStrategy(DDPStrategy):
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()
         self._rates = rates_of(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
-        self._replicas = ManyReplicas(options, static_graph=static_graph) if options.replicated else Replicas(options)
+        self._replicas = (AlignedReplicas if reproducible else replicas_of)(options, static_graph=static_graph)
+        self._arithmetic = FixedArithmetic(replicas) if reproducible else Arithmetic()
         self._evaluation = ExactEvaluation(timeout) if options.exact_evaluation else Evaluation()
         # Without replicas DDP's next forward makes buffers alike, so after a step they may differ.
         self._faults = Faults(check_replicas_every_n_steps, buffers=options.replicated)
         self._parts: tuple[Part, ...] = (
+            self._arithmetic,
             self._reduction,
             self._batches,
             self._rates,
@@ -360,7 +374,7 @@ class GradAvgStrategy(DDPStrategy):
         options = self._options
         return StrategyFacts(
             rule=options.rule,
-            splits_batches=self._batches.splits,
+            splits_batches=options.split_batches,
             accumulation=self._batches.accumulation,
             micro_batches=self._batches.micro_batches,
             replicas=self._shaping_replicas,
@@ -370,6 +384,31 @@ class GradAvgStrategy(DDPStrategy):
             scales_rates=self._rates.recipe.scales,
             samples=self._replicas.samples(self._batches.chunk),
         )
+
+    def fingerprint(self) -> str:
+        """Return 16 hexadecimal digits that are the same where parameters, buffers, optimizer and random state are.
+
+        A collective operation. Of a run with `reproducible=True` they are the same after the same step on any number of
+        ranks. Of random states that of the CPU on rank 0 counts, and the seed of the replicas.
+
+        Raises:
+            RuntimeError: If there is no module yet.
+        """
+        return combined(self.state_digests())
+
+    def state_digests(self) -> dict[str, str]:
+        """Return what the fingerprint is made of: as many digits of every tensor and number of the state, by name.
+
+        A collective operation.
+
+        Raises:
+            RuntimeError: If there is no module yet.
+        """
+        if self.lightning_module is None:
+            raise RuntimeError("there is nothing to take a fingerprint of before the Trainer has begun a run")
+        drawn: Saved = {"random state": World.of(None).from_first(random_state())}
+        self._replicas.save(drawn, {})
+        return state_digests(self.lightning_module, self.optimizers, drawn)
 
     @property
     @override
@@ -403,8 +442,8 @@ class GradAvgStrategy(DDPStrategy):
         for part in self._parts:
             part.setup(run)
             self._begun.append(part)
-        if self._options.one_device:
-            leave_batch_norm_alone(self)  # ours serves CPUs and idle ranks, too
+        if type(self.checkpoint_io) is TorchCheckpointIO:
+            self.checkpoint_io = WholeCheckpoints()
         if trainer.state.fn == TrainerFn.FITTING:
             require_alike(run.world, trainer, self.lightning_module, self._plain)
         if any(each is not None for each in self._members):
@@ -421,7 +460,8 @@ class GradAvgStrategy(DDPStrategy):
         run = Run(module.trainer, module, self.root_device, World.of(None), model, places)
         for part in self._parts:
             part.configure_ddp(run)
-        self._rates.recipe.num_replicas = self._shaping_replicas
+        recipe = self._rates.recipe
+        recipe.num_replicas, recipe.arithmetic = self._shaping_replicas, self._arithmetic.settings
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -583,7 +623,7 @@ class GradAvgStrategy(DDPStrategy):
     ) -> Any:
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
-            self._reduction.require_reduced(optimizer)
+            self._reduction.note_step(optimizer)
         step = super().optimizer_step
         return self._rates.optimizer_step(optimizer, lambda: step(optimizer, closure, model, **kwargs))
 
@@ -610,8 +650,8 @@ class GradAvgStrategy(DDPStrategy):
         self._start_evaluation()
 
     def _start_evaluation(self) -> None:
-        for part in self._parts:
-            part.on_evaluation_start()
+        self._replicas.on_evaluation_start()
+        self._evaluation.on_evaluation_start()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -660,8 +700,8 @@ class GradAvgStrategy(DDPStrategy):
         self._end_evaluation()
 
     def _end_evaluation(self) -> None:
-        for part in self._parts:
-            part.on_evaluation_end()
+        self._replicas.on_evaluation_end()
+        self._evaluation.on_evaluation_end()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -682,11 +722,14 @@ class GradAvgStrategy(DDPStrategy):
         super().save_checkpoint({**checkpoint, _CHECKPOINT_KEY: saved}, *args, **kwargs)
 
     @override
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(*args, **kwargs)
-        self._saved = checkpoint.get(_CHECKPOINT_KEY)
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         module = self.lightning_module
-        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+        trains = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        if trains:
+            checkpoint_path = whole_checkpoint(checkpoint_path, World.of(None))
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._saved = checkpoint.get(_CHECKPOINT_KEY)
+        if trains:
             # Of a checkpoint of another strategy only the recipe is asked, which it does not have.
             for part in self._parts if self._saved is not None else (self._rates,):
                 part.load(self._saved or {})
@@ -716,6 +759,7 @@ _OF_OPTIONS = (
     "equivalent_to",
     "num_replicas",
     "recompute_replicas",
+    "reproducible",
     "split_batches",
     "max_device_batch_size",
     "exact_evaluation",

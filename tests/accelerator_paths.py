@@ -499,6 +499,11 @@ PATHS: Mapping[str, Path] = {
     "data_parallel, recomputed": Path(
         fit_split, options(equivalent_to="data_parallel", num_replicas=4, recompute_replicas=True), BatchNorm, waits=3
     ),
+    "reproducible": Path(fit_split, options(num_replicas=4, reproducible=True), BatchNorm, waits=3),
+    "reproducible, 3 sums a rank": Path(fit_split, options(num_replicas=10, reproducible=True), BatchNorm, waits=3),
+    "reproducible on 4 ranks": Path(
+        fit_split, options(num_replicas=4, reproducible=True), BatchNorm, nodes=FOUR, waits=3
+    ),
     "data_parallel, training_step_end": Path(fit_split, options(equivalent_to="data_parallel"), Contrastive, waits=2),
     "single_device": Path(fit_split, options(equivalent_to="single_device"), BatchNorm, waits=4.5),
     "exact_evaluation": Path(evaluate, options(exact_evaluation=True), Evaluated),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accelerator.build import build, obstacle
 from accelerator.device import load
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from ranks import RankPool, isolated
+from ranks import RankPool, ensure_forkserver, isolated
 
 # No deadline and no random examples: a test says the same on every machine and on every run.
 hypothesis.settings.register_profile("reproducible", deadline=None, derandomize=True, database=None)
@@ -37,12 +37,17 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    fixtures = {name for item in session.items for name in getattr(item, "fixturenames", ())}
     # Before any test, whose time is limited; where there is an obstacle, the fixture skips and says why.
-    if any("sim_world" in getattr(item, "fixturenames", ()) for item in session.items) and obstacle() is None:
+    if "sim_world" in fixtures and obstacle() is None:
         build()
+    # Before verify starts a fork server, which knows no test modules, and of which a process has one.
+    if "world" in fixtures:
+        ensure_forkserver()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name != "trainer")  # what takes longest first
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gradavg.batches.chunks import Chunk, Split
 from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
+from lightning_gradavg.batches.progress import Progress
 from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.ranks import World
 
@@ -31,7 +32,7 @@ class Loop(TrainingLoop):
 
 def splitter_of(split: Split, world: Any = World()) -> BatchSplitter:  # noqa: B008  # immutable
     """Return the splitter of one rank, whose loop reads what its `read` is given, in windows of one batch."""
-    return BatchSplitter(split, world, Loop(), lambda: 1)
+    return BatchSplitter(split, world, Progress(Loop(), lambda: 1))
 
 
 def in_one_world(loader: Any, *, whole: bool = False, **options: Any) -> SplitLoader:

@@ -30,7 +30,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_gradavg.batches.chunks import Piece, Split, chunk_bounds
+from lightning_gradavg.batches.chunks import Piece, Split, chunk_bounds, require_same_reach
 from lightning_gradavg.batches.loader import BatchSplitter
 from lightning_gradavg.tree import batch_samples, fingerprint, slice_batch
 
@@ -464,7 +464,7 @@ class TestMapStyle:
 
         split = in_one_world(loader)
 
-        read = vars(split._source.loader)
+        read = vars(split.source.loader)
         assert before == vars(loader)
         assert {"batch_sampler", "_iterator"} == {name for name in read if read[name] is not before[name]}
         assert read["_iterator"] is None, "its workers are its own"
@@ -581,7 +581,7 @@ class TestIterables:
                 return self
 
         loader = in_one_world(DataLoader(Stream(3), batch_size=4, collate_fn=lambda _: Pinnable()))
-        inside = loader._source
+        inside = loader.source
         next(iter(loader))
 
         sent = pin_memory(inside.loader.collate_fn([1, 2, 3]))
@@ -796,7 +796,7 @@ class TestMicroBatches:
             loader = splitter.wrap(DataLoader(range(50), batch_size=20))  # type: ignore[arg-type]  # a range will do
             taken = take_all(loader)
             assert len(taken) == len(loader) == 12
-            return splitter.micro_batches, max(len(each.batch) for each in taken), taken
+            return splitter.progress.micro_batches, max(len(each.batch) for each in taken), taken
 
         ranks = on_ranks(2, body, max_samples=3)
 
@@ -809,7 +809,7 @@ class TestMicroBatches:
         splitter = splitter_of(Split(max_samples=2))
         large, small = (splitter.wrap(DataLoader(range(8), batch_size=size)) for size in (8, 2))  # type: ignore[arg-type]
 
-        assert 4 == splitter.micro_batches
+        assert 4 == splitter.progress.micro_batches
         assert (4, 16) == (len(large), len(small))
         assert [0, 0, 0, 2] == [each.chunk.samples for each in take_all(small)[:4]]
 
@@ -859,11 +859,12 @@ class TestStandIns:
     def test_loaders_that_reach_different_ranks_are_an_error_on_all(self) -> None:
         """A step of one loader's samples and another's stand-in has no right weight; every rank says so."""
 
-        def body(splitter: BatchSplitter) -> list[int]:
+        def body(splitter: BatchSplitter) -> None:
             loaders = [splitter.wrap(DataLoader(range(size), batch_size=4)) for size in (8, 5)]  # type: ignore[arg-type]
             combined = CombinedLoader(loaders)
-            splitter.loop = Loop(combined)
-            return [chunk.samples for _ in combined for chunk in splitter.take() if chunk is not None]
+            splitter.progress.loop = Loop(combined)
+            for _ in combined:
+                require_same_reach([chunk for chunk in splitter.progress.take() if chunk is not None], None)
 
         errors = on_ranks(2, body)
 

@@ -38,7 +38,7 @@ def _rows(fetcher: _DataFetcher, splitter: BatchSplitter, steps: int) -> list[tu
     rows: list[tuple[Any, list[Chunk | None]]] = []
     while not fetcher.done and len(rows) < steps:
         batch, _, _ = next(fetcher)
-        rows.append((batch, splitter.take_each()))
+        rows.append((batch, splitter.progress.take()))
         _look(fetcher.combined_loader.flattened)
     return rows
 
@@ -87,7 +87,7 @@ class TestInLightning:
             loaders.append(splitter.wrap(list(batches) if sized else Unsized(batches)))
         fetcher = _PrefetchDataFetcher()
         fetcher.setup(CombinedLoader(loaders, mode))
-        splitter.loop = Loop(fetcher.combined_loader)
+        splitter.progress.loop = Loop(fetcher.combined_loader)
         lengths = [-(-size // 4) for size in sizes]
         expected = min(lengths) if mode == "min_size" else max(lengths)
 
@@ -188,14 +188,14 @@ class _SplitStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        self.splitter.loop = TrainingLoop(trainer.fit_loop)
+        self.splitter.progress.loop = TrainingLoop(trainer.fit_loop)
 
     def process_dataloader(self, dataloader: object) -> object:
         return self.splitter.wrap(dataloader)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        self.chunks.append(next(chunk for chunk in self.splitter.take() if chunk is not None))
+        self.chunks.append(next(chunk for chunk in self.splitter.progress.take() if chunk is not None))
         return super().batch_to_device(batch, *args, **kwargs)
 
 

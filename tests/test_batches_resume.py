@@ -147,23 +147,24 @@ class Fit:
         whole: bool = False,
     ) -> None:
         self.splitter, self.draws = splitter, draws
-        self.loop = splitter.loop = Loop()
-        splitter.window, splitter.whole_batches = lambda: window, whole
-        self.states = None if states is None else deque(states)
+        progress = self.progress = splitter.progress
+        self.loop = progress.loop = Loop()
+        progress.window, splitter.whole_batches = lambda: window, whole
+        progress.states = None if states is None else deque(states)
         self.loaders = []
         for user_loader in make():
             iter(user_loader)  # as Lightning does, to see whether it can
-            self.loaders.append(splitter.wrap(user_loader, self.states))
+            self.loaders.append(splitter.wrap(user_loader))
         self.combined = CombinedLoader(self.loaders, mode)
         self.loop.read(self.combined)
         if limit is not None:
-            self.combined.limits = limit * splitter.micro_batches
+            self.combined.limits = limit * progress.micro_batches
         self.fetcher = _PrefetchDataFetcher()
         self.fetcher.setup(self.combined)
         iter(self.fetcher)
-        self.fetcher.fetched += splitter.batches * splitter.micro_batches
+        self.fetcher.fetched += progress.batches * progress.micro_batches
         torch.rand(3)  # as the validation loaders do while they are set up
-        splitter.end_set_up()
+        progress.end_set_up()
         self.begun = True
 
     def rows(self, stop: int | None = None) -> Iterator[Row]:
@@ -180,7 +181,7 @@ class Fit:
                 self.loop.ended = True
                 return
             self.loop.ended = self.fetcher.done
-            chunks = self.splitter.take_each()
+            chunks = self.progress.take()
             if self.draws and any(chunk is not None and chunk.index == 0 for chunk in chunks):
                 torch.rand(1 + self.splitter.split.rank), random.random(), np.random.random()  # noqa: NPY002  # likewise
             yield Row(
@@ -446,7 +447,7 @@ class TestState:
         def body(splitter: BatchSplitter) -> str:
             fit = Fit(splitter, one(lambda: ORDERS["lazy"](20, 5)))
             fit.epoch()
-            fit.epoch(2 * splitter.micro_batches)
+            fit.epoch(2 * fit.progress.micro_batches)
             (state,) = fit.save()
             assert (2, 10, 2, False) == (state["batches"], state["samples"], state["epoch_batches"], state["complete"])
             return comparable(state)
@@ -515,7 +516,7 @@ class TestState:
         fit = Fit(splitter_of(Split()), make, states)
 
         assert comparable(states) == comparable(fit.save())
-        assert 3 == fit.splitter.batches
+        assert 3 == fit.progress.batches
 
 
 def _rest(fit: Fit, stop: int) -> tuple[list[Row], list[Any]]:
@@ -606,7 +607,7 @@ class TestOrderOfARest:
         def body(splitter: BatchSplitter) -> list[list[Row]]:
             fit = Fit(splitter, make, runs[0].states)
             iter(fit.fetcher)
-            fit.fetcher.fetched += splitter.batches
+            fit.fetcher.fetched += fit.progress.batches
             return [fit.epoch() for _ in expected]
 
         expected = remaining(runs, 1)
@@ -707,7 +708,7 @@ class _Strategy(SingleDeviceStrategy):
     def __init__(self) -> None:
         super().__init__("cpu")
         self.splitter = splitter_of(Split())
-        self.states: deque[Any] | None = None
+        self.progress = self.splitter.progress
 
     @property
     def trainer(self) -> Trainer:
@@ -715,17 +716,17 @@ class _Strategy(SingleDeviceStrategy):
         return self.lightning_module.trainer
 
     def process_dataloader(self, dataloader: object) -> object:
-        return self.splitter.wrap(dataloader, self.states) if self.trainer.training else dataloader
+        return self.splitter.wrap(dataloader) if self.trainer.training else dataloader
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self.trainer.training:
-            self.splitter.take()
+            self.progress.take()
         return super().batch_to_device(batch, *args, **kwargs)
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        self.splitter.loop = TrainingLoop(trainer.fit_loop)
-        self.splitter.window = lambda: trainer.accumulate_grad_batches
+        self.progress.loop = TrainingLoop(trainer.fit_loop)
+        self.progress.window = lambda: trainer.accumulate_grad_batches
 
     def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
         checkpoint["split"] = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader")
@@ -733,11 +734,11 @@ class _Strategy(SingleDeviceStrategy):
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        self.states = deque(checkpoint["split"])
+        self.progress.states = deque(checkpoint["split"])
         return checkpoint
 
     def on_train_start(self) -> None:
-        self.splitter.end_set_up()
+        self.progress.end_set_up()
 
 
 class _Noting(LightningModule):

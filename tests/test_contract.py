@@ -43,6 +43,7 @@ OWN_OPTIONS = {
     "lr_warmup_steps": 0,
     "allow_recipe_change": False,
     "exact_evaluation": None,
+    "reproducible": False,
     "wire_dtype": None,
     "wire_scope": "all",
     "node_aware": None,
@@ -117,7 +118,17 @@ def test_the_functions():
 
 def test_what_the_strategy_answers():
     """Properties and methods beside those of Lightning's strategies."""
-    for name in ("global_batch_size", "lr_scale", "num_replicas", "observing", "report", "observe_next_step", "facts"):
+    for name in (
+        "global_batch_size",
+        "lr_scale",
+        "num_replicas",
+        "observing",
+        "report",
+        "observe_next_step",
+        "facts",
+        "fingerprint",
+        "state_digests",
+    ):
         assert hasattr(GradAvgStrategy, name)
 
 

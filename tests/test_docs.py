@@ -15,6 +15,9 @@ from ranks import ensure_forkserver
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/**/*.md"))]
+TOLD = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+# What pyproject.toml puts into the source distribution, beside itself and the license.
+SHIPPED = set(re.findall(r'"/([\w.]+)"', (ROOT / "pyproject.toml").read_text("utf-8")))
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w+-]*)[^\n]*$")
 NO_RUN = re.compile(r"^\s*<!-- *no-run: *(?P<reason>.*?) *-->\s*$")
 
@@ -109,13 +112,15 @@ def test_the_readme_has_python_blocks() -> None:
     assert [block for block in blocks_of(page) if block.language == "python" and block.no_run is None]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *TOLD], ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_lead_somewhere(page: Path) -> None:
-    """A link to a file of the repository names one that exists."""
+    """A link to a file of the repository names one that exists, and that is in the source distribution, too."""
     text = re.sub(r"^( *)(`{3,}|~{3,}).*?^ *\2 *$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     targets = re.findall(r"\]\((?!\w+:|#)([^)\s#]+)", text)
 
     assert [] == [target for target in targets if not (page.parent / target).exists()]
+    found = [(page.parent / target).resolve().relative_to(ROOT).parts[0] for target in targets]
+    assert set() == {page.relative_to(ROOT).parts[0], *found} - SHIPPED
 
 
 def test_blocks_are_read_as_written() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torchmetrics import CatMetric
 
 from lightning_gradavg.evaluation.dealt import EvaluationLoader, compare_streams, ranks_having
-from lightning_gradavg.evaluation.logged import complete_states, describe_results, describe_states
+from lightning_gradavg.evaluation.logged import complete_states, describe
 from lightning_gradavg.ranks import World
 
 
@@ -28,7 +28,7 @@ class Stream(IterableDataset[int]):
 
 
 def wrapped(loader: Any, rank: int, size: int, **options: Any) -> EvaluationLoader:
-    defaults: dict[str, Any] = {"kept": False, "limit": None, "lengths": None, "on_batch": lambda _: None}
+    defaults: dict[str, Any] = {"kept": False, "limit": None, "lengths": None, "group": lambda: None}
     return EvaluationLoader(loader, World(None, rank, size), **(defaults | options))
 
 
@@ -129,9 +129,9 @@ def test_only_what_is_computed_by_all_ranks_is_agreed_on():
         meta.sync = _Sync(**sync)  # type: ignore[arg-type]
         results[name] = _ResultMetric(meta, is_tensor=True)
     results["earlier"].has_reset = True
-    described = describe_results(results)
+    described = describe(results, {}).results
     assert {"shared": True, "local": False} == {name: logged.synced for name, logged in described.items()}
-    assert ("mean", False) == described["shared"].reduce_fx
+    assert torch.mean == described["shared"].fields["reduce_fx"]
     assert {"value": torch.float32, "cumulated_batch_size": torch.int64} == described["shared"].dtypes
 
 
@@ -141,11 +141,11 @@ def test_list_states_get_one_form_on_every_rank():
     metrics[0].update(torch.tensor(1.0, dtype=torch.float64))
     for value in (2.0, 3.0):
         metrics[1].update(torch.tensor(value, dtype=torch.float64))
-    of_ranks = [describe_states({"cat": metric}) for metric in metrics[:2]] + [{}]
+    of_ranks = [describe({}, {"cat": metric}).states for metric in metrics[:2]] + [{}]
     changed = [complete_states({"cat": metric}, of_ranks, World()) for metric in metrics]
     assert [[1.0], [2.0, 3.0], []] == [metric.value[0].tolist() for metric in metrics]
     assert {torch.float64} == {metric.value[0].dtype for metric in metrics}
-    assert [0, 0, 1] == [len(each) for each in changed]
-    assert metrics[2].update_called
-    changed[2][0]()
-    assert not metrics[2].update_called
+    assert [True] * 3 == [metric.update_called for metric in metrics]
+    for put_back in changed:
+        put_back.close()
+    assert [True, True, False] == [metric.update_called for metric in metrics]

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, SequentialSampler
 
-from examples import convergence, demo, digits, text
+from examples import convergence, demo, digits, same_bits, text
 from examples.comparison import Comparison, TaskResult, compare, losses_difference, weights_difference
 from examples.convergence_run import WAYS, Outcome, SentBytes
 from examples.global_batches import GlobalBatchSampler, ShuffleSampler, chunk_of_rank, global_batch_loader
@@ -469,6 +469,23 @@ def test_training_on_one_process_is_real(tmp_path):
     assert 0 == module.global_rank
 
 
+def test_the_line_of_bits():
+    """It has the digits of every number of processes, and says whether they are the same."""
+    same = same_bits.line({1: "a" * 64, 2: "a" * 64})
+    assert same.endswith(f"reproducible=True: {'a' * 16} on 1, {'a' * 16} on 2: the same bits")
+    assert same_bits.line({1: "a" * 64, 4: "b" * 64}).endswith(f"{'b' * 16} on 4: DIFFERENT BITS")
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_demo_leaves_the_same_bits(tmp_path, capsys):
+    """Trained by Lightning's own launcher on one process and on two, the language model has the same weights."""
+    assert 0 == same_bits.main(["--worlds", "1", "2", "--samples", "41", "--output", str(tmp_path)])
+    assert "the same bits" in capsys.readouterr().out
+    one, two = ((tmp_path / f"same_bits_{devices}.sha").read_text() for devices in (1, 2))
+    assert one == two
+
+
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # 40 s on two idle cores
@@ -575,7 +592,7 @@ class Wide(Constant):
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({}, 16384), ({"wire_dtype": "bfloat16"}, 8192)],
+    [({}, 16384), ({"wire_dtype": "bfloat16"}, 8192), ({"num_replicas": 2, "reproducible": True}, 16384)],
 )
 def test_bytes_of_a_step(options, expected, world):
     """On 2 ranks each sends half of 16 KiB twice, and in bfloat16 half of that."""

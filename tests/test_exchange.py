@@ -28,7 +28,7 @@ def test_segments_cover_a_bucket_once(size, monkeypatch):
     """The segments of a bucket hold each number once, and zeros beyond its end, in parts of aligned size."""
     monkeypatch.setattr(exchange, "SEGMENT_BYTES", 48)
     flat = torch.arange(1.0, size + 1)
-    segments = list(of_three()._cut(flat))
+    segments = list(of_three()._cut(flat[None]))
     assert torch.equal(flat, torch.cat([segment.numbers for segment in segments]))
     padded = torch.cat([segment.total.flatten() for segment in segments])
     assert torch.equal(torch.cat([flat, torch.zeros(len(padded) - size)]), padded)
@@ -53,7 +53,7 @@ def test_order_of_steps():
 def test_memory_is_used_again():
     """Segments that are under way at once have memory of their own, and those of the next bucket take it over."""
     ours = of_three()
-    flat = torch.zeros(10)
+    flat = torch.zeros(1, 10)
 
     def addresses(name: str) -> list[int]:
         lent = [ours._lender(slot, CPU)(name, 2, 5, torch.float32) for slot in range(3)]

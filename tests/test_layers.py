@@ -13,11 +13,11 @@ from structure import MODULES, folder_of, imported_names, own_imports
 # A module beside the folders is a folder of its own. Put a new one where its imports allow.
 FLOORS = (
     "place tree device lightning_internals arguments methods random_state",
-    "timers profile loaders",
+    "timers profile loaders fingerprint",
     "rules ranks wire part",
     "options reduction rates",
-    "batches evaluation launch termination faults",
-    "replicas report",
+    "batches checkpoints evaluation launch termination faults",
+    "replicas report reproducible",
     "strategy plan",
     "verify monitor",
     "cli",
@@ -30,8 +30,9 @@ UPWARD: dict[str, str] = {}
 
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 LIGHTNING_IN = (
-    "lightning_internals methods part profile batches.part evaluation launch rates.part reduction.reduction",
-    "replicas.part replicas.state replicas.obstacles replicas.log strategy termination monitor verify cli __init__",
+    "lightning_internals methods part profile batches.part checkpoints evaluation launch rates.part",
+    "reduction.reduction replicas.part replicas.state replicas.obstacles replicas.log reproducible.part",
+    "strategy termination monitor verify cli __init__",
 )
 """Folders and modules that may import Lightning. Everything else is the core, and works without."""
 

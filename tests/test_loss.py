@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradavg.reduction.loss import (
-    Coefficients,
+    NoWeights,
     WeighedLoss,
+    Weights,
     gradients_discarded,
     loss_terms,
-    read_weights,
     weigh_terms,
     zero_loss,
 )
 from lightning_gradavg.reduction.window import MOST_TERMS, WHOLE_LOSS, MicroBatch, as_weight
-from lightning_gradavg.rules import RULES
+from lightning_gradavg.rules import RULES, Rule
 
 CPU = torch.device("cpu")
 WEIGHTED = RULES["weighted_mean"]
@@ -32,7 +32,7 @@ def leaf(value: float, dtype: torch.dtype = torch.float64) -> Any:
 def test_value_is_the_plain_sum() -> None:
     """Only gradients are weighed; the value is the sum of the terms, with graph."""
     a, b = leaf(2.0), leaf(3.0)
-    total = weigh_terms(Coefficients([0.5, None]), [a * 1, b * 1])
+    total = weigh_terms([0.5, None], [a * 1, b * 1])
     assert 5.0 == total.item()
     assert total.requires_grad
     assert (2.0, 3.0) == (a.item(), b.item())
@@ -41,17 +41,17 @@ def test_value_is_the_plain_sum() -> None:
 def test_gradients_are_weighed() -> None:
     """Each term's gradient is multiplied by its coefficient, also below a division and a loss scale."""
     w = leaf(1.0)
-    (weigh_terms(Coefficients([0.5, 4.0]), [3 * w, 5 * w]) / 2 * 1024).backward()
+    (weigh_terms([0.5, 4.0], [3 * w, 5 * w]) / 2 * 1024).backward()
     assert (0.5 * 3 + 4.0 * 5) / 2 * 1024 == w.grad.item()
 
 
 def test_coefficients_are_read_at_the_backward() -> None:
     """Coefficients set after the forward count, and another backward of the same graph may have others."""
-    w, coefficients = leaf(1.0), Coefficients([1.0, 1.0])
+    w, coefficients = leaf(1.0), list[Any]([1.0, 1.0])
     loss = weigh_terms(coefficients, [3 * w, 5 * w])
     seen = []
     for values in ([1.0, None], [None, 1.0], [2.0, 10.0]):
-        coefficients.values = list(values)
+        coefficients[:] = values
         w.grad = None
         loss.backward(retain_graph=True)
         seen.append(w.grad.item())
@@ -62,11 +62,11 @@ def test_none_stops_a_gradient_that_is_no_number() -> None:
     """Case 9: the term of an empty mean is left out of the backward, where 0 times its NaN would be NaN."""
     w, mask = leaf(1.0), torch.zeros(3, dtype=torch.float64)
     empty = (w * mask).sum() / mask.sum()
-    coefficients = Coefficients([1.0, None])
+    coefficients: list[Any] = [1.0, None]
     weigh_terms(coefficients, [2 * w, empty]).backward()
     assert 2.0 == w.grad.item()
     w.grad = None
-    coefficients.values = [1.0, 0.0]
+    coefficients[:] = [1.0, 0.0]
     weigh_terms(coefficients, [2 * w, (w * mask).sum() / mask.sum()]).backward()
     assert math.isnan(w.grad.item())
 
@@ -74,7 +74,7 @@ def test_none_stops_a_gradient_that_is_no_number() -> None:
 def test_all_terms_stopped() -> None:
     """With every term stopped no gradient arrives."""
     w = leaf(1.0)
-    weigh_terms(Coefficients([None]), [2 * w]).backward()
+    weigh_terms([None], [2 * w]).backward()
     assert w.grad is None or w.grad.item() == 0
 
 
@@ -83,7 +83,7 @@ def test_all_terms_stopped() -> None:
 def test_gradients_keep_their_dtype(dtype: torch.dtype, coefficient: float | Tensor) -> None:
     """Every term gets a gradient of its own dtype, whatever the others' and the coefficient's."""
     a, b = leaf(1.0, dtype), leaf(1.0, torch.float32)
-    loss = weigh_terms(Coefficients([coefficient, coefficient]), [2 * a, 4 * b])
+    loss = weigh_terms([coefficient, coefficient], [2 * a, 4 * b])
     assert torch.promote_types(dtype, torch.float32) == loss.dtype
     loss.backward()
     assert (dtype, torch.float32) == (a.grad.dtype, b.grad.dtype)
@@ -93,7 +93,7 @@ def test_gradients_keep_their_dtype(dtype: torch.dtype, coefficient: float | Ten
 def test_terms_of_shape_one() -> None:
     """A term may have the shape (1,)."""
     w = leaf(1.0)
-    weigh_terms(Coefficients([1.0, 3.0]), [2 * w, (5 * w).reshape(1)]).sum().backward()
+    weigh_terms([1.0, 3.0], [2 * w, (5 * w).reshape(1)]).sum().backward()
     assert 17.0 == w.grad.item()
 
 
@@ -101,7 +101,7 @@ def test_first_term_is_not_changed_in_place() -> None:
     """The loss is a tensor of its own: changing it in place leaves the terms as they are."""
     w = leaf(1.0)
     term = 2 * w
-    loss = weigh_terms(Coefficients([1.0]), [term])
+    loss = weigh_terms([1.0], [term])
     with torch.no_grad():
         loss.mul_(10)
     assert 2.0 == term.item()
@@ -110,7 +110,7 @@ def test_first_term_is_not_changed_in_place() -> None:
 def test_double_backward() -> None:
     """A gradient of a gradient goes through the weighing."""
     w = leaf(3.0)
-    loss = weigh_terms(Coefficients([2.0]), [w**2])
+    loss = weigh_terms([2.0], [w**2])
     (slope,) = torch.autograd.grad(loss, w, create_graph=True)
     (curvature,) = torch.autograd.grad(slope, w)
     assert (12.0, 4.0) == (slope.item(), curvature.item())
@@ -138,6 +138,10 @@ def test_what_is_no_loss(loss: Any, error: type[Exception], said: str) -> None:
         loss_terms(loss)
 
 
+def reader(rule: Rule = WEIGHTED) -> NoWeights:
+    return (Weights if rule.uses_weight else NoWeights)(rule, CPU, "training_step returned", print, print)
+
+
 def weights_of(micro_batch: MicroBatch) -> dict[str, float]:
     return {term: weight.item() for term, weight in micro_batch.weights.items()}
 
@@ -155,8 +159,8 @@ def weights_of(micro_batch: MicroBatch) -> dict[str, float]:
 )
 def test_weights_are_read(given: dict[str, Any], weights: dict[str, float]) -> None:
     """The weight is that given, for all terms or for each; else the samples, told or counted; or none where unused."""
-    options = {"rule": WEIGHTED, "terms": ("cls", "box"), "weight": None, "batch": torch.ones(5, 2), "device": CPU}
-    micro_batch = read_weights(**(options | given))
+    options = {"terms": ("cls", "box"), "weight": None, "batch": torch.ones(5, 2)} | given
+    micro_batch = reader(options.pop("rule", WEIGHTED)).read(**options)
     assert weights == weights_of(micro_batch)
     explicit = given.get("weight") is not None and "rule" not in given
     assert (explicit, None, False) == (micro_batch.explicit, micro_batch.problem, micro_batch.absent)
@@ -165,7 +169,7 @@ def test_weights_are_read(given: dict[str, Any], weights: dict[str, float]) -> N
 def test_samples_that_do_not_count() -> None:
     """A micro-batch without samples of its own is absent, whatever its weight, with a weight of 0 for each term."""
     for weight, terms in ((None, {"": 0.0}), (3, {"": 0.0}), ({"a": 1, "b": 2}, {"a": 0.0, "b": 0.0})):
-        micro_batch = read_weights(WEIGHTED, ("a", "b"), weight, torch.ones(5), CPU, samples=0)
+        micro_batch = reader().read(("a", "b"), weight, torch.ones(5), samples=0)
         assert (terms, True, weight is not None) == (weights_of(micro_batch), micro_batch.absent, micro_batch.explicit)
 
 
@@ -181,7 +185,7 @@ def test_samples_that_do_not_count() -> None:
 )
 def test_faults_of_weights_are_noted(weight: Any, batch: Any, problem: str) -> None:
     """What is wrong with weights is noted for all ranks to raise together, and not raised here."""
-    micro_batch = read_weights(WEIGHTED, ("a", "b"), weight, batch, CPU)
+    micro_batch = reader().read(("a", "b"), weight, batch)
     assert micro_batch.problem is not None
     assert micro_batch.problem.startswith(problem)
     assert {"a": 0.0, "b": 0.0} == weights_of(micro_batch)
@@ -194,9 +198,8 @@ def test_terms_that_share_a_weight_are_one() -> None:
     each = MicroBatch({"a": as_weight(4, CPU), "b": as_weight(4, CPU)})
     for micro_batch, count in ((whole, 1), (each, 2)):
         weighed = WeighedLoss.of(terms, micro_batch)
-        assert weighed.coefficients is not None
-        assert (5.0, count) == (weighed.value.item(), len(weighed.coefficients.values))
-    assert WeighedLoss.plain(terms, whole).coefficients is None
+        assert (5.0, count) == (weighed.value.item(), len(weighed.coefficients))
+    assert [] == WeighedLoss.plain(terms, whole).coefficients
 
 
 def hooks_of(parameter: nn.Parameter) -> int:
@@ -229,7 +232,7 @@ def test_term_that_is_stopped_has_no_gradient_to_discard() -> None:
     """Case 9: a parameter of a stopped term alone gets no gradient, and the hook that discards survives that."""
     a, b = leaf(1.0), leaf(1.0)
     with gradients_discarded([a, b]):
-        weigh_terms(Coefficients([1.0, None]), [a * 2, b * 3]).backward()
+        weigh_terms([1.0, None], [a * 2, b * 3]).backward()
     assert 0.0 == a.grad.item()
     assert b.grad is None or b.grad.item() == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from inspect import signature
 from typing import Any
 from unittest import mock
 
@@ -15,20 +16,11 @@ from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.options import PRESETS, Options
 from lightning_gradavg.rules import RULES, Share, rule_of_replica_losses
 
+DEFAULTS = {name: one.default for name, one in signature(GradAvgStrategy).parameters.items()}
+
 
 def options_of(**given: Any) -> Options:
-    defaults: dict[str, Any] = {
-        "reduction": "mean",
-        "equivalent_to": None,
-        "num_replicas": None,
-        "recompute_replicas": False,
-        "split_batches": None,
-        "max_device_batch_size": None,
-        "exact_evaluation": None,
-        "broadcast_buffers": None,
-        "forward_sync_buffers": None,
-    }
-    return Options.of(**{**defaults, **given})
+    return Options.of(**{**DEFAULTS, **given})
 
 
 def own_rule(place: Any, weight: Any) -> Share:

@@ -317,7 +317,7 @@ def gathered_predictions(options: dict[str, Any]) -> list[int]:
     seen, original = [], World.gather_objects
 
     def gather_objects(self: World, value: Any) -> list[Any]:
-        seen.append(len(value) if isinstance(value, torch.Tensor) else 0)
+        seen.append(sum(len(each) for each in value if isinstance(each, torch.Tensor)))
         return original(self, value)
 
     with mock.patch.object(World, "gather_objects", gather_objects):

@@ -15,20 +15,11 @@ from ranks import make_trainer
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
-from toys import Toy, loader, same_everywhere, train
+from toys import AWARE, WEIGHTED, Toy, approx, loader, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
 
-WEIGHTED = {"reduction": "weighted_mean"}
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning"),
-    pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified"),
-]
-
-
-def approx(value, tolerance=1e-12):
-    return pytest.approx(value, rel=tolerance, abs=tolerance)
+pytestmark = AWARE
 
 
 class Manual(MLP):
@@ -110,6 +101,36 @@ def test_step_on_unreduced_gradients_is_detected(world, reduction, way):
     raised = world(2).run_expecting_errors(train, [[[1]], [[2]]], {"way": way}, {"reduction": reduction}, module=Direct)
     assert ["RuntimeError"] * 2 == [one.type_name for one in raised]
     assert all("self.manual_backward(loss)" in one.message for one in raised)
+
+
+class Alone(Toy):
+    """Steps a second time on the same gradients, on one rank and in one batch."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.batch = batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.losses(batch).mean())
+        optimizer.step()
+        if dist.get_rank() == 1 and batch_idx == self.batch:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("batch", [0, 2, 5])
+@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
+def test_step_of_one_rank_alone_is_an_error_on_all(world, reduction, batch):
+    """Ranks of which only one steps on gradients that were not reduced do not wait for it: all raise, and say which."""
+    raised = world(2).run_expecting_errors(
+        train, [[[1.0]] * 6] * 2, {"batch": batch}, {"reduction": reduction}, module=Alone
+    )
+    assert ["RuntimeError"] * 2 == [one.type_name for one in raised]
+    assert all(
+        "SGD.step() was called on gradients" in one.message and "it was called on rank 1." in one.message
+        for one in raised
+    )
 
 
 class Surgery(Toy):

@@ -14,20 +14,11 @@ from mlp import COUNTS, MLP, assert_reference, reference, samples
 from ranks import RankError, make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from toys import Toy, loader, same_everywhere, train
+from toys import AWARE, WEIGHTED, Toy, approx, loader, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
 
-WEIGHTED = {"reduction": "weighted_mean"}
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning"),
-    pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified"),
-]
-
-
-def approx(value, tolerance=1e-12):
-    return pytest.approx(value, rel=tolerance, abs=tolerance)
+pytestmark = AWARE
 
 
 def train_mlp(

@@ -139,3 +139,25 @@ def test_another_recipe_that_is_meant(world, tmp_path):
         fit, "shuffle", None, 2, str(tmp_path / "again"), 4, f"{tmp_path}/step=2.ckpt", allow_recipe_change=True
     )
     assert [2, 2] == [len(rank[2]) for rank in ranks]
+
+
+class Plain(Resumed):
+    """The same with a constant learning rate, which any number of epochs will do for."""
+
+    configure_optimizers = Toy.configure_optimizers
+
+
+def batches_counted(path: str, limit: int | None, epochs: int, resume: str | None = None) -> int:
+    """Body: train, save after the end of training, and return how many batches Lightning has counted."""
+    strategy = GradAvgStrategy(split_batches=True, max_device_batch_size=limit)
+    trainer = make_trainer(strategy, max_epochs=epochs)
+    trainer.fit(Plain("sequential"), ckpt_path=resume)
+    trainer.save_checkpoint(path)
+    return trainer.fit_loop.epoch_loop.batch_progress.total.completed
+
+
+def test_a_checkpoint_written_after_training_counts_as_one_within_it(world, tmp_path):
+    """7 loader batches in 2 micro-batches each are 14; resumed without, they are 7 of 14 loader batches."""
+    first, second = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
+    assert [14, 14] == world(2).run(batches_counted, first, 1, 1)
+    assert [14, 14] == world(2).run(batches_counted, second, None, 2, first)

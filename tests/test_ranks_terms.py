@@ -11,20 +11,11 @@ from lightning.pytorch import LightningModule
 from ranks import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
-from toys import Toy, same_everywhere
+from toys import AWARE, WEIGHTED, Toy, approx, same_everywhere
 
 from lightning_gradavg import GradAvgStrategy
 
-WEIGHTED = {"reduction": "weighted_mean"}
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning"),
-    pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified"),
-]
-
-
-def approx(value: float) -> Any:
-    return pytest.approx(value, rel=1e-12, abs=1e-12)
+pytestmark = AWARE
 
 
 class Heads(LightningModule):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from verify_runs import IN_DOCS, RUNS, THREE, UNEVEN, batches, recorded
 
-from lightning_gradavg.verify.order import read_stream
+from lightning_gradavg.verify.reference import read_stream
 from lightning_gradavg.verify.report import STAGES, Report
 from lightning_gradavg.verify.run import reference_report
 

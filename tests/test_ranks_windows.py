@@ -9,20 +9,11 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from ranks import make_trainer
 from torch import Tensor, nn
-from toys import Toy, loader, same_everywhere, train
+from toys import AWARE, WEIGHTED, Toy, approx, loader, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
 
-WEIGHTED = {"reduction": "weighted_mean"}
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning"),
-    pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified"),
-]
-
-
-def approx(value: float) -> Any:
-    return pytest.approx(value, rel=1e-12, abs=1e-12)
+pytestmark = AWARE
 
 
 class Interrupted(Toy):

@@ -17,13 +17,14 @@ from grids import grid
 from ranks import RankPool
 from roundings import LARGEST_ERROR, relative_error
 from torch.futures import Future
+from toys import failing_codec
 
 from lightning_gradavg.place import places_on_nodes
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum
 from lightning_gradavg.reduction.reducer import BucketSum
 from lightning_gradavg.wire import exchange
-from lightning_gradavg.wire.codecs import CODECS, Codec
+from lightning_gradavg.wire.codecs import CODECS
 from lightning_gradavg.wire.route import WireOptions
 
 CPU = torch.device("cpu")
@@ -208,23 +209,10 @@ def test_order_under_skew_for_long(nodes, wire_dtype):
         pool.close()
 
 
-class PaperError(Exception):
-    """What fails on one rank."""
-
-
 def fail_on_one_rank(wire_dtype: str | None, nodes: Sequence[int], call: str) -> Any:
     """Body: the third call of a codec fails on rank 1; then sum again."""
-    original, calls = getattr(Codec, call), 0
-
-    def failing(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise PaperError("out of paper")
-        return original(*args)
-
     bucket_sum, own = open_exchange(wire_dtype, nodes)
-    with mock.patch.object(Codec, call, failing if dist.get_rank() == 1 else original):
+    with failing_codec(call, 3):
         futures = [begin(bucket_sum, torch.ones(100)) for _ in range(3)]
         messages = []
         for future in futures:
@@ -247,7 +235,7 @@ def test_failure_of_one_rank_reaches_all(world, nodes, wire_dtype, call):
     for rank, (messages, _) in enumerate(answers):
         (message,) = messages
         assert "the sum of a bucket over the ranks failed: " in message
-        assert (rank == 1) == ("PaperError('out of paper')" in message)
+        assert (rank == 1) == ("MemoryError('out of paper')" in message)
     of_all([[found] for _, found in answers])
 
 

@@ -20,13 +20,13 @@ from ranks import make_trainer
 from roundings import LARGEST_ERROR, relative_error
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from toys import Seen, Toy, loader, same_everywhere, train
+from toys import Seen, Toy, failing_codec, loader, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.reduction.combine import combine
 from lightning_gradavg.rules import RULES
 from lightning_gradavg.wire import exchange
-from lightning_gradavg.wire.codecs import CODECS, Codec
+from lightning_gradavg.wire.codecs import CODECS
 
 TWO_NODES = [0, 0, 1, 1]
 WIRES: list[Any] = [
@@ -190,7 +190,7 @@ def test_double_precision_node_by_node(world):
 
 
 SIGNALS = ("all_reduce", 8)
-"""The agreement on termination, of four bytes: see docs/sigterm.md."""
+"""The agreement on termination, of four bytes: see docs/preemption.md."""
 
 
 @contextmanager
@@ -495,19 +495,10 @@ def test_thread_ends_after_a_failed_backward(world, nodes, wire):
 
 def train_with_failure(nodes: Sequence[int], wire: Any, call: str) -> Any:
     """Body: a codec fails on rank 1, in the background of the second step; then train again."""
-    original, calls = getattr(Codec, call), 0
-
-    def failing(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 40:
-            raise MemoryError("out of paper")
-        return original(*args)
-
     strategy = {"reduction": "weighted_mean", "bucket_cap_mb": 1e-6, **wire}
     batches = [[[10.0 * rank + step, 1.0] for step in range(6)] for rank in range(len(nodes))]
     message = ""
-    with mock.patch.object(Codec, call, failing if dist.get_rank() == 1 else original):
+    with failing_codec(call, 40):
         try:
             train(batches, {"kind": "plain"}, strategy, nodes, Odd)
         except RuntimeError as error:

@@ -39,12 +39,11 @@ from lightning_gradavg.verify.compare import (
     rounded_on_the_wire,
     ulp_of,
 )
-from lightning_gradavg.verify.noise import MisalignedError, Recorded, Replayed
 from lightning_gradavg.verify.record import Recorder, RunFacts, patched, sketch
+from lightning_gradavg.verify.replay import MisalignedError, Recorded, Replayed
 from lightning_gradavg.verify.report import STAGES, Finding, Report, Stage, plot_report, print_report, times
-from lightning_gradavg.verify.rows import UnknownSamplesError, digest, digests, join, samples_in
 from lightning_gradavg.verify.run import Progress, estimate
-from lightning_gradavg.verify.state import module_state
+from lightning_gradavg.verify.state import UnknownSamplesError, digest, digests, join, module_state, samples_in
 from lightning_gradavg.verify.target import Settings, Target, imported, quiet_options, resolve_strategy
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,19 +12,55 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gradavg.place import places_on_nodes
-from lightning_gradavg.ranks import Header, World, by_value, digest, on_ranks, subgroups
+from lightning_gradavg.ranks import Agreed, Contribution, World, by_value, digest, on_ranks, subgroups
 
 
-@given(
-    weight=st.one_of(st.none(), st.floats(0, allow_infinity=False)),
-    node=st.one_of(st.none(), st.integers(0, 2**40)),
-    text=st.text(),
+@given(weight=st.one_of(st.none(), st.floats(0, allow_infinity=False)), details=st.lists(st.integers()))
+def test_what_a_rank_brings_survives_the_exchange(weight: float | None, details: list[int]) -> None:
+    """A weight keeps its last bit, and a rank that is alone agrees with itself."""
+    mine = Contribution(["alike"], details, weight)
+    assert (mine, Agreed([0], [weight], [details])) == World().agree("refused", lambda: mine, str)
+
+
+def agree(case: str) -> Any:
+    """Body: bring something, on rank 1 something else."""
+    rank = dist.get_rank()
+    if case == "failing" and rank != 1:
+        raise KeyError(f"rank {rank}")
+    if case == "misplaced" and rank == 1:
+        os.environ["NODE_RANK"] = "first"
+    return Contribution("b" if case == "unlike" and rank == 1 else "a", [7, rank % 2 if case == "uneven" else 0], 0.1)
+
+
+def agreed(case: str) -> Any:
+    """Body: what the ranks agree on."""
+    mine, others = World.of(None).agree("refused", partial(agree, case), lambda alike: f"they are {', '.join(alike)}")
+    assert mine.details == others.details[dist.get_rank()]
+    return others
+
+
+def test_ranks_agree(world: Any) -> None:
+    """Every rank knows the nodes, weights and details of all, whether details differ or not."""
+    assert [([0] * 3, [0.1] * 3, [[7, 0]] * 3)] * 3 == world(3).run(agreed, "even")
+    assert [([0] * 3, [0.1] * 3, [[7, 0], [7, 1], [7, 0]])] * 3 == world(3).run(agreed, "uneven")
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("failing", "refused, on rank 0: KeyError: 'rank 0'; on rank 2: KeyError: 'rank 2'."),
+        (
+            "misplaced",
+            "refused, on rank 1: the environment variable NODE_RANK is the index of the node, from 0; got 'fi",
+        ),
+        ("unlike", "they are a, b, a"),
+    ],
 )
-def test_header_survives_the_exchange(weight: float | None, node: int | None, text: str) -> None:
-    """A header is unpacked as it was packed, to the last bit of the weight, as integers that 64 bits hold."""
-    header = Header(failed=False, call=digest(text), forms=~digest(text), node=node, weight=weight)
-    (row,) = World().gather_integers(header.pack())
-    assert header == Header.unpack(row)
+def test_ranks_raise_alike(world: Any, case: str, message: str) -> None:
+    """What any rank meets, and what differs, is one ValueError on all ranks."""
+    raised = world(3).run_expecting_errors(agreed, case)
+    assert ["ValueError"] * 3 == [one.type_name for one in raised]
+    assert all(one.message.startswith(message) for one in raised)
 
 
 def test_digests_tell_texts_apart() -> None:

@@ -6,10 +6,13 @@ Toy-Lin: loss `w * x`: the gradient of a sample is `x`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -18,8 +21,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.wire.codecs import Codec
 
 MicroBatches = Sequence[Sequence[float]]
+WEIGHTED = {"reduction": "weighted_mean"}
+# Of tests that mean what the user is warned of.
+AWARE = [
+    pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning"),
+    pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified"),
+]
+
+
+def approx(value: Any, tolerance: float = 1e-12) -> Any:
+    return pytest.approx(value, rel=tolerance, abs=tolerance)
 
 
 @dataclass
@@ -108,3 +122,19 @@ def same_everywhere(seen: Sequence[Seen]) -> Seen:
         for mine, first in zip(one.gradients + one.weights, seen[0].gradients + seen[0].weights, strict=True):
             assert torch.equal(mine, first)
     return seen[0]
+
+
+@contextmanager
+def failing_codec(call: str, at: int) -> Iterator[None]:
+    """Have, in a body, the codecs' call of this name and number fail on rank 1."""
+    original, calls = getattr(Codec, call), 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise MemoryError("out of paper")
+        return original(*args)
+
+    with mock.patch.object(Codec, call, failing if dist.get_rank() == 1 else original):
+        yield

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import make_trainer
 from torch import Tensor, nn
@@ -594,6 +595,7 @@ PADDED = of_rank(
     ([[1, 2, 3, 4], [5, 6, 0, 0], [3, 1, 2, 0]], [[1, 2, 3], [5, 6, 0], [4, 4, 4]]),
     ([[3, 2], [1, 0], [4, 5]], [[3, 2, 1, 1, 1], [1, 0, 0, 0, 0], [2, 2, 2, 0, 0]]),
 )
+SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
 SHUFFLED: dict[str, Any] = {"use_distributed_sampler": True}
 
 RUNS = {
@@ -622,6 +624,9 @@ RUNS = {
     ),
     "a contrastive loss with `gather`": Run(with_step(contrastive)),
     "`data_parallel`, batch norm": Run(normed, strategy=PARALLEL, data=14, batch_size=7),
+    "`reproducible`, four replicas on two ranks": Run(
+        normed, strategy=gradavg(reproducible=True, num_replicas=4), data=16, batch_size=8
+    ),
     "`data_parallel`, four replicas on two ranks": Run(
         normed, strategy=gradavg(equivalent_to="data_parallel", num_replicas=4), data=16, batch_size=8
     ),
@@ -663,6 +668,7 @@ RUNS = {
     "sparse gradients, SparseAdam": Run(Sparse),
     "hooks that read gradients, the loader, a validation metric": Run(Asking, options={"max_epochs": 3}, steps=3),
     "bfloat16 mixed precision, dropout": Run(dropped, UNEVEN, BY_WEIGHT, {"precision": "bf16-mixed"}),
+    "float16 with a gradient scaler": Run(options={"plugins": [SCALED]}),
     "bfloat16 weights": Run(options={"precision": "bf16-true"}),
     # Different.
     "other initial weights on several processes": Run(OtherStart, causes=("initial weights",)),

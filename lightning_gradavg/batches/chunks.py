@@ -13,12 +13,13 @@ rank's own samples: rank 0, whose share is never the smallest, then computes a s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["EMPTY_BATCH", "Chunk", "Piece", "Split", "chunk_bounds"]
+__all__ = ["EMPTY_BATCH", "Chunk", "Piece", "Split", "chunk_bounds", "require_same_reach"]
 
 EMPTY_BATCH = "a loader batch has no samples: leave out empty batches"
 
@@ -28,6 +29,7 @@ Bounds: TypeAlias = tuple[int, int]
 _STAND_IN_SAMPLES = 2  # F.batch_norm refuses to train on one value per channel
 
 
+@lru_cache(maxsize=256)
 def chunk_bounds(size: int, parts: int) -> tuple[Bounds, ...]:
     """Return the bounds of `parts` contiguous chunks of `size` items, as `torch.chunk` cuts them.
 
@@ -90,17 +92,17 @@ class Chunk:
     batch_samples: int
     batch_replicas: int
 
-    @property
+    @cached_property
     def stand_in(self) -> bool:
         """Whether the samples only keep the rank busy, and must not count."""
         return not self.pieces
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """Number of samples that count: 0 for a stand-in."""
-        return 0 if self.stand_in else self.stop - self.start
+        return sum(piece.stop - piece.start for piece in self.pieces)
 
-    @property
+    @cached_property
     def is_last(self) -> bool:
         """Whether it is the rank's last micro-batch of the loader batch."""
         return self.index == self.count - 1
@@ -123,6 +125,11 @@ class Split:
     replicas: int | None = None
     max_samples: int | None = None
 
+    @property
+    def chunks(self) -> int:
+        """Number of chunks that every loader batch has, of which some may be empty."""
+        return self.replicas or self.world_size
+
     def count(self, batch_size: int | None) -> int:
         """Return how many micro-batches every rank takes of each loader batch of at most `batch_size` samples.
 
@@ -131,8 +138,7 @@ class Split:
         """
         if self.max_samples is None:
             return 1
-        if batch_size is None:
-            raise ValueError("batch_size must be known where max_samples is set")
+        assert batch_size is not None
         rank_samples = -(-batch_size // self.world_size)
         return max(1, -(-rank_samples // self.max_samples))
 
@@ -146,11 +152,10 @@ class Split:
 
     def _shared_out(self, size: int) -> list[list[tuple[Piece, ...]]]:
         """Return, for every rank, the pieces in each of its micro-batches that have samples."""
-        replicas = self.replicas or self.world_size
-        pieces = [Piece(replica, *bounds) for replica, bounds in enumerate(chunk_bounds(size, replicas))]
+        pieces = [Piece(replica, *bounds) for replica, bounds in enumerate(chunk_bounds(size, self.chunks))]
         owned = [
             [piece for piece in pieces[first:last] if piece.stop > piece.start]
-            for first, last in chunk_bounds(replicas, self.world_size)
+            for first, last in chunk_bounds(self.chunks, self.world_size)
         ]
         if self.max_samples is None:
             return [[tuple(of_rank)] if of_rank else [] for of_rank in owned]
@@ -171,17 +176,39 @@ def _cut(split: Split, size: int, count: int) -> tuple[Chunk, ...]:
         )
     mine = shared_out[split.rank]
     rows = min(max(shared_out[0][0][0].stop, _STAND_IN_SAMPLES), size, split.max_samples or size)
-    stand_ins: list[tuple[Piece, ...]] = [()] * (count - len(mine))
+    stand_ins: list[tuple[int, int, tuple[Piece, ...]]] = [(0, rows, ())] * (count - len(mine))
+    own = [(pieces[0].start, pieces[-1].stop, pieces) for pieces in mine]
     return tuple(
         Chunk(
-            start=pieces[0].start if pieces else 0,
-            stop=pieces[-1].stop if pieces else rows,
+            start=start,
+            stop=stop,
             pieces=pieces,
             index=index,
             count=count,
             ranks=sum(len(theirs) >= count - index for theirs in shared_out),
             batch_samples=size,
-            batch_replicas=-(-size // -(-size // (split.replicas or split.world_size))),
+            batch_replicas=-(-size // -(-size // split.chunks)),
         )
-        for index, pieces in enumerate([*stand_ins, *mine])
+        for index, (start, stop, pieces) in enumerate([*stand_ins, *own])
+    )
+
+
+def require_same_reach(chunks: Sequence[Chunk], replicas: int | None) -> None:
+    """Require of several loaders' batches that are trained on together to reach the same ranks, or the same replicas.
+
+    No weight of the step can count samples of one loader and none of another.
+
+    Raises:
+        RuntimeError: On all ranks alike, if they do not.
+    """
+    if len({(chunk.ranks, chunk.stand_in, chunk.batch_replicas) for chunk in chunks}) == 1:
+        return
+    unit, found = "rank", " and ".join(f"{chunk.batch_samples}" for chunk in chunks) + " samples"
+    if replicas is not None:
+        each = (f"{chunk.batch_samples} samples in {chunk.batch_replicas}" for chunk in chunks)
+        unit, found = "replica", f"{' and '.join(each)} of num_replicas={replicas}"
+    raise RuntimeError(
+        f"the batches of the train loaders, now {found}, do not reach the same {unit}s, so some {unit} has samples of"
+        f" one loader and none of another. Set drop_last=True, or use batch sizes that give every {unit} samples of"
+        " every loader."
     )

@@ -7,6 +7,7 @@ long as one of them has one. So all ranks train the same number of steps, and en
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,6 @@ from lightning_gradavg.tree import fingerprint
 __all__ = ["JoinedLoader", "join", "taken"]
 
 _END = object()
-_UNKNOWN = -1
 _COMPARED = 3
 """Batches that are compared: two that are alike are no chance, unless the data are constant, so look at one more."""
 
@@ -140,12 +140,13 @@ def join(loader: Any, world: World, device: torch.device) -> Any:
         device: Where the process group takes tensors from.
     """
     loader = user_loader(loader)
-    length = None if isinstance(getattr(loader, "dataset", None), IterableDataset) else length_of(loader)
-    lengths = [row[0] for row in world.gather_integers([_UNKNOWN if length is None else length])]
-    unknown = _UNKNOWN in lengths
-    if world.size == 1 or (len(set(lengths)) == 1 and not unknown):
+    # What a stream says of its length need not be so.
+    streams = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    lengths = [length for (length,) in world.gather_floats([math.inf if streams else length_of(loader)])]
+    known = math.inf not in lengths
+    if world.size == 1 or (known and len(set(lengths)) == 1):
         return loader
-    return JoinedLoader(loader, world, device, None if unknown else max(lengths))
+    return JoinedLoader(loader, world, device, int(max(lengths)) if known else None)
 
 
 def taken(iterators: Sequence[Any], world_size: int) -> tuple[bool, int]:

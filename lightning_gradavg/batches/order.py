@@ -13,6 +13,7 @@ proves that they are the same. Nothing of this depends on the number of ranks or
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -20,8 +21,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 
-from lightning_gradavg.batches.chunks import Chunk
-from lightning_gradavg.loaders import length_of
+from lightning_gradavg.loaders import keeps_state, length_of
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state, same_random_state
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import fingerprint
@@ -94,7 +94,7 @@ class LoaderParts:
         unique = {id(each): each for each in owned if isinstance(each, torch.Generator)}
         self.generators = list(unique.values())
         inside = list(found.values())[1:]
-        self.objects = [part for part in inside if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")]
+        self.objects = list(filter(keeps_state, inside))
 
     def generator_states(self) -> list[torch.Tensor]:
         """Return the states of the generators."""
@@ -124,13 +124,14 @@ class Order:
         start: Where the pass starts.
 
     Attributes:
+        world: Those ranks.
         taken: How much of the pass training took, before and since.
     """
 
     def __init__(self, loader: Any, world: World, start: Start) -> None:
         again, self._passed_over, seeded = start
         self.taken = self._passed_over
-        self._world, self._parts = world, LoaderParts(loader)
+        self.world, self._parts = world, LoaderParts(loader)
         self._seen: dict[str, Snapshot] = {}
         if again is not None:
             self._parts.load_objects(again["objects"])
@@ -144,8 +145,10 @@ class Order:
         if seeded:
             self._seen["made"] = self._snapshots["begin"]
         length = length_of(loader)
-        self._sized = length is not None
-        self.require(("length", length), f"the ranks' train loaders differ: on this rank the length is {length}.")
+        self._sized = length < math.inf
+        require_alike(
+            world, ("length", length), f"the ranks' train loaders differ: on this rank the length is {length}."
+        )
 
     def state(self) -> PassState:
         """Return what determines the pass."""
@@ -179,7 +182,7 @@ class Order:
             self._common = seen["random"]
             self._parts.set_generators(seen["generators"])
         elif not self._drawing:
-            self._common = self._world.from_first(random_state())
+            self._common = self.world.from_first(random_state())
         self._snapshots[moment] = Snapshot(random=self._common, generators=self._parts.generator_states())
 
     @contextmanager
@@ -243,21 +246,18 @@ class Order:
         Raises:
             RuntimeError: If the batches so far are not the same on all ranks, or not those of the pass to go through.
         """
-        passed_over = self.behind
         self._hash.update(key)
         self._batches += 1
-        if passed_over:
-            self._check_passed_over()
+        if self.behind:
+            return None
+        if self.yielded_nothing:
+            self._compare(f"batch {self._batches}, the last that the checkpoint counts as trained on")
+            if self._hash.digest() != self._passed_over.digest:
+                raise self._other_batches("are not those of the checkpoint")
             return None
         if not self._sized or self._batches & (self._batches - 1) == 0:
             self._compare(f"batch {self._batches}")
         return self._hash.digest()
-
-    def _check_passed_over(self) -> None:
-        if not self.behind:
-            self._compare(f"batch {self._batches}, the last that the checkpoint counts as trained on")
-            if self._hash.digest() != self._passed_over.digest:
-                raise self._other_batches("are not those of the checkpoint")
 
     def finish(self) -> None:
         """Compare at the end of the pass. A collective operation.
@@ -269,17 +269,8 @@ class Order:
         if self.behind:
             raise self._other_batches(f"are missing, it ends after {self._batches}")
 
-    def take(self, chunk: Chunk, digest: bytes) -> None:
-        """Note that training takes a micro-batch."""
-        if chunk.is_last:
-            self.taken = Taken(self.taken.batches + 1, self.taken.samples + chunk.batch_samples, digest)
-
-    def require(self, value: Any, message: str) -> None:
-        """Raise a ValueError on all ranks unless `value` is the same on all of them. A collective operation."""
-        require_alike(self._world, value, message)
-
     def _compare(self, what: str) -> None:
-        if not _alike(self._world, self._hash.digest()):
+        if not _alike(self.world, self._hash.digest()):
             raise RuntimeError(
                 f"the train loader does not yield the same batches on all ranks: found at {what} of this epoch."
                 " With split_batches=True every rank takes its chunk of the same batch. Make the sampler or the dataset"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -12,10 +12,12 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_gradavg.batches.chunks import Chunk, Split
+from lightning_gradavg.batches.chunks import Chunk, Split, require_same_reach
 from lightning_gradavg.batches.joined import join, taken
 from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
+from lightning_gradavg.batches.progress import Progress
 from lightning_gradavg.lightning_internals import TrainingLoop, injects_samplers, set_injection_of_samplers
+from lightning_gradavg.methods import logged_as
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.tree import batch_samples, slice_batch
@@ -45,10 +47,12 @@ class Batches(Part):
 
     Attributes:
         chunk: What stands behind the batch in training; None where it is the rank's own.
+        micro_batches: Micro-batches per loader batch, in the run that began last.
         missing: Number of ranks that have no batch of their own now.
     """
 
     chunk: Chunk | None = None
+    micro_batches: int = 1
     missing = 0
     _joins = False
 
@@ -62,16 +66,6 @@ class Batches(Part):
         """Loader batches per optimizer step, which is what the user's `accumulate_grad_batches` counts."""
         return self.run.trainer.accumulate_grad_batches
 
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches per loader batch."""
-        return 1
-
-    @property
-    def splits(self) -> bool:
-        """Whether loaders are split in this run."""
-        return False
-
     def process_dataloader(self, loader: Any) -> Any:
         """Return the loader, which ends on all ranks at once. A collective operation."""
         joined = join(loader, self.run.world, self.run.device)
@@ -84,7 +78,7 @@ class Batches(Part):
             own, self.missing = taken(TrainingLoop(self.run.trainer.fit_loop).iterators, self.run.world.size)
             self.chunk = None if own else _STAND_IN
 
-    def training_step(self) -> AbstractContextManager[None]:
+    def training_step(self) -> AbstractContextManager[Any]:
         """Have a step whose samples do not count leave no trace."""
         stand_in = self.chunk is not None and self.chunk.stand_in
         return _as_stand_in(self.run.module) if stand_in else nullcontext()
@@ -109,8 +103,8 @@ class SplitBatches(Batches):
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._saved: Saved | None = None
-        self._splitter: BatchSplitter | None = None
+        self._saved: Saved = {}
+        self._progress: Progress | None = None
 
     def configure_ddp(self, run: Run) -> None:
         """Begin to split the loaders of a run."""
@@ -121,11 +115,11 @@ class SplitBatches(Batches):
                 " Let training_step take (batch, batch_idx), or set split_batches=False."
             )
         super().configure_ddp(run)
+        self._progress = Progress(TrainingLoop(trainer.fit_loop), lambda: self.accumulation)
         self._splitter = BatchSplitter(
             Split(run.world.rank, run.world.size, options.num_replicas, options.max_device_batch_size),
             run.world,
-            TrainingLoop(trainer.fit_loop),
-            lambda: self.accumulation,
+            self._progress,
             whole_batches=options.replicated,
         )
         self._given = {name: getattr(trainer, name) for name in _COUNT_BATCHES}
@@ -133,9 +127,10 @@ class SplitBatches(Batches):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         self._schedule = next((each for each in callbacks if isinstance(each, GradientAccumulationScheduler)), None)
         self._taken: list[Chunk | None] = []
-        saved, self._saved = self._saved or {}, None
-        self._states = deque(saved["loaders"]) if saved.get("loaders") else None
-        self._saved_micro_batches: int | None = saved["micro_batches"] if saved.get("loaders") is not None else None
+        self.micro_batches = 1
+        self._resumed, self._saved = self._saved, {}
+        if self._resumed.get("loaders"):
+            self._progress.states = deque(self._resumed["loaders"])
 
     @property
     def accumulation(self) -> int:
@@ -145,34 +140,18 @@ class SplitBatches(Batches):
         count: int = self._given["accumulate_grad_batches"]
         return count
 
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches per loader batch."""
-        return 1 if self._splitter is None else self._splitter.micro_batches
-
-    @property
-    def splits(self) -> bool:
-        """Whether loaders are split in this run."""
-        return self._splitter is not None
-
-    @property
-    def splitter(self) -> BatchSplitter:
-        """What splits the loaders, in a run that trains."""
-        assert self._splitter is not None
-        return self._splitter
-
     def prepare_loaders(self, stage: str) -> None:
         """Have Lightning leave the samplers of training loaders alone.
 
         The only moment at which training and evaluation loaders can be told apart and their samplers kept.
         """
-        if self.splits:
+        if self._progress is not None:
             set_injection_of_samplers(self.run.trainer, self._injects_samplers and stage != "train")
 
     def process_dataloader(self, loader: Any) -> SplitLoader:
         """Return a training loader of this rank's micro-batches. A collective operation."""
-        split = self.splitter.wrap(loader, self._states)
-        count = self.micro_batches
+        split = self._splitter.wrap(loader)
+        self.micro_batches = count = self._splitter.progress.micro_batches
         if count > 1 and not self.run.module.automatic_optimization:
             raise ValueError(
                 f"max_device_batch_size={self._options.max_device_batch_size} cuts every batch into {count}"
@@ -183,35 +162,27 @@ class SplitBatches(Batches):
         rank_zero_info(f"GradAvgStrategy: {split.describe()}")
         return split
 
-    def _count_micro_batches(self, loader: Any, count: int) -> None:
-        trainer, limit, interval = (
-            self.run.trainer,
-            self._given["limit_train_batches"],
-            self._given["val_check_interval"],
-        )
+    def _count_micro_batches(self, loader: SplitLoader, count: int) -> None:
+        trainer, given = self.run.trainer, self._given
         if self._schedule is None:  # the callback insists on 1 until training begins
             trainer.accumulate_grad_batches = self.accumulation * count
-        if isinstance(limit, int):
-            trainer.limit_train_batches = limit * count
-        elif limit != 1.0 and count > 1:
+        for name in ("limit_train_batches", "val_check_interval"):
+            if isinstance(given[name], int):
+                setattr(trainer, name, given[name] * count)
+        limit = given["limit_train_batches"]
+        if isinstance(limit, float) and limit != 1.0 and count > 1:
             # A part of the micro-batches could end within a loader batch.
             trainer.limit_train_batches = int(len(loader) // count * limit) * count
-        if isinstance(interval, int):
-            trainer.val_check_interval = interval * count
 
     def on_train_start(self) -> None:
         """Begin training, with the loaders set up and the progress of a checkpoint restored."""
-        if self._states:
-            raise ValueError(
-                f"the checkpoint holds the states of {len(self._states)} more train loaders than this run has. Resume"
-                " with the train loaders of the run that saved it."
-            )
-        self.splitter.end_set_up()
-        self._states = None
-        saved, self._saved_micro_batches = self._saved_micro_batches, None
-        if saved is None:
-            return
-        # Lightning's progress counts micro-batches of the run that saved the checkpoint.
+        assert self._progress is not None
+        self._progress.end_set_up()
+        if self._resumed.get("loaders") is not None:
+            self._count_again(self._resumed["micro_batches"], self._progress.resumed_batches)
+
+    def _count_again(self, saved: int, taken: int | None) -> None:
+        """Have Lightning's progress count micro-batches of this run, and not of the one that saved the checkpoint."""
         loop = self.run.trainer.fit_loop
         epochs: Any = loop.epoch_progress
         if epochs.total.ready == epochs.total.processed:
@@ -220,7 +191,7 @@ class SplitBatches(Batches):
             loop.reset_restart_stage()
         progress = loop.epoch_loop.batch_progress
         current: Any = progress.current
-        processed, taken = current.processed, self.splitter.resumed_batches
+        processed = current.processed
         now = (processed // saved if taken is None else taken) * self.micro_batches
         for name in ("ready", "started", "processed", "completed"):
             ahead = getattr(current, name) - processed
@@ -229,6 +200,7 @@ class SplitBatches(Batches):
 
     def on_train_batch_start(self) -> None:
         """Note what stands behind the batch to train on now."""
+        assert self._progress is not None
         trainer, count, interval = self.run.trainer, self.micro_batches, self._given["val_check_interval"]
         if self._schedule is not None:
             # The callback writes it at the start of every epoch, in loader batches.
@@ -236,8 +208,11 @@ class SplitBatches(Batches):
         if isinstance(interval, float) and trainer.fit_loop.max_batches != float("inf"):
             # After whole loader batches. Lightning computes it anew where it reloads the loaders.
             trainer.val_check_batch = max(1, int(trainer.fit_loop.max_batches // count * interval)) * count
-        self._taken = self.splitter.take()
-        self.chunk = next((chunk for chunk in self._taken if chunk is not None), None)
+        self._taken = self._progress.take()
+        chunks = list(filter(None, self._taken))
+        self.chunk = next(iter(chunks), None)
+        if len(chunks) > 1:
+            require_same_reach(chunks, self._options.num_replicas)
 
     def slices(self, batch: Any) -> list[ReplicaSlice]:
         """Cut the rank's batch in training, as `training_step` gets it, into its replicas.
@@ -250,11 +225,12 @@ class SplitBatches(Batches):
             ValueError: If the batch no longer has the structure or the number of samples that the loaders yielded.
         """
         assert self.chunk is not None, "slices() needs a batch that is in training"
+        assert self._progress is not None
+        pieces = self.chunk.pieces
+        whole = [ReplicaSlice(pieces[0].replica if pieces else None, self.chunk.samples, batch)]
         if self._options.num_replicas is None:
-            return [
-                ReplicaSlice(self.chunk.pieces[0].replica if self.chunk.pieces else None, self.chunk.samples, batch)
-            ]
-        structure = self.splitter.loop.structure
+            return whole
+        structure = self._progress.loop.structure
         try:
             parts = structure.flatten_up_to(batch)
         except ValueError as error:
@@ -263,7 +239,8 @@ class SplitBatches(Batches):
                 " train loaders any more, so it cannot be cut into replicas. Have on_before_batch_transfer and"
                 " on_after_batch_transfer keep one batch for each loader."
             ) from error
-        for chunk, part in zip(self._taken, parts, strict=True):
+        both = list(zip(self._taken, parts, strict=True))
+        for chunk, part in both:
             # On ranks without samples, too: all raise, or none.
             if chunk is not None and batch_samples(part) != chunk.stop - chunk.start:
                 raise ValueError(
@@ -271,19 +248,15 @@ class SplitBatches(Batches):
                     f" {chunk.stop - chunk.start}, so it cannot be cut into replicas. Have on_before_batch_transfer and"
                     " on_after_batch_transfer keep the number of samples, or change it in training_step."
                 )
-        if self.chunk.stand_in:
-            return [ReplicaSlice(None, 0, batch)]
-        return [
+        cut = [
             ReplicaSlice(
                 piece.replica,
                 piece.stop - piece.start,
-                structure.unflatten(
-                    None if chunk is None else _cut_out(part, chunk, position)
-                    for chunk, part in zip(self._taken, parts, strict=True)
-                ),
+                structure.unflatten(_cut_out(part, chunk, position) for chunk, part in both),
             )
-            for position, piece in enumerate(self.chunk.pieces)
+            for position, piece in enumerate(pieces)
         ]
+        return cut or whole
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save the loaders' states here: Lightning would load them only within an epoch, and not if they were there."""
@@ -296,16 +269,18 @@ class SplitBatches(Batches):
 
     def teardown(self) -> None:
         """Put the Trainer's options back to what the user gave."""
-        if self._splitter is None:
+        if self._progress is None:
             return
-        self._splitter, self.chunk = None, None
+        self._progress, self.chunk = None, None
         set_injection_of_samplers(self.run.trainer, self._injects_samplers)
         for name, value in self._given.items():
             setattr(self.run.trainer, name, value)
 
 
-def _cut_out(batch: Any, chunk: Chunk, position: int) -> Any:
-    """Return the samples of one of the rank's replicas."""
+def _cut_out(batch: Any, chunk: Chunk | None, position: int) -> Any:
+    """Return the samples of one of the rank's replicas; None of a loader that has no more."""
+    if chunk is None:
+        return None
     _, start, stop = chunk.pieces[position]
     return slice_batch(batch, start - chunk.start, stop - chunk.start)
 
@@ -314,16 +289,8 @@ def _cut_out(batch: Any, chunk: Chunk, position: int) -> Any:
 def _as_stand_in(module: LightningModule) -> Iterator[None]:
     """Run a training step whose samples do not count: buffers are put back, and what it logs has batch size 0."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    log: Callable[..., None] = module.log
-
-    def log_nothing(*args: Any, **kwargs: Any) -> None:
-        log(*args, **{**kwargs, "batch_size": 0})
-
-    module.log = log_nothing  # type: ignore[method-assign]  # for this step only
-    try:
+    with logged_as(module, lambda arguments: {**arguments, "batch_size": 0}):
         yield
-    finally:
-        del module.log
-        for buffer, before in buffers:
-            # Past autograd, whose backward is still to come: what it computes from the buffers is discarded.
-            buffer.data.copy_(before)
+    for buffer, before in buffers:
+        # Past autograd, whose backward is still to come: what it computes from the buffers is discarded.
+        buffer.data.copy_(before)

@@ -33,7 +33,7 @@ from torch.utils.data import (
 )
 
 from lightning_gradavg.batches.chunks import EMPTY_BATCH, Chunk, Split
-from lightning_gradavg.batches.order import Order
+from lightning_gradavg.batches.order import Order, require_alike
 from lightning_gradavg.lightning_internals import cloned
 from lightning_gradavg.tree import batch_samples, fingerprint, slice_batch
 
@@ -67,9 +67,11 @@ class FromBatches:
     Attributes:
         loader: What is iterated: the user's iterable, or a copy of a `DataLoader`.
         alike: Whether every rank reads every sample.
+        reads: The same in words.
     """
 
     alike: ClassVar[bool] = True
+    reads: ClassVar[str] = "every rank reads whole batches"
 
     def __init__(self, loader: Any, split: Split, count: Callable[[], int], **replaced: Any) -> None:
         self.loader: Any = cloned(loader, **replaced) if isinstance(loader, DataLoader) else loader
@@ -79,6 +81,11 @@ class FromBatches:
 
     def __len__(self) -> int:
         return len(self.loader) * self._count()
+
+    @property
+    def name(self) -> str:
+        """What the user knows the loader by."""
+        return type(self._user_loader).__name__
 
     def read(self, order: Order) -> Iterator[Item]:
         """Start one pass over the loader at once, and return this rank's micro-batches of it."""
@@ -175,17 +182,32 @@ def _draws_once(batch_sampler: Any) -> bool:
     return type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in _DRAW_ONCE
 
 
-class FromIndices(FromBatches):
-    """Splits the index batches of a map-style loader. It is the batch sampler of a copy of the loader."""
-
-    alike: ClassVar[bool] = False
+class _FromBatchSampler(FromBatches):
+    """Splits what a map-style loader makes of its indices. It is the batch sampler of a copy of the loader."""
 
     def __init__(self, loader: DataLoader[Any], split: Split, count: Callable[[], int]) -> None:
         super().__init__(loader, split, count, batch_sampler=self)
-        self._indices = _IndexBatches(loader.batch_sampler, split, count)
+        self._batch_sampler: Any = loader.batch_sampler
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self._batch_sampler) * self._count()
+
+    @property
+    def name(self) -> str:
+        """What the user knows the loader by, and its samplers."""
+        samplers = f"{type(self._batch_sampler).__name__} and {type(self._user_loader.sampler).__name__}"
+        return f"{super().name} with its {samplers}"
+
+
+class FromIndices(_FromBatchSampler):
+    """Splits the index batches, so that a rank loads its own samples only."""
+
+    alike: ClassVar[bool] = False
+    reads: ClassVar[str] = "each rank loads its own samples only"
+
+    def __init__(self, loader: DataLoader[Any], split: Split, count: Callable[[], int]) -> None:
+        super().__init__(loader, split, count)
+        self._indices = _IndexBatches(loader.batch_sampler, split, count)
 
     def read(self, order: Order) -> Iterator[Item]:
         """Start one pass; the user's batch sampler is asked as the loader goes."""
@@ -222,19 +244,12 @@ def _mismatch(loader: Any, what: str) -> RuntimeError:
     )
 
 
-class FromWholeBatches(FromBatches):
-    """Splits the batches that a copy of a map-style loader collates. It is the batch sampler of the copy.
+class FromWholeBatches(_FromBatchSampler):
+    """Splits the batches that the copy of the loader collates.
 
     A resumed pass passes over batches at their indices, so that what was trained on is not loaded again; except where
     samples are loaded in this process and the sampler may draw between them: its draws then depend on theirs.
     """
-
-    def __init__(self, loader: DataLoader[Any], split: Split, count: Callable[[], int]) -> None:
-        super().__init__(loader, split, count, batch_sampler=self)
-        self._batch_sampler: Any = loader.batch_sampler
-
-    def __len__(self) -> int:
-        return len(self._batch_sampler) * self._count()
 
     def read(self, order: Order) -> Iterator[Item]:
         """Start one pass; the batches are split as they come."""
@@ -274,7 +289,8 @@ class FromWholeBatches(FromBatches):
             )
         self._seen += 1
         if self._seen & (self._seen - 1) == 0:
-            order.require(
+            require_alike(
+                order.world,
                 batch,
                 f"the ranks read other samples for the same indices: found at batch {self._seen} that {name} read in"
                 " this epoch. With equivalent_to= or num_replicas= every rank reads the whole batch and takes its part."

@@ -7,10 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lightning_gradavg.cli.plan import OneLineParser
+from lightning_gradavg.fingerprint import StateLog, parting_of
 from lightning_gradavg.verify.causes import CAUSES
 from lightning_gradavg.verify.report import EXIT_CODES, Report, plot_report, plotting
 from lightning_gradavg.verify.run import print_to_console, verify_target
@@ -51,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         help="an option of the Trainer, its value as JSON or a plain string; may be given again",
+    )
+    what.add_argument(
+        "--until-differs",
+        nargs=2,
+        metavar="LOG",
+        help="instead: where two runs part, by the files of GradAvgMonitor(state_log=...)",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--devices", type=int, default=2, metavar="N", help="processes (default: 2)")
@@ -115,6 +123,22 @@ def _run(args: argparse.Namespace, further: Sequence[str]) -> Report:
     return report
 
 
+def _compare_logs(first: StateLog, second: StateLog, *, as_json: bool) -> int:
+    """Print where two runs part, and return the exit code."""
+    parting = parting_of(first, second)
+    begin, end, count = parting.compared[0], parting.compared[-1], len(parting.compared)
+    if as_json:
+        print(json.dumps(asdict(parting), indent=2))
+    elif parting.step is None:
+        print(f"the same bits in the {count} steps that both runs logged, {begin} to {end}")
+    else:
+        print(f"{first.path} and {second.path} part in step {parting.step}:")
+        print(f"  first in {parting.names[0]!r}; {len(parting.names)} of {parting.total} tensors and numbers differ")
+        before = [step for step in parting.compared if step < parting.step]
+        print(f"  the last step that both logged with the same bits: {before[-1] if before else 'none'}")
+    return EXIT_CODES["equal" if parting.step is None else "different"]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `gradavg verify` with `argv`, or the arguments of the process, and return its exit code.
 
@@ -126,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
         sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
     try:
+        if args.until_differs:
+            return _compare_logs(*map(StateLog, args.until_differs), as_json=args.json)
         report = _run(args, further)
         if args.json:
             print(json.dumps(report.as_dict(), indent=2))

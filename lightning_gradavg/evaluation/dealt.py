@@ -7,12 +7,13 @@ is the one that a single process would see, nothing is repeated, and there are a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torchmetrics import Metric
 
 from lightning_gradavg.lightning_internals import cloned, within_notes
 from lightning_gradavg.loaders import LoaderWrapper, Shows
@@ -56,10 +57,19 @@ def _dealt_copy(loader: DataLoader[Any], limit: int | None, world: World) -> Dat
 class EvaluationLoader(LoaderWrapper):
     """This rank's batches of a user's evaluation loader. All other attributes are those of that loader.
 
+    Args:
+        loader: The user's loader.
+        world: The ranks that it is dealt to.
+        kept: See below.
+        limit: How many of its batches are evaluated at most; None for all.
+        lengths: See below.
+        group: Returns the process group of the ranks that have a batch of what is evaluated now.
+
     Attributes:
         kept: Whether the user shares out the data; otherwise the batches are dealt.
         lengths: Each rank's number of batches; None if some rank does not know.
-        taken: How many batches were taken in this pass.
+        taken: How many batches were taken in this pass, while there is one.
+        on_step: The metrics that are reduced within each step, over the ranks that have a batch then.
         read: How many rounds of a stream were read in this pass, and the digest of their batches.
     """
 
@@ -71,15 +81,16 @@ class EvaluationLoader(LoaderWrapper):
         kept: bool,
         limit: int | None,
         lengths: Sequence[int] | None,
-        on_batch: Callable[[EvaluationLoader], None],
+        group: Callable[[], Any],
     ) -> None:
         indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         read = _dealt_copy(loader, limit, world) if indexed and not kept else loader
         self._streamed = not kept and read is loader
         super().__init__(loader, read=read, shown=read, alike=self._streamed)
         self.kept, self.lengths = kept, lengths
-        self._world, self._limit, self._on_batch = world, limit, on_batch
+        self._world, self._limit, self._group = world, limit, group
         self.taken = 0
+        self.on_step: Sequence[Metric] = ()
         self.read = (0, b"")
 
     def __iter__(self) -> Iterator[Any]:
@@ -90,24 +101,28 @@ class EvaluationLoader(LoaderWrapper):
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self.taken += 1
-            self._on_batch(self)
+            for metric in self.on_step:
+                metric.process_group = self._group()
             yield batch
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield every `world_size`-th batch of a stream that all ranks read."""
         rank, world_size = self._world.rank, self._world.size
         digest = blake2b(digest_size=16)
+
+        def noted(batch: Any) -> Any:
+            digest.update(fingerprint(batch))
+            return batch
+
         size, rounds = world_size, 0
         while size == world_size:
             # A round is read to its end before its batch is used: so all ranks have read, and compare, the same part.
-            own, size = None, 0
-            for size, batch in enumerate(islice(batches, world_size), 1):
-                digest.update(fingerprint(batch))
-                own = batch if size == rank + 1 else own
+            one = map(noted, islice(batches, world_size))
+            before, own, after = _count(islice(one, rank)), list(islice(one, 1)), _count(one)
+            size = before + len(own) + after
             rounds += size > 0
             self.read = (rounds, digest.digest())
-            if size > rank:
-                yield own
+            yield from own
 
     def __len__(self) -> int:
         if self.lengths is None:
@@ -123,6 +138,10 @@ class EvaluationLoader(LoaderWrapper):
         if self._streamed:
             return f"{name}: every rank reads all batches and evaluates one of every {self._world.size}"
         return f"{name}: its batches are dealt to {self._world.size} ranks, each of them once"
+
+
+def _count(items: Iterable[Any]) -> int:
+    return sum(1 for _ in items)
 
 
 def ranks_having(lengths: Sequence[int], index: int) -> tuple[int, ...]:
@@ -150,8 +169,10 @@ def compare_streams(of_ranks: Sequence[Sequence[tuple[int, bytes]]], *, together
             )
 
 
-def sampler_problem(sampler: DistributedSampler[Any], world_size: int) -> str | None:
-    """Return why the sampler does not yield each sample once on so many ranks, or None."""
+def sampler_problem(sampler: DistributedSampler[Any] | None, world_size: int) -> str | None:
+    """Return why the sampler does not yield each sample once on so many ranks; None where it does, or is none."""
+    if sampler is None:
+        return None
     samples, replicas = len(sampler.dataset), sampler.num_replicas  # type: ignore[arg-type]  # it takes sized data only
     advice = "Leave the sampler out: the loader is dealt, and each of its batches evaluated once."
     if replicas != world_size:

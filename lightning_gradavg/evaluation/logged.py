@@ -6,9 +6,8 @@ rank that lacks a key, or has an empty list where the others have rows, would le
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,17 +20,10 @@ from torchmetrics.utilities import dim_zero_cat
 from lightning_gradavg.lightning_internals import MetricInside, neutral_result
 from lightning_gradavg.ranks import World
 
-__all__ = [
-    "ListState",
-    "Logged",
-    "complete_results",
-    "complete_states",
-    "describe_results",
-    "describe_states",
-]
+__all__ = ["Described", "ListState", "Logged", "complete", "complete_states", "describe"]
 
 _FIELDS = (
-    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx"),
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "add_dataloader_idx"),
     *("dataloader_idx", "metric_attribute"),
 )
 
@@ -41,85 +33,99 @@ class Logged(NamedTuple):
 
     Attributes:
         fields: The fields of Lightning's metadata.
-        reduce_fx: Name of the reduction over the steps, and whether it is Python's own instead of torch's.
         synced: Whether it is reduced over the ranks.
         dtypes: Type of each state; empty if a `Metric` was logged, which has its own states.
     """
 
     fields: dict[str, Any]
-    reduce_fx: tuple[str, bool]
     synced: bool
     dtypes: dict[str, torch.dtype]
 
 
 class ListState(NamedTuple):
-    """A list state of a metric on one rank; `dtype` and `shape` are those of its rows.
+    """A list state of a metric on one rank.
 
     Attributes:
         length: Number of elements.
-        concatenated: Whether it is concatenated over the ranks; if not, it is gathered element by element.
-        dtype: Type of the first element; None if there is none.
-        shape: Shape of a row of it.
+        no_rows: A tensor without rows of the type and shape that its first element has; None without such a one.
     """
 
-    length: int
-    concatenated: bool
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
+    length: int = 0
+    no_rows: torch.Tensor | None = None
 
 
-def describe_results(results: Mapping[str, Any]) -> dict[str, Logged]:
+class Described(NamedTuple):
+    """What a rank has logged, by key, and the list states of the metrics that it updated, by metric and state."""
+
+    results: dict[str, Logged]
+    states: dict[str, dict[str, ListState]]
+
+
+def describe(results: Mapping[str, Any], updated: Mapping[str, Metric]) -> Described:
     """Return what is computed at the end of the evaluation, and by all ranks or none."""
-    logged = {}
-    for key, entry in results.items():
-        meta = entry.meta
-        # Of a group of its own, or logged by rank 0 alone, the user knows which ranks take part.
-        if entry.has_reset or not meta.on_epoch or meta.sync.rank_zero_only or meta.sync.group is not None:
-            continue
-        function: Any = meta.reduce_fx
-        dtypes = {name: getattr(entry, name).dtype for name in entry.metric_state} if entry.is_tensor else {}
-        logged[key] = Logged(
-            {name: getattr(meta, name) for name in _FIELDS},
-            (function.__name__, getattr(builtins, function.__name__, None) is function),
-            meta.sync.should,
-            dtypes,
-        )
-    return logged
+    logged = {key: _logged(entry) for key, entry in results.items() if _is_of_all_ranks(entry)}
+    states = {
+        name: {state: _list_state(value) for state, value in metric.metric_state.items() if isinstance(value, list)}
+        for name, metric in updated.items()
+    }
+    return Described(logged, states)
 
 
-def complete_results(
-    results: dict[str, Any], of_ranks: Sequence[Mapping[str, Logged]], module: LightningModule
-) -> list[str]:
-    """Add what other ranks logged and this one did not, with its neutral value, and put all into one order.
+def _is_of_all_ranks(entry: Any) -> bool:
+    # Of a group of its own, or logged by rank 0 alone, the user knows which ranks take part.
+    sync = entry.meta.sync
+    return entry.meta.on_epoch and not (entry.has_reset or sync.rank_zero_only or sync.group is not None)
+
+
+def _logged(entry: Any) -> Logged:
+    dtypes = {name: getattr(entry, name).dtype for name in entry.metric_state} if entry.is_tensor else {}
+    return Logged({name: getattr(entry.meta, name) for name in _FIELDS}, entry.meta.sync.should, dtypes)
+
+
+def _list_state(value: list[Any]) -> ListState:
+    tensors = [torch.atleast_1d(item)[:0].cpu() for item in value[:1] if isinstance(item, torch.Tensor)]
+    return ListState(len(value), *tensors)
+
+
+def complete(
+    results: dict[str, Any],
+    metrics: Mapping[str, Metric],
+    of_ranks: Sequence[Described],
+    module: LightningModule,
+    world: World,
+) -> tuple[list[str], ExitStack]:
+    """Add what other ranks logged and this one did not, and put all into one order. A collective operation.
 
     Args:
         results: Lightning's collection of this rank.
-        of_ranks: What `describe_results` returned, in rank order.
+        metrics: All metrics of this rank's module, by name.
+        of_ranks: What `describe` returned, in rank order.
         module: The module that logged it.
+        world: Those ranks.
 
     Returns:
-        The names of values that some rank lacks and that are not reduced over the ranks.
+        The names of values that some rank lacks and that are not reduced over the ranks; and what puts the metrics
+        back, to be closed when their results are computed.
     """
+    put_back = complete_states(metrics, [each.states for each in of_ranks], world)
     ordered: dict[str, Any] = {}
     lacking = []
-    for key, logged in {key: logged for of_rank in of_ranks for key, logged in of_rank.items()}.items():
-        if logged.dtypes and not logged.synced:
-            if any(key not in of_rank for of_rank in of_ranks):
-                lacking.append(logged.fields["name"])
-            continue
-        entry = results.get(key)
-        ordered[key] = _neutral(logged, module) if entry is None or entry.has_reset else entry
-    rest = {key: entry for key, entry in results.items() if key not in ordered}
+    for key, logged in {key: logged for each in of_ranks for key, logged in each.results.items()}.items():
+        if logged.synced or not logged.dtypes:
+            entry = results.get(key)
+            ordered[key] = _neutral(logged, module) if entry is None or entry.has_reset else entry
+        elif any(key not in each.results for each in of_ranks):
+            lacking.append(logged.fields["name"])
+    whole = ordered | {key: entry for key, entry in results.items() if key not in ordered}
     results.clear()
-    results.update(ordered | rest)
-    return lacking
+    results.update(whole)
+    return lacking, put_back
 
 
 def _neutral(logged: Logged, module: LightningModule) -> Any:
-    name, of_python = logged.reduce_fx
-    reduce_fx = getattr(builtins if of_python else torch, name)
+    """Return what adds nothing to the others' values."""
     reduce, tensor = module.trainer.strategy.reduce, bool(logged.dtypes)
-    entry = neutral_result(logged.fields, reduce_fx, reduce, synced=logged.synced, tensor=tensor)
+    entry = neutral_result(logged.fields, reduce, synced=logged.synced, tensor=tensor)
     for state, dtype in logged.dtypes.items():
         setattr(entry, state, getattr(entry, state).to(module.device, dtype))
     if not tensor:
@@ -129,67 +135,35 @@ def _neutral(logged: Logged, module: LightningModule) -> Any:
     return entry
 
 
-def describe_states(metrics: Mapping[str, Metric]) -> dict[str, dict[str, ListState]]:
-    """Return the list states of the metrics, as `{metric: {state: description}}`."""
-    return {
-        name: {
-            state: _describe_list(value, concatenated=MetricInside(metric).reductions[state] is dim_zero_cat)
-            for state, value in metric.metric_state.items()
-            if isinstance(value, list)
-        }
-        for name, metric in metrics.items()
-    }
-
-
-def _describe_list(value: list[Any], *, concatenated: bool) -> ListState:
-    if not value or not isinstance(value[0], torch.Tensor):
-        return ListState(len(value), concatenated)
-    return ListState(len(value), concatenated, value[0].dtype, tuple(value[0].shape[1:]))
-
-
 def complete_states(
-    metrics: Mapping[str, Metric],
-    of_ranks: Sequence[Mapping[str, Mapping[str, ListState]]],
-    world: World,
-) -> list[Callable[[], None]]:
+    metrics: Mapping[str, Metric], of_ranks: Sequence[Mapping[str, Mapping[str, ListState]]], world: World
+) -> ExitStack:
     """Give the list states of the metrics a form that torchmetrics can gather. A collective operation.
 
     It cannot gather rows of different types and shapes, which an empty list stands for, nor unconcatenated lists of
     different lengths. The former get a tensor without rows, and the latter are gathered here.
 
-    Args:
-        metrics: All metrics of this rank's module, by name.
-        of_ranks: What `describe_states` returned, in rank order.
-        world: Those ranks.
-
     Returns:
-        What puts the metrics back, to be called when their results are computed.
+        What puts the metrics back.
     """
-    changed: list[Callable[[], None]] = []
+    put_back = ExitStack()
     for name, states in {name: states for of_rank in of_ranks for name, states in of_rank.items()}.items():
-        metric, whole = metrics[name], set()
+        metric, inside = metrics[name], MetricInside(metrics[name])
         # What it remembers of an earlier evaluation is not what the others compute now, waiting for this rank.
-        inside = MetricInside(metric)
         inside.forget()
         if not metric.update_called:  # it warns otherwise, although other ranks have updated it
-            changed.append(partial(setattr, inside, "updates", 0))
+            put_back.callback(setattr, inside, "updates", 0)
             inside.updates = 1
+        reductions = inside.reductions
+        put_back.callback(setattr, inside, "reductions", reductions)
         for state in states:
-            every = [of_rank[name][state] for of_rank in of_ranks if name in of_rank]
+            every = [of_rank.get(name, {}).get(state, ListState()) for of_rank in of_ranks]
             own: Any = getattr(metric, state)
-            lacking = len(of_ranks) - len(every)
-            sizes = {*(of_state.length for of_state in every), *[0] * lacking}
-            if every[0].concatenated:
-                filled = next((of_state for of_state in every if of_state.dtype is not None), None)
-                if filled is not None:
-                    no_rows = torch.empty((0, *filled.shape), dtype=filled.dtype, device=metric.device)
-                    setattr(metric, state, [dim_zero_cat([*own, no_rows])])
-            elif len(sizes) > 1:
+            if reductions[state] is dim_zero_cat:
+                no_rows = [each.no_rows.to(metric.device) for each in every if each.no_rows is not None][:1]
+                setattr(metric, state, [dim_zero_cat([*own, *no_rows])] if no_rows else own)
+            elif len({each.length for each in every}) > 1:
                 everything = chain.from_iterable(world.gather_objects(move_data_to_device(own, "cpu")))
                 setattr(metric, state, move_data_to_device(list(everything), metric.device))
-                whole.add(state)
-        if whole:
-            reductions = inside.reductions
-            changed.append(partial(setattr, inside, "reductions", reductions))
-            inside.reductions = {state: how for state, how in reductions.items() if state not in whole}
-    return changed
+                inside.reductions = {other: how for other, how in inside.reductions.items() if other != state}
+    return put_back

@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,12 +34,7 @@ from lightning_gradavg.evaluation.dealt import (
     ranks_having,
     sampler_problem,
 )
-from lightning_gradavg.evaluation.logged import (
-    complete_results,
-    complete_states,
-    describe_results,
-    describe_states,
-)
+from lightning_gradavg.evaluation.logged import complete, describe
 from lightning_gradavg.lightning_internals import (
     EvaluationPass,
     MetricInside,
@@ -85,37 +81,30 @@ class ExactEvaluation(Evaluation):
         timeout: How long a process group waits for a rank.
     """
 
+    _pass: EvaluationPass | None = None
+    _rows: Sequence[Sequence[EvaluationLoader]] = ()  # those that are read together, in this pass
+
     def __init__(self, timeout: timedelta | None) -> None:
         self._timeout = timeout
-        self._latest: EvaluationLoader | None = None
 
     def setup(self, run: Run) -> None:
         """Begin a run."""
         super().setup(run)
-        self._alone = run.world.size == 1
+        # One rank evaluates as in stock. On several, those with fewer batches would not take part in DDP's broadcasts.
+        self.through_ddp = run.world.size == 1
+        self._stages = {} if self.through_ddp else _STAGES
         self._injects_samplers = injects_samplers(run.trainer)
-        self._stage: RunningStage | None = None
-        self._latest = None
+        self.prepares, self._pass, self._rows = False, None, ()
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._on_step: list[Metric] = []
         self._put_back_options, self._put_back = ExitStack(), ExitStack()
-
-    @property
-    def prepares(self) -> bool:  # type: ignore[override]  # an attribute where it is always the same
-        """Whether the loaders that Lightning prepares now are evaluation loaders, to be processed here."""
-        return self._stage is not None
-
-    @property
-    def through_ddp(self) -> bool:  # type: ignore[override]  # likewise
-        """Whether a step may run through DDP: ranks with fewer batches would not take part in its broadcasts."""
-        return self._alone
 
     def prepare_loaders(self, stage: str) -> None:
         """Have Lightning leave the samplers and the number of batches to us, for the loaders of a stage."""
         self._put_back_options.close()
         trainer: Any = self.run.trainer
-        self._stage = None if self._alone else _STAGES.get(stage)
-        if self._stage is not None:
+        self.prepares = stage in self._stages
+        if self.prepares:
+            self._stage = self._stages[stage]
             limited = f"limit_{self._stage.dataloader_prefix}_batches"
             self._limit = getattr(trainer, limited)
             self._put_back_options.callback(setattr, trainer, limited, self._limit)
@@ -135,44 +124,36 @@ class ExactEvaluation(Evaluation):
             ValueError: If a `DistributedSampler` repeats or drops samples, the limit of batches does not fit the
                 loader, or the ranks' loaders differ.
         """
-        assert self._stage is not None
         world, prefix = self.run.world, self._stage.dataloader_prefix
         loader = user_loader(loader)
         sampler = distributed_sampler(loader)
         kept = is_sharded(loader) or sampler is not None or not self._injects_samplers
-        problem = None if sampler is None else sampler_problem(sampler, world.size)
-        limited: float = 0
-        try:
-            length = length_of(loader)
-            limited = limited_batches(self._stage, math.inf if length is None else length, self._limit)
-        except MisconfigurationException as error:
-            problem = problem or str(error)
-        every = world.gather_objects((kept, limited, problem))
+        limited, unlimited = self._limited(loader)
+        mine = kept, limited, sampler_problem(sampler, world.size), unlimited
         # A problem that only some ranks have is raised by them all: nobody waits for a rank that has given up.
-        problem = next((of_rank[2] for of_rank in every if of_rank[2] is not None), None)
-        lengths = [of_rank[1] for of_rank in every]
-        if problem is None and len({(of_rank[0], of_rank[0] or of_rank[1]) for of_rank in every}) > 1:
-            problem = (
+        of_kept, lengths, *problems = zip(*world.gather_objects(mine), strict=True)
+        problem = next(filter(None, chain(*problems)), None)
+        if problem is not None:
+            raise ValueError(problem)
+        if len(set(of_kept)) > 1 or (not kept and len(set(lengths)) > 1):
+            raise ValueError(
                 f"the ranks' {prefix} loaders differ: in rank order they have {', '.join(map(str, lengths))} batches,"
                 " but they are dealt as one and the same. Make them the same on all ranks; or, where every rank is to"
                 " evaluate its own data, set `sharded_by_rank = True` on the loader or its dataset, or"
                 " Trainer(use_distributed_sampler=False)."
             )
-        if problem is not None:
-            raise ValueError(problem)
-        sized = math.inf not in lengths
-        if sized and not kept:
-            lengths = [len(range(rank, int(limited), world.size)) for rank in range(world.size)]
-        wrapped = EvaluationLoader(
-            loader,
-            world,
-            kept=kept,
-            limit=None if limited == math.inf else int(limited),
-            lengths=lengths if sized else None,
-            on_batch=self._note,
-        )
+        limit = None if limited == math.inf else int(limited)
+        of_ranks = _lengths(lengths, kept=kept)
+        wrapped = EvaluationLoader(loader, world, kept=kept, limit=limit, lengths=of_ranks, group=self.group)
         rank_zero_info(f"GradAvgStrategy: {prefix} {wrapped.describe()}")
         return wrapped
+
+    def _limited(self, loader: Any) -> tuple[float, str | None]:
+        """Return how many batches the Trainer's limit leaves of a loader, infinite if unknown, and why it does not."""
+        try:
+            return limited_batches(self._stage, length_of(loader), self._limit), None
+        except MisconfigurationException as error:
+            return 0, str(error)
 
     def on_evaluation_start(self) -> None:
         """Prepare one pass over the loaders. A collective operation, when Lightning's loop has set them up.
@@ -180,20 +161,20 @@ class ExactEvaluation(Evaluation):
         Raises:
             ValueError: If batches would be repeated to fill up a `CombinedLoader`.
         """
-        if self._alone:
+        if self.through_ddp:
             return
         self._put_back_options.close()
-        self._stage = self._latest = None
+        self.prepares = False
         self._pass = now = EvaluationPass(self.run.trainer)
         if now.mode == "max_size_cycle":
             raise ValueError(
                 f"CombinedLoader(mode={now.mode!r}) repeats the batches of the shorter loaders, so their samples would"
                 " be evaluated more than once. Use 'sequential', 'min_size' or 'max_size'."
             )
-        rows = [[loader] for loader in now.loaders] if now.mode == "sequential" else [now.loaders]
+        self._rows = [[loader] for loader in now.loaders] if now.mode == "sequential" else [now.loaders]
         incomplete = {
             ranks_having(lengths, ended)
-            for lengths in filter(None, map(self._steps, rows))
+            for lengths in filter(None, map(self._steps, self._rows))
             for ended in set(lengths) - {max(lengths)}
         }
         self._groups |= subgroups(self.run.world, incomplete - set(self._groups), self._timeout)
@@ -202,6 +183,8 @@ class ExactEvaluation(Evaluation):
         metrics = self._metrics()
         self._updates = {name: MetricInside(metric).updates for name, metric in metrics.items()}
         self._on_step = [metric for metric in metrics.values() if metric.dist_sync_on_step]
+        for loader in now.loaders:
+            loader.taken, loader.on_step = 0, self._on_step
         if not self.run.trainer.predicting:
             now.compute_at_end(self._complete)
 
@@ -211,36 +194,36 @@ class ExactEvaluation(Evaluation):
         Raises:
             RuntimeError: If some rank does not know how many batches it has.
         """
-        latest = self._latest
-        if latest is None:
+        begun = [row for row in self._rows if any(loader.taken > 0 for loader in row)]
+        if not begun:
             return None
-        row = [latest] if self._pass.mode == "sequential" else self._pass.loaders
-        lengths = self._steps(row)
+        lengths = self._steps(begun[-1])
         if lengths is None:
             raise RuntimeError(
                 "something is reduced or gathered over the ranks within an evaluation step, but it is not known which"
                 " ranks have a batch then, because a loader has no length. Give it a `__len__`; or log with"
                 " on_step=False, and use no metric with dist_sync_on_step=True."
             )
-        return self._groups.get(ranks_having(lengths, max(loader.taken for loader in row) - 1))
+        return self._groups.get(ranks_having(lengths, max(loader.taken for loader in begun[-1]) - 1))
 
     def on_evaluation_end(self) -> None:
         """End one pass, when its results are computed. A collective operation for predictions."""
-        if self._alone:
-            return
-        self._note(None)
-        self._put_back.close()
         now, world = self._pass, self.run.world
+        if now is None:
+            return
+        self._leave()
+        self._put_back.close()
+        self._pass = None
         if not self.run.trainer.predicting:
             return
         compare_streams(world.gather_objects([loader.read for loader in now.loaders]), together=False)
-        for loader, mine in zip(now.loaders, now.predictions or (), strict=now.predictions is not None):
+        for loader, mine in zip(now.loaders, now.predictions, strict=False):  # there may be none
             if not loader.kept:
-                lengths = [length for (length,) in world.gather_integers([len(mine)])]
+                most = max(length for (length,) in world.gather_integers([len(mine)]))
                 # Round by round, in which batches were dealt: what is gathered goes through the device's memory.
-                rounds = [world.gather_objects(mine[n] if n < len(mine) else None) for n in range(max(lengths))]
+                rounds = [world.gather_objects(mine[n : n + 1]) for n in range(most)]
                 # In place: this list is what the loop returns.
-                mine[:] = [row[rank] for n, row in enumerate(rounds) for rank in range(len(row)) if n < lengths[rank]]
+                mine[:] = chain.from_iterable(chain.from_iterable(rounds))
 
     def teardown(self) -> None:
         """Put everything back at the end of the run."""
@@ -253,22 +236,26 @@ class ExactEvaluation(Evaluation):
 
     def _metrics(self) -> dict[str, Metric]:
         """Return the metrics whose states are shared by all ranks when they are computed."""
-        found = {name: module for name, module in self.run.module.named_modules() if isinstance(module, Metric)}
-        return {name: one for name, one in found.items() if one.sync_on_compute and one.process_group is None}
+        return {
+            name: module
+            for name, module in self.run.module.named_modules()
+            if isinstance(module, Metric) and module.sync_on_compute and module.process_group is None
+        }
 
     def _steps(self, loaders: Sequence[EvaluationLoader]) -> list[int] | None:
         """Return each rank's number of steps over loaders that are read together, None if it is unknown."""
-        lengths = [loader.lengths for loader in loaders if loader.lengths is not None]
-        fewest_or_most = min if self._pass.mode == "min_size" else max
-        if len(lengths) < len(loaders):
+        assert self._pass is not None
+        lengths: list[Any] = [loader.lengths for loader in loaders]
+        if None in lengths:
             return None
+        fewest_or_most = min if self._pass.mode == "min_size" else max
         return [fewest_or_most(of_rank) for of_rank in zip(*lengths, strict=True)]
 
-    def _note(self, loader: EvaluationLoader | None) -> None:
-        """Note that a batch of the loader is evaluated next; None at the end."""
-        self._latest = loader
+    def _leave(self) -> None:
+        """Note that no batch is evaluated any more: what is reduced now is so over all ranks."""
+        self._rows = ()
         for metric in self._on_step:
-            metric.process_group = self.group()
+            metric.process_group = None
 
     def _take_buffers(self, model: DistributedDataParallel) -> None:
         """Take over rank 0's buffers: for good where the next forward of DDP would do it, else until the end."""
@@ -281,27 +268,34 @@ class ExactEvaluation(Evaluation):
 
     def _complete(self) -> None:
         """Have all ranks agree on what was logged, before the results are computed."""
-        self._note(None)
+        now, world = self._pass, self.run.world
+        assert now is not None
+        self._leave()
         metrics = self._metrics()
         updated = {
             name: metric
             for name, metric in metrics.items()
             if MetricInside(metric).updates != self._updates.get(name, 0)
         }
-        now, world = self._pass, self.run.world
-        read = [loader.read for loader in now.loaders]
-        every = world.gather_objects((describe_results(now.results), describe_states(updated), read))
-        results, states, reads = zip(*every, strict=True)
+        results, read = now.results, [loader.read for loader in now.loaders]
+        described, reads = zip(*world.gather_objects((describe(results, updated), read)), strict=True)
         compare_streams(reads, together=now.mode != "sequential")
-        for put_back in complete_states(metrics, states, world):
-            self._put_back.callback(put_back)
-        lacking = complete_results(now.results, results, self.run.module)
+        lacking, put_back = complete(results, metrics, described, self.run.module, world)
+        self._put_back.push(put_back)
         if lacking and not self.run.trainer.sanity_checking:
             rank_zero_warn(
                 f"{', '.join(map(repr, lacking))} was logged by some ranks and not by others, which had no batch to log"
                 " it from, and is not reduced over the ranks: each has a value of its own, or none. Log it with"
                 " sync_dist=True to have the value of one process on all ranks."
             )
+
+
+def _lengths(of_ranks: Sequence[float], *, kept: bool) -> list[int] | None:
+    """Return how many batches each rank evaluates of a loader that so many are there of; None if some does not know."""
+    if math.inf in of_ranks:
+        return None
+    known, world_size = list(map(int, of_ranks)), len(of_ranks)
+    return known if kept else [len(range(rank, known[0], world_size)) for rank in range(world_size)]
 
 
 def _give_back(buffers: Sequence[Tensor], own: Sequence[Tensor], taken: Sequence[Tensor]) -> None:

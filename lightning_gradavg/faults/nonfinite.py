@@ -110,6 +110,8 @@ def refuse_unjudged(options: Options, given: Mapping[str, Any]) -> None:
         return
     if given["static_graph"]:
         raise ValueError(f"{option} lets DDP see other backwards than the model's: leave static_graph=True out.")
+    if given["reproducible"]:
+        raise ValueError(f"{option} drops what reproducible=True adds up in one order: leave one of them out.")
     counts_ranks = not options.rule.uses_weight and options.rule.name not in ("mean", "sum")
     if given["nonfinite"] == "drop_rank" and counts_ranks:
         raise ValueError(

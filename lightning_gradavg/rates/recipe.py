@@ -33,6 +33,7 @@ class RunRecipe:
         lr_warmup_steps: Optimizer steps from the base to the scaled learning rate.
         equivalent_to: The name of the run to be reproduced, or None.
         num_replicas: Chunks that every loader batch is computed in, where they shape the result; else None.
+        arithmetic: What numbers are computed in, by name, where a run that continues this one must agree with it.
         batch: The global and the base batch; of scale 1 until the training loaders are known.
         global_batch_size: Samples of one optimizer step over ranks and window; None where no loader tells, or none is
             there yet.
@@ -47,6 +48,7 @@ class RunRecipe:
     lr_warmup_steps: int
     equivalent_to: str | None = None
     num_replicas: int | None = None
+    arithmetic: Mapping[str, Any] = field(default_factory=dict)
     batch: BatchScale = field(init=False, default=BatchScale(1, 1))
     global_batch_size: int | None = field(init=False, default=None)
 
@@ -124,6 +126,7 @@ class RunRecipe:
             "lr_scaling": self._scaling.name,
             "base_batch_size": self.batch.base_batch_size if says_base else None,
             "lr_warmup_steps": self.lr_warmup_steps,
+            **self.arithmetic,
         }
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:

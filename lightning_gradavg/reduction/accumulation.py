@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gradavg.lightning_internals import stored, version_of
 from lightning_gradavg.reduction.loss import WeighedLoss, gradients_discarded
 from lightning_gradavg.reduction.reducer import Reducer
-from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch
+from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Window
 
 __all__ = ["Accumulation"]
 
@@ -53,13 +54,23 @@ class Accumulation:
 
     def reset(self) -> None:
         """Forget a window that was begun and never reduced."""
-        self.reducer.reset()
+        if self.pending:
+            self.reducer.reset()
         self._before, self._left, self._of_term = None, [], {}
 
     @property
     def pending(self) -> int:
         """Number of micro-batches accumulated and not yet reduced."""
-        return self.reducer.window.length
+        return len(self.reducer.window.micro_batches)
+
+    def on_gather(self) -> None:
+        """Note that gradients of a step cross ranks."""
+        self.crosses_ranks = True
+
+    @property
+    def closed(self) -> tuple[Window, float]:
+        """The window that is being reduced, and what its gradients were divided by."""
+        return self.reducer.closed
 
     def weigh(self, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
         """Return the loss to run the backward from.
@@ -82,11 +93,11 @@ class Accumulation:
         """
         if self._preserves and self.pending and self._cleared():
             self.reset()
+        alone = last and self.pending == 0
         if self._preserves and self._before is None:
             # A gradient may live in a bucket of DDP, which the next reduction overwrites.
             self._before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
             self._set_gradients(None)
-        alone = last and self.pending == 0
         micro_batch = self._checked(loss.micro_batch)
         multipliers = self.reducer.add(micro_batch)
         self.reducer.accumulating = not last
@@ -150,20 +161,31 @@ class Accumulation:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
+    def reduce_apart(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+        """Reduce gradients that are in no bucket as buckets are, after the last backward of a window."""
+        self.reducer.reduce_apart(parameters, group)
+
+    def check(self) -> None:
+        """Raise what is wrong with the last window, where no further one does."""
+        self.reducer.check()
+
     def _checked(self, micro_batch: MicroBatch) -> MicroBatch:
         """Find fault with a micro-batch that trains other parameters than its window, or weighs other terms."""
         # Asked of every parameter only where it is compared.
         trained = tuple(parameter.requires_grad for parameter in self.parameters) if self._preserves else ()
-        problem, terms = micro_batch.problem, self.reducer.window.terms
-        if not terms:
+        first = self.pending == 0
+        if first:
             self._trained = trained
-        elif trained != self._trained:
-            problem = problem or (
+        if first or micro_batch.problem is not None:
+            return micro_batch
+        problem = None
+        if trained != self._trained:
+            problem = (
                 "it trains other parameters than the micro-batches before it, which were not reduced yet:"
                 " reduce the window of one optimizer before the backward of another"
             )
-        elif (WHOLE_LOSS in terms) != (WHOLE_LOSS in micro_batch.weights):
-            problem = problem or (
+        elif (WHOLE_LOSS in self.reducer.window.terms) != (WHOLE_LOSS in micro_batch.weights):
+            problem = (
                 "its loss terms share a weight, or have one each, unlike those of the micro-batches before it: name the"
                 " weights in all micro-batches of a window or in none"
             )
@@ -185,8 +207,7 @@ class Accumulation:
         self._run(loss, [coefficient], run)
 
     def _run(self, loss: WeighedLoss, coefficients: Sequence[Any], run: Callable[..., None], **extra: Any) -> None:
-        if loss.coefficients is not None:
-            loss.coefficients.values = list(coefficients)
+        loss.coefficients[:] = coefficients
         run(**extra)
 
     def _discard(self, loss: WeighedLoss, run: Callable[..., None], micro_batch: MicroBatch) -> None:
@@ -214,20 +235,22 @@ class Accumulation:
     def _fold(self) -> dict[str, Any]:
         """Let the gradients be those accumulated of all terms, normalized; return each term's factor."""
         factors = self.reducer.term_factors()
-        total: Gradients = [None] * len(self.parameters)
-        for term, gradients in self._of_term.items():
-            for index, gradient in enumerate(gradients):
-                if gradient is not None:
-                    scaled = (gradient * factors[term]).to(gradient.dtype)
-                    before = total[index]
-                    total[index] = scaled if before is None else before + scaled
-        self._set_gradients(total if self._of_term else [parameter.grad for parameter in self.parameters])
+        if self._of_term:
+            of_terms = [factors[term] for term in self._of_term]
+            of_parameters = zip(*self._of_term.values(), strict=True)
+            self._set_gradients([_combined(gradients, of_terms) for gradients in of_parameters])
         self._of_term = {}
         return factors
 
     def _set_gradients(self, gradients: Gradients | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters), strict=True):
             parameter.grad = gradient
+
+
+def _combined(gradients: Iterable[Tensor | None], factors: Iterable[Any]) -> Tensor | None:
+    pairs = zip(gradients, factors, strict=True)
+    scaled = [(gradient * factor).to(gradient.dtype) for gradient, factor in pairs if gradient is not None]
+    return sum(scaled[1:], scaled[0]) if scaled else None
 
 
 def _is_unread(number: Any) -> bool:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import product
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg.lightning_internals import copy_each, views_of
-from lightning_gradavg.place import node_from_environment
-from lightning_gradavg.ranks import Header, World, by_value, digest, on_ranks, ranks_by_value
+from lightning_gradavg.ranks import Agreed, Contribution, World, by_value, on_ranks
 from lightning_gradavg.reduction.combine import is_number, rank_factors
 from lightning_gradavg.reduction.sums import SUM_DTYPES, as_real, sum_sparse, zero_gradient
 from lightning_gradavg.reduction.window import as_weight
@@ -32,10 +32,12 @@ from lightning_gradavg.wire.route import Hop, Route
 
 __all__ = ["agreed_factors", "average_gradients", "checked_weight"]
 
-_ABSENT = 0
-_DTYPES = tuple(SUM_DTYPES)
-# A gradient's form is 0 if it is None, else 1 + this many times the index of its dtype + its sparse dimensions.
-_SPARSE_DIMENSIONS = 64
+_Form: TypeAlias = tuple[torch.dtype, int] | None
+"""Of a gradient: its dtype and its sparse dimensions, 0 of a dense one; None where it is None."""
+
+# A tensor has at most 64 dimensions. Ranks exchange the index here: that of None is the least.
+_FORMS: tuple[_Form, ...] = (None, *product(SUM_DTYPES, range(65)))
+_CODES = {form: code for code, form in enumerate(_FORMS)}
 
 # The cap is DDP's: larger buckets gain no bandwidth and start later.
 BUCKET_BYTES = 25 * 2**20
@@ -89,44 +91,31 @@ def average_gradients(
             a member of `group`.
     """
     world = World.of(group)
-    mine, error = None, None
-    try:
-        mine = _Contribution.of(module_or_parameters, reduction, weight, world.device_types, wire_dtype)
-    except Exception as failure:  # noqa: BLE001  # whatever this rank meets: the others would wait for it for ever
-        error = failure
-    header = mine.header if mine is not None else Header(failed=True)
-    headers = [Header.unpack(row) for row in world.gather_integers(header.pack())]
-    if mine is None or any(header.failed for header in headers):
-        raise ValueError(_problems(world, error)) from error
-    if len({header.call for header in headers}) > 1:
-        raise ValueError(_difference(world, mine))
-    factor = _factors_for_loss(mine.rule, headers)[world.rank]
-    forms = mine.forms if len({header.forms for header in headers}) == 1 else _agreed_forms(world, mine)
-    codec = None if mine.wire_dtype is None else CODECS[mine.wire_dtype]
-    _reduce(world, mine.parameters, forms, factor, codec)
+    mine, agreed = world.agree(
+        "average_gradients cannot reduce",
+        lambda: _Gradients.of(module_or_parameters, reduction, weight, world.device_types, wire_dtype),
+        _difference,
+    )
+    _require_weights(mine.rule, agreed.weights)
+    factor = agreed_factors(mine.rule, agreed)[world.rank]
+    _reduce(world, mine.parameters, _agreed_forms(mine, agreed.details), factor, mine.codec)
 
 
 @dataclass(frozen=True)
-class _Contribution:
+class _Gradients(Contribution):
     """What this rank brings to a reduction, each part checked.
 
     Attributes:
         rule: The reduction rule.
         labels: What messages call each parameter.
         parameters: The parameters, each once.
-        descriptions: Label, shape, dtype and device of each parameter: what must be equal on all ranks.
-        forms: The form of each parameter's gradient: absent, or its dtype and number of sparse dimensions.
-        weight: The weight, or None if it was not given.
-        wire_dtype: What numbers are sent as; None for the type that they are summed in.
+        codec: What numbers are sent by; None for the type that they are summed in.
     """
 
     rule: Rule
     labels: list[str]
     parameters: list[Tensor]
-    descriptions: list[str]
-    forms: list[int]
-    weight: float | None
-    wire_dtype: str | None
+    codec: Codec | None
 
     @classmethod
     def of(
@@ -136,41 +125,29 @@ class _Contribution:
         weight: float | Tensor | None,
         device_types: Sequence[str] | None,
         wire_dtype: str | None,
-    ) -> _Contribution:
+    ) -> _Gradients:
         """Check the arguments of a reduction and the gradients."""
         rule = resolve_rule(reduction)
-        if wire_dtype is not None and wire_dtype not in CODECS:
+        if wire_dtype not in (None, *CODECS):
             raise ValueError(
                 f"wire_dtype={wire_dtype!r} is not a type that gradients can be sent as. Use"
                 f" {', '.join(map(repr, CODECS))}, or None to send gradients in their own type"
             )
-        labels, parameters, descriptions, forms = [], [], [], []
-        devices: dict[torch.device, int] = {}
-        for label, parameter in _labeled(module_or_parameters):
-            forms.append(_form_of(label, parameter, device_types))
-            if wire_dtype is not None and forms[-1] != _ABSENT and _sparse_dim(forms[-1]) == 0:
-                refuse_double_precision(wire_dtype, label, _dtype(forms[-1]))
-            labels.append(label)
-            parameters.append(parameter)
-            # Which parameters share a device decides which share a bucket.
-            ordinal = devices.setdefault(parameter.device, len(devices))
-            descriptions.append(
-                f"{label} of shape {tuple(parameter.shape)}, {parameter.dtype} on {parameter.device.type}"
-                + (f", device {ordinal} of the rank" if ordinal else "")
-            )
+        labeled = _labeled(module_or_parameters)
+        forms = [_CODES[_form_of(label, parameter, device_types, wire_dtype)] for label, parameter in labeled]
+        # Which parameters share a device decides which share a bucket.
+        devices = enumerate(dict.fromkeys(parameter.device for _, parameter in labeled))
+        ordinals = {device: f", device {ordinal} of the rank" * (ordinal > 0) for ordinal, device in devices}
+        descriptions = [
+            f"{label} of shape {tuple(parameter.shape)}, {parameter.dtype} on {parameter.device.type}"
+            f"{ordinals[parameter.device]}"
+            for label, parameter in labeled
+        ]
+        alike = f"{rule.name!r}, {rule.formula}", wire_dtype, descriptions
         number = None if weight is None else checked_weight(weight)
-        return cls(rule, labels, parameters, descriptions, forms, number, wire_dtype)
-
-    @property
-    def reduction(self) -> str:
-        """The rule in words."""
-        return f"{self.rule.name!r}, {self.rule.formula}"
-
-    @property
-    def header(self) -> Header:
-        """What the other ranks need to know of this contribution, as long as they bring the like."""
-        call = digest("\n".join([self.reduction, str(self.wire_dtype), *self.descriptions]))
-        return Header(False, call, digest(str(self.forms)), node_from_environment(), self.weight)
+        labels, parameters = [label for label, _ in labeled], [parameter for _, parameter in labeled]
+        codec = None if wire_dtype is None else CODECS[wire_dtype]
+        return cls(alike, forms, number, rule, labels, parameters, codec)
 
 
 def checked_weight(weight: float | Tensor) -> float:
@@ -188,149 +165,135 @@ def checked_weight(weight: float | Tensor) -> float:
     return number
 
 
-def agreed_factors(rule: Rule, headers: Sequence[Header]) -> list[float]:
+def agreed_factors(rule: Rule, agreed: Agreed) -> list[float]:
     """Return what the reduction multiplies each rank's gradient by, where nodes may be unknown if they do not matter.
 
     Raises:
         ValueError: If they do, or the rule fails.
     """
-    weights = [1.0 if header.weight is None else header.weight for header in headers]
-    unknown = [rank for rank, header in enumerate(headers) if header.node is None]
-    if not unknown:
-        return rank_factors(rule, [header.node or 0 for header in headers], weights)
-    count = len(weights)
+    weights = [1.0 if weight is None else weight for weight in agreed.weights]
+    nodes, count = [node for node in agreed.nodes if node is not None], len(weights)
     # One node, a node for each rank, and uneven nodes, which some rules tell apart only from the other two.
-    layouts = ([0] * count, range(count), [0] * (count - 1) + [1])
-    one_node, *others = (rank_factors(rule, layout, weights) for layout in layouts)
-    if any(other != one_node for other in others):
+    unknown = ([0] * count, range(count), [0] * (count - 1) + [1])
+    factors, *others = (rank_factors(rule, layout, weights) for layout in ([nodes] if len(nodes) == count else unknown))
+    if any(other != factors for other in others):
+        ranks = [rank for rank, node in enumerate(agreed.nodes) if node is None]
         raise ValueError(
             f"reduction={rule.name!r} depends on nodes, and no environment variable of the launcher tells the node"
-            f" {on_ranks(unknown)}. Set NODE_RANK there to the index of the node, from 0."
+            f" {on_ranks(ranks)}. Set NODE_RANK there to the index of the node, from 0."
         )
-    return one_node
+    return factors
 
 
-def _factors_for_loss(rule: Rule, headers: Sequence[Header]) -> list[float]:
-    given = [header.weight is not None for header in headers]
-    if any(given) and not all(given):
-        present, absent = (
-            [rank for rank, is_given in enumerate(given) if is_given is which] for which in (True, False)
-        )
+def _require_weights(rule: Rule, weights: Sequence[float | None]) -> None:
+    absent = [rank for rank, weight in enumerate(weights) if weight is None]
+    if 0 < len(absent) < len(weights):
+        present = [rank for rank, weight in enumerate(weights) if weight is not None]
         raise ValueError(
             f"weight= was given {on_ranks(present)} but not {on_ranks(absent)}:"
             " pass it on all ranks, 0 where a rank has no loss term, or on none."
         )
-    if rule.uses_weight and not any(given):
+    if rule.uses_weight and absent:
         raise ValueError(
             f"reduction={rule.name!r}, {rule.formula}, needs a weight: pass weight= on every rank,"
             " the number of loss terms (samples, tokens, ...) behind its gradient."
         )
-    return agreed_factors(rule, headers)
 
 
-def _problems(world: World, error: Exception | None) -> str:
-    """Return what every rank that failed met, the same text on all ranks."""
-    text = None
-    if error is not None:
-        text = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
-    texts = ranks_by_value(world.gather_objects(text))
-    found = (f"{on_ranks(ranks)}: {text}" for text, ranks in texts.items() if text is not None)
-    return f"average_gradients cannot reduce, {'; '.join(found).rstrip('.')}."
+def _difference(alike: Sequence[tuple[str, str | None, list[str]]]) -> str:
+    """Return the first thing that the ranks do not have in common."""
+    reductions, wire_dtypes, descriptions = zip(*alike, strict=True)
+    of_parameters = zip(*descriptions, strict=False)  # how many there are is compared first
+    compared = [
+        ("reduction= differs between ranks", "Pass the same", reductions),
+        ("wire_dtype= differs between ranks", "Pass the same", tuple(map(repr, wire_dtypes))),
+        (
+            "the ranks pass different numbers of parameters",
+            "Pass the same parameters",
+            tuple(f"{len(of_rank)} parameters" for of_rank in descriptions),
+        ),
+        *(
+            ("the ranks pass different parameters", "Pass the same parameters in the same order", texts)
+            for texts in of_parameters
+        ),
+    ]
+    what, advice, values = next(one for one in compared if len(set(one[-1])) > 1)
+    return f"{what}: {by_value(values)}. {advice} on all ranks."
 
 
-def _difference(world: World, mine: _Contribution) -> str:
-    """Return the first thing that the ranks do not have in common, the same text on all ranks."""
-    gathered = world.gather_objects((mine.reduction, mine.wire_dtype, mine.descriptions))
-    reductions, wire_dtypes, descriptions = zip(*gathered, strict=True)
-    if len(set(reductions)) > 1:
-        return f"reduction= differs between ranks: {by_value(reductions)}. Pass the same on all ranks."
-    if len(set(wire_dtypes)) > 1:
-        return f"wire_dtype= differs between ranks: {by_value(map(repr, wire_dtypes))}. Pass the same on all ranks."
-    if len(set(map(len, descriptions))) > 1:
-        numbers = by_value(f"{len(of_rank)} parameters" for of_rank in descriptions)
-        return f"the ranks pass different numbers of parameters: {numbers}. Pass the same parameters on all ranks."
-    different = next(of_ranks for of_ranks in zip(*descriptions, strict=True) if len(set(of_ranks)) > 1)
-    return (
-        f"the ranks pass different parameters: {by_value(different)}."
-        " Pass the same parameters in the same order on all ranks."
-    )
-
-
-def _agreed_forms(world: World, mine: _Contribution) -> list[int]:
+def _agreed_forms(mine: _Gradients, details: Sequence[list[int]]) -> list[_Form]:
     """Return the form that each gradient has on the ranks where it is not None."""
-    agreed = []
-    of_parameters = zip(*world.gather_integers(mine.forms), strict=True)
-    for label, forms in zip(mine.labels, of_parameters, strict=True):
-        present = set(forms) - {_ABSENT}
-        if len(present) > 1:
-            raise ValueError(
-                f"the gradient of {label} differs between ranks: {by_value(map(_form_text, forms))}."
-                " It must have one layout and one dtype wherever it is not None."
-            )
-        agreed.append(max(forms))
-    return agreed
+    codes = mine.details
+    if any(of_rank is not mine.details for of_rank in details):
+        codes = []
+        for label, of_ranks in zip(mine.labels, zip(*details, strict=True), strict=True):
+            codes.append(max(of_ranks))
+            if set(of_ranks) - {_CODES[None], codes[-1]}:
+                raise ValueError(
+                    f"the gradient of {label} differs between ranks:"
+                    f" {by_value(_form_text(_FORMS[code]) for code in of_ranks)}."
+                    " It must have one layout and one dtype wherever it is not None."
+                )
+    return [_FORMS[code] for code in codes]
 
 
-def _labeled(source: nn.Module | Iterable[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter once, with what messages call it."""
+def _labeled(source: nn.Module | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+    """Return every parameter once, with what messages call it."""
     if isinstance(source, nn.Module):
         _refuse_wrapped(source)
-        yield from ((f"parameter {name!r}", parameter) for name, parameter in source.named_parameters())
-        return
+        return [(f"parameter {name!r}", parameter) for name, parameter in source.named_parameters()]
     if not isinstance(source, Iterable):
         raise TypeError(f"pass a module or its parameters; got {source!r} of type {type(source).__name__}")
-    seen: set[int] = set()
+    found: dict[int, tuple[str, Tensor]] = {}
     for index, tensor in enumerate([source] if isinstance(source, Tensor) else source):  # not its rows
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"parameter {index} is {tensor!r} of type {type(tensor).__name__}:"
                 " pass a module, or an iterable of parameters such as model.parameters()"
             )
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield f"parameter {index}", tensor
+        found.setdefault(id(tensor), (f"parameter {index}", tensor))
+    return list(found.values())
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
     # A module of that type exists only if its package has been imported, which is slow.
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
-    for name, submodule in module.named_modules():
-        label = f"the submodule {name!r}" if name else "the module"
-        if isinstance(submodule, DistributedDataParallel):
-            raise TypeError(
-                f"{label} is a DistributedDataParallel, which has reduced the gradients during backward() already."
-                " Leave out average_gradients; or pass the wrapped `.module` if every backward() runs within no_sync()"
-            )
-        if isinstance(submodule, sharded):
-            raise TypeError(
-                f"{label} is a FullyShardedDataParallel, whose ranks hold different parts of gradients that it has"
-                " reduced already. Leave out average_gradients"
-            )
+    reasons: dict[Any, str] = {
+        DistributedDataParallel: "is a DistributedDataParallel, which has reduced the gradients during backward()"
+        " already. Leave out average_gradients; or pass the wrapped `.module` if every backward() runs within"
+        " no_sync()",
+        sharded: "is a FullyShardedDataParallel, whose ranks hold different parts of gradients that it has reduced"
+        " already. Leave out average_gradients",
+    }
+    for (name, submodule), (kind, reason) in product(module.named_modules(), reasons.items()):
+        if isinstance(submodule, kind):
+            raise TypeError(f"the {f'submodule {name!r}' if name else 'module'} {reason}")
 
 
-def _form_of(label: str, parameter: Tensor, device_types: Sequence[str] | None) -> int:
+def _form_of(label: str, parameter: Tensor, device_types: Sequence[str] | None, wire_dtype: str | None) -> _Form:
     """Return the form of a parameter's gradient, after checking that it can be reduced."""
     if type(parameter) is not nn.Parameter:
         _refuse_special(label, parameter)
     gradient = parameter.grad
     if gradient is None:
-        return _ABSENT
+        return None
+    named = f"the gradient of {label}"
     if type(gradient) is not Tensor:
-        _refuse_special(f"the gradient of {label}", gradient)
+        _refuse_special(named, gradient)
     if gradient.layout not in (torch.strided, torch.sparse_coo):
-        raise ValueError(
-            f"the gradient of {label} is {gradient.layout}; only torch.strided and torch.sparse_coo can be reduced"
-        )
+        raise ValueError(f"{named} is {gradient.layout}; only torch.strided and torch.sparse_coo can be reduced")
     if gradient.dtype not in SUM_DTYPES:
-        raise ValueError(
-            f"the gradient of {label} is {gradient.dtype}; only {', '.join(map(str, _DTYPES))} can be reduced"
-        )
+        raise ValueError(f"{named} is {gradient.dtype}; only {', '.join(map(str, SUM_DTYPES))} can be reduced")
     if device_types is not None and gradient.device.type not in device_types:
         raise ValueError(
-            f"the gradient of {label} is on {gradient.device.type}, but the process group serves"
+            f"{named} is on {gradient.device.type}, but the process group serves"
             f" {', '.join(device_types)}. Move the module, or initialize the group with a backend for that device"
         )
-    return 1 + _SPARSE_DIMENSIONS * _DTYPES.index(gradient.dtype) + (gradient.sparse_dim() if gradient.is_sparse else 0)
+    if gradient.is_sparse:
+        return gradient.dtype, gradient.sparse_dim()
+    if wire_dtype is not None:
+        refuse_double_precision(wire_dtype, label, gradient.dtype)
+    return gradient.dtype, 0
 
 
 def _refuse_special(label: str, tensor: Tensor) -> None:
@@ -345,43 +308,35 @@ def _refuse_special(label: str, tensor: Tensor) -> None:
         raise ValueError(f"{label} is no leaf, so backward() leaves it without .grad: pass parameters, not results")
 
 
-def _form_text(form: int) -> str:
-    if form == _ABSENT:
+def _form_text(form: _Form) -> str:
+    if form is None:
         return "None"
-    dimensions = _sparse_dim(form)
+    dtype, dimensions = form
     layout = f"sparse with {dimensions} sparse dimension{'s' * (dimensions > 1)}" if dimensions else "dense"
-    return f"{layout}, {_dtype(form)}"
-
-
-def _dtype(form: int) -> torch.dtype:
-    return _DTYPES[(form - 1) // _SPARSE_DIMENSIONS]
-
-
-def _sparse_dim(form: int) -> int:
-    return (form - 1) % _SPARSE_DIMENSIONS
+    return f"{layout}, {dtype}"
 
 
 def _reduce(
-    world: World, parameters: Sequence[Tensor], forms: Sequence[int], factor: float, codec: Codec | None
+    world: World, parameters: Sequence[Tensor], forms: Sequence[_Form], factor: float, codec: Codec | None
 ) -> None:
-    present = [(parameter, form) for parameter, form in zip(parameters, forms, strict=True) if form != _ABSENT]
-    for parameter, form in present:
-        parameter.grad = _writable(parameter, form)
+    present = [(parameter, *form) for parameter, form in zip(parameters, forms, strict=True) if form is not None]
+    gradients = [_writable(parameter, dtype, sparse_dim) for parameter, dtype, sparse_dim in present]
+    for (parameter, *_), gradient in zip(present, gradients, strict=True):
+        parameter.grad = gradient
     if world.size == 1 and factor == 1:
         return
-    dense = [parameter.grad for parameter, form in present if _sparse_dim(form) == 0]
-    sparse = [parameter for parameter, form in present if _sparse_dim(form) > 0]
-    _sum_dense([gradient for gradient in dense if gradient is not None], factor, world, codec)
-    totals = sum_sparse([parameter.grad for parameter in sparse if parameter.grad is not None], world, factor)
-    for parameter, total in zip(sparse, totals, strict=True):
-        parameter.grad = total
+    _sum_dense([gradient for gradient in gradients if not gradient.is_sparse], factor, world, codec)
+    totals = iter(sum_sparse([gradient for gradient in gradients if gradient.is_sparse], world, factor))
+    for parameter, _, sparse_dim in present:
+        if sparse_dim > 0:
+            parameter.grad = next(totals)
 
 
-def _writable(parameter: Tensor, form: int) -> Tensor:
+def _writable(parameter: Tensor, dtype: torch.dtype, sparse_dim: int) -> Tensor:
     """Return the parameter's gradient: a zero one where it has none, a copy where it cannot be written in place."""
     gradient = parameter.grad
     if gradient is None:
-        return zero_gradient(parameter, _sparse_dim(form), _dtype(form))
+        return zero_gradient(parameter, sparse_dim, dtype)
     if gradient.is_sparse or _is_writable(gradient):
         return gradient
     return gradient.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -389,47 +344,12 @@ def _writable(parameter: Tensor, form: int) -> Tensor:
 
 def _is_writable(gradient: Tensor) -> bool:
     """Return whether every element has a memory of its own (not so after `expand`) that holds its value itself."""
-    if gradient.is_conj() or gradient.is_neg():
-        return False
     reach = 1
     for stride, size in sorted(zip(gradient.stride(), gradient.shape, strict=True)):
         if size > 1 and stride < reach:
             return False
         reach += stride * max(size - 1, 0)
-    return True
-
-
-@dataclass
-class _Bucket:
-    """Gradients that are summed together.
-
-    Attributes:
-        gradients: Receive the sum; contiguous or not, of any dtype that widens to that of the bucket.
-        flat: The memory that is summed over ranks.
-        views: `flat`, cut into the shapes of `gradients`; empty where `flat` is the memory of the only gradient.
-    """
-
-    gradients: list[Tensor]
-    flat: Tensor
-    views: list[Tensor]
-
-    @classmethod
-    def of(cls, gradients: list[Tensor], factor: float, shared: set[int]) -> _Bucket:
-        """Return a bucket of gradients times a factor; 0 discards them, whatever they hold."""
-        first = gradients[0]
-        dtype = SUM_DTYPES[first.dtype]
-        alone = len(gradients) == 1 and dtype == first.dtype and first.is_contiguous()
-        if alone and first.untyped_storage().data_ptr() not in shared:
-            bucket = cls(gradients, first, [])
-        else:
-            flat = torch.empty(sum(gradient.numel() for gradient in gradients), dtype=dtype, device=first.device)
-            bucket = cls(gradients, flat, views_of(flat, gradients))
-            copy_each(bucket.views, gradients)
-        if factor == 0:
-            bucket.flat.zero_()
-        elif factor != 1:
-            as_real(bucket.flat).mul_(factor)
-        return bucket
+    return not (gradient.is_conj() or gradient.is_neg())
 
 
 def _sum_dense(gradients: Sequence[Tensor], factor: float, world: World, codec: Codec | None) -> None:
@@ -442,22 +362,41 @@ def _sum_dense(gradients: Sequence[Tensor], factor: float, world: World, codec: 
         world: The ranks.
         codec: What numbers are sent by, where all are summed in float32; None for the type of the sum.
     """
-    shared, works = _shared_storages(gradients), []
-    exchange = None
-    if codec is not None and world.group is not None:
-        hop = Hop(tuple(range(world.size)), world.rank, narrow=True)
-        exchange = Exchange(Route((hop,)), codec, {hop.ranks: world.group})
-    buckets = [_Bucket.of(members, factor, shared) for members in _partition(gradients)]
-    for bucket in buckets if world.group is not None else ():
-        if exchange is not None:
-            exchange.sum_(bucket.flat)
-        else:
-            works.append(dist.all_reduce(as_real(bucket.flat), group=world.group, async_op=True))
-    for work in works:
-        work.wait()
-    for bucket in buckets:
-        if bucket.views:
-            copy_each(bucket.gradients, bucket.views)
+    storages = Counter(gradient.untyped_storage().data_ptr() for gradient in gradients)
+    # Of each bucket the memory that is summed, and its parts in the shapes of the gradients if it is not theirs.
+    buckets = [(members, *_flat(members, factor, storages)) for members in _partition(gradients)]
+    if world.group is not None:
+        _sum_over(world.group, world, [flat for _, flat, _ in buckets], codec)
+    for members, _, views in buckets:
+        if views:
+            copy_each(members, views)
+
+
+def _flat(members: list[Tensor], factor: float, storages: Mapping[int, int]) -> tuple[Tensor, list[Tensor]]:
+    first, dtype, views = members[0], SUM_DTYPES[members[0].dtype], []
+    alone = len(members) == 1 and dtype == first.dtype and first.is_contiguous()
+    flat = first
+    # What holds more than one gradient could be read half-summed, were it reduced in place.
+    if not alone or storages[first.untyped_storage().data_ptr()] > 1:
+        flat = torch.empty(sum(gradient.numel() for gradient in members), dtype=dtype, device=first.device)
+        views = views_of(flat, members)
+        copy_each(views, members)
+    if factor == 0:
+        flat.zero_()
+    elif factor != 1:
+        as_real(flat).mul_(factor)
+    return flat, views
+
+
+def _sum_over(group: dist.ProcessGroup, world: World, flats: Sequence[Tensor], codec: Codec | None) -> None:
+    if codec is None:
+        for work in [dist.all_reduce(as_real(flat), group=group, async_op=True) for flat in flats]:
+            work.wait()
+        return
+    hop = Hop(tuple(range(world.size)), world.rank, narrow=True)
+    exchange = Exchange(Route((hop,)), codec, {hop.ranks: group})
+    for flat in flats:
+        exchange.sum_(flat)
 
 
 def _partition(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -476,11 +415,3 @@ def _partition(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             members.append(gradient)
             open_buckets[dtype, gradient.device] = members, used + size
     yield from (members for members, _ in open_buckets.values())
-
-
-def _shared_storages(gradients: Sequence[Tensor]) -> set[int]:
-    """Return the memory that holds more than one gradient: reduced in place, one could be read half-summed."""
-    if all(gradient.nbytes < SINGLE_BYTES for gradient in gradients):
-        return set()
-    counts = Counter(gradient.untyped_storage().data_ptr() for gradient in gradients)
-    return {address for address, count in counts.items() if count > 1}

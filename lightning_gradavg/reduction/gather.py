@@ -19,17 +19,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
+from operator import not_
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gradavg.place import node_from_environment
-from lightning_gradavg.ranks import Header, World, digest, on_ranks, ranks_by_value
+from lightning_gradavg.ranks import Contribution, World, by_rank, on_ranks
 from lightning_gradavg.reduction.average import agreed_factors, checked_weight
 from lightning_gradavg.reduction.sums import SUM_DTYPES
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
@@ -88,42 +89,31 @@ def gather(
         with torch.inference_mode(False), torch.no_grad():
             return gather(tensors, reduction=reduction, weight=weight, group=group)
     world = World.of(group)
-    call, error = None, None
-    try:
-        call = _Call.of(tensors, reduction, weight, world.device_types)
-    except Exception as failure:  # noqa: BLE001  # whatever this rank meets: the others would wait for it for ever
-        error = failure
-    header = Header(failed=True) if call is None else call.header
-    entries = [0] if call is None else call.entries
-    table = world.gather_integers([*header.pack(), torch.is_grad_enabled(), entries[0]])
-    headers = [Header.unpack(row[:-2]) for row in table]
-    if call is None or any(one.failed for one in headers):
-        text = None if error is None else str(error)
-        raise ValueError(f"gather cannot proceed, {_named(world.gather_objects(text))}.") from error
-    if len({one.call for one in headers}) > 1:
-        raise ValueError(
-            f"the ranks call gather differently: {_named(world.gather_objects(call.description))}."
-            " Pass the same structure, dtypes, shapes beyond dimension 0 and reduction= on all ranks."
-        )
-    of_ranks = [row[-1:] for row in table]
-    if len(entries) > 1:
-        of_ranks = [a + b for a, b in zip(of_ranks, world.gather_integers(entries[1:]), strict=True)]
-    wanted = [any(entry & 1 for entry in of_leaf) for of_leaf in zip(*of_ranks, strict=True)]
-    disabled = [rank for rank, row in enumerate(table) if not row[-2]]
+    mine, agreed = world.agree(
+        "gather cannot proceed", lambda: _Rows.of(tensors, reduction, weight, world.device_types), _difference
+    )
+    disabled = [rank for rank, (enabled, *_) in enumerate(agreed.details) if not enabled]
+    # Per rank, of each tensor twice its rows plus 1 if it requires grad.
+    entries = [of_rank for _, *of_rank in agreed.details]
+    rows = [[entry >> 1 for entry in of_rank] for of_rank in entries]
+    wanted = [any(entry & 1 for entry in of_leaf) for of_leaf in zip(*entries, strict=True)]
     if any(wanted) and disabled:
         raise ValueError(
             f"gather runs under torch.no_grad {on_ranks(disabled)}, but other ranks need a gradient, for which those"
             " would wait for ever. Use torch.no_grad on all ranks or on none."
         )
-    rows = [[entry >> 1 for entry in of_rank] for of_rank in of_ranks]
-    factors = agreed_factors(call.rule, headers)
-    on_gather = _ON_GATHER.get()
-    if any(wanted) and on_gather is not None:
-        on_gather()
-    elif any(wanted):
-        _require_kept(call.rule, factors, [any(of_rank) for of_rank in rows])
-    weighs_here = on_gather is None and len(set(factors)) > 1
-    gathered = _gather_leaves(world, call.leaves, rows, wanted, factors if weighs_here else None)
+    factors = agreed_factors(mine.rule, agreed)
+    if any(wanted):
+        on_gather = _ON_GATHER.get()
+        if on_gather is None:
+            _require_kept(mine.rule, factors, [any(of_rank) for of_rank in rows])
+        else:
+            factors = [1.0] * world.size
+            on_gather()
+    if world.size == 1:
+        gathered = tuple(leaf.clone() for leaf in mine.leaves)
+    else:
+        gathered = _apply(_Gather, mine.leaves, _Exchange(world, rows, factors), wanted, False)
     result: T = rebuilt(tensors, iter(gathered))
     return result
 
@@ -135,56 +125,51 @@ def require_allowed() -> None:
         raise RuntimeError(f"{refused}.")
 
 
-@contextmanager
-def collectives_refused(reason: str) -> Iterator[None]:
+def collectives_refused(reason: str) -> AbstractContextManager[None]:
     """Have `gather` raise a RuntimeError within the context, on every rank that calls it."""
-    token = _REFUSED.set(reason)
-    try:
-        yield
-    finally:
-        _REFUSED.reset(token)
+    return _within(_REFUSED, reason)
 
 
-@contextmanager
-def losses_weighed(on_gather: Callable[[], None] | None) -> Iterator[None]:
+def losses_weighed(on_gather: Callable[[], None] | None) -> AbstractContextManager[None]:
     """Say that losses are multiplied by their weights before the backward, of what `gather` is called for within.
 
     Args:
         on_gather: Called when gradients will cross ranks. None where losses are not multiplied, which changes nothing.
     """
-    token = _ON_GATHER.set(on_gather)
+    return _within(_ON_GATHER, on_gather)
+
+
+@contextmanager
+def _within(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _ON_GATHER.reset(token)
+        variable.reset(token)
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Rows(Contribution):
     """One rank's arguments, checked.
 
     Attributes:
         rule: The reduction rule.
         leaves: The tensors in the order of the structure.
-        description: What must be the same on all ranks, in words.
-        weight: The weight, or None.
     """
 
     rule: Rule
     leaves: list[Tensor]
-    description: str
-    weight: float | None
 
     @classmethod
-    def of(cls, tensors: Any, reduction: Any, weight: Any, device_types: Sequence[str] | None) -> _Call:
+    def of(cls, tensors: Any, reduction: Any, weight: Any, device_types: Sequence[str] | None) -> _Rows:
         rule = resolve_rule(reduction)
-        labeled = list(leaves(tensors))
+        labeled = list(leaves(tensors, "tensors"))
         if not labeled:
             raise ValueError(f"there is no tensor in {tensors!r}: pass at least one")
         for label, leaf in labeled:
             _check(label, leaf, device_types)
         if len({leaf.device for _, leaf in labeled}) > 1:
-            devices = ", ".join(f"tensors{label} on {leaf.device}" for label, leaf in labeled)
+            devices = ", ".join(f"{label} on {leaf.device}" for label, leaf in labeled)
             raise ValueError(f"the tensors of one call must be on one device, got {devices}")
         if rule.uses_weight and weight is None:
             raise ValueError(
@@ -192,18 +177,20 @@ class _Call:
             )
         number = checked_weight(weight) if rule.uses_weight else None
         # The rank's own structure counts, and so does every shape but the number of rows.
-        forms = "; ".join(f"tensors{label} of shape (rows, {_sizes(leaf)}) and {leaf.dtype}" for label, leaf in labeled)
-        return cls(rule, [leaf for _, leaf in labeled], f"{forms}, reduction={rule.name!r}", number)
+        shapes = [f"(rows, {', '.join(map(str, leaf.shape[1:]))})" for _, leaf in labeled]
+        forms = "; ".join(
+            f"{label} of shape {shape} and {leaf.dtype}" for shape, (label, leaf) in zip(shapes, labeled, strict=True)
+        )
+        grad, own = torch.is_grad_enabled(), [leaf for _, leaf in labeled]
+        entries = [2 * leaf.shape[0] + (leaf.requires_grad and grad) for leaf in own]
+        return cls(f"{forms}, reduction={rule.name!r}", [grad, *entries], number, rule, own)
 
-    @property
-    def header(self) -> Header:
-        return Header(False, digest(self.description), 0, node_from_environment(), self.weight)
 
-    @property
-    def entries(self) -> list[int]:
-        """Per tensor, twice its rows plus 1 if it requires grad."""
-        grad = torch.is_grad_enabled()
-        return [2 * leaf.shape[0] + (leaf.requires_grad and grad) for leaf in self.leaves]
+def _difference(descriptions: Sequence[str]) -> str:
+    return (
+        f"the ranks call gather differently: {by_rank(descriptions)}."
+        " Pass the same structure, dtypes, shapes beyond dimension 0 and reduction= on all ranks."
+    )
 
 
 def _require_kept(rule: Rule, factors: Sequence[float], present: Sequence[bool]) -> None:
@@ -217,65 +204,38 @@ def _require_kept(rule: Rule, factors: Sequence[float], present: Sequence[bool])
         )
 
 
-def _named(values: Sequence[object]) -> str:
-    return "; ".join(f"{on_ranks(ranks)}: {value}" for value, ranks in ranks_by_value(values).items() if value)
-
-
 def _check(label: str, leaf: Any, device_types: Sequence[str] | None) -> None:
     if not isinstance(leaf, Tensor):
         raise TypeError(
-            f"tensors{label} must be a tensor, or a tuple, list or dict of tensors; got {leaf!r} of type"
-            f" {type(leaf).__name__}"
+            f"{label} must be a tensor, or a tuple, list or dict of tensors; got {leaf!r} of type {type(leaf).__name__}"
         )
     if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
-        raise ValueError(f"tensors{label} must be a dense tensor, got layout {leaf.layout} and {leaf.dtype}")
+        raise ValueError(f"{label} must be a dense tensor, got layout {leaf.layout} and {leaf.dtype}")
     if leaf.ndim == 0:
-        raise ValueError(f"tensors{label} has no dimension to concatenate along: pass tensor.reshape(1), one row")
+        raise ValueError(f"{label} has no dimension to concatenate along: pass tensor.reshape(1), one row")
     if device_types is not None and leaf.device.type not in device_types:
         raise ValueError(
-            f"tensors{label} is on {leaf.device}, but the process group serves {', '.join(device_types)}: move it"
+            f"{label} is on {leaf.device}, but the process group serves {', '.join(device_types)}: move it"
         )
-
-
-def _sizes(leaf: Tensor) -> str:
-    return ", ".join(map(str, leaf.shape[1:]))
-
-
-def _gather_leaves(
-    world: World,
-    tensors: Sequence[Tensor],
-    rows: Sequence[Sequence[int]],
-    wanted: Sequence[bool],
-    factors: Sequence[float] | None,
-) -> list[Tensor]:
-    if world.size == 1:
-        return [tensor.clone() for tensor in tensors]
-    gathered: dict[int, Tensor] = {}
-    # What needs no gradient on any rank stays out of the backward.
-    for differentiable in (True, False):
-        indices = [index for index, of_leaf in enumerate(wanted) if of_leaf is differentiable]
-        exchange = _Rows(world, [[of_rank[index] for index in indices] for of_rank in rows], factors)
-        chosen = [tensors[index] for index in indices]
-        if differentiable and indices:
-            gathered |= zip(indices, _apply(_Gather, exchange, False, *chosen), strict=True)
-        elif indices:
-            gathered |= zip(indices, exchange.gather([tensor.detach() for tensor in chosen]), strict=True)
-    return [gathered[index] for index in range(len(tensors))]
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _Exchange:
     """Moves rows between ranks and back, as bytes: every dtype travels, on every backend.
 
     Attributes:
         world: The ranks.
         rows: `rows[q][i]`, the rows that rank q has of tensor i.
-        factors: Per rank, what the reduction will multiply its gradient by; None if that is the same for all.
+        factors: Per rank, what its gradient will be multiplied by in the reduction, as far as it differs.
     """
 
     world: World
     rows: Sequence[Sequence[int]]
-    factors: Sequence[float] | None = None
+    factors: Sequence[float]
+
+    def of(self, wanted: Sequence[bool]) -> _Exchange:
+        """Return the exchange of some of the tensors."""
+        return replace(self, rows=[list(compress(of_rank, wanted)) for of_rank in self.rows])
 
     def gather(self, tensors: Sequence[Tensor], *, weigh: bool = False) -> list[Tensor]:
         """Return the ranks' tensors along dimension 0; with `weigh`, the adjoint of `sum_back`.
@@ -324,43 +284,45 @@ class _Rows:
         return [total.to(gradient.dtype) for total, gradient in zip(totals, gradients, strict=True)]
 
     def _ratio(self, rank: int, other: int) -> float:
-        if self.factors is None:
-            return 1.0
         # A rank without factor has no rows: what it receives is empty.
         return self.factors[rank] / self.factors[other] if self.factors[other] else 1.0
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: _Rows, weigh: bool, _anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return tuple(exchange.gather(tensors, weigh=weigh))
+    def forward(
+        ctx: Any, exchange: _Exchange, wanted: Sequence[bool], weigh: bool, _anchor: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.wanted = exchange, wanted
+        gathered = exchange.gather(tensors, weigh=weigh)
+        ctx.mark_non_differentiable(*compress(gathered, map(not_, wanted)))
+        return tuple(gathered)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_apply(_SumBack, ctx.exchange, *gradients)
+        # What needs no gradient on any rank stays out of it.
+        wanted = ctx.wanted
+        home = iter(_apply(_SumBack, list(compress(gradients, wanted)), ctx.exchange.of(wanted)))
+        return None, None, None, None, *(next(home) if is_wanted else None for is_wanted in wanted)
 
 
 class _SumBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: _Rows, _anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: _Exchange, _anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         return tuple(exchange.sum_back(gradients))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weigh = ctx.exchange.factors is not None
-        return None, None, *_apply(_Gather, ctx.exchange, weigh, *gradients)
+        return None, None, *_apply(_Gather, gradients, ctx.exchange, [True] * len(gradients), True)
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor, ...]:
+def _apply(function: type[torch.autograd.Function], tensors: Sequence[Tensor], *settings: Any) -> tuple[Tensor, ...]:
     """Apply a function with an anchor before its tensors.
 
     Without a leaf of its own that requires grad, a rank whose tensors need no gradient would not join the backward of
     the others.
     """
-    settings = [argument for argument in arguments if not isinstance(argument, Tensor)]
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
     outputs: tuple[Tensor, ...] = function.apply(*settings, anchor, *tensors)
     return outputs

@@ -14,13 +14,12 @@ from torch.futures import Future
 from lightning_gradavg.lightning_internals import backend_name, let_go
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World, subgroups
-from lightning_gradavg.reduction.reducer import BucketSum
-from lightning_gradavg.reduction.sums import SUM_DTYPES, start_sum
+from lightning_gradavg.reduction.sums import SUM_DTYPES, BucketSum, plain_sum
 from lightning_gradavg.wire.codecs import CODECS, Codec, refuse_double_precision
 from lightning_gradavg.wire.exchange import Exchange, InOrder
 from lightning_gradavg.wire.route import WireOptions, route_of
 
-__all__ = ["OwnGroups", "exchange_sum", "plain_sum", "user_mean"]
+__all__ = ["OwnGroups", "exchange_sum", "user_mean"]
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
@@ -87,11 +86,6 @@ class OwnGroups:
         self._made, self._in_order = [], None
 
 
-def plain_sum(group: dist.ProcessGroup) -> BucketSum:
-    """Return an all-reduce."""
-    return lambda bucket: start_sum(bucket.buffer(), group)
-
-
 def user_mean(
     hook: Callable[..., Any],
     state: Any,
@@ -124,9 +118,9 @@ def user_mean(
             f"ddp_comm_hook={name} cannot be combined with a reduction: {reason}."
             " Use lightning.pytorch.strategies.DDPStrategy for it, or a hook that returns the mean of the bucket."
         )
-    if gloo and getattr(hook, "__name__", "") in _REFUSED_ON_GLOO:
+    if gloo and name in _REFUSED_ON_GLOO:
         raise ValueError(
-            f"ddp_comm_hook={name} does not work on gloo: {_REFUSED_ON_GLOO[hook.__name__]}. Use NCCL, or another hook."
+            f"ddp_comm_hook={name} does not work on gloo: {_REFUSED_ON_GLOO[name]}. Use NCCL, or another hook."
         )
     wrapped = wrapper(hook) if wrapper is not None else hook
     if not (gloo and type(state).__name__ == "PowerSGDState"):
@@ -164,22 +158,21 @@ def exchange_sum(
     """
     for name, parameter in parameters if options.dtype is not None else ():
         refuse_double_precision(str(options.dtype), repr(name), parameter.dtype)
-    backend = backend_name(group, device)
+    backend, partial = backend_name(group, device), len(places) != dist.get_world_size()
     supported = (device.type == "cpu") == (backend == "gloo")
-    if options.asked_for is not None and not supported:
+    if options.asked_for is None and (partial or not supported):
+        return None, None
+    if not supported:
         raise ValueError(
             f"{options.asked_for} works on gloo for CPUs and on NCCL and its like for accelerators; this is {backend}"
             f" on {device.type}. Choose process_group_backend accordingly, or leave the option out."
         )
-    partial = len(places) != dist.get_world_size()
-    if not supported or (partial and options.asked_for is None):
-        return None, None
     routes = [route_of(options, places, place.rank, lays_own_ways=device.type != "cpu") for place in places]
     route = routes[dist.get_rank(group)]
     if not route.hops:
         return None, route.reason
     wanted = {hop.ranks for of_rank in routes for hop in of_rank.hops}
-    made = own.make(wanted, options.asked_for or "node by node")
+    made = own.make(wanted, options.asked_for or "the hierarchical all-reduce")
     codec = Codec(torch.float32) if options.dtype is None else CODECS[options.dtype]
     exchange = Exchange(route, codec, made)
     all_reduce = plain_sum(group)

@@ -28,14 +28,11 @@ from lightning_gradavg.reduction.combine import (
     unit_above,
     window_ratio,
 )
-from lightning_gradavg.reduction.sums import as_real, done
+from lightning_gradavg.reduction.sums import BucketSum, as_real, done
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Totals, Window, as_weight
 from lightning_gradavg.rules import Rule
 
 __all__ = ["BucketSum", "Reducer"]
-
-BucketSum = Callable[[dist.GradBucket], Future[Tensor]]
-"""Begins the sum of a bucket over the ranks; the future holds it in the bucket's memory or in memory of its own."""
 
 
 @dataclass
@@ -76,6 +73,7 @@ class Reducer:
         averages: Whether `bucket_sum` returns the mean over the ranks, as DDP asks of a communication hook.
         windows_may_differ: Whether ranks may accumulate different numbers of micro-batches, so that the numbers must
             be compared even where the rule uses no weight.
+        window: Makes the first window, of the rule, the places and the rank.
 
     Attributes:
         window: The window that is open.
@@ -94,17 +92,18 @@ class Reducer:
         *,
         averages: bool = False,
         windows_may_differ: bool = False,
+        window: Callable[[Rule, Sequence[Place], int], Window] = Window,
     ) -> None:
         self.rule, self.places, self.device = rule, tuple(places), device
         self.world = World.of(group)
-        self.window = Window(rule, self.places, self.world.rank)
+        self.window = window(rule, self.places, self.world.rank)
         self.accumulating = False
         self.discarded: Tensor | None = None
         self._bucket_sum = bucket_sum
         self._summands = len(self.places) if averages else 1
         self._exchanges = rule.uses_weight or windows_may_differ
         self._depends_on_window = depends_on_window(rule, self.places)
-        self._unit: float | None = None
+        self._unit = self.window.unit
         self._constants: dict[int, tuple[float, float]] = {}
         self._closed: _Closed | None = None
         self._unchecked: tuple[Window, HostCopy] | None = None
@@ -112,7 +111,7 @@ class Reducer:
 
     def reset(self) -> None:
         """Forget a window that was begun and never reduced."""
-        self.window, self._closed, self.discarded = self.window.anew(), None, None
+        self.window, self._closed = self.window.anew(), None
 
     def add(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """Append a micro-batch to the window, and return the multiplier `w` of each of its loss terms.
@@ -120,7 +119,7 @@ class Reducer:
         The first time, a collective operation, for a unit: from then on it follows from the windows before.
         """
         shares = self.window.add(micro_batch)
-        if self.rule.uses_weight and self.window.length == 1 and self._unit is None:
+        if self._unit is None and self.rule.uses_weight and self.window.length == 1:
             weights = [on_device(as_weight(share.normalizer, self.device), self.device) for share in shares.values()]
             largest = torch.stack(weights).nan_to_num(0, 0, 0).amax()
             if self.world.group is not None:
@@ -141,12 +140,12 @@ class Reducer:
         Raises:
             ValueError: If a rule that uses no weight cannot be accumulated.
         """
-        window, self.window = self.window, self.window.anew()
+        window, self.window, self.discarded = self.window, self.window.anew(), None
         constant, ratio = self._constants_of(window)
         closed = self._closed = _Closed(window, loss_divisor * ratio * self.unit, constant)
         if self._exchanges:
             summary = window.summary(self.device)
-            closed.totals = Totals(summary, len(self.places))
+            closed.totals = window.totals(summary)
             if self.world.group is not None:
                 closed.work = dist.all_reduce(summary, group=self.world.group, async_op=True)
         if window.terms == (WHOLE_LOSS,):
@@ -168,7 +167,7 @@ class Reducer:
 
     def _constants_of(self, window: Window) -> tuple[float, float]:
         """Return Z of a rule that uses no weight, and the ratio of its multipliers, for a window of this length."""
-        length = window.length
+        length = len(window.micro_batches)
         if length not in self._constants:
             if self.rule.uses_weight:
                 # No number where there is no such ratio, which is then found in the totals.
@@ -256,7 +255,7 @@ class Reducer:
                 on an accelerator one optimizer step later, because the totals are not waited for. A faulty window
                 leaves gradients of zero.
         """
-        closed, self._closed, self.discarded = self._require_closed(), None, None
+        closed, self._closed = self._require_closed(), None
         self.check()
         if closed.totals is None:
             return
@@ -275,9 +274,9 @@ class Reducer:
         if unchecked is None:
             return
         window, copy = unchecked
-        totals = self._read = Totals(copy.read(), len(self.places))
+        totals = self._read = window.totals(copy.read())
         problem = totals.problem
-        if problem is None and totals.uneven and self._depends_on_window:
+        if problem is None and self._depends_on_window and totals.uneven:
             problem = f"the ranks accumulated different numbers of micro-batches, which {self.rule.name!r} depends on"
         if problem is None:
             return

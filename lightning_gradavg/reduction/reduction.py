@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,23 +20,22 @@ from torch.optim import Optimizer
 
 from lightning_gradavg.lightning_internals import defers_reduction, flushes_static_graph, reduced_parameters, stored
 from lightning_gradavg.part import Part, Run
-from lightning_gradavg.ranks import World
+from lightning_gradavg.ranks import World, on_ranks
 from lightning_gradavg.reduction.accumulation import Accumulation
-from lightning_gradavg.reduction.average import average_gradients
-from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum, plain_sum, user_mean
+from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum, user_mean
 from lightning_gradavg.reduction.loss import (
+    NoWeights,
     WeighedLoss,
-    gradients_discarded,
-    holds_ignored_targets,
+    Weights,
     loss_terms,
     misspelt_weight,
-    read_weights,
     zero_loss,
 )
 from lightning_gradavg.reduction.reducer import BucketSum, Reducer
-from lightning_gradavg.reduction.sums import as_real
+from lightning_gradavg.reduction.stock import StockMean
+from lightning_gradavg.reduction.sums import as_real, plain_sum
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Window, as_weight
-from lightning_gradavg.rules import RULES, Rule, rule_of_replica_losses
+from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.wire.route import WireOptions
 
 __all__ = ["Judge", "Reduction"]
@@ -70,6 +68,11 @@ class Reduction(Part):
         on_weighed: Called with each loss, its weighed form, its samples if they are known, and its batch.
         judge: What is asked of every window before it is reduced, which then begins after the backward; None to reduce
             whatever there is, while the backward runs.
+
+    Attributes:
+        batch: That of the training step under way.
+        look_at: Looks at a batch before it is moved, as `Weights` says.
+        skipped: Whether the step of the last window is left out.
     """
 
     def __init__(
@@ -85,40 +88,42 @@ class Reduction(Part):
     ) -> None:
         self.rule, self._on_weighed = rule, on_weighed
         self._wire, self._hook, self._timeout, self._crosses_ranks = wire, hook, timeout, crosses_ranks
-        hooked = hook[0] is not None or hook[2] is not None or wire.asked_for is not None
-        self.is_stock = rule == RULES["mean"] and not hooked and judge is None
-        self._judge, self.skipped = judge, False
-        self.batch: Any = None
-        self._accumulation: Accumulation | None = None
+        self.is_stock = rule == RULES["mean"] and (hook[0], hook[2], wire.asked_for, judge) == (None, None, None, None)
+        self._judge = judge
+        self._gradients: StockMean | Accumulation = StockMean()
         self._own: OwnGroups | None = None
-        self._frozen: list[tuple[str, nn.Parameter]] = []
-        self._reduced: list[str] = []
-        self._sparse: set[int] = set()
-        self._pending: list[WeighedLoss] = []
-        self._withheld = self._unprepared = self._static_graph_seen = False
-        self._missing, self._missed, self._lost = 0, list[int](), False
-        self._terms: tuple[str, ...] = (WHOLE_LOSS,)
-        self._reductions = 0
-        self._reductions_at_step: dict[int, int] = {}
-        self._end: Callable[[], None] = _nothing
+        self._compared: World | None = None
         self._warned: set[str] = set()
 
     def setup(self, run: Run) -> None:
         """Forget an earlier run."""
         super().setup(run)
-        self._accumulation = None
-        self._pending, self.batch = [], None
-        self._explicit: bool | None = None
+        self.batch: Any = None
+        self._gradients = StockMean()
+        self._frozen: dict[str, nn.Parameter] = {}
+        self._reduced: list[str] = []
+        self._sparse: list[Tensor] = []
+        self._pending: list[WeighedLoss] = []
+        self._end: Callable[[], None] = self._gradients.pause
+        weights_of = Weights if self.rule.uses_weight else NoWeights
+        giver = "training_step returned" if run.module.automatic_optimization else "manual_backward was given"
+        self._weights = weights_of(self.rule, run.device, giver, self.warn, self._tell_once)
+        self.look_at = self._weights.look_at
+        self._withheld = self._withholds = self._unprepared = False
         self._told: set[str] = set()
-        self._targets_ignored = False
-        self._withheld = self._unprepared = self._static_graph_seen = False
-        self._missing, self._missed, self._lost, self._terms = 0, [], False, (WHOLE_LOSS,)
-        self._reductions, self._reductions_at_step = 0, {}
+        self._missing, self._missed = 0, list[int]()
+        self._lost = self.skipped = False
+        self._terms: tuple[str, ...] = (WHOLE_LOSS,)
+        self._reductions, self._reductions_at_step = 0, dict[int, int]()
+        # Of manual optimization: batches, steps on gradients that were not reduced, what those were, and whose.
+        self._batches, self._apart, self._stepped = 0, [0.0, 0.0], ""
+        self._compared = None
 
     def configure_ddp(self, run: Run) -> None:
         """Register the reduction, on CPU as on CUDA, where Lightning would drop a hook without a word."""
         super().configure_ddp(run)
-        model, manual = run.ddp, not run.module.automatic_optimization
+        self._model = model = run.ddp
+        manual = not run.module.automatic_optimization
         if self._judge is not None:
             self._require_judged(run)
         if manual and model.static_graph and not flushes_static_graph(run.trainer.strategy):
@@ -127,33 +132,28 @@ class Reduction(Part):
                 f" backward, as 2.6 does; in lightning {lightning.__version__} it would not be reduced."
                 " Leave static_graph out, or use a newer lightning."
             )
+        self._compared = World.of(model.process_group) if manual else None
         named = dict(model.module.named_parameters())
-        self._frozen = [(name, p) for name, p in named.items() if not p.requires_grad]
         names = {p: name for name, p in named.items()}
         # Now: a user may toggle which parameters require gradients.
         self._reduced = [names[p] for p in reduced_parameters(model)]
-        if self.is_stock and not (model.static_graph and self._accumulates):
+        self._gradients = StockMean(list(named.values()))
+        stock = self.is_stock and not (model.static_graph and self._accumulates)
+        if not stock or len(run.places) > 1:
+            self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        if stock:
             return
-        self._sparse = {
-            id(layer.weight)
+        self._withholds = model.static_graph
+        self._sparse = [
+            layer.weight
             for layer in model.modules()
             if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
-        }
-        group, trained = model.process_group, [(name, p) for name, p in named.items() if p.requires_grad]
-        self._own = OwnGroups(World.of(group), run.device, self._timeout)
-        bucket_sum, averages = self._bucket_sum(trained)
-        reducer = Reducer(
-            self.rule,
-            run.places,
-            group,
-            run.device,
-            bucket_sum or plain_sum(group),
-            averages=averages,
-            windows_may_differ=manual,
-        )
+        ]
+        trained = [(name, p) for name, p in named.items() if p.requires_grad]
+        self._own = OwnGroups(World.of(model.process_group), run.device, self._timeout)
         # The frozen ones, too: they may train later.
-        self._accumulation = Accumulation(reducer, list(named.values()), preserves_gradients=manual)
-        model.register_comm_hook(None, reducer.hook)
+        accumulation = self._gradients = self._accumulate(self._own, list(named.values()), trained)
+        model.register_comm_hook(None, accumulation.reducer.hook)
 
     def _require_judged(self, run: Run) -> None:
         """Raise where a step cannot be judged, or need not be."""
@@ -169,16 +169,33 @@ class Reduction(Part):
                 " with a gradient that is not finite. Leave it out, or use another precision."
             )
 
-    def _bucket_sum(self, trained: list[tuple[str, nn.Parameter]]) -> tuple[BucketSum | None, bool]:
+    def _accumulate(
+        self, own: OwnGroups, parameters: list[nn.Parameter], trained: list[tuple[str, nn.Parameter]]
+    ) -> Accumulation:
+        """Return what accumulates and reduces the gradients of a run. A collective operation."""
+        run, manual = self.run, not self.run.module.automatic_optimization
+        group = run.ddp.process_group
+        bucket_sum, averages = self._bucket_sum(own, trained)
+        reducer = Reducer(
+            self.rule,
+            run.places,
+            group,
+            run.device,
+            bucket_sum or plain_sum(group),
+            averages=averages,
+            windows_may_differ=manual,
+        )
+        return Accumulation(reducer, parameters, preserves_gradients=manual)
+
+    def _bucket_sum(self, own: OwnGroups, trained: list[tuple[str, nn.Parameter]]) -> tuple[BucketSum | None, bool]:
         """Return what sums buckets, None for an all-reduce, and whether it averages them."""
         run, (hook, state, wrapper) = self.run, self._hook
-        assert self._own is not None
         group = run.ddp.process_group
         if hook is not None or wrapper is not None:
-            return user_mean(hook or allreduce_hook, state, wrapper, group, run.device, self._own), True
+            return user_mean(hook or allreduce_hook, state, wrapper, group, run.device, own), True
         if self.is_stock:
             return None, False
-        bucket_sum, obstacle = exchange_sum(self._wire, run.places, group, run.device, trained, self._own)
+        bucket_sum, obstacle = exchange_sum(self._wire, run.places, group, run.device, trained, own)
         if obstacle is not None:
             self.warn(obstacle)
         return bucket_sum, False
@@ -195,21 +212,17 @@ class Reduction(Part):
     @property
     def on_gather(self) -> Callable[[], None] | None:
         """What is told that gradients of a step cross ranks; None where no loss is multiplied before its backward."""
-        return None if self._accumulation is None else self._note_crossing
-
-    def _note_crossing(self) -> None:
-        assert self._accumulation is not None
-        self._accumulation.crosses_ranks = True
+        return self._gradients.on_gather
 
     @property
     def sparse(self) -> set[int]:
         """The `id` of those whose gradients are sparse."""
-        return self._sparse
+        return set(map(id, self._sparse))
 
     @property
     def closed(self) -> tuple[Window, float] | None:
         """The window that is being reduced, and what its gradients were divided by; None under stock DDP."""
-        return None if self._accumulation is None else self._accumulation.reducer.closed
+        return self._gradients.closed
 
     def prepare_later(self) -> None:
         """Leave it to the last backward of the step to have DDP expect its gradients: the forward has not done it."""
@@ -221,20 +234,11 @@ class Reduction(Part):
         With a static graph DDP must see its first backward, or an assertion of torch's reducer fails; there the hook
         runs, and leaves the buckets as they are. None where DDP may skip its hook.
         """
-        model = self.run.model
-        if model is None or not model.static_graph or self._accumulation is None or self._static_graph_seen:
-            return None
-        self._withheld = True
+        self._withheld = self._withholds
+        return self._release if self._withheld else None
 
-        def end() -> None:
-            self._withheld = False
-
-        return end
-
-    def look_at(self, batch: Any) -> None:
-        """Look for targets that do not count, before a batch is moved to where reading it would be waited for."""
-        if self.rule.uses_weight and not self._explicit and _IGNORED not in self._warned:
-            self._targets_ignored = holds_ignored_targets(batch)
+    def _release(self) -> None:
+        self._withheld = False
 
     def begin_step(self, batch: Any, missing: int = 0) -> None:
         """Note the batch of a training step, and forget losses whose backward was never run.
@@ -256,8 +260,11 @@ class Reduction(Part):
                 f"{' in manual optimization' * (self.rule == RULES['mean'])}. Use reduction='weighted_mean', which"
                 " counts samples and reduces over all ranks, or give all ranks the same number of batches."
             )
-        if self._accumulation is not None:
-            self._accumulation.crosses_ranks = self._crosses_ranks
+        # At the first steps of a run and then ever more seldom, as it takes a wait for the other ranks.
+        if self._batches & (self._batches - 1) == 0:
+            self._compare()
+        self._batches += 1
+        self._gradients.crosses_ranks = self._crosses_ranks
 
     def forward(self) -> AbstractContextManager[Any]:
         """Surround a forward: of a window that is judged first DDP must not expect the gradients of the backward."""
@@ -273,23 +280,22 @@ class Reduction(Part):
             output: What `training_step` returned.
             samples: The number of samples, where it is known; 0 for a batch that does not count.
         """
-        named = isinstance(output, Mapping)
-        loss, weight = (output.get("loss"), output.get("weight")) if named else (output, None)
+        named = output if isinstance(output, Mapping) else {"loss": output}
+        loss = named.get("loss")
         accumulates = self.run.trainer.accumulate_grad_batches > 1
         if loss is None and (self._judge is not None or not (accumulates or self._may_leave_out)):
             return self._without_loss(counts=samples != 0)
+        if loss is None and accumulates:
+            raise RuntimeError(
+                "training_step returned no loss within an accumulation window, which would then not be reduced."
+                ' Return {"loss": loss, "weight": 0} for a micro-batch that is not to count.'
+            )
         if loss is None:
-            if accumulates:
-                raise RuntimeError(
-                    "training_step returned no loss within an accumulation window, which would then not be reduced."
-                    ' Return {"loss": loss, "weight": 0} for a micro-batch that is not to count.'
-                )
             return output
-        problem = misspelt_weight(output) if named and weight is None else None
-        value = self.add(loss, weight, samples, problem).value
-        if not named:
-            return value
-        return output if value is loss else {**output, "loss": value}
+        value = self.add(loss, named.get("weight"), samples, misspelt_weight(named)).value
+        if value is loss:
+            return output
+        return {**output, "loss": value} if named is output else value
 
     def add(self, loss: Any, weight: Any, samples: float | None, problem: str | None = None) -> WeighedLoss:
         """Return a loss that is weighed by its backward, which is to be run next, or after those added before.
@@ -301,18 +307,8 @@ class Reduction(Part):
             problem: Why it cannot be weighed, for all ranks to raise together.
         """
         terms = loss_terms(loss)
-        if weight is not None and not self.rule.uses_weight:
-            self.warn(f'a "weight" was given, but reduction={self.rule.name!r} does not use weights: it is ignored.')
-        if self._accumulation is None:
-            absent = samples == 0
-            counted = MicroBatch({WHOLE_LOSS: as_weight(0.0 if absent else 1.0, self.run.device)}, absent=absent)
-            weighed = WeighedLoss.plain(terms, counted)
-        else:
-            micro_batch = read_weights(self.rule, terms, weight, self.batch, self.run.device, samples)
-            if self.rule.uses_weight:
-                problem = problem or self._note_weight(given=weight is not None)
-                micro_batch = replace(micro_batch, problem=problem or micro_batch.problem)
-            weighed = self._weighed(self._accumulation, terms, micro_batch)
+        micro_batch = self._weights.read(terms, weight, self.batch, samples, problem)
+        weighed = self._weighed(terms, micro_batch)
         self._on_weighed(loss, weighed, samples, self.batch)
         self._pending.append(weighed)
         self._terms = tuple(weighed.micro_batch.weights)
@@ -347,50 +343,37 @@ class Reduction(Part):
         if self._judge is not None and counts:
             self._judge.note(None)
         self._lost = self._judge is None and counts
-        return self._stand_in(MicroBatch(self._no_weight, explicit=bool(self._explicit), absent=True))
+        return self._stand_in(MicroBatch(self._no_weight, explicit=bool(self._weights.explicit), absent=True))
 
-    def _note_weight(self, *, given: bool) -> str | None:
-        """Say what stands in for a weight that is not given; return what is wrong where others of the run had one."""
-        automatic = self.run.module.automatic_optimization
-        if not given and self.rule != rule_of_replica_losses():
-            giver = "training_step returned" if automatic else "manual_backward was given"
-            self._tell_once(f"GradAvgStrategy: n = samples of the batch, as {giver} no weight")
-        if not given and self._targets_ignored:
-            self.warn(_IGNORED)
-        explicit, self._explicit = self._explicit, given
-        if explicit in (None, given):
-            return None
-        return (
-            f"a weight was {'not ' * given}given in the steps before, but {'not ' * (not given)}in this one:"
-            ' return "weight" from every training_step (or pass weight= to every manual_backward), or never'
-        )
-
-    def _weighed(self, accumulation: Accumulation, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
-        run = self.run
+    def _weighed(self, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
         # Looked at on the host only: an accelerator would be waited for.
         weights = [weight for weight in micro_batch.weights.values() if weight.device.type == "cpu"]
         given = micro_batch.explicit and micro_batch.problem is None and not micro_batch.absent
         if given and any(weight == 0 for weight in weights):
             self.warn(
-                f"rank {run.trainer.global_rank} has a micro-batch of weight 0, which contributes nothing to the"
+                f"rank {self.run.trainer.global_rank} has a micro-batch of weight 0, which contributes nothing to the"
                 " gradient. Further ones are not reported.",
                 everywhere=True,
             )
-        if tuple(micro_batch.weights) != (WHOLE_LOSS,) and run.ddp.static_graph and self._accumulates:
+        if WHOLE_LOSS not in micro_batch.weights and self.run.ddp.static_graph and self._accumulates:
             raise ValueError(
                 "static_graph=True needs the same backward in every micro-batch, but named loss terms take one per term"
                 " in all but the last of a window. Leave static_graph out, or do not accumulate."
             )
         without_graph = not any(term.requires_grad for term in terms.values())
-        if without_graph and all(weight == 0 for weight in micro_batch.weights.values()):
-            terms = dict.fromkeys(terms, zero_loss(accumulation.parameters, self._sparse))
-            prepare_for_backward(run.ddp, terms)
-        weighed = accumulation.weigh(terms, micro_batch)
-        if self._sparse and all(weight == 0 for weight in micro_batch.weights.values()):
+        # Weights are asked only where it matters, which may wait.
+        idle = (self._sparse or without_graph) and all(weight == 0 for weight in micro_batch.weights.values())
+        if idle and without_graph:
+            terms = dict.fromkeys(terms, self._zero_loss(self._gradients.parameters))
+            prepare_for_backward(self.run.ddp, terms)
+        weighed = self._gradients.weigh(terms, micro_batch)
+        if idle and self._sparse:
             # Its gradient is stopped at the loss, but DDP takes no sparse gradient that is undefined.
-            sparse = [parameter for parameter in accumulation.parameters if id(parameter) in self._sparse]
-            weighed.value = weighed.value + zero_loss(sparse, self._sparse).to(weighed.value.dtype)
+            weighed.value = weighed.value + self._zero_loss(self._sparse).to(weighed.value.dtype)
         return weighed
+
+    def _zero_loss(self, parameters: Sequence[Tensor]) -> Tensor:
+        return zero_loss(parameters, self.sparse)
 
     def fail_together(self, problem: str) -> Tensor:
         """Return a loss whose window ends with an error on all ranks."""
@@ -399,7 +382,7 @@ class Reduction(Part):
 
     def _stand_in(self, micro_batch: MicroBatch) -> Tensor:
         """Return the loss of a micro-batch that has none, and add nothing to any gradient."""
-        zero = zero_loss(list(self.run.ddp.parameters()), self._sparse)
+        zero = self._zero_loss(self._gradients.parameters)
         if self._judge is None:
             prepare_for_backward(self.run.ddp, zero)
         self._pending = [WeighedLoss(zero, micro_batch)]
@@ -421,8 +404,7 @@ class Reduction(Part):
 
     def ends_window(self, *, final: bool) -> bool:
         """Return whether the next backward, the final one of its step or not, is reduced."""
-        model = self.run.model
-        return model is not None and model.require_backward_grad_sync and not self._withheld and final
+        return final and self._model.require_backward_grad_sync and not self._withheld
 
     def backward(
         self, loss: WeighedLoss, root: Tensor, run: Callable[..., None], *, first: bool = True, final: bool = True
@@ -436,49 +418,43 @@ class Reduction(Part):
             first: Whether it is the first of its step.
             final: Whether it is the last.
         """
-        model, trainer = self.run.ddp, self.run.trainer
-        automatic = self.run.module.automatic_optimization
-        divisor = trainer.accumulate_grad_batches if automatic else 1
-        length = trainer.fit_loop.epoch_loop.batch_idx % divisor + 1
+        trainer, gradients = self.run.trainer, self._gradients
         last = self.ends_window(final=final)
         self._reductions += last
         if final and self._unprepared:
             self._unprepared = False
             if self._judge is None:
-                prepare_for_backward(model, root)
-        accumulation = self._accumulation
-        if automatic and length == 1 and first:
-            self._missed, self.skipped = [], False
-            if accumulation is not None:
-                accumulation.reset()
+                prepare_for_backward(self._model, root)
+        divisor = 1
+        if self.run.module.automatic_optimization:
+            divisor = trainer.accumulate_grad_batches
+            if first and trainer.fit_loop.epoch_loop.batch_idx % divisor == 0:
+                gradients.reset()
+                self._missed, self.skipped = [], False
+        elif self.rule == RULES["mean"]:
+            # As in stock DDP, the user divides the losses of a window in manual optimization.
+            divisor = gradients.pending + 1
         self._missed.append(self._missing)
-        if accumulation is None:
-            with gradients_discarded(model.parameters()) if loss.micro_batch.absent else nullcontext():
-                run()
-        else:
-            if not automatic and self.rule == RULES["mean"]:
-                # As in stock DDP, the user divides the losses of a window in manual optimization.
-                divisor = accumulation.pending + 1
-            now = last and self._judge is None
-            accumulation.backward(loss, run, last=now, loss_divisor=divisor)
-            self._end = accumulation.finish if now else accumulation.pause
-            if last and self._judge is not None:
-                self._close_judged(self._judge, accumulation, divisor)
+        now = last and self._judge is None
+        gradients.backward(loss, run, last=now, loss_divisor=divisor)
+        self._end = gradients.finish if now else gradients.pause
+        if last and self._judge is not None:
+            self._close_judged(self._judge, divisor)
         if last and not self.skipped:
-            factor = self._completion(divisor / length if accumulation is None else 1.0)
-            if factor != 1:
-                _multiply_gradients(model, factor)
-            self._reduce_unfrozen()
-        self._static_graph_seen = True
+            self._complete()
+            if self._frozen:
+                self._reduce_unfrozen()
+        self._withholds = False
 
-    def _close_judged(self, judge: Judge, accumulation: Accumulation, divisor: float) -> None:
+    def _close_judged(self, judge: Judge, divisor: float) -> None:
         """Reduce a window, all of it or what counts, or leave its step out."""
-        run, names = self.run, [name for name, _ in self.run.module.named_parameters()]
+        run, accumulation, names = self.run, self._gradients, [name for name, _ in self.run.module.named_parameters()]
+        assert isinstance(accumulation, Accumulation)
         gradients = ((names[index], gradient) for index, gradient in accumulation.held)
-        verdict = judge.judge(gradients, run, explicit=bool(self._explicit))
+        verdict = judge.judge(gradients, run, explicit=bool(self._weights.explicit))
         trained = [parameter for parameter in accumulation.parameters if parameter.requires_grad]
         if verdict.skips:
-            self.skipped, self._end = True, _nothing
+            self.skipped, self._end = True, StockMean().pause
             accumulation.reset()
             for parameter in trained:
                 parameter.grad = None  # an optimizer leaves it as it is, with its state
@@ -486,73 +462,80 @@ class Reduction(Part):
         if verdict.drops:
             accumulation.drop(explicit=verdict.explicit)
         self._missed[-1] += verdict.dropped
-        zero = zero_loss([p for p in trained if p.grad is not None] or trained, self._sparse)
+        zero = self._zero_loss([p for p in trained if p.grad is not None] or trained)
         prepare_for_backward(run.ddp, zero)
         accumulation.close(zero.backward, divisor)
         self._end = accumulation.finish
 
-    def _completion(self, factor: float) -> float:
-        """Return what the mean of a window is multiplied by, which was taken over ranks without a batch as well."""
+    def _complete(self) -> None:
+        """Multiply the mean of a window that was taken over ranks without a batch as well."""
         missed, self._missed = self._missed, []
         if self.rule != RULES["mean"] or not any(missed):
-            return factor
+            return
         pairs = len(missed) * self.run.world.size
-        return factor * pairs / (pairs - sum(missed))
+        for parameter in self._gradients.parameters:
+            if parameter.grad is not None and parameter.requires_grad:
+                parameter.grad.mul_(pairs / (pairs - sum(missed)))
 
     def end_backward(self) -> None:
         """End a micro-batch, once its gradients are there."""
-        end, self._end = self._end, _nothing
-        end()
+        self._end()
         if self._lost:
             self._require_lost()
 
     def _reduce_unfrozen(self) -> None:
         """Reduce the gradients of parameters that were frozen when DDP was built, which knows those that were not."""
-        unfrozen = {name: parameter for name, parameter in self._frozen if parameter.requires_grad}
-        if not unfrozen or (self._accumulation is None and self.run.world.size == 1):
-            return
-        self._tell_once(
-            f"GradAvgStrategy: parameter {next(iter(unfrozen))!r}, which was frozen when training began, trains now"
-            f" ({len(unfrozen)} such in all): reduced after the backward, not while it runs, as after another fit()"
-        )
-        group, parameters = self.run.ddp.process_group, list(unfrozen.values())
-        if self._accumulation is None:
-            average_gradients(parameters, group=group)
-        else:
-            self._accumulation.reducer.reduce_apart(parameters, group)
+        unfrozen = {name: parameter for name, parameter in self._frozen.items() if parameter.requires_grad}
+        if unfrozen:
+            self._tell_once(
+                f"GradAvgStrategy: parameter {next(iter(unfrozen))!r}, which was frozen when training began, trains now"
+                f" ({len(unfrozen)} such in all): reduced after the backward, not while it runs, as after another fit()"
+            )
+            self._gradients.reduce_apart(list(unfrozen.values()), self._model.process_group)
 
-    def require_reduced(self, optimizer: Optimizer) -> None:
-        """Compare, of a manual loop, gradients that no manual_backward reduced; a collective operation on them.
-
-        Raises:
-            RuntimeError: On all ranks, if the gradients differ: the ranks would drift apart.
-        """
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Note a step of a manual loop on gradients that no manual_backward reduced since the last one."""
         before = self._reductions_at_step.get(id(optimizer), 0)
         self._reductions_at_step[id(optimizer)] = self._reductions
         if before < self._reductions or self.run.world.size == 1:
             return
-        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-        prints = World.of(self.run.ddp.process_group).gather_floats([_fingerprint(gradients)])
-        # By their text: what is no number on all ranks is the same.
-        different = len(set(map(str, prints))) > 1
-        if not different and prints[0] == [0.0]:
+        found = _fingerprint(parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        if found != 0:
+            steps, total = self._apart
+            self._apart = [steps + 1, total + (steps + 1) * found]
+            self._stepped = type(optimizer).__name__
+
+    def _compare(self) -> None:
+        """Compare the gradients of steps that were noted: where every rank is, whichever of them stepped on such.
+
+        Raises:
+            RuntimeError: On all ranks, if the gradients differ: the ranks would drift apart.
+        """
+        if self._compared is None:
             return
-        found = f"{type(optimizer).__name__}.step() was called on gradients that were not reduced since its last step"
+        mine, self._apart = self._apart, [0.0, 0.0]
+        stepped, self._stepped = self._stepped, ""
+        # By their text: what is no number on all ranks is the same.
+        different = len({str(row) for row in self._compared.gather_floats(mine)}) > 1
+        names = self._compared.gather_objects(stepped) if different else [stepped]
+        found = f"{max(names)}.step() was called on gradients that were not reduced since its last step"
         if different:
+            where = on_ranks([rank for rank, name in enumerate(names) if name])
             raise RuntimeError(
-                f"{found}, and they differ between the ranks, which would drift apart."
-                " In manual optimization call self.manual_backward(loss) instead of loss.backward(), and end every"
-                " window with a backward outside of toggle_model(sync_grad=False)."
+                f"{found}, and they differ between the ranks, which would drift apart: it was called {where}."
+                " In manual optimization call self.manual_backward(loss) instead of loss.backward(), end every"
+                " window with a backward outside of toggle_model(sync_grad=False), and step on all ranks alike."
             )
-        self.warn(
-            f"{found}. They are the same on all ranks, so nothing drifts apart; reduction={self.rule.name!r} is not"
-            " applied to them. Further steps are compared, and only a difference is reported."
-        )
+        if stepped:
+            self.warn(
+                f"{found}. They are the same on all ranks, so nothing drifts apart; reduction={self.rule.name!r} is not"
+                " applied to them. Further steps are compared, and only a difference is reported."
+            )
 
     def check(self) -> None:
         """Raise what was found out about the last window, which no further one does: before it is saved, at the end."""
-        if self._accumulation is not None:
-            self._accumulation.reducer.check()
+        self._compare()
+        self._gradients.check()
 
     def warn(self, message: str, *, everywhere: bool = False) -> None:
         """Warn once in the life of the strategy, on rank 0 or everywhere."""
@@ -569,7 +552,7 @@ class Reduction(Part):
     def advice(self, exception: BaseException) -> str | None:
         """Return the names of the parameters that DDP only counts when it misses their gradients, and what to do."""
         indices = re.search(r"Parameter indices which did not receive grad for rank (\d+): ([\d ]+)", str(exception))
-        if indices is None or not self._reduced:
+        if indices is None:
             return None
         unused = ", ".join(self._reduced[int(index)] for index in indices[2].split())
         return (
@@ -580,20 +563,10 @@ class Reduction(Part):
 
     def teardown(self) -> None:
         """End what runs beside the backward."""
+        self._compared = None
         if self._own is not None:
             self._own.close()
             self._own = None
-
-
-_IGNORED = (
-    "integer tensors of a batch hold -100, the targets that losses of torch leave out, and no weight is given: a loss"
-    " then counts by its samples, also those left out. If its mean is over targets, return"
-    ' {"loss": loss, "weight": (targets != -100).sum()} from training_step.'
-)
-
-
-def _nothing() -> None:
-    """End a backward that ends no window."""
 
 
 def _fingerprint(gradients: Iterable[Tensor | None]) -> float:
@@ -606,9 +579,3 @@ def _fingerprint(gradients: Iterable[Tensor | None]) -> float:
             places = torch.linspace(1, 2, numbers.numel(), dtype=numbers.dtype, device=numbers.device)
             total += index * float(torch.dot(numbers, places))
     return total
-
-
-def _multiply_gradients(module: nn.Module, factor: float) -> None:
-    for parameter in module.parameters():
-        if parameter.grad is not None and parameter.requires_grad:
-            parameter.grad.mul_(factor)

@@ -6,8 +6,8 @@ neither, and bfloat16 loses bits at every addition.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.futures import Future
 from lightning_gradavg.lightning_internals import sparse_parts
 from lightning_gradavg.ranks import World
 
-__all__ = ["SUM_DTYPES", "as_real", "done", "start_sum", "sum_sparse", "zero_gradient"]
+__all__ = ["SUM_DTYPES", "BucketSum", "as_real", "done", "plain_sum", "sum_sparse", "zero_gradient"]
 
 SUM_DTYPES = {
     torch.float16: torch.float32,
@@ -32,6 +32,10 @@ SUM_DTYPES = {
 """The dtypes that a gradient may have, and the dtype that each is summed in."""
 
 
+BucketSum: TypeAlias = Callable[[dist.GradBucket], Future[Tensor]]
+"""Begins the sum of a bucket over the ranks; the future holds it in the bucket's memory or in memory of its own."""
+
+
 def done(value: Tensor) -> Future[Tensor]:
     """Return the future of a tensor that is there."""
     future: Future[Tensor] = Future() if value.device.type == "cpu" else Future(devices=[value.device])
@@ -44,14 +48,19 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def start_sum(buffer: Tensor, group: dist.ProcessGroup | None) -> Future[Tensor]:
-    """Return the future sum of a bucket over the ranks, in the dtype of sums; in its memory if it has that."""
-    if buffer.is_sparse:
-        return done(_sparse_sums([buffer], World.of(group))[0])
-    wide = buffer.to(SUM_DTYPES[buffer.dtype])
-    future: Future[Any] = dist.all_reduce(wide, group=group, async_op=True).get_future()
-    # Each backend returns something else: gloo a list of tensors, a later release perhaps the tensor.
-    return future.then(lambda _: wide)
+def plain_sum(group: dist.ProcessGroup | None) -> BucketSum:
+    """Return an all-reduce: the sum of a bucket in the dtype of sums, in its memory if it has that."""
+
+    def start(bucket: dist.GradBucket) -> Future[Tensor]:
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            return done(_sparse_sums([buffer], World.of(group))[0])
+        wide = buffer.to(SUM_DTYPES[buffer.dtype])
+        future: Future[Any] = dist.all_reduce(wide, group=group, async_op=True).get_future()
+        # Each backend returns something else: gloo a list of tensors, a later release perhaps the tensor.
+        return future.then(lambda _: wide)
+
+    return start
 
 
 def sum_sparse(gradients: Sequence[Tensor], world: World, factor: float = 1.0) -> list[Tensor]:

@@ -68,12 +68,14 @@ class MicroBatch:
         explicit: Whether the user gave the weight; otherwise the number of samples was taken.
         problem: Why the weights cannot be used, or None. Raised on all ranks when the window closes.
         absent: Whether its gradient is to be discarded under any rule: it only kept the rank busy.
+        replica: The replica whose samples it has, from 0, over all ranks; noted where it is asked for.
     """
 
     weights: Mapping[str, Tensor]
     explicit: bool = False
     problem: str | None = None
     absent: bool = False
+    replica: int = 0
 
     def shares(self, rule: Rule, place: Place) -> dict[str, Share]:
         """Return the share of every loss term; NaN, which is found in the totals, where the rule fails."""
@@ -93,7 +95,14 @@ class Window:
         rule: The reduction rule.
         places: The places of all ranks, in rank order.
         rank: This rank.
+
+    Attributes:
+        unit: What multipliers are divided by before a loss is multiplied; None where it follows the weights.
+        sums: Numbers that the summary has for normalizers: one for each loss term.
     """
+
+    unit: float | None = None
+    sums = MOST_TERMS
 
     def __init__(self, rule: Rule, places: Sequence[Place], rank: int) -> None:
         self.rule, self.places, self.rank = rule, tuple(places), rank
@@ -194,7 +203,7 @@ class Window:
         explicit = sum(micro_batch.explicit for micro_batch in self.micro_batches)
         faults = sum(micro_batch.problem is not None for micro_batch in self.micro_batches)
         header = [faults, length, length * length, explicit, signature, signature * signature]
-        summary = torch.tensor([*header, *([0] * MOST_TERMS)], dtype=torch.float64)
+        summary = torch.tensor([*header, *([0] * self.sums)], dtype=torch.float64)
         if not (self.rule.uses_weight and terms):
             return on_device(summary, device)
         # Shape (terms, micro-batches, 2).
@@ -205,9 +214,18 @@ class Window:
             alone = _stacked([[shares.get(term, _NOTHING) for shares in self._alone] for term in terms], device)
             drift = (shares - self.ratio * alone)[..., 0].abs()
             usable &= (drift <= _TOLERANCE * shares[..., 0])[..., None]
-        summary[_HEADER : _HEADER + len(terms)] = shares[..., 1].sum(1)
+        sums = self.summed(shares[..., 1])
+        summary[_HEADER : _HEADER + len(sums)] = sums
         summary[0] += usable.logical_not().sum()
         return on_device(summary, device)
+
+    def summed(self, normalizers: Tensor) -> Tensor:
+        """Return what the summary has of normalizers, shape `(terms, micro-batches)`: the sum of each term."""
+        return normalizers.sum(1)
+
+    def totals(self, values: Any) -> Totals:
+        """Return the ranks' summaries, added up, as what they are."""
+        return Totals(values, len(self.places))
 
 
 _NOTHING = Share(0.0, 0.0)
@@ -237,13 +255,22 @@ class Totals(NamedTuple):
 
     def normalizer(self, index: int) -> Any:
         """Return Z of a term by its index; 0 where the window is faulty, so that nothing is stepped on."""
-        faults, total = self.values[0], self.values[_HEADER + index]
+        faults, total = self.values[0], self.total(index)
         return total.masked_fill(faults != 0, 0) if isinstance(total, Tensor) else total * (faults == 0)
+
+    @property
+    def normalizers(self) -> Any:
+        """What the summaries have of normalizers."""
+        return self.values[_HEADER:]
+
+    def total(self, index: int) -> Any:
+        """Return the sum of a term's normalizers."""
+        return self.normalizers[index]
 
     def unit_after(self, unit: float) -> float:
         """Return the unit of a later window: above this one's mean weight, or `unit` where it has none. On the host."""
-        normalizers, pairs = self.values[_HEADER:], self.values[1]
-        return unit_above([total / pairs for total in normalizers]) if max(normalizers) > 0 else unit
+        totals, pairs = self.normalizers, self.values[1]
+        return unit_above([total / pairs for total in totals]) if max(totals) > 0 else unit
 
     @property
     def problem(self) -> str | None:

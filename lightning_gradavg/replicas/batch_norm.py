@@ -67,8 +67,8 @@ def synchronize_batch_norm(module: nn.Module, group: dist.ProcessGroup | None = 
     """
     world = World.of(group)
     names = []
-    for name, norm in module.named_modules():
-        if isinstance(norm, BatchNorm) and _forward_of(norm) in _FORWARDS:
+    for name, norm in _batch_norms(module):
+        if _forward_of(norm) in _FORWARDS:
             vars(norm)["forward"] = _Synchronized(norm, module, world)
             names.append(name)
     return names
@@ -83,11 +83,11 @@ def restore_batch_norm(module: nn.Module) -> None:
 
 def unsynchronizable_batch_norms(module: nn.Module) -> list[str]:
     """Return the names of the batch norms that have a forward of their own, which cannot be synchronized."""
-    return [
-        name
-        for name, norm in module.named_modules()
-        if isinstance(norm, BatchNorm) and _forward_of(norm) not in _FORWARDS
-    ]
+    return [name for name, norm in _batch_norms(module) if _forward_of(norm) not in _FORWARDS]
+
+
+def _batch_norms(module: nn.Module) -> list[tuple[str, BatchNorm]]:
+    return [(name, norm) for name, norm in module.named_modules() if isinstance(norm, BatchNorm)]
 
 
 @contextmanager
@@ -168,10 +168,9 @@ class _Normalize(torch.autograd.Function):
     ) -> Tensor:
         shape, dims = _layout(values)
         wide = _wide(values.dtype)
-        n = values.shape[0] * math.prod(values.shape[2:]) if counted else 0
-        sums = values.sum(dims, dtype=wide) if counted else _zeros(values)
+        n = counted * values.shape[0] * math.prod(values.shape[2:])
         number = torch.full((1,), n, dtype=torch.float64, device=values.device)
-        reduced = _sum_over_ranks(torch.cat([sums.double(), number]), world)
+        reduced = _sum_over_ranks(torch.cat([values.sum(dims, dtype=wide).double(), number]), world, counted)
         total = reduced[-1]
         # Only ranks that may be in it look at the number, because an accelerator is waited for to see it.
         if n <= 1 and total.item() == 1:
@@ -181,12 +180,11 @@ class _Normalize(torch.autograd.Function):
             )
         mean = reduced[:-1] / total.clamp(min=1)
         centered = values.to(wide) - mean.to(wide).view(shape)
-        squares = _sum_over_ranks(centered.square().sum(dims).double() if counted else _zeros(values), world)
+        squares = _sum_over_ranks(centered.square().sum(dims).double(), world, counted)
         inverse = (squares / total.clamp(min=1) + norm.eps).rsqrt()
         # Before the tensors are saved, where checkpoint may end a recomputation: so does torch's own batch norm.
         _move_running_statistics(norm, mean, squares, total)
-        scale = inverse if weight is None else inverse * weight.double()
-        output = centered.mul_(scale.to(wide).view(shape))
+        output = centered.mul_(_scale(inverse, weight).to(wide).view(shape))
         if bias is not None:
             output += bias.to(wide).view(shape)
             ctx.bias_dtype = bias.dtype
@@ -230,16 +228,13 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     of_bias, of_weight = dy.sum(dims), (dy * normalized).sum(dims)
     of_values = None
     if ctx.needs_input_grad[0]:
-        own = torch.cat([of_bias, of_weight]).double()
-        # What does not count may be NaN, which no factor removes.
-        sums = _sum_over_ranks(own if ctx.counted else torch.zeros_like(own), ctx.world)
+        sums = _sum_over_ranks(torch.cat([of_bias, of_weight]).double(), ctx.world, ctx.counted)
         if ctx.counted:
             to_mean, to_deviation = ((part / total.clamp(min=1)).to(wide).view(shape) for part in sums.chunk(2))
             centered = normalized.mul_(-to_deviation).add_(dy).sub_(to_mean)
         else:  # the statistics do not depend on these values
             centered = dy
-        scale = inverse if weight is None else inverse * weight.double()
-        of_values = (centered * scale.to(wide).view(shape)).to(values.dtype)
+        of_values = (centered * _scale(inverse, weight).to(wide).view(shape)).to(values.dtype)
     return (
         of_values,
         of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
@@ -265,8 +260,14 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
-def _sum_over_ranks(vector: Tensor, world: World) -> Tensor:
+def _scale(inverse: Tensor, weight: Tensor | None) -> Tensor:
+    return inverse if weight is None else inverse * weight.double()
+
+
+def _sum_over_ranks(vector: Tensor, world: World, counted: bool) -> Tensor:
     """Sum a vector of float64, in place: for one number per channel that costs nothing, and it keeps counts exact."""
+    if not counted:
+        vector.zero_()  # it may be NaN, which no factor removes
     if world.group is not None:
         dist.all_reduce(vector, group=world.group)
     return vector
@@ -280,7 +281,3 @@ def _layout(values: Tensor) -> tuple[list[int], list[int]]:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     # A sum of half precision numbers stops to grow at 2048 in float16 and at 256 in bfloat16.
     return torch.promote_types(dtype, torch.float32)
-
-
-def _zeros(values: Tensor) -> Tensor:
-    return torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)

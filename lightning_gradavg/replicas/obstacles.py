@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -51,93 +53,68 @@ def obstacles(
         static_graph: Whether DDP was told that every iteration is alike.
         sync_batchnorm: Whether Lightning is about to turn batch norm into SyncBatchNorm.
     """
-    found = []
-    replicas = options.num_replicas or world_size
-    several = replicas > world_size
-    gathers = options.preset is not None and has_step_end(module)
+    replicas, preset = options.num_replicas or world_size, options.preset
+    several, manual = replicas > world_size, not module.automatic_optimization
+    gathers = preset is not None and has_step_end(module)
+    one_device, of_replicas = options.one_device, preset is not None and not options.one_device
     on_ranks = f"num_replicas={replicas} on {world_size} rank{'s' * (world_size > 1)}"
-    if several and not module.automatic_optimization:
-        found.append(
-            f"manual optimization with {on_ranks}: training_step steps the optimizer, but a rank has to run it for"
-            " several replicas before a step. Use automatic optimization, or as many ranks as replicas"
-        )
-    if options.recompute_replicas and not module.automatic_optimization:
-        found.append(
-            "recompute_replicas=True with manual optimization: training_step runs the backward itself, and would have"
-            " to be run again within it. Leave recompute_replicas out"
-        )
-    if gathers and not module.automatic_optimization:
-        found.append(
-            "training_step_end with manual optimization: training_step runs its backward before the outputs are"
-            " gathered. Return the outputs from training_step and the loss from training_step_end instead"
-        )
-    if several and static_graph:
-        found.append(f"static_graph=True with {on_ranks}: a step then has several backwards. Leave static_graph out")
-    if gathers and options.rule.name not in ("mean", "weighted_mean"):
-        found.append(
-            f"reduction={options.rule.name!r} with training_step_end: it computes the loss of the whole batch, of which"
-            " there are no parts to combine. Leave reduction out"
-        )
-    if options.preset is not None:
-        found += _statistics(module, options, device, gathers=gathers, sync_batchnorm=sync_batchnorm)
-    return found
-
-
-def _statistics(
-    module: LightningModule, options: Options, device: torch.device, *, gathers: bool, sync_batchnorm: bool
-) -> list[str]:
-    assert options.preset is not None
-    found = []
-    norms = [name for name, each in module.named_modules() if isinstance(each, BatchNorm)]
-    synchronized = [
-        name for name in norms if sync_batchnorm or isinstance(module.get_submodule(name), nn.SyncBatchNorm)
-    ]
-    if not options.preset.synchronizes_statistics:
-        if synchronized:
-            found.append(
-                f"SyncBatchNorm in {', '.join(synchronized)}: with equivalent_to={options.preset.name!r} every replica"
-                " normalizes over its own chunk. Use Trainer(sync_batchnorm=False) and plain batch norm"
-            )
-        return found
-    if synchronized and device.type == "cpu":
-        found.append(
-            f"SyncBatchNorm in {', '.join(synchronized)}: torch has it on accelerators only. Use plain batch norm,"
-            " which is synchronized here on any device"
-        )
+    norms = {name: each for name, each in module.named_modules() if isinstance(each, BatchNorm)}
+    synchronized = [name for name, each in norms.items() if sync_batchnorm or isinstance(each, nn.SyncBatchNorm)]
     unknown = unsynchronizable_batch_norms(module)
-    if unknown:
-        found.append(
+    whole = f"batch norm in {', '.join(norms)}" if norms else "training_step_end" * gathers
+    most = options.max_device_batch_size
+    return _found(
+        {
+            f"manual optimization with {on_ranks}: training_step steps the optimizer, but a rank has to run it for"
+            " several replicas before a step. Use automatic optimization, or as many ranks as replicas": (
+                several and manual
+            ),
+            "recompute_replicas=True with manual optimization: training_step runs the backward itself, and would have"
+            " to be run again within it. Leave recompute_replicas out": options.recompute_replicas and manual,
+            "training_step_end with manual optimization: training_step runs its backward before the outputs are"
+            " gathered. Return the outputs from training_step and the loss from training_step_end instead": (
+                gathers and manual
+            ),
+            f"static_graph=True with {on_ranks}: a step then has several backwards. Leave static_graph out": (
+                several and static_graph
+            ),
+            f"reduction={options.rule.name!r} with training_step_end: it computes the loss of the whole batch, of which"
+            " there are no parts to combine. Leave reduction out": (
+                gathers and options.rule.name not in ("mean", "weighted_mean")
+            ),
+            f"SyncBatchNorm in {', '.join(synchronized)}: with equivalent_to='data_parallel' every replica"
+            " normalizes over its own chunk. Use Trainer(sync_batchnorm=False) and plain batch norm": (
+                of_replicas and synchronized
+            ),
+            f"SyncBatchNorm in {', '.join(synchronized)}: torch has it on accelerators only. Use plain batch norm,"
+            " which is synchronized here on any device": one_device and synchronized and device.type == "cpu",
             f"batch norm with a forward of its own in {', '.join(unknown)}: its statistics cannot be synchronized."
-            " Use torch's batch norm, or equivalent_to='data_parallel'"
-        )
-    if options.max_device_batch_size is not None and (norms or gathers):
-        what = f"batch norm in {', '.join(norms)}" if norms else "training_step_end"
-        found.append(
-            f"max_device_batch_size={options.max_device_batch_size} with {what}, which needs the whole batch at once."
-            " Leave max_device_batch_size out"
-        )
-    return found
+            " Use torch's batch norm, or equivalent_to='data_parallel'": one_device and unknown,
+            f"max_device_batch_size={most} with {whole}, which needs the whole batch at once."
+            " Leave max_device_batch_size out": one_device and most is not None and whole,
+        }
+    )
 
 
 def remarks(module: LightningModule, options: Options, *, world_size: int) -> list[str]:
     """Return what differs from the run that was asked for without making it another run."""
-    found = []
-    if options.preset is None:
-        if has_step_end(module):
-            found.append(
-                "training_step_end is not called: Lightning 2 ignores this hook of Lightning 1.x. To have it get the"
-                " outputs of all replicas, use GradAvgStrategy(equivalent_to='data_parallel')"
-            )
-        return found
-    if options.preset.synchronizes_statistics and world_size > 1:
-        random = [name for name, each in module.named_modules() if isinstance(each, _RANDOM) and _draws(each)]
-        if random:
-            found.append(
-                f"random numbers drawn in {', '.join(random)} are those of each rank: distributed as on one device, but"
-                " not the same numbers. For numbers that do not depend on the ranks, use"
-                " equivalent_to='data_parallel' with num_replicas"
-            )
-    return found
+    random = [name for name, each in module.named_modules() if isinstance(each, _RANDOM) and _draws(each)]
+    return _found(
+        {
+            "training_step_end is not called: Lightning 2 ignores this hook of Lightning 1.x. To have it get the"
+            " outputs of all replicas, use GradAvgStrategy(equivalent_to='data_parallel')": (
+                options.preset is None and has_step_end(module)
+            ),
+            f"random numbers drawn in {', '.join(random)} are those of each rank: distributed as on one device, but"
+            " not the same numbers. For numbers that do not depend on the ranks, use"
+            " equivalent_to='data_parallel' with num_replicas": options.one_device and world_size > 1 and random,
+        }
+    )
+
+
+def _found(texts: Mapping[str, Any]) -> list[str]:
+    """Return the texts whose condition holds."""
+    return [text for text, holds in texts.items() if holds]
 
 
 def _draws(module: nn.Module) -> bool:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_gradavg.reduction.gather import gather
 from lightning_gradavg.reduction.loss import zero_loss
-from lightning_gradavg.tree import leaves, rebuilt
+from lightning_gradavg.tree import leaves, mapped
 
-__all__ = ["gather_outputs", "join_outputs"]
+__all__ = ["gather_outputs", "join_outputs", "require_rows"]
 
 
 def join_outputs(outputs: Sequence[Any], device: torch.device) -> Any:
@@ -46,7 +46,6 @@ def gather_outputs(
     group: dist.ProcessGroup | None,
     *,
     counted: bool,
-    numbers: bool = True,
     sparse: Container[int] = (),
 ) -> Any:
     """Return the outputs of all replicas of all ranks as one, in the order of the replicas. A collective operation.
@@ -59,25 +58,28 @@ def gather_outputs(
         device: Where Python's numbers are put.
         group: The process group.
         counted: Whether this rank has replicas.
-        numbers: Whether numbers may be gathered, too. On one device there would be one, computed from all samples.
         sparse: The `id` of the parameters whose gradients are sparse.
 
     Raises:
         TypeError: As `join_outputs`.
         ValueError: If the ranks' outputs do not fit together.
     """
-    for label, leaf in leaves(outputs[0]) if not numbers else ():
+    joined = join_outputs(outputs, device)
+    rows = list(_rows(joined, device).values())
+    if not rows:
+        return joined
+    return _with_rows(joined, gather(rows if counted else _no_rows(rows, sparse), group=group))
+
+
+def require_rows(output: Any) -> None:
+    """Raise a TypeError where a step's output is a number, which one device would compute from all samples."""
+    for label, leaf in leaves(output):
         if isinstance(leaf, Number) or (isinstance(leaf, Tensor) and leaf.ndim == 0):
             raise TypeError(
                 f"output{label} of training_step is one number, which each rank has computed from its own samples: on"
                 " one device it would be computed from all. Return rows, one per sample, and compute it in"
                 " training_step_end."
             )
-    joined = join_outputs(outputs, device)
-    rows = list(_rows(joined, device).values())
-    if not rows:
-        return joined
-    return _with_rows(joined, gather(rows if counted else _no_rows(rows, sparse), group=group))
 
 
 def _rows(value: Any, device: torch.device) -> dict[str, Tensor]:
@@ -99,7 +101,7 @@ def _rows(value: Any, device: torch.device) -> dict[str, Tensor]:
 def _with_rows(value: Any, rows: Sequence[Tensor]) -> Any:
     """Return an output of the same structure with other tensors; None stays None."""
     remaining = iter(rows)
-    return rebuilt(value, iter([None if leaf is None else next(remaining) for _, leaf in leaves(value)]))
+    return mapped(value, lambda leaf: None if leaf is None else next(remaining))
 
 
 def _names(labels: Sequence[str] | dict[str, Tensor]) -> str:

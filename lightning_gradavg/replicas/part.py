@@ -9,6 +9,7 @@ from functools import partial, update_wrapper
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -21,7 +22,6 @@ from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.gather import collectives_refused
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
 from lightning_gradavg.replicas.log import ReplicaLog, metrics_kept, of_whole_run
 from lightning_gradavg.replicas.obstacles import has_step_end, obstacles, remarks
 from lightning_gradavg.replicas.outputs import gather_outputs, join_outputs
@@ -29,7 +29,7 @@ from lightning_gradavg.replicas.random_streams import ReplicaStreams
 from lightning_gradavg.replicas.state import ReplicaState
 from lightning_gradavg.tree import batch_samples, slice_batch
 
-__all__ = ["ManyReplicas", "OutputsOfReplicas", "Replicas"]
+__all__ = ["ManyReplicas", "OutputsOfReplicas", "Replicas", "logged_whole"]
 
 
 class OutputsOfReplicas(list[tuple[Any, int]]):
@@ -59,7 +59,11 @@ class Replicas(Part):
 
     def samples(self, chunk: Chunk | None) -> float | None:
         """Return the weight of a loss that has none: the samples of its batch, None where they are not known."""
-        return None if chunk is None else chunk.samples
+        return None if chunk is None else self._weight(chunk, chunk.samples)
+
+    def _weight(self, chunk: Chunk, samples: int) -> float:
+        """Return the weight of the loss of so many samples of a chunk."""
+        return samples
 
     def step(self, reduction: Reduction, batches: Batches) -> AbstractContextManager[Any]:
         """Surround a training step."""
@@ -86,8 +90,7 @@ class ManyReplicas(Replicas):
 
     def __init__(self, options: Options, *, static_graph: bool) -> None:
         super().__init__(options)
-        self._static_graph = static_graph
-        self._one_device, self._counts_replicas = options.one_device, options.counts_replicas
+        self._static_graph, self._counts_replicas = static_graph, options.counts_replicas
         self._saved_seed: int | None = None
         self._seed = 0
         self.gathers = False
@@ -102,7 +105,7 @@ class ManyReplicas(Replicas):
             world_size=run.world.size,
             device=run.device,
             static_graph=self._static_graph,
-            sync_batchnorm=syncs_batch_norm(run.trainer.strategy) and not self._one_device,
+            sync_batchnorm=syncs_batch_norm(run.trainer.strategy),
         )
         if found and run.trainer.state.fn == TrainerFn.FITTING:
             what = f"equivalent_to={preset.name!r}" if preset is not None else f"num_replicas={options.num_replicas}"
@@ -113,27 +116,37 @@ class ManyReplicas(Replicas):
         """Prepare the replicas of a run."""
         super().configure_ddp(run)
         module, options, world = run.module, self._options, run.world
+        self._ddp = run.ddp
         # All ranks take replica 0's, at the end of the forward that changes them.
-        run.ddp.broadcast_buffers = False
+        self._ddp.broadcast_buffers = False
         self._replicas = self.num_replicas(world.size)
-        self._several = self._replicas > world.size
+        several = self._replicas > world.size
         # Ranks then run a step different numbers of times.
-        self._apart = self._several or options.recompute_replicas
-        self._checked_uneven = False
+        apart = several or options.recompute_replicas
+        self._refusing: Callable[[], AbstractContextManager[Any]] = (
+            partial(collectives_refused, _APART) if apart else nullcontext
+        )
         self.gathers = options.preset is not None and has_step_end(module)
+        self._later = several and not self.gathers
         self._seed = self._agreed_seed(world)
         self._streams = ReplicaStreams(self._seed, run.device)
         self._log = ReplicaLog(module, world, whole=options.preset is not None)
         self._state = ReplicaState(
             module,
             self._streams,
+            self._log,
             world,
             recompute=options.recompute_replicas,
-            several=self._apart,
-            keeps_assigned=self._one_device or self._replicas == 1,
-            ignored=run.ddp.parameters_to_ignore,
+            several=apart,
+            keeps_assigned=self._keeps_assigned,
+            ignored=self._ddp.parameters_to_ignore,
         )
         self.on_evaluation_end()
+
+    @property
+    def _keeps_assigned(self) -> bool:
+        """Whether a tensor that is assigned in place of a buffer is kept."""
+        return self._replicas == 1
 
     def _agreed_seed(self, world: World) -> int:
         """Return rank 0's seed, or that of the run that is resumed: ranks that were not seeded differ."""
@@ -150,27 +163,25 @@ class ManyReplicas(Replicas):
         """Remember it for the next run."""
         self._saved_seed = saved.get("replica_seed")
 
-    def samples(self, chunk: Chunk | None) -> float | None:
-        """Return the weight of the loss of all replicas of a rank."""
-        return None if chunk is None else self._weight(chunk, chunk.samples)
-
     def _weight(self, chunk: Chunk, samples: int) -> float:
         """Return the weight of the loss of so many samples, of one replica or of all of them."""
         if self.gathers:
             return chunk.batch_samples
-        return 1 / chunk.batch_replicas if self._counts_replicas and samples > 0 else samples
+        if self._counts_replicas:
+            return (samples > 0) / chunk.batch_replicas
+        return samples
 
     @contextmanager
     def step(self, reduction: Reduction, batches: Batches) -> Iterator[None]:
         """Have Lightning's call of `training_step` run it once per replica."""
-        run = self.run
-        module, model = run.module, run.ddp
-        # A forward for several backwards: DDP must not expect the gradients of the first, which stay local.
-        later = self._several and not self.gathers and model.require_backward_grad_sync
-        if later:
-            reduction.prepare_later()
-        step = partial(self._run_step, module.training_step, reduction, batches)
-        with model.no_sync() if later else nullcontext(), replaced(module, "training_step", step):
+        module, model = self.run.module, self._ddp
+        with ExitStack() as stack:
+            if self._later and model.require_backward_grad_sync:
+                # A forward for several backwards: DDP must not expect the gradients of the first, which stay local.
+                reduction.prepare_later()
+                stack.enter_context(model.no_sync())
+            step = partial(self._run_step, module.training_step, reduction, batches)
+            stack.enter_context(replaced(module, "training_step", step))
             yield
 
     def _run_step(
@@ -185,33 +196,29 @@ class ManyReplicas(Replicas):
         chunk = batches.chunk
         assert chunk is not None
         batch_index = self.run.trainer.fit_loop.epoch_loop.total_batch_idx
-        slices = batches.slices(batch)
-
-        def run_counted(each: ReplicaSlice) -> Any:
-            self._log.samples = each.samples
-            return step(each.batch, *args)
-
-        check = self._one_device and self._is_to_check(chunk, batch_index)
+        slices, check = self.slices(batches, batch), self._is_to_check(chunk, batch_index)
         with self._log.collecting():
-            with self._together(chunk), collectives_refused(_APART) if self._apart else nullcontext():
-                outputs = self._state.run(run_counted, slices, batch_index, check=check)
+            with self._together(chunk), self._refusing():
+                outputs = self._state.run(step, args, slices, batch_index, check=check)
             if self.gathers:
                 return self._run_step_end(outputs, chunk, batch_index, reduction)
         if len(outputs) == 1:
             return outputs[0]
         return OutputsOfReplicas(zip(outputs, (each.samples for each in slices), strict=True))
 
+    def slices(self, batches: SplitBatches, batch: Any) -> list[ReplicaSlice]:
+        """Return the rank's replicas, each with its part of the batch."""
+        return batches.slices(batch)
+
     def _is_to_check(self, chunk: Chunk, batch_index: int) -> bool:
-        """Return whether ranks compare their buffers now: ever more rarely, and once after an uneven batch."""
-        uneven = chunk.batch_samples % self.run.world.size != 0 and not self._checked_uneven
-        self._checked_uneven |= uneven
-        return uneven or (batch_index + 1) & batch_index == 0  # in steps 1, 2, 4, 8, ...
+        """Return whether ranks compare their buffers now."""
+        return False
 
     @contextmanager
     def _together(self, chunk: Chunk) -> Iterator[None]:
         """Raise on all ranks what batch norm says of a replica of one sample, which only some ranks may have."""
         sizes = [stop - start for start, stop in chunk_bounds(chunk.batch_samples, self._replicas)]
-        if self._one_device or 1 not in sizes:
+        if 1 not in sizes:
             yield
             return
         problem = None
@@ -230,24 +237,18 @@ class ManyReplicas(Replicas):
 
     def _run_step_end(self, outputs: Sequence[Any], chunk: Chunk, batch_index: int, reduction: Reduction) -> Any:
         """Return what `training_step_end` makes of the outputs of all replicas, the same on every rank."""
-        run = self.run
-        step_end: Callable[[Any], Any] = run.module.training_step_end  # type: ignore[assignment]  # of Lightning 1.x
-        if self._one_device and run.world.size == 1:
-            gathered = outputs[0]
-        else:
-            gathered = gather_outputs(
-                outputs,
-                run.device,
-                run.world.group,
-                counted=not chunk.stand_in,
-                numbers=not self._one_device,
-                sparse=reduction.sparse,
-            )
+        module, world = self.run.module, self.run.world
+        step_end: Callable[[Any], Any] = module.training_step_end  # type: ignore[assignment]  # of Lightning 1.x
+        gathered = self._gathered(outputs, counted=not chunk.stand_in, sparse=reduction.sparse)
         # All ranks have the whole batch: what is summed over them must hold it once.
-        first = run.world.rank == 0
-        self._log.samples = chunk.batch_samples if first else 0
-        with self._streams.of(batch_index, self._replicas), nullcontext() if first else metrics_kept(run.module):
+        first = world.rank == 0
+        self._log.samples = chunk.batch_samples * first
+        with self._streams.of(batch_index, self._replicas), nullcontext() if first else metrics_kept(module):
             return step_end(gathered)
+
+    def _gathered(self, outputs: Sequence[Any], **options: Any) -> Any:
+        """Return the outputs of all replicas as one, with options of `gather_outputs`. A collective operation."""
+        return gather_outputs(outputs, self.run.device, self.run.world.group, **options)
 
     def read(self, output: Any, reduction: Reduction, chunk: Chunk | None) -> Any:
         """Return a training step's output with one loss, having handed each replica's to the reduction."""
@@ -282,60 +283,50 @@ class ManyReplicas(Replicas):
             return values
 
     def on_evaluation_start(self) -> None:
-        """Have evaluation steps log the values of the whole run, and call the hooks of Lightning 1.x after them.
+        """Have evaluation steps log the values of the whole run, and call the hooks of Lightning 1.x after them."""
+        if self._options.preset is None:
+            return
+        module, stage = self.run.module, "test" if self.run.trainer.testing else "validation"
+        step, step_end = getattr(module, f"{stage}_step"), getattr(module, f"{stage}_step_end", None)
+        evaluate = partial(logged_whole, module, step) if step_end is None else partial(self._evaluate, step, step_end)
+        # Lightning looks at the parameters of the step.
+        self._evaluating.enter_context(replaced(module, f"{stage}_step", update_wrapper(evaluate, step)))
 
-        In evaluation ranks have different batches: batch norm normalizes each by itself.
-        """
-        module = self.run.module
-        if self._one_device:
-            restore_batch_norm(module)
-        if self._options.preset is not None:
-            stage = "test" if self.run.trainer.testing else "validation"
-            step = getattr(module, f"{stage}_step")
-            step_end = getattr(module, f"{stage}_step_end", None)
-            evaluate = partial(self._evaluate, step, step_end)
-            # Lightning looks at the parameters of the step.
-            self._evaluating.enter_context(replaced(module, f"{stage}_step", update_wrapper(evaluate, step)))
-
-    def _evaluate(self, step: Callable[..., Any], step_end: Callable[[Any], Any] | None, batch: Any, *args: Any) -> Any:
+    def _evaluate(self, step: Callable[..., Any], step_end: Callable[[Any], Any], batch: Any, *args: Any) -> Any:
         """Run an evaluation step, and the hook of Lightning 1.x after it, on a batch that is this rank's alone."""
         module = self.run.module
-        if step_end is None or self._one_device:
-            with logged_as(module, of_whole_run):
-                output = step(batch, *args)
-                return output if step_end is None else step_end(output)
         log, outputs = ReplicaLog(module, World(), whole=True), []
         with log.collecting():
             for start, stop in chunk_bounds(batch_samples(batch), self.num_replicas(self.run.world.size)):
                 if stop > start:
                     log.samples = stop - start
                     outputs.append(step(slice_batch(batch, start, stop), *args))
-        with logged_as(module, of_whole_run):
-            return step_end(join_outputs(outputs, module.device))
+        return logged_whole(module, step_end, join_outputs(outputs, module.device))
 
     def on_evaluation_end(self) -> None:
-        """Put the steps back, and have batch norm normalize over all ranks, where one device would."""
+        """Put the steps back."""
         self._evaluating.close()
-        if self._one_device and self.run.model is not None and self.run.world.size > 1:
-            synchronize_batch_norm(self.run.module, self.run.world.group)
 
     def describe(self) -> str:
         """Return the run that is reproduced, and its replicas."""
-        preset, world_size = self._options.preset, self.run.world.size
-        gathered = ", training_step_end gets all outputs" if self.gathers else ""
-        if self._one_device:
-            return f"; equivalent to single_device{gathered}"
-        replicas = self._replicas
+        preset, replicas, world_size = self._options.preset, self._replicas, self.run.world.size
         idle = world_size - -(-replicas // -(-replicas // world_size))
         without = f" ({idle} of {world_size} ranks without one)" if idle else ""
         reference = f"; equivalent to {preset.name}" if preset is not None else ""
-        return f"{reference}; {replicas} replicas{without}{gathered}"
+        return f"{reference}; {replicas} replicas{without}{self._describe_gathering()}"
+
+    def _describe_gathering(self) -> str:
+        return ", training_step_end gets all outputs" if self.gathers else ""
 
     def teardown(self) -> None:
-        """Put the module's steps and batch norms back."""
+        """Put the module's steps back."""
         self._evaluating.close()
-        if self._one_device:
-            restore_batch_norm(self.run.module)
+
+
+def logged_whole(module: LightningModule, step: Callable[..., Any], *args: Any) -> Any:
+    """Run a step that logs values of the whole run."""
+    with logged_as(module, of_whole_run):
+        return step(*args)
 
 
 _APART = (

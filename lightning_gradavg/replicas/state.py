@@ -8,9 +8,11 @@ the module's buffers and draws from a stream of its own. What replica 0 writes i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,10 +21,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gradavg.batches.part import ReplicaSlice
-from lightning_gradavg.lightning_internals import broadcast_from_first, version_of
+from lightning_gradavg.lightning_internals import broadcast_from_first, versions_of
 from lightning_gradavg.ranks import World
 from lightning_gradavg.replicas.batch_norm import not_counted
-from lightning_gradavg.replicas.log import metrics_kept, without_traces
+from lightning_gradavg.replicas.log import ReplicaLog, metrics_kept, without_traces
 from lightning_gradavg.replicas.random_streams import ReplicaStreams
 
 __all__ = ["ReplicaState"]
@@ -40,6 +42,7 @@ class ReplicaState:
     Args:
         module: The module.
         streams: The random numbers of every replica.
+        log: Is told how many samples has what the step logs now.
         world: The ranks that share the replicas. Rank 0 has replica 0.
         recompute: Whether replicas are computed again in the backward, one at a time, instead of being kept.
         several: Whether a rank may run the step more than once.
@@ -52,6 +55,7 @@ class ReplicaState:
         self,
         module: LightningModule,
         streams: ReplicaStreams,
+        log: ReplicaLog,
         world: World,
         *,
         recompute: bool,
@@ -59,19 +63,29 @@ class ReplicaState:
         keeps_assigned: bool,
         ignored: Container[str],
     ) -> None:
-        self._module, self._streams, self._world = module, streams, world
-        self._recompute, self._keeps_assigned, self._ignored = recompute, keeps_assigned, ignored
+        self._module, self._streams, self._log, self._world = module, streams, log, world
+        self._compute = self._recomputed if recompute else self._once
+        self._keeps_assigned, self._ignored = keeps_assigned, ignored
         self._owners = dict(module.named_modules())
-        self._parameters = list(module.named_parameters()) if several else []
+        self._parameters = dict(module.named_parameters() if several else ())
         self._warned = False
 
-    def run(self, step: Step, slices: Sequence[ReplicaSlice], batch_index: int, *, check: bool) -> list[Any]:
+    def run(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        slices: Sequence[ReplicaSlice],
+        batch_index: int,
+        *,
+        check: bool,
+    ) -> list[Any]:
         """Return the outputs of this rank's replicas, with the module's buffers those of replica 0 on all ranks.
 
         A collective operation. A stand-in, of no replica, leaves no trace.
 
         Args:
             step: The training step.
+            args: What it gets after the batch.
             slices: The replicas, each with its part of the batch.
             batch_index: How many loader batches came before, which the random numbers depend on.
             check: Whether all ranks must have written the same into their buffers, as batch norm over all ranks does.
@@ -81,23 +95,25 @@ class ReplicaState:
             ValueError: On all ranks, if they wrote different numbers where `check` is true.
         """
         outputs: list[Any] = []
-        first: Buffers | None = None
-        written: Buffers | None = None
-        versions = [version_of(parameter) for _, parameter in self._parameters]
+        written: dict[int | None, Buffers] = {}
+        versions = versions_of(self._parameters.values())
+
+        def run_step(each: ReplicaSlice) -> Any:
+            self._log.samples = each.samples
+            return step(each.batch, *args)
+
         try:
             for each in slices:
                 copies = self._copies(self._buffers())
-                written = None if each.replica is None else copies
-                outputs.append(self._run(step, each, copies, batch_index))
-                first = copies if each.replica == 0 else first
+                outputs.append(self._run(run_step, each, copies, batch_index))
+                written[each.replica] = copies
         finally:
             # Of a step that fails on this rank only, the others know nothing yet.
             if check:
                 self._require_alike(written)
-            self._keep(first)
-        changed = [
-            name for (name, one), version in zip(self._parameters, versions, strict=True) if version_of(one) != version
-        ]
+            self._keep(written.get(0, {}))
+        three = zip(self._parameters, versions, versions_of(self._parameters.values()), strict=True)
+        changed = [name for name, before, after in three if before != after]
         if changed:
             raise RuntimeError(
                 f"training_step has written the parameters {', '.join(changed)}, but it runs once per replica, and of"
@@ -110,17 +126,26 @@ class ReplicaState:
             nobody = -1 - self._world.rank  # a number that no replica has
             with self._as_replica(copies, batch_index, nobody), not_counted(), metrics_kept(self._module):
                 return step(each)
-        replica, before, again = each.replica, self._copies(copies) if self._recompute else {}, False
+        return self._compute(step, each, copies, batch_index, each.replica)
+
+    def _once(self, step: Step, each: ReplicaSlice, copies: Buffers, batch_index: int, replica: int) -> Any:
+        with self._as_replica(copies, batch_index, replica):
+            return step(each)
+
+    def _recomputed(self, step: Step, each: ReplicaSlice, copies: Buffers, batch_index: int, replica: int) -> Any:
+        """Run a step, and again in the backward, from the same buffers."""
+        before, again = self._copies(copies), False
 
         def run(each: ReplicaSlice) -> Any:
             nonlocal again
-            own, context = (self._copies(before), without_traces(self._module)) if again else (copies, nullcontext())
-            again = True
-            with self._as_replica(own, batch_index, replica), context:
-                return step(each)
+            if not again:
+                again = True
+                return self._once(step, each, copies, batch_index, replica)
+            with without_traces(self._module):
+                return self._once(step, each, self._copies(before), batch_index, replica)
 
         # The stream gives the same random numbers again, whatever generator they are drawn from.
-        return checkpoint(run, each, use_reentrant=False, preserve_rng_state=False) if self._recompute else run(each)
+        return checkpoint(run, each, use_reentrant=False, preserve_rng_state=False)
 
     @contextmanager
     def _as_replica(self, copies: Buffers, batch_index: int, replica: int) -> Iterator[None]:
@@ -178,21 +203,22 @@ class ReplicaState:
             path, _, name = label.rpartition(".")
             setattr(self._owners[path], name, buffer)
 
-    def _keep(self, first: Buffers | None) -> None:
+    def _keep(self, first: Buffers) -> None:
         """Write replica 0's buffers, which rank 0 has, into those of the module, on every rank."""
         originals = self._buffers()
         with torch.no_grad():
-            for label, buffer in (first or {}).items():
+            for label, buffer in first.items():
                 originals[label].copy_(buffer)
             shared = {id(buffer): buffer for label, buffer in originals.items() if label not in self._ignored}
             if self._world.size > 1:
                 broadcast_from_first(list(shared.values()), self._world.group)
 
-    def _require_alike(self, written: Buffers | None) -> None:
-        """Raise, on all ranks, if ranks have written different numbers; None is of a rank that does not count."""
-        digests = None if written is None else {label: _digest(buffer) for label, buffer in written.items()}
-        counted = [of_rank for of_rank in self._world.gather_objects(digests) if of_rank is not None]
-        different = [label for label in counted[0] if len({of_rank[label] for of_rank in counted}) > 1]
+    def _require_alike(self, written: Mapping[int | None, Buffers]) -> None:
+        """Raise, on all ranks, if ranks have written different numbers; a stand-in's do not count."""
+        counted = [buffers for replica, buffers in written.items() if replica is not None]
+        mine = [(label, _digest(buffer)) for buffers in counted for label, buffer in buffers.items()]
+        found = Counter(label for label, _ in set(chain.from_iterable(self._world.gather_objects(mine))))
+        different = [label for label in self._buffers() if found[label] > 1]
         if different:
             raise ValueError(
                 f"the training step wrote different numbers into the buffers {', '.join(different)} on different ranks:"

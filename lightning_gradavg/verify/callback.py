@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from lightning_gradavg.ranks import World
 from lightning_gradavg.verify.judge import not_shown
 from lightning_gradavg.verify.record import Recorder, Tape
 from lightning_gradavg.verify.report import Report
@@ -90,16 +91,13 @@ class GradAvgVerifier(Recorder):
     @override
     def on_complete(self, trainer: Trainer, module: LightningModule) -> None:
         """Verify, on all ranks."""
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        mine = _pickled(self.recorded) if self.tape is not None else str(self.problem)
-        gathered: list[Any] = [mine] * trainer.world_size
-        if several:
-            dist.gather_object(mine, gathered if dist.get_rank() == 0 else None)
-        answer: list[Any] = [self._compare(gathered, trainer) if trainer.global_rank == 0 else None]
-        if several:
-            dist.broadcast_object_list(answer, 0)
-        self.report = answer[0]
-        self._answer(answer[0])
+        world = World.of(None)
+        mine = str(self.problem) if self.tape is None else _pickled(self.recorded)
+        gathered: list[Any] = [mine] * world.size
+        if world.group is not None:
+            dist.gather_object(mine, gathered if world.rank == 0 else None)
+        self.report = world.from_first(self._compare(gathered, trainer) if world.rank == 0 else None)
+        self._answer(self.report)
 
     def _compare(self, gathered: Sequence[bytes | str], trainer: Trainer) -> Report:
         """Return the report of what the ranks recorded, or that of why there is none."""
@@ -114,10 +112,10 @@ class GradAvgVerifier(Recorder):
         return report
 
     def _compared(self, gathered: Sequence[bytes | str], trainer: Trainer) -> Report:
-        for problem in (self._unsent, *gathered):
-            if isinstance(problem, str):
-                return not_shown(problem)
-        tapes = [pickle.loads(each) for each in gathered if isinstance(each, bytes)]
+        problems = [each for each in (self._unsent, *gathered) if isinstance(each, str)]
+        if problems:
+            return not_shown(problems[0])
+        tapes = [pickle.loads(each) for each in gathered]  # type: ignore[arg-type]  # none is a problem
         device = trainer.strategy.root_device.type
         options = quiet_options({name: getattr(trainer, name) for name in _SENT}, device)
         options["callbacks"] = [each for each in options["callbacks"] if isinstance(_pickled(each), bytes)]
@@ -150,7 +148,7 @@ class GradAvgVerifier(Recorder):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove what is left."""
-        if self.folder.name:
+        if self.folder.name:  # on rank 0
             shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gradavg.verify.record import RunFacts, Tensors
 
@@ -60,13 +60,13 @@ class Tolerance:
             raise ValueError(f"tolerance is a relative difference > 0, got {exact}")
         types = {dtype for dtype in facts.dtypes.values() if dtype.is_floating_point}
         tf32 = facts.device != "cpu" and facts.settings["tf32"]
-        limits = {
-            (2e-2, 1e-1): types & {torch.float16, torch.bfloat16},
-            (1e-5, 5e-2): "16" in facts.precision or facts.settings["matmul"] != "highest" or tf32,
-            (1e-10, 1e-8): types == {torch.float64},
-            (1e-5, 1e-3): True,
-        }
-        known, loose = next(each for each, applies in limits.items() if applies)
+        limits = [
+            (2e-2, 1e-1, types & {torch.float16, torch.bfloat16}),
+            (1e-5, 5e-2, "16" in facts.precision or facts.settings["matmul"] != "highest" or tf32),
+            (1e-10, 1e-8, types == {torch.float64}),
+            (1e-5, 1e-3, True),
+        ]
+        known, loose, _ = next(each for each in limits if each[-1])
         return cls(exact or known, loose)
 
 
@@ -103,11 +103,9 @@ def ulp_of(value: float, dtype: torch.dtype) -> float:
 def factor_between(found: Tensor, expected: Tensor, tolerance: float) -> float | None:
     """Return `c` where `found = c * expected` within a relative tolerance and `c` is neither 0 nor 1; else None."""
     found, expected = found.double().reshape(-1), expected.double().reshape(-1)
-    size = float(expected.dot(expected))
-    factor = float(found.dot(expected)) / size if size else 0.0
-    if factor == 0 or not math.isfinite(factor) or abs(factor - 1) <= tolerance:
-        return None
-    return factor if relative_gap(factor * expected, found) <= tolerance else None
+    factor = float(found.dot(expected) / expected.dot(expected))  # NaN of zeros, which is near nothing
+    named = factor != 0 and abs(factor - 1) > tolerance and relative_gap(factor * expected, found) <= tolerance
+    return factor if named else None
 
 
 def differences(
@@ -126,50 +124,58 @@ def differences(
         dtypes: The types that the tensors were computed in, where these are sketches.
         slack: Values of which 2 ulps are taken off every difference: what `found` was computed from by subtraction.
     """
-    scale = max(map(_largest, expected.values()), default=0.0)
-    result = []
-    for name in dict.fromkeys([*expected, *found]):
-        some = found[name] if name in found else expected[name]
-        a, b = (each.get(name, torch.zeros_like(some)) for each in (found, expected))
-        dtype = dtypes.get(name, some.dtype)
-        rounding = 2 * ulp_of(_largest(slack[name]), dtype) if name in slack else 0.0
+    least = FLOOR * max(map(_largest_finite, expected.values()), default=0.0)
+
+    def difference(name: str, zeros: Tensor) -> Difference:
+        a, b, dtype = found.get(name, zeros), expected.get(name, zeros), dtypes.get(name, zeros.dtype)
         if a.shape != b.shape:
-            result.append(Difference(name, math.inf, math.inf, math.nan, math.nan))
-        elif a.numel() > 0:
-            result.append(_difference(name, a, b, max(_largest(b), FLOOR * scale), tolerance, dtype, rounding))
-    return result
+            return Difference(name, math.inf, math.inf, math.nan, math.nan)
+        x, y = (_padded(each.double()) for each in (a, b))
+        gap = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs()).nan_to_num(math.inf, math.inf)
+        rounding = 2 * ulp_of(_largest_finite(slack[name]), dtype) if name in slack else 0.0
+        gap = (gap - rounding).clamp(min=0.0)
+        index, scale = int(gap.argmax()), max(_largest_finite(b), least)
+        largest = float(gap[index])
+        relative = _ratio(largest, scale)
+        factor = factor_between(a, b, 10 * tolerance) if relative > tolerance else None
+        return Difference(name, relative, largest / ulp_of(scale, dtype), float(x[index]), float(y[index]), factor)
+
+    return [difference(name, torch.zeros_like(tensor)) for name, tensor in {**expected, **found}.items()]
 
 
-def _difference(
-    name: str, a: Tensor, b: Tensor, scale: float, tolerance: float, dtype: torch.dtype, rounding: float
-) -> Difference:
-    x, y = a.double().reshape(-1), b.double().reshape(-1)
-    gap = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs()).nan_to_num(math.inf, math.inf)
-    gap = (gap - rounding).clamp(min=0.0)
-    index = int(gap.argmax())
-    largest = float(gap[index])
-    relative = largest / scale if scale > 0 else math.inf if largest else 0.0
-    factor = factor_between(a, b, 10 * tolerance) if relative > tolerance else None
-    return Difference(name, relative, largest / ulp_of(scale, dtype), float(x[index]), float(y[index]), factor)
+def first_beyond(found: Sequence[Difference], limit: float) -> Difference | None:
+    """Return the first difference beyond a limit, with a factor only if all beyond it have the same."""
+    beyond = [each for each in found if each.relative > limit]
+    factors = [each.factor or math.nan for each in beyond]  # none is 0
+    same = all(math.isclose(factor, factors[0], rel_tol=_NEAR) for factor in factors)
+    return next((replace(each, factor=each.factor if same else None) for each in beyond), None)
 
 
-def _largest(tensor: Tensor) -> float:
-    values = tensor.double().abs()
-    return float(torch.where(values.isfinite(), values, 0.0).max()) if tensor.numel() else 0.0
+def _padded(tensor: Tensor) -> Tensor:
+    """Return the elements and a zero, so that there is a largest one of none, too."""
+    return nn.functional.pad(tensor.reshape(-1), (0, 1))
+
+
+def _largest_finite(tensor: Tensor) -> float:
+    values = _padded(tensor.double().abs())
+    return float(torch.where(values.isfinite(), values, 0.0).max())
+
+
+def _ratio(part: float, whole: float) -> float:
+    if whole > 0:
+        return part / whole
+    return math.inf if part else 0.0
 
 
 def flattened(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
     """Return sketches as one vector in the order of `like`; what is missing is zero."""
     pieces = [tensors.get(name, torch.zeros_like(tensor)).double().reshape(-1) for name, tensor in like.items()]
-    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.float64)
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *pieces])
 
 
 def relative_gap(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference of an element over the largest element expected."""
-    if found.numel() == 0:
-        return 0.0
-    gap, scale = float((found - expected).abs().max()), float(expected.abs().max())
-    return gap / scale if scale > 0 else math.inf if gap else 0.0
+    return _ratio(float(_padded(found - expected).abs().max()), float(_padded(expected).abs().max()))
 
 
 def is_rounding(found: Tensor, expected: Tensor, along: Iterable[Tensor], tolerance: Tolerance) -> bool:
@@ -244,15 +250,16 @@ def matches(target: Tensor, gradients: Tensor, parts: Parts, tolerance: Toleranc
     return exact or [name for name, found in predicted.items() if is_rounding(target, found, gradients, tolerance)]
 
 
-def _shares(target: Tensor, gradients: Tensor, tolerance: Tolerance) -> Tensor | None:
-    """Return the coefficients with which the parts make up `target`; None if none do, or many could."""
+def _shares(target: Tensor, gradients: Tensor, tolerance: Tolerance) -> Tensor:
+    """Return the coefficients with which the parts make up `target`; NaN if none do, or many could."""
     number, scale = len(gradients), float(gradients.abs().max())
+    unknown = torch.full((number,), math.nan, dtype=torch.float64)
     regular = len(target) > number and math.isfinite(scale) and scale > 0 and bool(torch.isfinite(target).all())
     if not regular or int(torch.linalg.matrix_rank(gradients, rtol=1e-6)) < number:
-        return None
+        return unknown
     shares = torch.linalg.lstsq(gradients.T / scale, (target / scale).unsqueeze(1)).solution.squeeze(1)
     near = Tolerance(10 * tolerance.exact, tolerance.loose)
-    return shares if is_rounding(target, gradients.T @ shares, gradients, near) else None
+    return shares if is_rounding(target, gradients.T @ shares, gradients, near) else unknown
 
 
 def implied_shares(target: Tensor, gradients: Tensor, tolerance: Tolerance) -> list[float] | None:
@@ -261,13 +268,10 @@ def implied_shares(target: Tensor, gradients: Tensor, tolerance: Tolerance) -> l
     Found by least squares where there are more elements than parts, and accepted only if what is left over is rounding:
     a loss that is a mean over terms has such shares, the parts of all terms that each micro-batch holds.
     """
-    shares = _shares(target, gradients, tolerance)
-    if shares is None:
-        return None
+    shares, limit = _shares(target, gradients, tolerance), 10 * tolerance.exact
     # A function of a mean that is no mean itself has such shares, too, but their sum is not quite 1.
-    exact = relative_gap(gradients.T @ shares, target) <= 10 * tolerance.exact
-    near = 10 * tolerance.exact if exact else tolerance.loose
-    return None if float(shares.min()) < -near or abs(float(shares.sum()) - 1) > near else shares.tolist()
+    near = limit if relative_gap(gradients.T @ shares, target) <= limit else tolerance.loose
+    return shares.tolist() if float(shares.min()) >= -near and abs(float(shares.sum()) - 1) <= near else None
 
 
 def clipped_to(target: Tensor, gradients: Tensor, fair: Sequence[float], tolerance: Tolerance) -> float | None:
@@ -276,10 +280,7 @@ def clipped_to(target: Tensor, gradients: Tensor, fair: Sequence[float], toleran
     Each part's coefficient is then its share times what clipping multiplied it by: 1 for a gradient below the norm, and
     for all others what makes them as long as it.
     """
-    shares = _shares(target, gradients, tolerance)
-    if shares is None:
-        return None
-    scales = shares / torch.tensor(fair, dtype=torch.float64)
+    scales = _shares(target, gradients, tolerance) / torch.tensor(fair, dtype=torch.float64)
     lengths, cut = scales * gradients.norm(dim=1), scales < 1 - _NEAR
     norm = float(lengths.max())
     fits = bool(cut.any()) and float(scales.max()) < 1 + _NEAR and float(lengths[cut].min()) > norm * (1 - _NEAR)
@@ -295,11 +296,13 @@ def rounded_on_the_wire(found: Tensors, gradients: Sequence[Tensors], parts: Par
     like = {name: each[:_ELEMENTS] for name, each in found.items()}
     cut = [{name: each[:_ELEMENTS] for name, each in tensors.items()} for tensors in gradients]
     target, rows = flattened(like, like), torch.stack([flattened(tensors, like) for tensors in cut])
+    predicted = [combined(rows, shares) for shares in combinations(parts).values()]
     for name, dtype in _WIRES.items():
-        for coefficients in combinations(parts).values():
-            gap = relative_gap(target, combined(rows, coefficients))
-            sent = relative_gap(target, combined(rows.to(dtype).double(), coefficients)) <= tolerance
-            narrow = sent or torch.equal(target.to(dtype).double(), target)
-            if narrow and tolerance < gap <= 4 * torch.finfo(dtype).eps * len(rows):
+        sent = [combined(rows.to(dtype).double(), shares) for shares in combinations(parts).values()]
+        narrow, most = torch.equal(target.to(dtype).double(), target), 4 * torch.finfo(dtype).eps * len(rows)
+        for exact, rounded in zip(predicted, sent, strict=True):
+            if tolerance < relative_gap(target, exact) <= most and (
+                narrow or relative_gap(target, rounded) <= tolerance
+            ):
                 return name
     return None

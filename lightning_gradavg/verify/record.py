@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -35,22 +37,16 @@ from lightning_gradavg.lightning_internals import BEFORE_TRANSFER, TrainingLoop,
 from lightning_gradavg.options import StrategyFacts
 from lightning_gradavg.rules import RULES
 from lightning_gradavg.strategy import GradAvgStrategy
-from lightning_gradavg.verify.rows import digest, digests
-from lightning_gradavg.verify.state import Randomness, module_state, random_states, torch_settings
+from lightning_gradavg.verify.state import (
+    Randomness,
+    digest,
+    digests,
+    module_state,
+    random_states,
+    torch_settings,
+)
 
-__all__ = [
-    "WHOLE_LOSS",
-    "Call",
-    "Loaded",
-    "Recorder",
-    "RunFacts",
-    "Step",
-    "Tape",
-    "Tensors",
-    "patched",
-    "sketch",
-    "sketches",
-]
+__all__ = ["WHOLE_LOSS", "Call", "Loaded", "Recorder", "RunFacts", "Step", "Tape", "Tensors", "patched", "sketch"]
 
 Tensors: TypeAlias = dict[str, Tensor]
 """Tensors or their sketches, by the name of their parameter or buffer."""
@@ -59,6 +55,7 @@ WHOLE_LOSS = ""
 """The key of a loss that has no named terms."""
 
 _KEPT = 4096
+_SEVERAL_LOSSES = "the optimizer asks for the loss several times in a step, which cannot be followed"
 
 
 def sketch(tensor: Tensor) -> Tensor:
@@ -92,14 +89,25 @@ def sketches(tensors: Mapping[str, Tensor]) -> Tensors:
     return {name: sketch(tensor) for name, tensor in tensors.items()}
 
 
-def live_gradients(module: nn.Module, names: Iterable[str] | None = None) -> Tensors:
-    """Return the gradients of a module's parameters, or of those named, where they have one."""
-    chosen = None if names is None else set(names)
-    return {
-        name: parameter.grad
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None and (chosen is None or name in chosen)
-    }
+def weights_of(module: nn.Module) -> Tensors:
+    """Return the sketches of a module's parameters."""
+    return sketches(dict(module.named_parameters()))
+
+
+def live_gradients(module: nn.Module) -> Tensors:
+    """Return the gradients of a module's parameters that have one."""
+    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
+def among(tensors: Mapping[str, Tensor], names: Container[str]) -> Tensors:
+    """Return those tensors that are named."""
+    return {name: tensor for name, tensor in tensors.items() if name in names}
+
+
+def trained_by(optimizer: Optimizer, module: nn.Module) -> set[str]:
+    """Return the names of the parameters that an optimizer steps."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {name for name, parameter in module.named_parameters() if id(parameter) in trained}
 
 
 def loss_terms(output: Any) -> dict[str, tuple[Tensor, float | None]]:
@@ -107,43 +115,49 @@ def loss_terms(output: Any) -> dict[str, tuple[Tensor, float | None]]:
     content = output if isinstance(output, Mapping) else {"loss": output}
     given = (content.get("loss"), content.get("weight"))
     losses, weights = (each if isinstance(each, Mapping) else {WHOLE_LOSS: each} for each in given)
-    known = {name: float(weight) for name, weight in weights.items() if weight is not None}
-    return {name: (term, known.get(name)) for name, term in losses.items() if isinstance(term, Tensor)}
+    return {name: (term, as_number(weights.get(name))) for name, term in losses.items() if isinstance(term, Tensor)}
+
+
+def as_number(weight: Any) -> float | None:
+    """Return a weight of any type as a number, or None where none was given."""
+    return None if weight is None else float(weight)
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return copies of the options of an optimizer's parameter groups, without the parameters."""
-    return [
-        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
+    groups = [dict(group) for group in optimizer.param_groups]
+    for group in groups:
+        del group["params"]
+    return copy.deepcopy(groups)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
-    """One call of `training_step` on one rank.
+    """One call of `training_step` on one rank, or what the reference makes of it.
 
     In manual optimization losses, weights and seeds are by the number of the backward, gradients by that of the step.
     """
 
+    rank: int
+    batch: int  # the number of the loader's batch
     args: tuple[Any, ...]  # the batch first, on the CPU
     random: Randomness  # before
-    state: dict[str, Any]  # the module's buffers and plain attributes that changed since the call before
-    version: int  # sets of weights that rank 0 had written before; the last of each parameter are those of this call
+    state: Mapping[str, Any]  # the module's buffers and plain attributes before
+    files: Mapping[str, Path]  # where rank 0 wrote the weights before, by parameter; of other ranks not to be used
     counts: bool  # not if the strategy only kept the rank busy
     losses: dict[str, float] = field(default_factory=dict)  # by name, without any division
     weights: dict[str, float | None] = field(default_factory=dict)
     seeds: dict[str, float] = field(default_factory=dict)  # what each loss was multiplied by before the backward
     gradients: dict[str, Tensors] = field(default_factory=dict)  # this rank's alone, as multiplied, in sketches
+    samples: int | None = None  # in the batch, which the reference counts; None where that is not known
 
 
-@dataclass
+@dataclass(frozen=True)
 class Loaded:
     """A batch that a rank got from its loader."""
 
     epoch: int
     samples: tuple[bytes, ...]  # a fingerprint of each as it was loaded
-    calls: list[Call] = field(default_factory=list)  # one for each replica, else one
 
 
 @dataclass
@@ -151,18 +165,16 @@ class Step:
     """One optimizer step on one rank; tensors are sketches but for the buffers."""
 
     batches: tuple[int, int]  # trained on since the step before: the first, and behind the last
-    within: int | None  # in manual optimization its number within the call of `training_step`
+    loss: str  # the key of this rank's own gradient: in manual optimization the step's number within the call
+    backward: str | None  # after which backward of the call the gradient was read; None for before the step
     kind: str  # the class of the optimizer
     groups: list[dict[str, Any]]  # the options of its parameter groups
     before: Tensors  # weights
     reduced: Tensors  # gradients
     file: Path  # where rank 0 wrote them in full
-    scale: float  # what they are multiplied by there, for half precision
-    backward: int | None  # after which backward of the call they were read; None for before the step
-    evaluations: int = 1  # how often the optimizer asked for the loss
     clipped: Tensors = field(default_factory=dict)  # the gradients that the optimizer stepped with
     after: Tensors = field(default_factory=dict)  # weights
-    version: int = 0  # sets of weights that rank 0 had written when it was done
+    files: Mapping[str, Path] = field(default_factory=dict)  # where rank 0 wrote those, in manual optimization
     buffers: Tensors = field(default_factory=dict)  # after
 
 
@@ -202,19 +214,12 @@ class Tape:
     """What one rank recorded."""
 
     rank: int
-    world_size: int
     facts: RunFacts
     initial: Tensors = field(default_factory=dict)  # sketches of the weights before the first call
     batches: list[Loaded] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)  # for each batch one for each replica, else one
     steps: list[Step] = field(default_factory=list)
-    spills: list[dict[str, Path]] = field(default_factory=list)  # for each set of weights the file of what changed
     problem: str | None = None  # why not everything was recorded
-
-    def state_at(self, batch: int, call: int) -> dict[str, Any]:
-        """Return the module's buffers and plain attributes before a call."""
-        earlier = [each for loaded in self.batches[:batch] for each in loaded.calls]
-        changes = [each.state for each in (*earlier, *self.batches[batch].calls[: call + 1])]
-        return {name: value for change in changes for name, value in change.items()}
 
 
 def patched(owner: type, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
@@ -238,10 +243,6 @@ def _quietly(method: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def _say_nothing(text: str) -> None:
-    """Stand for progress that is not to be said."""
-
-
 class Recorder(Callback):
     """Records the first optimizer steps of a run on this rank.
 
@@ -257,7 +258,7 @@ class Recorder(Callback):
         complete: Whether all ranks have recorded all steps.
     """
 
-    def __init__(self, steps: int, folder: str | Path, progress: Callable[[str], None] = _say_nothing) -> None:
+    def __init__(self, steps: int, folder: str | Path, progress: Callable[[str], None] = lambda _: None) -> None:
         if steps < 1:
             raise ValueError(f"steps must be 1 or more, got {steps}")
         self.steps, self.folder, self.progress = steps, Path(folder), progress
@@ -275,42 +276,44 @@ class Recorder(Callback):
         """
         if self.tape is None:
             raise RuntimeError(self.problem or "training did not begin, so nothing was recorded")
-        self.tape.problem = self.tape.problem or self.problem
+        self.tape.problem = self.problem
         return self.tape
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to listen."""
-        self.tape, self.problem, self.listens, self.complete, self._taken = None, None, True, False, 0
+        self.tape, self.problem, self.listens, self.complete = None, None, True, False
         self._open(trainer, pl_module)
 
     @_quietly
     def _open(self, trainer: Trainer, module: LightningModule) -> None:
-        self.tape = Tape(trainer.global_rank, trainer.world_size, facts_of(trainer, module))
+        self.tape = Tape(trainer.global_rank, facts_of(trainer, module))
         if "training_step" in vars(module):  # and no longer found on the class
             raise RuntimeError("training_step is compiled: its batches and random numbers cannot be followed")
         if trainer.global_step > 0 or trainer.current_epoch > 0:
             raise RuntimeError("the run goes on from an earlier one: what its optimizers hold is not known")
         self._module, self._trainer = module, trainer
-        self._written: Tensors = {}
-        self._digests: dict[str, bytes] = {}
+        self._written: Tensors = {}  # sketches of the weights that are in a file
+        self._files: dict[str, Path] = {}
+        self._numbers = itertools.count()
+        self._kept: dict[tuple[str, bytes], Any] = {}  # states of the module, by their fingerprints
         self._hooked: set[str] = set()
-        self._call: Call | None = None
         self._step: Step | None = None
-        self._begun = 0  # the first batch of the window
-        self._reading: tuple[int, Tensors] | None = None
+        self._begun = self._earlier = 0  # the first batch of the window; the steps before this batch
+        self._ended = False  # whether the window was stepped on
+        self._reading: tuple[str | None, Tensors] | None = None
         self._watch(BEFORE_TRANSFER, self._saw_batch)
         self._watch("training_step", self._begin, self._end)
         self._watch("manual_backward", self._before_backward, self._read)
         self._undo += [each.register_step_post_hook(self._stepped).remove for each in trainer.optimizers]
 
-    def _watch(self, name: str, before: Callable[..., Any], after: Callable[..., None] | None = None) -> None:
+    def _watch(self, name: str, before: Callable[..., Any], after: Callable[..., None] = lambda *_: None) -> None:
         """Have a method of the module tell its arguments before, and what was told and its result afterwards."""
 
         def make(original: Any) -> Any:
             def watched(module: Any, *args: Any, **kwargs: Any) -> Any:
                 noted = before(*args, **kwargs) if module is self._module else None
                 result = original(module, *args, **kwargs)
-                if noted is not None and after is not None:
+                if noted is not None:
                     after(noted, result)
                 return result
 
@@ -322,8 +325,9 @@ class Recorder(Callback):
     def _saw_batch(self, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Begin a new batch, and hear of the gradients of all parameters that can have one now."""
         tape = self.recorded
-        if self._step is not None:  # a gradient scaler left it out
-            self._step, self._begun = None, len(tape.batches)
+        if self._ended:
+            self._begun, self._ended = len(tape.batches), False
+        self._step, self._earlier = None, len(tape.steps)  # a step that was begun was left out by a gradient scaler
         tape.batches.append(Loaded(self._trainer.current_epoch, digests(batch, tape.facts.loader_size)))
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and name not in self._hooked:
@@ -336,18 +340,22 @@ class Recorder(Callback):
         # Recomputed replicas run it in the backward, and some optimizers again within a step.
         if self._step is not None or in_backward():
             return None
-        tape, strategy, state = self.recorded, self._trainer.strategy, module_state(self._module)
-        known, self._digests = self._digests, {name: digest(value) for name, value in state.items()}
+        tape, strategy = self.recorded, self._trainer.strategy
+        # What did not change is the same object in all calls, and is sent to the reference once.
+        live = module_state(self._module)
+        state = {name: self._kept.setdefault((name, digest(value)), value) for name, value in live.items()}
         self._write_weights()
-        tape.initial = tape.initial or dict(self._written)
+        tape.initial = tape.initial or self._written
         self._call = Call(
+            tape.rank,
+            len(tape.batches) - 1,
             copy.deepcopy(move_data_to_device((*args, *kwargs.values()), torch.device("cpu"))),
-            random_states(self._trainer.strategy.root_device),
-            {name: value for name, value in state.items() if known.get(name) != self._digests[name]},
-            len(tape.spills),
+            random_states(strategy.root_device),
+            state,
+            dict(self._files),
             not isinstance(strategy, GradAvgStrategy) or strategy.facts().samples != 0,
         )
-        tape.batches[-1].calls.append(self._call)
+        tape.calls.append(self._call)
         return self._call
 
     @_quietly
@@ -356,11 +364,9 @@ class Recorder(Callback):
             self._saw_loss(call, name, term, weight)
 
     @_quietly
-    def _before_backward(self, loss: Tensor, *args: Any, weight: Any = None, **kwargs: Any) -> int | None:
-        if self._call is None:
-            return None
-        number = len(self._call.losses)
-        self._saw_loss(self._call, str(number), loss, None if weight is None else float(weight))
+    def _before_backward(self, loss: Tensor, *args: Any, weight: Any = None, **kwargs: Any) -> str:
+        number = str(len(self._call.losses))
+        self._saw_loss(self._call, number, loss, as_number(weight))
         return number
 
     def _saw_loss(self, call: Call, name: str, term: Tensor, weight: float | None) -> None:
@@ -376,38 +382,41 @@ class Recorder(Callback):
 
     @_quietly
     def _saw_gradient(self, name: str, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        if self._call is None or self._step is not None or gradient is None:
+        if self._step is not None or gradient is None:
             return
-        automatic = self._module.automatic_optimization
-        found = self._call.gradients.setdefault(WHOLE_LOSS if automatic else str(self._steps_within()), {})
+        found = self._call.gradients.setdefault(self._loss_of_step(), {})
         # In manual optimization a gradient that the user cleared counts no longer.
-        kept = automatic or (parameter.grad is not None and bool(parameter.grad.any()))
+        kept = self._module.automatic_optimization or (parameter.grad is not None and bool(parameter.grad.any()))
         found[name] = sketch(gradient) + (found.get(name, 0) if kept else 0)
 
-    def _steps_within(self) -> int:
-        """Return how many steps were taken in this call."""
-        steps, number = self.recorded.steps, len(self.recorded.batches)
-        return sum(step.within is not None and step.batches[1] == number for step in steps)
+    def _loss_of_step(self) -> str:
+        """Return the key of the gradient that the next step is taken with."""
+        within = len(self.recorded.steps) - self._earlier
+        return WHOLE_LOSS if self._module.automatic_optimization else str(within)
 
     @_quietly
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the reduced gradient before the user's own hook of this name, and clipping, may change it."""
         if pl_module.automatic_optimization and not TrainingLoop(trainer.fit_loop).accumulates:
-            self._read(0)
+            self._read(WHOLE_LOSS)
 
     @_quietly
-    def _read(self, backward: int, result: Any = None) -> None:
-        """Read the reduced gradient after a backward, or where that is -1 before the step."""
+    def _read(self, backward: str | None, result: Any = None) -> None:
+        """Read the reduced gradient after a backward, or where that is None before the step."""
         if self._step is not None:
             return
         live, scaler = live_gradients(self._module), getattr(self._trainer.precision_plugin, "scaler", None)
-        self._scale = 1.0 if scaler is None else float(scaler.get_scale())
-        if self.recorded.rank == 0:
-            torch.save({name: gradient.detach().cpu() for name, gradient in live.items()}, self._file(backward))
-        self._reading = backward, {name: found / self._scale for name, found in sketches(live).items()}
+        if scaler is not None:
+            live = {name: gradient / scaler.get_scale() for name, gradient in live.items()}
+        self._write(live, self._file())
+        self._reading = backward, sketches(live)
 
-    def _file(self, backward: int) -> Path:
-        return self.folder / f"gradient-{len(self.recorded.steps)}-{backward}.pt"
+    def _file(self) -> Path:
+        return self.folder / f"gradient-{len(self.recorded.steps)}.pt"
+
+    def _write(self, tensors: Tensors, file: Path) -> None:
+        if self.recorded.rank == 0:
+            torch.save({name: tensor.detach().cpu() for name, tensor in tensors.items()}, file)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note what the optimizer starts from."""
@@ -415,26 +424,23 @@ class Recorder(Callback):
 
     @_quietly
     def _begin_step(self, optimizer: Optimizer) -> None:
-        if self._step is not None:  # the same step asks for the loss again
-            self._step.evaluations += 1
-            return
+        if self._step is not None:
+            raise RuntimeError(_SEVERAL_LOSSES)
         if self._reading is None:  # of a backward past Lightning
-            self._read(-1)
+            self._read(None)
         assert self._reading is not None
-        (number, reduced), self._reading = self._reading, None
+        (backward, reduced), self._reading = self._reading, None
         self._write_weights()
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        names = {name for name, parameter in self._module.named_parameters() if id(parameter) in trained}
+        self._ended = True
         self._step = Step(
             (self._begun, len(self.recorded.batches)),
-            None if self._module.automatic_optimization else self._steps_within(),
+            self._loss_of_step(),
+            backward,
             type(optimizer).__name__,
             options_of(optimizer),
-            dict(self._written),
-            {name: tensor for name, tensor in reduced.items() if name in names},
-            self._file(number),
-            self._scale,
-            None if number < 0 else number,
+            self._written,
+            among(reduced, trained_by(optimizer, self._module)),
+            self._file(),
         )
 
     @_quietly
@@ -442,45 +448,35 @@ class Recorder(Callback):
         step, self._step = self._step, None
         if step is None:
             return
-        step.clipped = sketches(live_gradients(self._module, step.reduced))
-        step.after = sketches(dict(self._module.named_parameters()))
+        step.clipped = sketches(among(live_gradients(self._module), step.reduced))
+        step.after = weights_of(self._module)
         step.buffers = {name: buffer.detach().cpu().clone() for name, buffer in self._module.named_buffers()}
-        if step.within is not None:
+        if step.loss != WHOLE_LOSS:  # the same call goes on from them
             self._write_weights()
-        step.version = len(self.recorded.spills)
+        step.files = dict(self._files)
         self.recorded.steps.append(step)
+        self.progress(f"recorded step {len(self.recorded.steps)} of {self.steps}")
 
     def _write_weights(self) -> None:
         """Have rank 0 write the weights that changed since it last did, and all ranks take their sketches."""
-        tape, live = self.recorded, dict(self._module.named_parameters())
-        found = sketches(live)
-        changed = [n for n in live if n not in self._written or not torch.equal(self._written[n], found[n])]
+        live, found, unwritten = dict(self._module.named_parameters()), weights_of(self._module), torch.zeros(0)
+        changed = [name for name in live if not torch.equal(found[name], self._written.get(name, unwritten))]
         if changed:
-            file = self.folder / f"weights-{len(tape.spills)}.pt"
-            tape.spills.append(dict.fromkeys(changed, file))
-            self._written.update({name: found[name] for name in changed})
-            if tape.rank == 0:
-                torch.save({name: live[name].detach().cpu() for name in changed}, file)
+            file = self.folder / f"weights-{next(self._numbers)}.pt"
+            self._files.update(dict.fromkeys(changed, file))
+            self._written = found
+            self._write(among(live, changed), file)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Agree with the other ranks whether all steps are recorded."""
-        self._taken += 1
-        self._end_batch()
-        if self.complete or self._taken < self.steps:
+        if self.complete:
             return
-        enough = self.problem is not None or (self.tape is not None and len(self.tape.steps) >= self.steps)
+        enough = not self.listens or len(self.recorded.steps) >= self.steps
         # All ranks come here with the same batch: Lightning itself agrees on a signal once per batch.
         self.complete = trainer.strategy.reduce_boolean_decision(enough, all=True)
         if self.complete:
             self.release()
             self.on_complete(trainer, pl_module)
-
-    @_quietly
-    def _end_batch(self) -> None:
-        steps, number = self.recorded.steps, len(self.recorded.batches)
-        if steps and steps[-1].batches[1] == number:
-            self._begun = number
-            self.progress(f"recorded step {len(steps)} of {self.steps}")
 
     def on_complete(self, trainer: Trainer, module: LightningModule) -> None:
         """Do what there is to do when all ranks have recorded all steps, on all ranks."""
@@ -500,37 +496,19 @@ class Recorder(Callback):
             restore()
 
 
-def _of_stock(trainer: Trainer) -> StrategyFacts:
-    """Return what `GradAvgStrategy.facts()` would say of stock DDP."""
-    return StrategyFacts(
-        rule=RULES["mean"],
-        splits_batches=False,
-        accumulation=trainer.accumulate_grad_batches,
-        micro_batches=1,
-        replicas=None,
-        replicated=False,
-        counts_replicas=False,
-        equivalent_to=None,
-        scales_rates=False,
-        samples=None,
-    )
-
-
 def facts_of(trainer: Trainer, module: LightningModule) -> RunFacts:
     """Return how a run that is about to train is set up."""
     strategy, loader = trainer.strategy, trainer.train_dataloader
-    ours = isinstance(strategy, GradAvgStrategy)
-    told = strategy.facts() if isinstance(strategy, GradAvgStrategy) else _of_stock(trainer)
-    sampler: Any = getattr(loader, "sampler", None)
-    repeats = isinstance(sampler, DistributedSampler)
-    try:
-        estimated: float | None = trainer.estimated_stepping_batches
-    except RuntimeError:  # of an accumulation that differs between epochs
-        estimated = None
+    of_stock = StrategyFacts(RULES["mean"], accumulation=trainer.accumulate_grad_batches)
+    told = strategy.facts() if isinstance(strategy, GradAvgStrategy) else of_stock
+    estimated: float | None = None
+    with suppress(RuntimeError):  # of an accumulation that differs between epochs
+        estimated = trainer.estimated_stepping_batches
+    padded, shuffles = _dealt(getattr(loader, "sampler", None))
     return RunFacts(
         strategy=type(strategy).__name__,
         told=told,
-        stock=not ours,
+        stock=told is of_stock,
         automatic=module.automatic_optimization,
         step_end=told.equivalent_to is not None and callable(getattr(module, "training_step_end", None)),
         statistics=any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()),
@@ -541,6 +519,13 @@ def facts_of(trainer: Trainer, module: LightningModule) -> RunFacts:
         loader_size=None if told.splits_batches else getattr(loader, "batch_size", None),
         estimated_steps=estimated,
         epoch_batches=trainer.num_training_batches,
-        padded=max(0, sampler.total_size - len(sampler.dataset)) if repeats else 0,
-        shuffles=repeats and bool(sampler.shuffle),
+        padded=padded,
+        shuffles=shuffles,
     )
+
+
+def _dealt(sampler: Any) -> tuple[int, bool]:
+    """Return how many samples a sampler repeats so that all ranks have equally many, and whether it shuffles."""
+    if not isinstance(sampler, DistributedSampler):
+        return 0, False
+    return max(0, sampler.total_size - len(sampler.dataset)), bool(sampler.shuffle)  # type: ignore[arg-type]  # it has a length

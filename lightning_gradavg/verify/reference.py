@@ -20,61 +20,79 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from itertools import chain, groupby
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import RandomSampler
 from typing_extensions import override
 
 from lightning_gradavg.lightning_internals import BEFORE_TRANSFER, without_gradient_hooks
 from lightning_gradavg.replicas.outputs import join_outputs
 from lightning_gradavg.tree import slice_batch
 from lightning_gradavg.verify.compare import Tolerance, flattened, is_rounding
-from lightning_gradavg.verify.noise import MisalignedError, Recorded, Replayed
 from lightning_gradavg.verify.record import (
+    Call,
+    Loaded,
     Recorder,
     Step,
     Tape,
     Tensors,
+    among,
     live_gradients,
     options_of,
     patched,
     sketches,
+    weights_of,
 )
-from lightning_gradavg.verify.replay import Act, Piece, Replay, Replays, Split, acts_of
-from lightning_gradavg.verify.rows import UnknownSamplesError, digest, join
-from lightning_gradavg.verify.state import hidden_state, module_state, set_module_state, torch_settings
+from lightning_gradavg.verify.replay import (
+    MisalignedError,
+    Recorded,
+    Replay,
+    Replayed,
+    Replays,
+    Split,
+    itself,
+    tensors_in,
+)
+from lightning_gradavg.verify.state import (
+    UnknownSamplesError,
+    compute_as,
+    digest,
+    digests,
+    hidden_state,
+    join,
+    known_samples,
+    module_state,
+    set_module_state,
+)
 
-__all__ = ["Enough", "Examined", "Reference", "StepOfReference", "record_reference", "world_of_one"]
+__all__ = ["Act", "Enough", "Reference", "Stream", "read_stream", "record_reference"]
 
 _JOINED = 8
 """Micro-batches of a window that are computed as one batch, at most: what holds for them holds for all."""
 
 
 @dataclass
-class StepOfReference:
-    """What the reference has to say about an optimizer step, in sketches; no weights where it took none."""
+class Act:
+    """What one batch of the reference reproduces, and what it found out about it."""
 
-    groups: list[dict[str, Any]]  # the options of its own optimizer
-    clipped: Tensors = field(default_factory=dict)
-    after: Tensors = field(default_factory=dict)
-
-
-@dataclass
-class Examined:
-    """What the reference found out about an act."""
-
-    act: Act
-    parts: Sequence[Replay]  # all its pieces as the ranks computed them
-    split: Split  # the global batch and the ranks' micro-batches, or the first of them
+    steps: tuple[int, ...]  # one, or those that manual optimization takes in a batch
+    epoch: int
+    calls: tuple[Call, ...]  # every rank's whose samples count, in the order of one process
+    last: Call  # that of rank 0 in which the last of the steps is taken
+    samples: list[bytes]  # fingerprints of what the calls read
+    parts: Sequence[Replay] = ()  # all calls as the ranks computed them
+    split: Split = field(default_factory=Split)  # the global batch and the ranks' micro-batches, or the first of them
     without: dict[str, Split] = field(default_factory=dict)  # with something taken away, by the cause that this shows
     halves: list[Split] = field(default_factory=list)  # each micro-batch in two parts, where the global batch is silent
     unsteady: str = ""  # what changes from one computation to the next
@@ -82,13 +100,40 @@ class Examined:
     state_of_rank: dict[str, Any] = field(default_factory=dict)  # after rank 0's last call alone
 
 
+def _acts_of(tapes: Sequence[Tape]) -> list[Act]:
+    """Return what one process has to do to take the steps that all ranks took."""
+    first, taken = tapes[0], range(min(len(tape.steps) for tape in tapes))
+    windows = groupby(taken, key=lambda position: first.steps[position].batches)
+    return [_act_of(tapes, tuple(steps), *window) for window, steps in windows]
+
+
+def _act_of(tapes: Sequence[Tape], steps: tuple[int, ...], start: int, stop: int) -> Act:
+    """Return the act of a window: its calls by loader batch, then by rank, then by the cuts of a rank's part."""
+    facts = tapes[0].facts
+    within = [[call for call in tape.calls if start <= call.batch < stop] for tape in tapes]
+    files = {call.batch: call.files for call in reversed(within[0])}
+    calls = [
+        replace(call, samples=known_samples(call.args[0], facts.loader_size), files=files[call.batch])
+        for call in chain.from_iterable(within)
+        if call.counts
+    ]
+    read = sorted({(call.rank, call.batch) for call in calls})
+    return Act(
+        steps,
+        tapes[0].batches[stop - 1].epoch,
+        tuple(sorted(calls, key=lambda call: ((call.batch - start) // facts.told.micro_batches, call.rank))),
+        within[0][-1],
+        [sample for rank, batch in read for sample in tapes[rank].batches[batch].samples],
+    )
+
+
 @dataclass
 class Reference:
     """What one process recorded."""
 
-    initial: Tensors = field(default_factory=dict)  # its own weights; empty where the module is the run's own
-    acts: list[Examined] = field(default_factory=list)
-    steps: dict[int, StepOfReference] = field(default_factory=dict)
+    initial: Tensors  # its own weights, or the run's where the module is the run's own
+    acts: list[Act] = field(default_factory=list)
+    steps: dict[int, Step] = field(default_factory=dict)  # as one process takes them
 
 
 class _FixedStatistics(TorchFunctionMode):
@@ -100,19 +145,15 @@ class _FixedStatistics(TorchFunctionMode):
     _NAMES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {**dict(zip(self._NAMES, args, strict=False)), **(kwargs or {})}
+        kwargs = kwargs or {}
         if func is not nn.functional.batch_norm:
-            return func(*args, **(kwargs or {}))
-        zeros = given["input"].new_zeros(given["input"].shape[1])
-        mean, var = given.get("running_mean"), given.get("running_var")
-        return func(
-            **{
-                **given,
-                "training": False,
-                "running_mean": zeros if mean is None else mean.clone(),
-                "running_var": zeros + 1 if var is None else var.clone(),
-            }
-        )
+            return func(*args, **kwargs)
+        given = {**dict(zip(self._NAMES, args, strict=False)), **kwargs, "training": False}
+        for number, name in enumerate(("running_mean", "running_var")):
+            known = given.get(name)
+            fixed = given["input"].new_full(given["input"].shape[1:2], number) if known is None else known.clone()
+            given[name] = fixed
+        return func(**given)
 
 
 _TAKEN_AWAY: Mapping[str, Callable[[LightningModule], AbstractContextManager[Any]]] = {
@@ -122,23 +163,19 @@ _TAKEN_AWAY: Mapping[str, Callable[[LightningModule], AbstractContextManager[Any
 """What is computed without, where the global batch does not tell what the loss is: by the cause that this shows."""
 
 
-class _Acts(IterableDataset[int]):
-    """Yields the numbers of the acts, one epoch of the run after the other."""
+class _Acts:
+    """Yields the numbers of the acts, one epoch of the run after the other, and says that it is as long as its loader.
 
-    def __init__(self, acts: Sequence[Act]) -> None:
-        epochs = sorted({act.epoch for act in acts})
-        self._epochs = [[index for index, act in enumerate(acts) if act.epoch == epoch] for epoch in epochs]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._epochs.pop(0) if self._epochs else [])
-
-
-class _Loader(DataLoader[int]):
-    """Says that it is as long as the run's, which schedules ask for."""
+    Schedules ask for that.
+    """
 
     def __init__(self, acts: Sequence[Act], length: float) -> None:
-        super().__init__(_Acts(acts), batch_size=None, collate_fn=_itself)
+        epochs = sorted({act.epoch for act in acts})
+        self._epochs = [[index for index, act in enumerate(acts) if act.epoch == epoch] for epoch in epochs]
         self._length = length
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._epochs.pop(0) if self._epochs else []
 
     def __len__(self) -> int:
         if math.isinf(self._length):
@@ -146,16 +183,8 @@ class _Loader(DataLoader[int]):
         return int(self._length)
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
-@dataclass(frozen=True)
-class _Last:
-    """The replay that the reference goes on from: what it leaves in the module is what one process would have."""
-
-    replay: Replay
-    again: Callable[[], tuple[Replay, Any]]
+_Again: TypeAlias = Callable[[], tuple[Replay, Any]]
+"""Computes once more what the reference goes on from: it leaves in the module what one process would have."""
 
 
 class _ReferenceStrategy(SingleDeviceStrategy):
@@ -180,10 +209,10 @@ class _ReferenceStrategy(SingleDeviceStrategy):
     ) -> None:
         super().__init__(device=device)
         self.tapes, self.tolerance, self.handed_over, self.progress = tapes, tolerance, handed_over, progress
-        self.facts, self.acts, self.found = tapes[0].facts, acts_of(tapes), Reference()
-        self.replays = Replays(tapes, self)
+        self.facts, self.acts, self.replays = tapes[0].facts, _acts_of(tapes), Replays(self)
+        self.found = Reference(tapes[0].initial if handed_over else {})
         self.act = self.acts[0]
-        self._backwards = self._taken = 0  # in this call of training_step
+        self._taken = 0  # steps in this call of training_step
 
     @property
     def module(self) -> LightningModule:
@@ -194,7 +223,7 @@ class _ReferenceStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         if self.handed_over:
             # Such as a learning rate that was found between the copy and the first step.
-            set_module_state(self.module, self.tapes[0].state_at(0, 0))
+            set_module_state(self.module, self.tapes[0].calls[0].state)
         super().setup(trainer)
         vars(self.precision_plugin).update(scaler=None)  # the run's gradients are taken unscaled
         for config in trainer.lr_scheduler_configs:
@@ -203,150 +232,125 @@ class _ReferenceStrategy(SingleDeviceStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Return the batch of the act with the number `batch`; hooks on batches ran in the run already."""
-        self.act = self.acts[batch]
+        self.act, self._taken = self.acts[batch], 0
+        self.replays.steps = [self.tapes[0].steps[position] for position in self.act.steps]
         self.progress(f"reference: step {self.act.steps[0] + 1} of {len(self.tapes[0].steps)}")
-        return self._on_device(self.act.last)[0]
-
-    def _on_device(self, piece: Piece) -> Any:
-        """Return copies of the arguments, because a training step may change its batch."""
-        return move_data_to_device(copy.deepcopy(piece.args), self.root_device)
+        return self.replays.arguments(self.act.last)[0]
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.found.initial or self.handed_over):
-            self.found.initial = sketches(dict(self.module.named_parameters()))
+        self.found.initial = self.found.initial or weights_of(self.module)
         with _silent(self.module):
-            examined, last = self._examine()
+            first, again = self._examine(self.act)
         # What this one logs and leaves in the module stays; and it is the second from one state.
-        replay, output = last.again()
-        examined.unsteady = self._unsteady(last, replay)
-        if examined.split.has_whole or self.facts.told.replicas is not None:
-            examined.state = replay.state
-        self.found.acts.append(examined)
-        self._backwards = self._taken = 0
+        replay, output = again()
+        self.act.unsteady = self._unsteady(first, replay, again)
+        if self.act.split.has_whole or self.facts.told.replicas is not None:
+            self.act.state = replay.state
+        self.found.acts.append(self.act)
         if self.module.automatic_optimization:
             loss = torch.tensor(sum(replay.losses.values()), device=self.root_device)
             return {**output, "loss": loss} if isinstance(output, Mapping) else loss
         self.replays.restore(self.act.last)
-        return super().training_step(*self._on_device(self.act.last))
+        return super().training_step(*self.replays.arguments(self.act.last))
 
-    @property
-    def _step(self) -> tuple[int, Step]:
-        """The step of the run that is next, and its position."""
-        position = self.act.steps[min(self._taken, len(self.act.steps) - 1)]
-        return position, self.tapes[0].steps[position]
+    def _run(self, call: Call, end: Callable[[Any], Any] = itself) -> Replay:
+        return self.replays.run(call, Recorded(), end)[0]
 
-    def _run(self, piece: Piece, mode: Recorded | None = None, **options: Any) -> Replay:
-        steps = [self.tapes[0].steps[position] for position in self.act.steps]
-        return self.replays.run(piece, mode, steps=steps, **options)[0]
-
-    def _last(self, replay: Replay, piece: Piece, draws: Sequence[Any] = (), **options: Any) -> _Last:
-        steps = [self.tapes[0].steps[position] for position in self.act.steps]
-
-        def again() -> tuple[Replay, Any]:
-            return self.replays.run(piece, Replayed(draws) if draws else None, steps=steps, **options)
-
-        return _Last(replay, again)
-
-    def _examine(self) -> tuple[Examined, _Last]:
-        """Compute the act in parts and whole, and further where these do not tell what the loss is."""
-        pieces, facts = self.act.pieces, self.facts
-        end: Any = getattr(self.module, "training_step_end", None) if facts.step_end else _itself
-        parts = [self._run(piece, Recorded(), end=_nothing if facts.step_end else _itself) for piece in pieces]
-        of_first = [part.state for part, piece in zip(parts, pieces, strict=True) if piece.rank == 0]
+    def _examine(self, act: Act) -> tuple[Replay, _Again]:
+        """Compute an act in parts and whole, and further where these do not tell what the loss is."""
+        calls, facts, replicas, module = act.calls, self.facts, self.facts.told.replicas, cast("Any", self.module)
+        # The loss of outputs that have none of their own is that of all of them together.
+        of_part, end = (_nothing, module.training_step_end) if facts.step_end else (itself, itself)
+        act.parts = parts = [self._run(call, of_part) for call in calls]
+        of_first = [part.state for part, call in zip(parts, calls, strict=True) if call.rank == 0]
+        act.state_of_rank = [{}, *of_first][-1]
         # A loss that reaches across the ranks, or batch norm over all, is told by the whole window alone.
-        chosen = len(pieces) if facts.whole_only or facts.statistics else _JOINED
-        split = Split(pieces[:chosen], parts[:chosen], parts[:chosen])
-        found = Examined(self.act, parts, split, state_of_rank=of_first[-1] if of_first else {})
-        last = self._last(parts[0], pieces[0], [parts[0].mode.draws], end=_nothing if facts.step_end else _itself)
-        if facts.step_end and facts.told.replicas is not None:
-            gathering = self._gathering(pieces, end)
-            split.whole = self._run(pieces[0], end=gathering)
-            return found, self._last(split.whole, pieces[0], end=gathering)
+        chosen = len(calls) if facts.whole_only or facts.statistics else _JOINED
+        act.split = split = Split(calls[:chosen], parts[:chosen], parts[:chosen])
+        if facts.step_end and replicas is not None:
+            gathered = self._again(calls[0], Recorded, self._gathering(calls, end))
+            split.whole, _ = gathered()
+            return split.whole, gathered
+        first, again = parts[0], self._again(calls[0], partial(Replayed, [parts[0].mode.draws]), of_part)
         whole = self._complete(split, None, end)
-        if whole is not None and facts.told.replicas is None:
-            last = self._last(split.whole, whole, [part.mode.draws for part in split.parts], end=end)
+        if whole is not None and replicas is None:
+            draws = [part.mode.draws for part in split.parts]
+            first, again = split.whole, self._again(whole, partial(Replayed, draws), end)
         if not facts.whole_only and not split.tells(self.tolerance):
-            self._look_closer(found)
-        if not all(split.right(key, self.tolerance)[0] for key in parts[0].gradients):
+            self._look_closer(act)
+        if not all(split.right(key, self.tolerance).keys() - {"terms"} for key in parts[0].gradients):
             self._probe_state(split)
-        return found, last
+        return first, again
 
-    def _look_closer(self, found: Examined) -> None:
+    def _again(self, call: Call, mode: Callable[[], Recorded], end: Callable[[Any], Any]) -> _Again:
+        return lambda: self.replays.run(call, mode(), end)
+
+    def _look_closer(self, act: Act) -> None:
         """Compute an act with something taken away, and each of its parts in two."""
-        pieces = found.split.pieces
-        for cause, take_away in _TAKEN_AWAY.items() if found.split.has_whole else ():
+        calls = act.split.calls
+        for cause, take_away in _TAKEN_AWAY.items() if act.split.has_whole else ():
             with take_away(self.module):
-                found.without[cause] = self._split(pieces)
-            if found.without[cause].tells(self.tolerance):
+                act.without[cause] = self._split(calls)
+            if act.without[cause].tells(self.tolerance):
                 return
-        for piece in pieces:
-            if piece.size is not None and piece.size > 1:
-                cut = max(1, piece.size // 3)  # uneven, so that a mean over samples is none over the two
-                found.halves.append(self._split([_part(piece, 0, cut), _part(piece, cut, piece.size)], piece))
+        act.halves = [self._split(_halves(call), call) for call in calls if (call.samples or 0) > 1]
 
-    def _split(self, pieces: Sequence[Piece], whole: Piece | None = None) -> Split:
+    def _split(self, calls: Sequence[Call], whole: Call | None = None) -> Split:
         """Compute parts, and their whole: that of all their samples where it is not given."""
-        split = Split(pieces)
-        try:
-            split.parts = split.common = [self._run(piece, Recorded()) for piece in pieces]
+        split = Split(calls)
+        with _noting_problems(split):
+            split.parts = split.common = [self._run(call) for call in calls]
             self._complete(split, whole)
-        except Exception as error:  # noqa: BLE001  # the user's code, on fewer samples than in the run
-            split.problem = f"training_step fails on {pieces[0].size} samples: {type(error).__name__}: {error}"
         return split
 
-    def _complete(self, split: Split, whole: Piece | None, end: Callable[[Any], Any] = _itself) -> Piece | None:
-        """Compute the whole of a split, and the parts with what it has in common for them."""
-        first = split.pieces[0]
+    def _complete(self, split: Split, whole: Call | None, end: Callable[[Any], Any] = itself) -> Call | None:
+        """Compute the whole of a split, and the parts with what it has in common for them; None where it cannot be."""
         mode = Replayed([part.mode.draws for part in split.parts])
-        try:
-            whole = whole or self._joined(split.pieces)
-            split.whole = self._run(whole, mode, end=end)
+        with _noting_problems(split):
+            whole = whole or self._joined(split.calls)
+            split.whole, _ = self.replays.run(whole, mode, end)
             mode.require_all()
-        except (UnknownSamplesError, MisalignedError) as error:
-            split.whole, split.problem = Replay(), str(error)
-            return None
-        except Exception as error:  # noqa: BLE001  # the user's code, on a batch that the run does not have
-            split.whole, split.problem = Replay(), f"training_step fails on it: {type(error).__name__}: {error}"
-            return None
-        alike = [replace(piece, args=(piece.args[0], *whole.args[1:])) for piece in split.pieces]
-        names = self._differing(alike, split.pieces)
-        if names:
-            split.common = [
-                self._run(piece, Replayed([part.mode.draws]), state=first)
-                for piece, part in zip(alike, split.parts, strict=True)
-            ]
-            split.own = () if all(map(self._alike, split.parts, split.common)) else names
-        if mode.shared or any(part.host for part in split.parts):
-            draws = split.parts[0].mode.draws
-            split.common = [
-                self._run(piece, Replayed([part.mode.draws], mode.shared, draws), state=first, host=first)
-                for piece, part in zip(alike, split.parts, strict=True)
-            ]
-        return whole
+            self._align(split, whole, mode.shared)
+            return whole
+        return None
 
-    def _joined(self, pieces: Sequence[Piece]) -> Piece:
-        """Return the samples of all pieces as one."""
-        sizes = [piece.size for piece in pieces if piece.size is not None]
-        if len(sizes) < len(pieces):
-            kind = type(pieces[0].args[0]).__name__
+    def _joined(self, calls: Sequence[Call]) -> Call:
+        sizes = [call.samples for call in calls if call.samples is not None]
+        if len(sizes) < len(calls):
+            kind = type(calls[0].args[0]).__name__
             raise UnknownSamplesError(f"which samples a batch of type {kind} holds is not known")
-        rest = pieces[0] if self.module.automatic_optimization else self.act.last
-        batch = join([piece.args[0] for piece in pieces], sizes)
-        return replace(pieces[0], args=(batch, *rest.args[1:]), size=sum(sizes))
+        rest = calls[0] if self.module.automatic_optimization else self.act.last
+        batch = join([call.args[0] for call in calls], sizes)
+        return replace(calls[0], args=(batch, *rest.args[1:]), samples=sum(sizes))
 
-    def _differing(self, alike: Sequence[Piece], pieces: Sequence[Piece]) -> tuple[str, ...]:
-        """Return the names of what the pieces start from, and do not have alike."""
-        states = [self.tapes[piece.rank].state_at(piece.batch, piece.index) for piece in pieces]
-        names = sorted({name for state in states for name in state})
-        moved = len({piece.call.version for piece in pieces}) > 1
-        numbered = any(digest(a.args[1:]) != digest(b.args[1:]) for a, b in zip(alike, pieces, strict=True))
-        found = [name for name in names if len({digest(state.get(name)) for state in states}) > 1]
-        return (*found, *["the weights"] * moved, *["batch_idx"] * numbered)
+    def _align(self, split: Split, whole: Call, shared: set[int]) -> None:
+        """Compute the parts with what belongs to no sample as the whole has it: random numbers, and the module's state.
+
+        What they compute otherwise with a state of their own is what each part keeps for itself.
+        """
+        first, draws = split.calls[0], split.parts[0].mode.draws
+
+        def computed(calls: Sequence[Call]) -> list[Replay]:
+            modes = [Replayed([part.mode.draws], shared, draws) for part in split.parts]
+            return [self.replays.run(call, mode)[0] for call, mode in zip(calls, modes, strict=True)]
+
+        host = first.random[0][1:]
+        calls = [replace(call, random=((call.random[0][0], *host), call.random[1])) for call in split.calls]
+        if shared or any(part.host for part in split.parts):
+            split.common = computed(calls)
+        names = _differing([whole, *split.calls])
+        if names:
+            arguments = whole.args[1:]
+            from_first = [
+                replace(call, args=(call.args[0], *arguments), state=first.state, files=first.files) for call in calls
+            ]
+            own, split.common = split.common, computed(from_first)
+            split.own = () if all(map(self._alike, own, split.common)) else names
 
     def _alike(self, one: Replay, other: Replay) -> bool:
         return all(
-            is_rounding(flattened(other.gradients.get(key, {}), found), flattened(found, found), (), self.tolerance)
+            is_rounding(flattened(other.gradient(key), found), flattened(found, found), (), self.tolerance)
             for key, found in one.gradients.items()
         )
 
@@ -355,33 +359,39 @@ class _ReferenceStrategy(SingleDeviceStrategy):
 
         Its average over all samples then makes the whole's gradient one with shares of its own, though no term has any.
         """
-        first, other = split.parts[0].state, split.parts[-1].state
-        moved = {name: other.get(name) for name, value in first.items() if digest(value) != digest(other.get(name))}
-        if moved and split.has_whole:
-            probe = self._run(split.pieces[0], Replayed([split.parts[0].mode.draws]), moved=moved)
-            split.own = split.own or (() if self._alike(split.parts[0], probe) else tuple(moved))
+        call, first, other = split.calls[0], split.parts[0], split.parts[-1].state
+        moved = {
+            name: other.get(name) for name, value in first.state.items() if digest(value) != digest(other.get(name))
+        }
+        if moved and split.has_whole and not split.own:
+            probe, _ = self.replays.run(replace(call, state={**call.state, **moved}), Replayed([first.mode.draws]))
+            split.own = () if self._alike(first, probe) else tuple(moved)
 
-    def _gathering(self, pieces: Sequence[Piece], end: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _gathering(self, calls: Sequence[Call], end: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return what makes the loss of all replicas' outputs, of which the first is computed."""
 
         def gather(first: Any) -> Any:
             outputs, kept = [first], module_state(self.module)
-            for piece in pieces[1:]:
-                self.replays.restore(piece)
-                outputs.append(super(_ReferenceStrategy, self).training_step(*self._on_device(piece)))
+            for call in calls[1:]:
+                self.replays.restore(call)
+                outputs.append(super(_ReferenceStrategy, self).training_step(*self.replays.arguments(call)))
             set_module_state(self.module, kept)  # the buffers of replica 0 are those of the module
             return end(join_outputs(outputs, self.root_device))
 
         return gather
 
-    def _unsteady(self, last: _Last, again: Replay) -> str:
+    def _unsteady(self, one: Replay, other: Replay, again: _Again) -> str:
         """Return what changed between two computations from one state."""
-        if self._alike(last.replay, again):
+        if self._alike(one, other):
             return ""
         before = hidden_state(self.module)
-        last.again()
+        again()
         changed = [name for name, found in hidden_state(self.module).items() if before.get(name) != found]
         return ", ".join(changed) or "something that is neither in a buffer nor in an attribute"
+
+    @property
+    def _position(self) -> int:
+        return self.act.steps[min(self._taken, len(self.act.steps) - 1)]
 
     @override
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -390,18 +400,15 @@ class _ReferenceStrategy(SingleDeviceStrategy):
             self.replays.manual_backward(closure_loss, *args, **kwargs)
             return closure_loss
         self.precision_plugin.pre_backward(closure_loss, self.module)
-        if self._step[1].backward == self._backwards:
-            self._set_gradients(self._step[1])
-        self._backwards += 1
+        self._set_gradients(self.tapes[0].steps[self._position])
         return self.precision_plugin.post_backward(closure_loss, self.module)
 
     def _set_gradients(self, step: Step) -> None:
-        full = self.replays.open(step.file)
+        full = tensors_in(step.file)
         for name, parameter in self.module.named_parameters():
             if name in step.reduced:
                 # A copy, because clipping works in place.
-                gradient = full[name].to(parameter.device, parameter.dtype, copy=True)
-                parameter.grad = gradient if step.scale == 1 else gradient / step.scale
+                parameter.grad = full[name].to(parameter.device, parameter.dtype, copy=True)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -409,19 +416,17 @@ class _ReferenceStrategy(SingleDeviceStrategy):
             closure()
             self.replays.manual_step(optimizer)
             return None
-        position, step = self._step
-        self.found.steps[position] = found = StepOfReference(options_of(optimizer))
+        position, own = self._position, options_of(optimizer)
+        step = self.tapes[0].steps[position]
         if step.backward is None:
             self._set_gradients(step)
-        if step.evaluations > 1:
-            return closure()  # one of many gradients is known, and the step is not taken
         # With the run's options: what is compared is the update, and the options are compared by themselves.
         _set_options(optimizer, step.groups)
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        _set_options(optimizer, found.groups)
+        _set_options(optimizer, own)
         self._taken += 1
-        found.clipped = sketches(live_gradients(self.module, step.reduced))
-        found.after = sketches(dict(self.module.named_parameters()))
+        clipped = sketches(among(live_gradients(self.module), step.reduced))
+        self.found.steps[position] = replace(step, groups=own, clipped=clipped, after=weights_of(self.module))
         return result
 
 
@@ -434,13 +439,37 @@ def _nothing(output: Any) -> None:
     """Stand for the loss of outputs that have none of their own."""
 
 
-def _part(piece: Piece, start: int, stop: int) -> Piece:
-    return replace(piece, args=(slice_batch(piece.args[0], start, stop), *piece.args[1:]), size=stop - start)
+def _halves(call: Call) -> list[Call]:
+    """Return a call's samples as two; uneven, so that a mean over samples is none over the two."""
+    size = call.samples or 0
+    cut = max(1, size // 3)
+    return [
+        replace(call, args=(slice_batch(call.args[0], start, stop), *call.args[1:]), samples=stop - start)
+        for start, stop in ((0, cut), (cut, size))
+    ]
+
+
+def _differing(calls: Sequence[Call]) -> tuple[str, ...]:
+    """Return the names of what calls start from, and do not have alike."""
+    starts = [{**call.state, "the weights": call.files, "batch_idx": call.args[1:]} for call in calls]
+    names = [*sorted({name for call in calls for name in call.state}), "the weights", "batch_idx"]
+    return tuple(name for name in names if len({digest(start.get(name)) for start in starts}) > 1)
+
+
+@contextmanager
+def _noting_problems(split: Split) -> Iterator[None]:
+    """Have what fails within make no whole, and say why."""
+    try:
+        yield
+    except (UnknownSamplesError, MisalignedError) as error:
+        split.whole, split.problem = Replay(), str(error)
+    except Exception as error:  # noqa: BLE001  # the user's code, on a batch that the run does not have
+        text = f"training_step fails on another batch than the run's: {type(error).__name__}: {error}"
+        split.whole, split.problem = Replay(), text
 
 
 @contextmanager
 def _silent(module: Any) -> Iterator[None]:
-    """Have a module log nothing."""
     module.log = module.log_dict = lambda *args, **kwargs: None
     try:
         yield
@@ -449,18 +478,15 @@ def _silent(module: Any) -> Iterator[None]:
 
 
 @contextmanager
-def world_of_one() -> Iterator[None]:
-    """Give the code of the user a process group to ask, where there is none, and keep Lightning's advice back."""
-    alone = not dist.is_initialized()
-    if alone:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def _world_of_one() -> Iterator[None]:
+    """Give the code of the user a process group to ask, and keep Lightning's advice back."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with warnings.catch_warnings(), suppress(Enough):
             warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
             yield
     finally:
-        if alone:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 class _ReferenceTrainer(Trainer):
@@ -473,7 +499,7 @@ class _ReferenceTrainer(Trainer):
 
 
 _OF_SEVERAL = {
-    *("strategy", "devices", "num_nodes", "plugins", "accelerator", "callbacks", "accumulate_grad_batches"),
+    *("strategy", "devices", "num_nodes", "accelerator", "callbacks", "accumulate_grad_batches"),
     *("limit_train_batches", "overfit_batches", "sync_batchnorm", "use_distributed_sampler", "fast_dev_run"),
     *("max_steps", "max_time"),
 }
@@ -504,7 +530,7 @@ def record_reference(
         progress: Is told what is done.
     """
     facts = tapes[0].facts
-    torch_settings(facts.settings)
+    compute_as(facts.settings)
     strategy = _ReferenceStrategy(tapes, torch.device(device), tolerance, handed_over=handed_over, progress=progress)
     dropped = (GradientAccumulationScheduler, Recorder)
     callbacks = [one for one in options.get("callbacks") or [] if not isinstance(one, dropped)]
@@ -515,8 +541,8 @@ def record_reference(
         trainer.datamodule = datamodule  # type: ignore[attr-defined]  # set by a connector
     restore = patched(type(module), BEFORE_TRANSFER, lambda original: _untouched)
     try:
-        with world_of_one():
-            trainer.fit(module, _Loader(strategy.acts, facts.epoch_batches))
+        with _world_of_one():
+            trainer.fit(module, _Acts(strategy.acts, facts.epoch_batches))
     finally:
         restore()
     return strategy.found
@@ -529,3 +555,72 @@ def _untouched(module: Any, batch: Any, dataloader_idx: int = 0) -> Any:
 
 class Enough(Exception):  # noqa: N818  # no error: all that was asked for is there
     """Ends a run before its time, past everything that Lightning does at the end of an epoch."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What one process reads."""
+
+    batches: Sequence[Loaded]
+    shuffles: bool = False  # whether the loader deals the samples at random
+
+    def samples(self, epoch: int | None = None) -> list[bytes]:
+        """Return the samples of one epoch, or of all."""
+        return [sample for batch in self.batches if epoch in (None, batch.epoch) for sample in batch.samples]
+
+
+class _Reading(LightningModule):
+    """Reads the training batches of a module, and trains nothing: no optimizer steps, and nothing of it is asked for.
+
+    Args:
+        module: The module, whose hooks that make data are called.
+        batches: How many batches to read, at most.
+    """
+
+    def __init__(self, module: LightningModule, batches: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self._batches, self.shuffles = batches, False
+        self.stream: list[Loaded] = []
+        for name in ("prepare_data", "setup", "train_dataloader"):
+            if is_overridden(name, module):
+                setattr(self, name, getattr(module, name))
+
+    def read(self, batch: Any, **_: Any) -> Any:
+        """Note a batch as the loader made it."""
+        loader: Any = self.trainer.train_dataloader
+        self.shuffles = isinstance(getattr(loader, "sampler", None), RandomSampler)
+        self.stream.append(Loaded(self.trainer.current_epoch, digests(batch, getattr(loader, "batch_size", None))))
+        if len(self.stream) >= self._batches:
+            raise Enough
+        return batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Train nothing."""
+
+    def configure_optimizers(self) -> None:
+        """Step nothing."""
+
+
+setattr(_Reading, BEFORE_TRANSFER, _Reading.read)
+
+_OF_DATA = frozenset(["max_epochs", "reload_dataloaders_every_n_epochs", "overfit_batches", "precision", "logger"])
+
+
+def read_stream(module: LightningModule, data: Mapping[str, Any], options: Mapping[str, Any], batches: int) -> Stream:
+    """Return the first batches that one process trains on.
+
+    Args:
+        module: The module as before training. It is not trained.
+        data: The arguments `train_dataloaders` or `datamodule` of `fit`, or none.
+        options: The options of the run's Trainer.
+        batches: How many batches to read, at most.
+    """
+    reading = _Reading(module, batches)
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    kept = {name: value for name, value in options.items() if name in _OF_DATA}
+    module.trainer = Trainer(strategy=SingleDeviceStrategy(), accelerator="cpu", **{**kept, **quiet})
+    with _world_of_one(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, of a fit without optimizer
+        module.trainer.fit(reading, **data)
+    return Stream(reading.stream, reading.shuffles)

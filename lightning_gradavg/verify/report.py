@@ -153,9 +153,8 @@ class Report:
         Raises:
             ValueError: If a cause is unknown.
         """
-        unknown = [cause for cause in causes if cause not in CAUSES]
-        if unknown:
-            raise ValueError(f"{unknown[0]!r} is not a cause; use some of {', '.join(map(repr, CAUSES))}")
+        for cause in sorted(set(causes) - set(CAUSES)):
+            raise ValueError(f"{cause!r} is not a cause; use some of {', '.join(map(repr, CAUSES))}")
         kept = [finding for finding in self.findings if finding.cause not in causes]
         meant = {finding.stage for finding in self.findings} - {finding.stage for finding in kept}
         # What leads to an ignored difference differs, too.
@@ -205,49 +204,42 @@ def times(factor: float) -> str:
 
 def print_report(report: Report, console: Console) -> None:
     """Print a report: the verdict, why, what to do; then the stages."""
-    console.print(_verdict(report), style="bold", markup=False, soft_wrap=True)
-    for finding in report.findings:
-        _print_finding(finding, console)
-    for remark in report.remarks:
-        console.print(f"  not shown: {remark}", markup=False, soft_wrap=True)
-    console.print(
-        f"\n{report.strategy}, reduction {report.reduction!r}, {report.world_size} {_plural('rank', report.world_size)}"
-        f", {report.steps} optimizer {_plural('step', report.steps)}, against {report.reference}."
-        f" Equal: up to a relative difference of {report.tolerance:g}.",
-        markup=False,
-        soft_wrap=True,
+    lines = [line for finding in report.findings for line in _lines_of(finding)]
+    lines += [f"  not shown: {remark}" for remark in report.remarks]
+    lines.append(
+        f"\n{report.strategy}, reduction {report.reduction!r}, {_counted('rank', report.world_size)}"
+        f", {_counted('optimizer step', report.steps)}, against {report.reference}."
+        f" Equal: up to a relative difference of {report.tolerance:g}."
     )
+    console.print(_verdict(report), style="bold", markup=False, soft_wrap=True)
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
     console.print(_stages(report))
 
 
-def _plural(word: str, number: int) -> str:
-    return word if number == 1 else f"{word}s"
+def _counted(word: str, number: int) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
+_WITHOUT_FINDING = {
+    "equal": "EQUAL: every step is that of one process.",
+    "not shown": "NOT SHOWN: no step was seen to differ from that of one process, but not all was compared.",
+}
 
 
 def _verdict(report: Report) -> str:
     first = report.first
     if first is None:
-        what = {
-            "equal": "EQUAL: every step is that of one process.",
-            "not shown": "NOT SHOWN: no step was seen to differ from that of one process, but not all was compared.",
-        }
-        return what[report.verdict]
+        return _WITHOUT_FINDING[report.verdict]
     return f"DIFFERENT, from step {first.step} on: {CAUSES[first.cause].plain} ({first.cause})."
 
 
-def _print_finding(finding: Finding, console: Console) -> None:
-    cause = CAUSES[finding.cause]
-    kind = cause.plain if finding.is_difference else f"{cause.plain}; this is a note"
-    console.print(f"\n{finding.cause}: {kind}", markup=False, soft_wrap=True)
-    lines = [finding.detail]
-    if finding.difference is not None:
-        each = finding.difference
-        lines.append(f"{each.name} is {each.found:.6g}, on one process {each.expected:.6g}")
-    lines.append(f"Do: {finding.advice}.")
-    lines += [f"  {line}" for line in finding.diff.splitlines()]
-    lines.append(f"See: {cause.page}")
-    for line in lines:
-        console.print(f"  {line}", markup=False, soft_wrap=True)
+def _lines_of(finding: Finding) -> list[str]:
+    cause, each = CAUSES[finding.cause], finding.difference
+    values = [] if each is None else [f"{each.name} is {each.found:.6g}, on one process {each.expected:.6g}"]
+    script = [f"  {line}" for line in finding.diff.splitlines()]
+    lines = [finding.detail, *values, f"Do: {finding.advice}.", *script, f"See: {cause.page}"]
+    note = "; this is a note" * (not finding.is_difference)
+    return [f"\n{finding.cause}: {cause.plain}{note}", *(f"  {line}" for line in lines)]
 
 
 def _stages(report: Report) -> Table:
@@ -255,16 +247,22 @@ def _stages(report: Report) -> Table:
     for heading in ("stage", "", "first in step", "what", "relative difference", "factor"):
         table.add_column(heading, overflow="fold")
     for stage in report.stages:
-        difference = stage.difference
-        step = "" if stage.step is None else str(stage.step)
-        if difference is None or stage.note:
-            table.add_row(stage.name, stage.status, step, stage.note, "", "")
-        elif difference.relative == 0:
-            table.add_row(stage.name, stage.status, step, "the same bits", "", "")
-        else:
-            factor = "" if difference.factor is None else f"{difference.factor:.6g}"
-            table.add_row(stage.name, stage.status, step, difference.name, f"{difference.relative:.1e}", factor)
+        table.add_row(stage.name, stage.status, _shown(stage.step), *_what(stage))
     return table
+
+
+def _what(stage: Stage) -> tuple[str, str, str]:
+    """Return what there is to say of a stage, how large the difference is, and its factor."""
+    each = stage.difference
+    if each is None or stage.note:
+        return stage.note, "", ""
+    if each.relative == 0:
+        return "the same bits", "", ""
+    return each.name, f"{each.relative:.1e}", _shown(each.factor, ".6g")
+
+
+def _shown(number: float | None, form: str = "") -> str:
+    return "" if number is None else format(number, form)
 
 
 def plot_report(report: Report, path: str | Path) -> None:

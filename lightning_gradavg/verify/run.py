@@ -22,7 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -38,9 +38,8 @@ from typing_extensions import override
 
 from lightning_gradavg.verify.compare import Tolerance
 from lightning_gradavg.verify.judge import judge, not_shown
-from lightning_gradavg.verify.order import Stream, read_stream
 from lightning_gradavg.verify.record import Recorder, Tape
-from lightning_gradavg.verify.reference import Enough, record_reference
+from lightning_gradavg.verify.reference import Enough, Stream, read_stream, record_reference
 from lightning_gradavg.verify.report import Report, print_report
 from lightning_gradavg.verify.target import (
     MainModule,
@@ -65,7 +64,6 @@ __all__ = [
 _LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "PL_", "LT_")
 _PIPE_WIDTH = 120  # rich assumes 80 columns where there is no terminal
 _PATIENCE = 5.0  # seconds without a word
-_START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 _ON_GPUS = (
     "sync_batchnorm=True runs on GPUs only: verify with --accelerator cuda, or use"
     ' GradAvgStrategy(equivalent_to="single_device"), which synchronizes batch norm on any device'
@@ -271,42 +269,38 @@ def in_processes(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) ->
         RuntimeError: If one of them failed: the others are ended, and the last line of the user's code is the message.
         ValueError: If what it was given is wrong.
     """
-    context: Any = multiprocessing.get_context(_START_METHOD)
-    if _START_METHOD == "forkserver":
-        # One import instead of one per process. What a process inherits is the same as with spawn.
-        context.set_forkserver_preload(["lightning.pytorch", "lightning_gradavg"])
+    context: Any = multiprocessing.get_context("forkserver")
+    # One import instead of one per process. What a process inherits is the same as with spawn.
+    context.set_forkserver_preload(["lightning.pytorch", "lightning_gradavg"])
     main = getattr(sys.modules["__main__"], "__file__", None)
     # The main module may train when it is imported, which multiprocessing does in every process that it starts.
     no_main = mock.patch.dict(sys.modules, __main__=ModuleType("__main__"))
-    with tempfile.TemporaryDirectory(prefix="gradavg-verify-") as name:
-        processes = []
+    with tempfile.TemporaryDirectory(prefix="gradavg-verify-") as name, ExitStack() as ending:
         files = [Path(name, f"{rank}.pt") for rank in range(len(calls))]
+        waiting: dict[Any, tuple[str, Any, Path]] = {}
         for rank, (call, file) in enumerate(zip(calls, files, strict=True)):
             # As a process argument each tensor would be a shared piece of memory with a file descriptor of its own.
             torch.save(call, file.with_suffix(".in"))
-            processes.append(context.Process(target=_call, args=(file, _environ(rank, len(calls)), main)))
-        try:
+            process = context.Process(target=_call, args=(file, _environ(rank, len(calls)), main))
             with no_main:
-                for process in processes:
-                    process.start()
-            waiting: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(processes)}
-            while waiting:
-                for sentinel in connection.wait(list(waiting)):
-                    rank = waiting.pop(sentinel)
-                    processes[rank].join()
-                    if processes[rank].exitcode != 0:
-                        raise _failure(
-                            f"rank {rank}" if len(calls) > 1 else "the reference", processes[rank], files[rank]
-                        )
-            return [torch.load(file, weights_only=False) for file in files]
-        finally:
-            for process in processes:
-                if process.pid is not None:
-                    # With the workers of its loaders; it may have ended, and they not.
-                    with suppress(ProcessLookupError, PermissionError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.kill()
-                    process.join()
+                process.start()
+            ending.callback(_end, process)
+            waiting[process.sentinel] = f"rank {rank}" if len(calls) > 1 else "the reference", process, file
+        while waiting:
+            for sentinel in connection.wait(list(waiting)):
+                who, process, file = waiting.pop(sentinel)
+                process.join()
+                if process.exitcode != 0:
+                    raise _failure(who, process, file)
+        return [torch.load(file, weights_only=False) for file in files]
+
+
+def _end(process: Any) -> None:
+    """End a process, with the workers of its loaders; it may have ended, and they not."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
 def _failure(who: str, process: Any, file: Path) -> Exception:
@@ -319,7 +313,7 @@ def _environ(rank: int, world_size: int) -> dict[str, str]:
     """Return the environment of a rank, as a launcher sets it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     # Gloo otherwise resolves the host name, which fails or waits where there is no working resolver.
-    loopback = [name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)]
+    loopback = filter(re.compile(r"lo\d*").fullmatch, (name for _, name in socket.if_nameindex()))
     of_rank = {
         **dict.fromkeys(("RANK", "LOCAL_RANK"), rank),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), world_size),

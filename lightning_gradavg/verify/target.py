@@ -6,6 +6,7 @@ import copy
 import importlib
 import importlib.util
 import inspect
+import operator
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -85,8 +86,7 @@ def imported(path: str) -> Any:
     try:
         with _training_refused():
             found: Any = _module_of_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        return operator.attrgetter(name)(found)
     except (ImportError, AttributeError, OSError) as error:
         raise ValueError(f"{path!r} cannot be imported: {error}") from error
     except TrainsOnImport as error:
@@ -95,13 +95,12 @@ def imported(path: str) -> Any:
         where = f"line {last.lineno}: {last.line}"
         advice = 'Put that under `if __name__ == "__main__":`'
         raise ValueError(f"{module!r} trains when it is imported ({where}). {advice}") from None
-    return found
 
 
 def _module_of_file(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
-    if spec is None or spec.loader is None or not file.exists():
+    if not file.exists():
         raise ImportError(f"there is no file {str(file)!r}")
+    spec: Any = importlib.util.spec_from_file_location(file.stem, file.resolve())
     if file.stem not in sys.modules or getattr(sys.modules[file.stem], "__file__", None) != spec.origin:
         sys.path.insert(0, str(file.resolve().parent))  # as of a script
         module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
@@ -156,16 +155,18 @@ def quiet_options(options: Mapping[str, Any], accelerator: str) -> dict[str, Any
         ValueError: If the Trainer has no such option.
     """
     known = list(inspect.signature(Trainer.__init__).parameters)[1:]
-    for name in options:
-        if name not in known:
-            raise ValueError(f"Trainer has no option {name!r}; it has {', '.join(known)}")
-    left_out = {"callbacks": _LEFT_OUT, "plugins": (ClusterEnvironment,)}
-    lists = {name: options.get(name) or [] for name in left_out}
+    for name in sorted(options.keys() - set(known)):
+        raise ValueError(f"Trainer has no option {name!r}; it has {', '.join(known)}")
     kept = {
-        name: [one for one in (given if isinstance(given, list) else [given]) if not isinstance(one, left_out[name])]
-        for name, given in lists.items()
+        name: [one for one in _as_list(options.get(name)) if not isinstance(one, types)]
+        for name, types in {"callbacks": _LEFT_OUT, "plugins": (ClusterEnvironment,)}.items()
     }
     return {**options, **_QUIET, "accelerator": accelerator, **kept}
+
+
+def _as_list(given: Any) -> list[Any]:
+    """Return what the Trainer takes as one, as several, or as None."""
+    return given if isinstance(given, list) else list(filter(None, [given]))
 
 
 class _ConfigReader(LightningCLI):
@@ -178,11 +179,10 @@ class _ConfigReader(LightningCLI):
     options: dict[str, Any]
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Any:
-        given = config.get("callbacks") or []
-        self.options = {**config, "callbacks": [*(given if isinstance(given, list) else [given]), *callbacks]}
+        self.options = {**config, "callbacks": [*_as_list(config.get("callbacks")), *callbacks]}
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run nothing."""
+        pass
 
 
 @dataclass(frozen=True)
@@ -252,9 +252,9 @@ class Settings:
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("devices", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        for name, number in (("devices", self.devices), ("steps", self.steps)):
+            if number < 1:
+                raise ValueError(f"{name} must be 1 or more, got {number}")
         if self.accelerator == "cpu":
             return
         of_type: Any = getattr(torch, self.accelerator, None)
@@ -271,4 +271,5 @@ class Settings:
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a Trainer that verifies."""
-        return {**quiet_options(given, self.accelerator), **({"precision": "64-true"} if self.double else {})}
+        double = {"precision": "64-true"} if self.double else {}
+        return {**quiet_options(given, self.accelerator), **double}

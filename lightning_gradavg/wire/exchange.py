@@ -32,7 +32,7 @@ from lightning_gradavg.device import current_stream, new_stream, within
 from lightning_gradavg.wire.codecs import Codec
 from lightning_gradavg.wire.route import Hop, Route
 
-__all__ = ["Exchange", "InOrder", "Step"]
+__all__ = ["Exchange", "Fold", "InOrder", "Step", "others_first"]
 
 SEGMENT_BYTES = 2**20
 """Of a segment on the wire: smaller ones cost more calls, larger ones come later to the next step."""
@@ -52,7 +52,8 @@ class _Segment:
         numbers: What the bucket has of it, in one dimension; the last parts of the last segment may be shorter.
         columns: Numbers in a part.
         memory: Lends what the segment travels in.
-        total: The sum so far of the parts that this rank holds: shape `(1, numbers of these parts)`.
+        total: The sum so far of the parts that this rank holds: shape `(1, numbers of these parts)`, and at first as
+            many rows as the rank brings.
         received: What is arriving: of a scattering the others' payloads, of a gathering all parts known by then.
         work: Its arrival.
     """
@@ -73,6 +74,18 @@ class _Segment:
 
 Step = Callable[[_Segment], None]
 
+Fold = Callable[[Tensor, Tensor], Tensor]
+"""`(others, own) -> sum`: adds what came from the other ranks, a row from each in rank order, and this rank's row.
+
+It may write into both, and returns one row. Where an exchange sums several rows, they stand one after another in each.
+"""
+
+
+def others_first(others: Tensor, own: Tensor) -> Tensor:
+    """Return the sum of the other ranks' rows, and this rank's own."""
+    summed = others if len(others) == 1 else others.sum(0, keepdim=True)
+    return summed.add_(own)
+
 
 class Exchange:
     """Sums tensors over the ranks along a route, each in one order on all ranks. Not for two threads at once.
@@ -81,10 +94,20 @@ class Exchange:
         route: The route, with one hop or more.
         codec: What narrow hops send by.
         groups: The process group of each hop's ranks; whoever made them may take them away.
+        fold: Adds up where rows arrive.
+        rows: Rows that each rank brings, of which one sum is made. With several, the route has one hop.
     """
 
-    def __init__(self, route: Route, codec: Codec, groups: Mapping[tuple[int, ...], dist.ProcessGroup]) -> None:
+    def __init__(
+        self,
+        route: Route,
+        codec: Codec,
+        groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        fold: Fold = others_first,
+        rows: int = 1,
+    ) -> None:
         self.route, self._codec, self._groups = route, codec, groups
+        self._fold, self._rows = fold, rows
         self._memory: dict[tuple[int, str], Tensor] = {}
         numbers = range(len(route.hops))
         self._steps: list[Step] = [
@@ -94,8 +117,11 @@ class Exchange:
         ]
 
     def sum_(self, tensor: Tensor) -> None:
-        """Replace a dense, contiguous tensor of the type of sums by its sum over the ranks. Collective."""
-        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+        """Replace a dense, contiguous tensor of the type of sums by its sum over the ranks. Collective.
+
+        Where each rank brings several rows, they are the first dimension, and the sum is in the first of them.
+        """
+        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(self._rows, -1)
         with torch.no_grad():
             for step, segment in _in_turn(self._steps, list(self._cut(flat))):
                 step(segment)
@@ -103,14 +129,15 @@ class Exchange:
     def _cut(self, flat: Tensor) -> Iterator[_Segment]:
         """Yield the segments of a bucket, all but the last of one size."""
         parts, multiple = self.route.parts, self._codec.multiple
-        most = SEGMENT_BYTES // (self._codec.wire.itemsize * parts) if flat.device.type == "cpu" else flat.numel()
-        columns = max(min(most, -(-flat.numel() // parts)), 1)
+        length = flat.shape[1]
+        most = SEGMENT_BYTES // (self._codec.wire.itemsize * parts) if flat.device.type == "cpu" else length
+        columns = max(min(most, -(-length // parts)), 1)
         columns = -(-columns // multiple) * multiple
-        for index, numbers in enumerate(flat.split(parts * columns)):
+        for index, numbers in enumerate(flat.split(parts * columns, dim=1)):
             # On an accelerator torch keeps freed memory by itself.
             slot = index % (IN_FLIGHT * len(self._steps)) if flat.device.type == "cpu" else None
-            whole = numbers if len(numbers) == parts * columns else _padded(numbers, parts * columns)
-            yield _Segment(numbers, columns, self._lender(slot, flat.device), whole.view(1, -1))
+            whole = numbers if numbers.shape[1] == parts * columns else _padded(numbers, parts * columns)
+            yield _Segment(numbers[0], columns, self._lender(slot, flat.device), whole)
 
     def _lender(self, slot: int | None, device: torch.device) -> Callable[..., Tensor]:
         """Return what lends memory for one segment, under a name for each use.
@@ -139,7 +166,7 @@ class Exchange:
         codec, others = self._codec_of(hop, segment), len(hop.ranks) - 1
         if number > 0:
             self._add(number - 1, segment)
-        rows = segment.total.view(len(hop.ranks), -1)
+        rows = segment.total.unflatten(1, (len(hop.ranks), -1)).transpose(0, 1).flatten(1)
         payload, segment.received = (
             segment.memory(f"{name} {number}", others, codec.header + rows.shape[1], codec.wire)
             for name in ("sent", "received")
@@ -158,8 +185,7 @@ class Exchange:
         payload = segment.arrived()
         rows = segment.memory(f"rows {number}", len(payload), segment.total.shape[1], segment.total.dtype)
         codec.decode(payload, rows)
-        summed = rows if len(rows) == 1 else rows.sum(0, keepdim=True)
-        segment.total = summed.add_(segment.total)
+        segment.total = self._fold(rows, segment.total)
 
     def _gather(self, number: int, segment: _Segment) -> None:
         """Send the members of a hop what this rank has of the sum; hops are gone through backwards."""
@@ -189,7 +215,8 @@ class Exchange:
 
 
 def _padded(numbers: Tensor, size: int) -> Tensor:
-    return torch.cat([numbers, numbers.new_zeros(size - len(numbers))])
+    rows, length = numbers.shape
+    return torch.cat([numbers, numbers.new_zeros(rows, size - length)], dim=1)
 
 
 def _in_turn(steps: Sequence[Step], segments: Sequence[_Segment]) -> Iterator[tuple[Step, _Segment]]:

@@ -3,11 +3,11 @@
 Bytes that leave a node of `L` ranks, with `M` nodes, `W = L M` ranks and a bucket of `S` bytes:
 
     ring all-reduce                        2 (W - 1) / W * S
-    scattered over all ranks               2 (W - L) / W * L * S
-    scattered in the node, then across     2 (M - 1) / M * S
+    reduce-scatter over all ranks          2 (W - L) / W * L * S
+    hierarchical, in the node first        2 (M - 1) / M * S
 
-so with several ranks on a node the last sends the least, whatever the type. In half the bytes it sends `(M - 1) / M *
-S`.
+and an all-gather follows. So with several ranks on a node the last sends the least, whatever the type. In half the
+bytes it sends `(M - 1) / M * S`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _refuse_more_bytes(options: WireOptions, sizes: Sequence[int]) -> None:
 
 
 def _obstacle(nodes: Sequence[Sequence[int]]) -> str | None:
-    """Return why ranks are not summed node by node, or None."""
+    """Return why there is no hierarchical all-reduce, or None."""
     sizes = [len(members) for members in nodes]
     if len(nodes) == 1:
         return "all ranks are on one node"

@@ -1,0 +1,79 @@
+"""The run of a single device: one replica, of which every rank computes a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_gradavg.batches.chunks import Chunk
+from lightning_gradavg.lightning_internals import leave_batch_norm_alone
+from lightning_gradavg.options import Options
+from lightning_gradavg.part import Run
+from lightning_gradavg.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
+from lightning_gradavg.replicas.outputs import require_rows
+from lightning_gradavg.replicas.part import ManyReplicas, Replicas, logged_whole
+
+__all__ = ["SingleDevice", "replicas_of"]
+
+
+class SingleDevice(ManyReplicas):
+    """Batch norm normalizes over the samples of all ranks, and what ranks write must be what one device would."""
+
+    _keeps_assigned = True
+
+    def setup(self, run: Run) -> None:
+        """Leave batch norm to this part, which serves CPUs and ranks without samples, too."""
+        leave_batch_norm_alone(run.trainer.strategy)
+        super().setup(run)
+
+    def configure_ddp(self, run: Run) -> None:
+        """Prepare a run."""
+        self._checked_uneven = False
+        super().configure_ddp(run)
+
+    def _is_to_check(self, chunk: Chunk, batch_index: int) -> bool:
+        """Return whether ranks compare their buffers now: ever more rarely, and once after an uneven batch."""
+        uneven = chunk.batch_samples % self.run.world.size != 0 and not self._checked_uneven
+        self._checked_uneven |= uneven
+        return uneven or (batch_index + 1) & batch_index == 0  # in steps 1, 2, 4, 8, ...
+
+    @contextmanager
+    def _together(self, chunk: Chunk) -> Iterator[None]:  # noqa: ARG002  # it is asked of replicas
+        yield  # batch norm has the samples of all ranks
+
+    def _gathered(self, outputs: Sequence[Any], **options: Any) -> Any:
+        if self.run.world.size == 1:
+            return outputs[0]
+        require_rows(outputs[0])
+        return super()._gathered(outputs, **options)
+
+    def on_evaluation_start(self) -> None:
+        """Have batch norm normalize each batch by itself: in evaluation ranks have different ones."""
+        restore_batch_norm(self.run.module)
+        super().on_evaluation_start()
+
+    def _evaluate(self, step: Callable[..., Any], step_end: Callable[[Any], Any], batch: Any, *args: Any) -> Any:
+        return logged_whole(self.run.module, lambda: step_end(step(batch, *args)))
+
+    def on_evaluation_end(self) -> None:
+        """Put the steps back, and have batch norm normalize over all ranks."""
+        super().on_evaluation_end()
+        if self.run.model is not None and self.run.world.size > 1:
+            synchronize_batch_norm(self.run.module, self.run.world.group)
+
+    def describe(self) -> str:
+        """Return the run that is reproduced."""
+        return f"; equivalent to single_device{self._describe_gathering()}"
+
+    def teardown(self) -> None:
+        """Put the module's steps and batch norms back."""
+        super().teardown()
+        restore_batch_norm(self.run.module)
+
+
+def replicas_of(options: Options, *, static_graph: bool) -> Replicas:
+    """Return the part that computes a rank's batch, by the user's options and whether DDP's graph is static."""
+    if not options.replicated:
+        return Replicas(options)
+    return (SingleDevice if options.one_device else ManyReplicas)(options, static_graph=static_graph)

@@ -1,0 +1,164 @@
+"""Checkpoints are in their place whole or not at all, and a run goes on from the newest that is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from ranks import RankError, make_trainer
+from torch.utils.data import DataLoader
+from toys import Toy
+
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.checkpoints import WholeCheckpoints, whole_checkpoint
+from lightning_gradavg.ranks import World
+
+STEPS = 6
+DATA: Any = torch.arange(1.0, 2 * STEPS + 1, dtype=torch.float64)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+
+
+def saved(folder: Path, name: str, step: int) -> Path:
+    """Return the path of a checkpoint whose time is its step."""
+    path = folder / name
+    WholeCheckpoints().save_checkpoint({"global_step": step, "weight": torch.arange(1000.0)}, path)
+    os.utime(path, (step, step))
+    return path
+
+
+def cut(path: Path) -> None:
+    """Leave the first half of a file, as a kill within a copy does, at the same time of change."""
+    stat, content = path.stat(), path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def flip(path: Path) -> None:
+    """Change one bit of a weight."""
+    stat, content = path.stat(), bytearray(path.read_bytes())
+    content[content.index(torch.arange(1000.0).numpy().tobytes()) + 1234] ^= 1
+    path.write_bytes(bytes(content))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def empty(path: Path) -> None:
+    """Leave a file without bytes."""
+    cut(path)
+    path.write_bytes(b"")
+
+
+def zero(path: Path) -> None:
+    """Leave a file whose blocks were never written."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("tear", [cut, flip, empty, zero])
+def test_the_newest_whole_one_beside_a_torn_one(tmp_path, tear):
+    """Of a torn checkpoint the newest whole one beside it is read, with a line that names both and what is wrong."""
+    first, second, third = (saved(tmp_path, f"step={step}.ckpt", step) for step in (1, 2, 3))
+    tear(third)
+    with pytest.warns(UserWarning, match=r"step=3.ckpt is torn \(.+\): the run goes on from .*step=2.ckpt"):
+        assert str(second) == whole_checkpoint(third, World())
+    tear(second)
+    with pytest.warns(UserWarning, match=r"step=3.ckpt is torn .*step=2.ckpt is torn .*goes on from .*step=1.ckpt"):
+        assert str(first) == whole_checkpoint(str(third), World())
+    tear(first)
+    with pytest.raises(ValueError, match=r"step=3.ckpt is torn .* there is no whole \*.ckpt beside it"):
+        whole_checkpoint(third, World())
+
+
+def test_a_whole_one_is_read_as_named(tmp_path):
+    """A whole checkpoint is read, whatever is newer; so is one of another format, and one on another file system."""
+    first, _ = saved(tmp_path, "step=1.ckpt", 1), saved(tmp_path, "step=2.ckpt", 2)
+    assert first == whole_checkpoint(first, World())
+    torch.save({}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    assert tmp_path / "old.ckpt" == whole_checkpoint(tmp_path / "old.ckpt", World())
+    assert "memory://no/such.ckpt" == whole_checkpoint("memory://no/such.ckpt", World())
+
+
+class Unfinished:
+    """Fails while it is pickled, when a part of the file is written."""
+
+    def __reduce__(self) -> Any:
+        raise OSError(28, "No space left on device")
+
+
+def test_an_unfinished_one_leaves_the_one_before(tmp_path):
+    """A checkpoint that cannot be written leaves the one before in its place, and nothing else in the folder."""
+    path = saved(tmp_path, "last.ckpt", 1)
+    with pytest.raises(OSError, match="No space left"):
+        WholeCheckpoints().save_checkpoint({"global_step": 2, "callback": Unfinished()}, path)
+    assert 1 == torch.load(path, weights_only=True)["global_step"]
+    assert [path] == list(tmp_path.iterdir())
+
+
+def test_other_file_systems_are_left_to_lightning():
+    """What is not on a local file system is written as Lightning writes it."""
+    WholeCheckpoints().save_checkpoint({"global_step": 3}, "memory://folder/last.ckpt")
+    assert 3 == WholeCheckpoints().load_checkpoint("memory://folder/last.ckpt", weights_only=True)["global_step"]
+
+
+class Killed(Callback):
+    """Ends its own process at one step of one rank, by a signal that may leave it no time for anything."""
+
+    def __init__(self, rank: int, step: int, number: int = signal.SIGKILL) -> None:
+        self.rank, self.step, self.number = rank, step, number
+
+    def on_before_optimizer_step(self, trainer: Any, *args: Any) -> None:
+        if dist.get_rank() == self.rank and trainer.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def train(folder: str, *callbacks: Callback, resume: str | None = None, tear: str | None = None, **options: Any) -> Any:
+    """Body: save after every second step; return the step that the run began with, the last, and the weight."""
+    if tear is not None and dist.get_rank() == 0:
+        cut(Path(folder, tear))
+    dist.barrier()
+    model, begun = Toy(kind="s"), []
+    model.on_train_start = lambda: begun.append(model.trainer.global_step)  # type: ignore[method-assign]  # to note it
+    keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1, save_last=True, **options)
+    trainer = make_trainer(
+        GradAvgStrategy(split_batches=True),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[keep, *callbacks],
+        enable_checkpointing=True,
+    )
+    with contextlib.suppress(SIGTERMException):
+        trainer.fit(model, DataLoader(DATA, 2), ckpt_path=resume)
+    return begun, trainer.global_step, [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:.*last.ckpt is torn .*step=4.ckpt is torn .*the run goes on from .*step=2.ckpt")
+def test_a_killed_run_goes_on_from_the_last_whole_checkpoint(world, tmp_path):
+    """Killed in its sixth step, with the last two checkpoints torn, the run goes on from step 2 and ends the same."""
+    expected = world(2).run(train, str(tmp_path / "undisturbed"))
+    assert [[0], [0]] == [begun for begun, _, _ in expected]
+    folder = tmp_path / "killed"
+    with pytest.raises(RankError, match="ProcessDied"):
+        world(2).run(train, str(folder), Killed(rank=1, step=5))
+    assert {"last.ckpt", "step=2.ckpt", "step=4.ckpt"} == {path.name for path in folder.iterdir()}
+    cut(folder / "step=4.ckpt")
+    resumed = world(2).run(train, str(folder), resume="last", tear="last.ckpt")
+    assert [([2], STEPS, weight) for _, _, weight in expected] == resumed
+
+
+@pytest.mark.skipif("save_on_exception" not in signature(ModelCheckpoint).parameters, reason="Lightning 2.6 brought it")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_terminated_run_goes_on_from_its_last_step(world, tmp_path, rank):
+    """Terminated in its second step, a run saves after the third, on all ranks, and goes on from there."""
+    expected = world(2).run(train, str(tmp_path / "undisturbed"))
+    folder = str(tmp_path / "terminated")
+    ended = world(2).run(train, folder, Killed(rank, 1, signal.SIGTERM), save_on_exception=True)
+    assert [([0], 3), ([0], 3)] == [(begun, steps) for begun, steps, _ in ended]
+    assert [([3], STEPS, weight) for _, _, weight in expected] == world(2).run(train, folder, resume="last")

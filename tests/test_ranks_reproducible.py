@@ -1,0 +1,292 @@
+"""Training with `reproducible=True`: the same bits on any number of ranks, whatever else is asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from accelerator.seen import observed
+from accelerator.trainer import make_sim_trainer
+from grids import grid
+from lightning.pytorch import Callback, LightningModule, Trainer
+from ranks import make_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.reproducible.accumulation import ReplicaSums
+from lightning_gradavg.reproducible.sum import TreeSum
+from lightning_gradavg.reproducible.tree import Fold
+from lightning_gradavg.wire.exchange import others_first
+
+pytestmark = pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning")
+
+
+class Net(LightningModule):
+    """What the nets have in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = self.make()
+        self.adamw = False
+
+    def make(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(13, 31), nn.ReLU(), nn.Linear(31, 17), nn.Tanh(), nn.Linear(17, 5))
+
+    def inputs(self, samples: int) -> Tensor:
+        return torch.randn(samples, 13)
+
+    def samples(self, count: int) -> tuple[Tensor, Tensor]:
+        return self.inputs(count), torch.randint(5, (count,))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        return nn.functional.cross_entropy(self.net(inputs), labels)
+
+    def configure_optimizers(self) -> Any:
+        if self.adamw:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class CNN(Net):
+    """Convolutions, whose weights have their channels last, with batch norm and dropout."""
+
+    def make(self) -> nn.Module:
+        return nn.Sequential(
+            *(nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7), nn.ReLU(), nn.Dropout(0.2)),
+            *(nn.Conv2d(7, 9, 3), nn.BatchNorm2d(9), nn.ReLU()),
+            *(nn.Flatten(), nn.Dropout(0.2), nn.Linear(9 * 16, 5)),
+        ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing there
+
+    def inputs(self, samples: int) -> Tensor:
+        return torch.randn(samples, 3, 8, 8)
+
+
+class Transformer(Net):
+    """A small language model whose weight is the number of tokens, of which some samples have none."""
+
+    def make(self) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 2, 33, dropout=0.1, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        return nn.Sequential(nn.Embedding(11, 16), encoder, nn.Linear(16, 11))
+
+    def samples(self, count: int) -> tuple[Tensor, Tensor]:
+        tokens, lengths = torch.randint(11, (count, 8)), torch.randint(8, (count, 1))
+        return tokens[:, :-1], torch.where(torch.arange(7) < lengths, tokens[:, 1:], -100)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        loss = nn.functional.cross_entropy(self.net(inputs).flatten(0, 1), labels.flatten(), ignore_index=-100)
+        return {"loss": loss, "weight": (labels != -100).sum()}
+
+
+class Sometimes(Net):
+    """Of its two heads, one is used where the first sample says so: by some replicas, or none."""
+
+    def make(self) -> nn.Module:
+        return nn.ModuleList([nn.Linear(13, 5), nn.Linear(13, 5), nn.Linear(13, 5)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        outputs = self.net[0](inputs) + (self.net[1](inputs) if inputs[0, 0] > 0.7 else 0)
+        return nn.functional.cross_entropy(outputs, labels)
+
+
+class Unfrozen(Net):
+    """Its first layer trains from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.net[0].requires_grad_(batch_idx >= 2)
+
+
+class Zeros(Net):
+    """Its gradient is the negative zero."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).sum() * -0.0
+
+
+class Fractions(Net):
+    """Weights that no sum in floating point holds exactly."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "weight": batch[0].abs().sum().double() ** 3}
+
+
+Left = tuple[str, dict[str, Tensor]]
+"""What is left of a run: the fingerprint; parameters, buffers, and the optimizer's state by name."""
+
+
+def trained(
+    kind: type[Net],
+    replicas: int,
+    nodes: Sequence[int] | None = None,
+    *,
+    adamw: bool = False,
+    batch_size: int = 32,
+    batches: int = 30,
+    workers: int = 0,
+    options: Mapping[str, Any] | None = None,
+    make: Callable[..., Trainer] = make_trainer,
+    **trainer_options: Any,
+) -> Left:
+    """Body: train, on a short last batch, too, which leaves some replicas without samples."""
+    module = kind()
+    module.adamw = adamw
+    torch.manual_seed(1)
+    data = TensorDataset(*module.samples(batch_size * batches - batch_size // 2 - 3))
+    loader = DataLoader(data, batch_size=batch_size, shuffle=True, num_workers=workers)
+    strategy = GradAvgStrategy(num_replicas=replicas, reproducible=True, **(options or {}))
+    trainer = make(strategy, nodes=nodes, **{"max_epochs": 1, **trainer_options})
+    trainer.fit(module, loader)
+    state: dict[str, Tensor] = dict(module.state_dict())
+    for index, values in strategy.optimizers[0].state_dict()["state"].items():
+        state |= {f"{index} {name}": value for name, value in values.items()}
+    return strategy.fingerprint(), {name: value.cpu().clone() for name, value in state.items()}
+
+
+def same_bits(one: Left, other: Left) -> bool:
+    """Return whether the states are equal, and their fingerprints say so."""
+    (of_one, state), (of_other, its) = one, other
+    equal = list(state) == list(its) and all(torch.equal(value, its[name]) for name, value in state.items())
+    assert equal == (of_one == of_other)
+    return equal
+
+
+def assert_same_bits(world: Any, sizes: Sequence[Any], *arguments: Any, **options: Any) -> None:
+    """Assert that all that is left of a run on ranks of some nodes has the bits of that on one rank."""
+    (expected,) = world(1).run(trained, *arguments, **options)
+    for nodes in sizes:
+        found = world(len(nodes)).run(trained, *arguments, nodes=nodes, **options)
+        assert [True] * len(nodes) == [same_bits(expected, one) for one in found]
+
+
+RANKS = {4: ([0, 0], [0, 0, 1, 1]), 8: ([0, 1], [0, 0, 0, 0]), 6: ([0, 0], [0, 0, 1])}
+"""The nodes of the ranks that replicas are trained on, by their number. Of 6, 2 ranks have no whole subtree."""
+
+ASKED: dict[str, dict[str, Any]] = {
+    "nothing else": {},
+    "AdamW and clipping": {"adamw": True, "gradient_clip_val": 0.1},
+    "windows of 4": {"accumulate_grad_batches": 4},
+}
+
+
+@pytest.mark.parametrize(("kind", "replicas", "asked"), grid([Net, CNN, Transformer], [*RANKS], [*ASKED]))
+def test_same_bits(world, kind, replicas, asked):
+    """30 steps leave the same bits on any number of ranks, on one node and on several."""
+    assert_same_bits(world, RANKS[replicas], kind, replicas, **ASKED[asked])
+
+
+SERVED: dict[str, tuple[type[Net], dict[str, Any]]] = {
+    "workers": (Transformer, {"workers": 1}),
+    "recomputed replicas": (CNN, {"options": {"recompute_replicas": True}}),
+    "bucket views": (Net, {"options": {"gradient_as_bucket_view": True}, "accumulate_grad_batches": 3}),
+    "unused parameters": (Sometimes, {"options": {"find_unused_parameters": True}}),
+    "unfrozen parameters": (Unfrozen, {}),
+    "zeros, and replicas without samples": (Zeros, {"batch_size": 2}),
+    "sums of fractions": (Fractions, {"precision": "64-true"}),
+    "mean of replica losses": (Net, {"options": {"reduction": "mean_of_replica_losses"}, "precision": "64-true"}),
+    "sum": (Net, {"options": {"reduction": "sum"}, "gradient_clip_val": 0.5}),
+    "normalized_sum": (Transformer, {"options": {"reduction": "normalized_sum"}}),
+    "bf16-true": (Net, {"precision": "bf16-true"}),
+    "bf16-mixed": (CNN, {"precision": "bf16-mixed"}),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_served(world, name):
+    """Options and models of any kind leave the bits alone."""
+    kind, asked = SERVED[name]
+    assert_same_bits(world, [[0, 0]], kind, 6, **{"batches": 8, **asked})
+
+
+def test_buckets_do_not_show(world):
+    """Small buckets on two ranks leave the bits of one bucket on one."""
+    (expected,) = world(1).run(trained, CNN, 4, batches=8)
+    for found in world(2).run(trained, CNN, 4, batches=8, options={"bucket_cap_mb": 0.0005}):
+        assert same_bits(expected, found)
+
+
+def fixed(number: int) -> tuple[list[Any], list[Any]]:
+    """Body: train where the process is set otherwise; return how it was set within the run, and after it."""
+    seen = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append(how_set())
+
+    torch.set_num_threads(number)
+    torch.backends.cudnn.benchmark = True
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    before = how_set()
+    trained(Net, 4, batches=1, callbacks=[Look()])
+    assert before == how_set()
+    torch.backends.cudnn.benchmark = False
+    return before, seen[0]
+
+
+def how_set() -> list[Any]:
+    return [
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark,
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    ]
+
+
+def test_a_process_is_set_alike(world):
+    """A run computes in one thread by deterministic algorithms, and puts back what was set before."""
+    expected = [[2, False, True, None], [1, True, False, ":4096:8"]]
+    assert [tuple(expected)] * 2 == world(2).run(fixed, 2)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_same_bits_on_an_accelerator(sim_world, precision):
+    """On 2 and 4 devices as on one, with no race and nothing freed early."""
+    options = {"batches": 6, "gradient_clip_val": 0.5, "make": make_sim_trainer, "precision": precision}
+    ((expected, _),) = sim_world(1).run(observed, trained, CNN, 4, **options)
+    for ranks in (2, 4):
+        for found, seen in sim_world(ranks).run(observed, trained, CNN, 4, **options):
+            assert same_bits(expected, found)
+            assert [] == seen.races == seen.early_frees
+
+
+def in_rank_order(*arguments: Any, **options: Any) -> Left:
+    """Body: train with a sum over the ranks as any other exchange makes it."""
+    with mock.patch.object(TreeSum, "_fold", staticmethod(others_first)):
+        return trained(*arguments, **options)
+
+
+def replica_by_replica(*arguments: Any, **options: Any) -> Left:
+    """Body: train with the replicas of a rank added up one after another."""
+
+    def nodes(self: ReplicaSums, parameters: Sequence[Tensor], latest: Sequence[Tensor]) -> Any:
+        total = [one.clone() for one in latest]
+        for index, parameter in enumerate(parameters):
+            for _, gradients in self._complete.nodes:
+                total[index] += gradients[self._index[id(parameter)]]
+        return [((0, 1), total)]
+
+    def push(self: Fold[Any], span: Any, value: Any) -> None:
+        self.nodes.append((span, value))
+
+    with mock.patch.object(ReplicaSums, "nodes", nodes), mock.patch.object(Fold, "push", push):
+        return trained(*arguments, **options)
+
+
+@pytest.mark.parametrize(("body", "ranks"), [(in_rank_order, 4), (replica_by_replica, 1)])
+def test_another_order_shows(world, body, ranks):
+    """Without the tree, over the ranks or over the replicas of one, a few steps leave other bits: tests can fail."""
+    expected, *_ = world(2).run(trained, Net, 4, batches=5)
+    found, *_ = world(ranks).run(body, Net, 4, batches=5)
+    assert not same_bits(expected, found)

@@ -1,0 +1,211 @@
+"""What `reproducible=True` cannot serve is an error that says what to do, and fingerprints tell states apart."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from ranks import make_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, monitor
+
+
+def of_replicas(replicas: int = 4, **options: Any) -> GradAvgStrategy:
+    return GradAvgStrategy(**{"num_replicas": replicas, "reproducible": True, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_replicas": None}, "reproducible=True needs num_replicas, .*, got None. Give a number"),
+        ({"equivalent_to": "single_device"}, "equivalent_to='single_device' contradicts reproducible=True"),
+        ({"wire_dtype": "bfloat16"}, "wire_dtype='bfloat16' contradicts reproducible=True: it rounds"),
+        ({"node_aware": True}, "node_aware=True contradicts reproducible=True: it sums node by node"),
+        ({"ddp_comm_hook": print}, "ddp_comm_hook=<built-in function print> contradicts reproducible=True"),
+        ({"ddp_comm_wrapper": print}, "ddp_comm_wrapper=<built-in function print> contradicts reproducible=True"),
+        ({"static_graph": True}, "static_graph=True contradicts reproducible=True: it expects one backward"),
+        ({"process_group": dist.GroupMember.NON_GROUP_MEMBER}, "process_group=.* contradicts reproducible=True"),
+        ({"split_batches": False}, "split_batches=False contradicts equivalent_to='data_parallel'"),
+        ({"max_device_batch_size": 4}, "max_device_batch_size=4 contradicts equivalent_to='data_parallel'"),
+        ({"reduction": "mean_of_node_sums"}, "reduction='mean_of_node_sums' contradicts equivalent_to"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_that_contradict(options, message):
+    """An option that would have the number of ranks show is an error at once, which quotes it."""
+    with pytest.raises(ValueError, match=message):
+        of_replicas(**options)
+
+
+def test_it_is_data_parallel():
+    """It asks for the run of DataParallel, and takes whatever says so already."""
+    said = of_replicas(equivalent_to="data_parallel", node_aware=False, split_batches=True, static_graph=False)
+    for strategy in (of_replicas(), said):
+        assert "data_parallel" == strategy._rates.recipe.equivalent_to
+
+
+class Model(LightningModule):
+    """A linear layer."""
+
+    reduction = "mean"
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = self.make()
+
+    def make(self) -> nn.Module:
+        return nn.Linear(3, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Manual(Model):
+    """It steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class StepEnd(Model):
+    """A loss of all outputs."""
+
+    def training_step_end(self, outputs: Any) -> Any:
+        return outputs
+
+
+class Sparse(Model):
+    """A table with sparse gradients."""
+
+    def make(self) -> nn.Module:
+        return nn.EmbeddingBag(3, 2, sparse=True)
+
+
+class Terms(Model):
+    """Terms with a weight each."""
+
+    reduction = "weighted_mean"
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": {"a": loss, "b": loss}, "weight": {"a": 1, "b": 2}}
+
+
+class Undetermined(Model):
+    """An operator that torch has in no deterministic form."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        torch.empty(2).put_(torch.tensor([0]), torch.ones(1))
+        return super().training_step(batch, batch_idx)
+
+
+def fit(
+    kind: type[Model] = Model,
+    replicas: int = 4,
+    *,
+    apart: bool = False,
+    steps: int = 3,
+    seed: int = 0,
+    path: str | None = None,
+    resumed: str | None = None,
+    **trainer_options: Any,
+) -> list[str]:
+    """Body: train, where `apart` with another arithmetic on rank 1; return the fingerprints after all steps."""
+    if apart and dist.get_rank() == 1:
+        torch.set_float32_matmul_precision("medium")
+    strategy, module, prints = of_replicas(replicas, reduction=kind.reduction), kind(), []
+
+    class Fingerprints(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            prints.append(strategy.fingerprint())
+            if path is not None and trainer.global_step == 2:
+                trainer.save_checkpoint(path)
+
+    torch.manual_seed(seed)
+    callbacks = [Fingerprints(), *trainer_options.pop("callbacks", [])]
+    options = {"max_epochs": 1, "limit_train_batches": steps, **trainer_options}
+    trainer = make_trainer(strategy, callbacks=callbacks, **options)
+    data: Any = torch.arange(72.0).view(24, 3) / 72
+    trainer.fit(module, DataLoader(data, batch_size=8), ckpt_path=resumed)
+    return prints
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "message"),
+    [
+        ({"replicas": 4}, 3, r"num_replicas=4 on 3 processes: .* Use 1, 2, 4 of them"),
+        ({"replicas": 2}, 4, r"num_replicas=2 on 4 processes: .* Use 1, 2 of them"),
+        ({"kind": Manual}, 2, "reproducible=True does not serve manual optimization"),
+        ({"kind": StepEnd}, 2, "reproducible=True does not serve training_step_end"),
+        ({"kind": Sparse}, 2, "does not serve sparse gradients, as net.weight would have"),
+        ({"kind": Terms}, 2, "serves one weight for the whole loss, got one for each of 'a', 'b'"),
+        ({"apart": True}, 2, "needs one arithmetic on all ranks, got .* on rank 0; .* on rank 1"),
+        ({"kind": Undetermined}, 2, "put_ does not have a deterministic implementation"),
+    ],
+    ids=str,
+)
+def test_runs_that_are_refused(world, options, ranks, message):
+    """What cannot be served is an error on all ranks, before or in the first step."""
+    for raised in world(ranks).run_expecting_errors(fit, **options):
+        assert re.search(message, raised.message), raised
+
+
+def test_a_fingerprint_tells_states_apart(world):
+    """It is the same on all ranks and any number of them, and another one after every step and from another seed."""
+    ((first, *others),) = world(1).run(fit)
+    assert [[first, *others]] * 2 == world(2).run(fit)
+    assert 3 == len({first, *others})
+    assert all(re.fullmatch("[0-9a-f]{16}", one) for one in (first, *others))
+    ((of_other_seed, *_),) = world(1).run(fit, seed=1)
+    assert first != of_other_seed
+
+
+def test_a_fingerprint_of_nothing():
+    """Before a run there is no state."""
+    with pytest.raises(RuntimeError, match="nothing to take a fingerprint of before the Trainer has begun a run"):
+        of_replicas().fingerprint()
+
+
+def monitored() -> tuple[list[str], list[str]]:
+    """Body: return the fingerprints after all steps, and what the monitor says of them on rank 0."""
+    said: list[str] = []
+    with mock.patch.object(monitor, "rank_zero_info", said.append):
+        prints = fit(callbacks=[GradAvgMonitor(every_n_steps=1, fingerprint_every_n_steps=2)], max_epochs=2)
+    return prints, said
+
+
+def test_the_monitor_writes_fingerprints(world):
+    """One line every so many steps, by which two runs are compared."""
+    for prints, said in world(2).run(monitored):
+        expected = [f"GradAvgMonitor: after step {step}, fingerprint {prints[step - 1]}" for step in (2, 4, 6)]
+        assert expected == said
+
+
+def go_on(path: str, precision: str) -> list[str]:
+    """Body: go on from a checkpoint with another precision of products."""
+    torch.set_float32_matmul_precision(precision)
+    return fit(resumed=path, max_epochs=2)
+
+
+def test_a_resumed_run_computes_alike(world, tmp_path):
+    """Resumed on another number of ranks, within an epoch, a run has the bits of one that was not interrupted; with
+    another arithmetic it is refused."""
+    path = str(tmp_path / "saved.ckpt")
+    world(2).run(fit, path=path)
+    (whole,) = world(1).run(fit, max_epochs=2)
+    assert [whole[2:]] * 4 == world(4).run(go_on, path, "highest")
+    (raised,) = world(1).run_expecting_errors(go_on, path, "medium")
+    assert "trained under another recipe" in raised.message
+    assert re.search(r"float32_matmul\w*: '\w+' in the checkpoint, now '\w+'", raised.message)
