@@ -25,7 +25,7 @@ from examples.text import ByteLanguageModel, DocstringData, collate
 from examples.training import close_process_group
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 
-__all__ = ["Rounds", "main"]
+__all__ = ["Rounds", "batches", "main", "report"]
 
 SAMPLES_PER_RANK = 16
 """Half of the demo's global batch of 32."""
@@ -48,7 +48,7 @@ class Rounds(Callback):
             of the processor.
     """
 
-    def __init__(self, monitor: GradAvgMonitor, steps: int) -> None:
+    def __init__(self, monitor: Callback, steps: int) -> None:
         self.rounds: list[tuple[bool, list[Seconds]]] = []
         self._monitor = monitor
         self._steps = steps
@@ -81,12 +81,13 @@ class Rounds(Callback):
         self.rounds[-1][1].append((now[0] - self._since[0], now[1] - self._since[1]))
 
 
-def _batches(rank: int, steps: int, rounds: int) -> DataLoader[Any]:
+def batches(rank: int, steps: int, rounds: int) -> DataLoader[Any]:
+    """Return a rank's batches of so many rounds, all of them alike."""
     data = DocstringData(num_train=2 * SAMPLES_PER_RANK * BATCHES)
     data.setup("fit")
     starts = range(rank % 2 * SAMPLES_PER_RANK, len(data.samples), 2 * SAMPLES_PER_RANK)
-    batches = [collate(data.samples[start : start + SAMPLES_PER_RANK]) for start in starts][:BATCHES]
-    of_round = [batches[index % BATCHES] for index in range(steps)]
+    collated = [collate(data.samples[start : start + SAMPLES_PER_RANK]) for start in starts][:BATCHES]
+    of_round = [collated[index % BATCHES] for index in range(steps)]
     everything: Any = of_round * rounds
     return DataLoader(everything, batch_size=None)
 
@@ -96,7 +97,8 @@ def _spread(values: Sequence[float]) -> str:
     return f"{middle:+.2f} % [{low:+.2f}, {high:+.2f}]"
 
 
-def _report(rounds: Sequence[tuple[bool, list[Seconds]]], steps: int) -> str:
+def report(rounds: Sequence[tuple[bool, list[Seconds]]], steps: int, what: str = "the monitor") -> str:
+    """Return what rounds with something cost, against those without."""
     pairs = [dict(rounds[index : index + 2]) for index in range(2, len(rounds), 2)]  # the first pair warms up
     lines = [f"{len(pairs)} pairs of rounds of {steps} steps; medians [quartiles]"]
     for kind, name in enumerate(("by the clock", "of the processor")):
@@ -109,7 +111,7 @@ def _report(rounds: Sequence[tuple[bool, list[Seconds]]], steps: int) -> str:
         of_others = _spread([_more(*pair) for pair in medians])
         lines += [
             f"{name}, median step {1e3 * step:.1f} ms",
-            f"  rounds with the monitor, against those without: {of_rounds}",
+            f"  rounds with {what}, against those without: {of_rounds}",
             f"  cost of the logged step, as a part of a round:  {of_logged}, {1e3 * statistics.median(logged):.2f} ms",
             f"  median step that is not logged:                 {of_others}",
         ]
@@ -148,10 +150,10 @@ def main() -> None:
             enable_checkpointing=False,
             enable_model_summary=False,
         )
-        loader = _batches(trainer.global_rank, arguments.every_n_steps, 2 * (arguments.pairs + 1))
+        loader = batches(trainer.global_rank, arguments.every_n_steps, 2 * (arguments.pairs + 1))
         trainer.fit(ByteLanguageModel(lr=0.01), loader)
     if trainer.is_global_zero:
-        print(_report(rounds.rounds, arguments.every_n_steps))  # noqa: T201  # a benchmark prints
+        print(report(rounds.rounds, arguments.every_n_steps))  # noqa: T201  # a benchmark prints
     close_process_group()
 
 

@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from ranks import make_trainer
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, average_gradients, gather
 from lightning_gradavg.rules import RULES, Rule
@@ -110,6 +110,13 @@ class Unused(Net):
     def __init__(self) -> None:
         super().__init__()
         self.unused = nn.Linear(WIDTH, WIDTH)
+
+
+class Faulty(Net):
+    """Its loss is no number on rank 1 in the second step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.loss(batch) * (float("nan") if (dist.get_rank(), batch_idx) == (1, 1) else 1)
 
 
 class Sparse(Net):
@@ -291,6 +298,23 @@ def fit(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, 
     return outcome_of(module), counter.per_step
 
 
+class Streamed(IterableDataset[Tensor]):
+    """Batches one after another, of no known length."""
+
+    def __init__(self, batches: Sequence[Tensor]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.batches)
+
+
+def fit_streams(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
+    """Train on streams, of which that of rank 1 ends two batches earlier."""
+    module, batches = path.module(), batches_of_rank(path.steps * path.window - 2 * dist.get_rank())
+    trainer_on(device, path, OnNodes(**path.options())).fit(module, DataLoader(Streamed(batches), batch_size=None))
+    return outcome_of(module), {}
+
+
 def outcome_of(module: Net) -> Outcome:
     return {f"gradient {step}": found.double().tolist() for step, found in enumerate(module.gradients)}
 
@@ -460,6 +484,9 @@ PATHS: Mapping[str, Path] = {
     ),
     "wire bfloat16, windows of 4": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), trainer=WINDOW, waits=5),
     "node_aware": Path(fit, options(**WEIGHTED, node_aware=True), nodes=FOUR, waits=2),
+    "streams that end apart": Path(fit_streams),
+    "streams that end apart, weighted": Path(fit_streams, options(**WEIGHTED)),
+    "nonfinite=drop_rank": Path(fit, options(nonfinite="drop_rank"), Faulty, waits=2),
     "lr_scaling": Path(fit, options(lr_scaling="linear"), waits=1),
     "gather": Path(fit, module=Gathering, waits=1),
     "gather, windows of 4": Path(fit, options(**WEIGHTED), Gathering, WINDOW, waits=5),

@@ -122,6 +122,7 @@ class Config:
             "ranks are counted that are done": uneven and (self.rule in COUNTS_RANKS or self.manual),
             "micro-batches by hand": self.manual and "max_device_batch_size" in self.strategy,
             "a fault is an error": fails and self.nonfinite == "raise",
+            "names are not known before a loss": self.named and self.fault == "none" and self.fault_at[1] == 0,
             "a weight that is none": self.wrong_weight and self.rule in WEIGHTED,
             "too few ranks for node_aware": "node_aware" in self.strategy,
             "named terms without weights": self.named and self.rule not in WEIGHTED,
@@ -161,6 +162,7 @@ class Config:
                     start, stop = chunk_bounds(len(batch), WORLD_SIZE)[rank]
                     batch = batch[start:stop]
                     if len(batch) == 0:
+                        pairs.append((rank, torch.zeros_like(w), 0))
                         continue
                 fault = self.fault if (rank, index) == self.fault_at else None
                 weight = self.weight_of(batch, rank, index)

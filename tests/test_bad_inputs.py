@@ -82,6 +82,14 @@ BAD = [
     Bad({"lr_warmup_steps": 0.5}, "lr_warmup_steps=0.5", "give an integer"),
     Bad({"allow_recipe_change": "yes"}, "allow_recipe_change='yes'", "give True or False"),
     Bad({"exact_evaluation": "true"}, "exact_evaluation='true'", "give True, False or None"),
+    Bad({"nonfinite": "ignore"}, "nonfinite='ignore'", "'propagate', 'raise', 'skip_step', 'drop_rank'"),
+    Bad({"nonfinite": "raise", "static_graph": True}, "nonfinite='raise'", "static_graph=True", "leave"),
+    Bad(
+        {"nonfinite": "drop_rank", "reduction": "mean_of_node_sums"}, "'drop_rank'", "'mean_of_node_sums'", "Use 'mean'"
+    ),
+    Bad({"process_group": GROUP, "nonfinite": "raise"}, "process_group", "nonfinite='raise'", "Leave one of them out"),
+    Bad({"check_replicas_every_n_steps": 0}, "got 0", "an integer >= 1, or None"),
+    Bad({"check_replicas_every_n_steps": "all"}, "='all'", "give an integer or None"),
     Bad({"wire_dtype": "int8"}, "wire_dtype='int8'", WIRES, "Choose one, or None"),
     Bad({"wire_dtype": torch.bfloat16}, "wire_dtype=torch.bfloat16", WIRES, "Choose one, or None"),
     Bad({"wire_dtype": "float16", "wire_scope": "rack"}, "wire_scope='rack'", "'all', 'nodes'"),

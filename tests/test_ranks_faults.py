@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from faults import ROWS, inject
 
-PAGE = Path(__file__).parent.parent / "docs" / "faults.md"
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "faults.md"
 
 
 def id_of(row):
@@ -27,4 +30,39 @@ def test_the_page_is_this_table():
     """docs/faults.md says of every fault when it is injected and what is expected, and that this was seen."""
     rows = [line.split("|")[1:-1] for line in PAGE.read_text("utf-8").splitlines() if line.endswith(" |")]
     shown = [[cell.strip() for cell in cells][:4] for cells in rows if len(cells) == 5]
-    assert [[row.fault, row.moment, row.expected, "as expected"] for row in ROWS] == shown[2:]
+    assert [[row.fault, row.moment, row.expected, "as expected"] for row in ROWS] == [
+        row for row in shown if row[3] == "as expected"
+    ]
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = {path!r}
+from faults import Injected, Trainer, fail, kill
+from torch import ones, float64
+from torch.utils.data import DataLoader
+from lightning_gradavg import GradAvgStrategy
+trainer = Trainer(
+    strategy=GradAvgStrategy(), accelerator="cpu", devices=2, logger=False, max_epochs=1, limit_val_batches=0,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(Injected("step", {act}, {rank}), DataLoader([ones(1, dtype=float64)] * 50, batch_size=None))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node=2"]], ids=["popen", "torchrun"]
+)
+@pytest.mark.parametrize("act", ["fail", "kill"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_started_by_a_launcher(tmp_path, launcher, act, rank):
+    """Whatever started the processes, all of them end, with an exit code that is not 0."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(path=[str(TESTS), str(TESTS.parent)], act=act, rank=rank))
+    # It returns once nobody holds the pipe any more: no orphan is left.
+    command = [sys.executable, *launcher, str(script)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=110)
+    assert ended.returncode != 0
+    if act == "fail":
+        assert "ValueError: the user's own error" in ended.stderr

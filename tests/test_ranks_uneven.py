@@ -237,3 +237,22 @@ def test_known_lengths_cost_nothing(world):
     assert ["DataLoader"] * 2 == world(2).run(loaders_read, "lengths")
     assert ["JoinedLoader"] * 2 == world(2).run(loaders_read, "stream")
     assert ["DataLoader"] == world(1).run(loaders_read, "stream")
+
+
+class NothingToSay(Toy):
+    """Returns no loss for a batch that it was given before."""
+
+    def __init__(self) -> None:
+        super().__init__(start=[1.0])
+        self.before: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        again, self.before = batch is self.before, batch
+        return None if again else self.losses(batch).mean()
+
+
+@pytest.mark.parametrize("policy", ["propagate", "raise", "skip_step", "drop_rank"])
+def test_a_stand_in_may_have_no_loss(world, policy):
+    """Whether a rank that is done returns a loss is all the same."""
+    seen = same_everywhere(world(2).run(train, CASE_33, None, {"nonfinite": policy}, module=NothingToSay))
+    assert [2.0, 2.0, 2.0, 1.0, 1.0] == [float(gradient) for gradient in seen.gradients]

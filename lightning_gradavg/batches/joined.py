@@ -140,13 +140,13 @@ def join(loader: Any, world: World, device: torch.device) -> Any:
         device: Where the process group takes tensors from.
     """
     loader = user_loader(loader)
-    # An iterable dataset may end before its length.
-    length = math.inf if isinstance(getattr(loader, "dataset", None), IterableDataset) else length_of(loader)
-    lengths = {row[0] for row in world.gather_floats([length])}
-    most = max(lengths)
-    if world.size == 1 or (len(lengths) == 1 and most < math.inf):
+    # What a stream says of its length need not be so.
+    streams = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    lengths = [length for (length,) in world.gather_floats([math.inf if streams else length_of(loader)])]
+    known = math.inf not in lengths
+    if world.size == 1 or (known and len(set(lengths)) == 1):
         return loader
-    return JoinedLoader(loader, world, device, int(most) if most < math.inf else None)
+    return JoinedLoader(loader, world, device, int(max(lengths)) if known else None)
 
 
 def taken(iterators: Sequence[Any], world_size: int) -> tuple[bool, int]:

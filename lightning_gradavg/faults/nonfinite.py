@@ -78,7 +78,7 @@ class NonFinite:
             raise RuntimeError(
                 f"{what}. With nonfinite='skip_step' all ranks leave such a step out, with 'drop_rank' the rank alone."
             )
-        skips = self.policy == "skip_step" or len(bad) == world.size
+        skips = self.policy == "skip_step" or not any(row[1] for row in rows if not row[0])
         done = "all ranks leave the step out" if skips else "what is no number does not count"
         self._tell(f"GradAvgStrategy: {what}; nonfinite={self.policy!r}: {done}")
         return Verdict(
@@ -110,6 +110,8 @@ def refuse_unjudged(options: Options, given: Mapping[str, Any]) -> None:
         return
     if given["static_graph"]:
         raise ValueError(f"{option} lets DDP see other backwards than the model's: leave static_graph=True out.")
+    if given["reproducible"]:
+        raise ValueError(f"{option} drops what reproducible=True adds up in one order: leave one of them out.")
     counts_ranks = not options.rule.uses_weight and options.rule.name not in ("mean", "sum")
     if given["nonfinite"] == "drop_rank" and counts_ranks:
         raise ValueError(

@@ -36,6 +36,7 @@ class Faults(Part):
             raise ValueError(f"check_replicas_every_n_steps must be an integer >= 1, or None, got {check_every}")
         self._check_every, self._buffers = check_every, buffers
         self._checked = (0, 0)
+        self._evaluated = False
         self._last_words: LastWords | None = None
 
     def setup(self, run: Run) -> None:
@@ -75,6 +76,11 @@ class Faults(Part):
         (epoch, step), (checked_epoch, checked_step) = self._now, self._checked
         if epoch != checked_epoch or step - checked_step >= self._check_every:
             self._check()
+        self._evaluated = False
+
+    def on_evaluation_start(self) -> None:
+        """Note that ranks have batches of their own, which a module in training mode may leave in its buffers."""
+        self._evaluated = True
 
     def on_train_end(self) -> None:
         """Compare after the last epoch."""
@@ -92,6 +98,6 @@ class Faults(Part):
         for name, parameter in run.module.named_parameters():
             if name not in ignored:
                 yield f"parameter {name!r}", parameter
-        for name, buffer in run.module.named_buffers() if self._buffers else ():
+        for name, buffer in run.module.named_buffers() if self._buffers and not self._evaluated else ():
             if name not in ignored:
                 yield f"buffer {name!r}", buffer

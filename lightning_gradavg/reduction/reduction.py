@@ -72,6 +72,7 @@ class Reduction(Part):
     Attributes:
         batch: That of the training step under way.
         look_at: Looks at a batch before it is moved, as `Weights` says.
+        skipped: Whether the step of the last window is left out.
     """
 
     def __init__(
@@ -87,9 +88,8 @@ class Reduction(Part):
     ) -> None:
         self.rule, self._on_weighed = rule, on_weighed
         self._wire, self._hook, self._timeout, self._crosses_ranks = wire, hook, timeout, crosses_ranks
-        given = (hook[0], hook[2], wire.asked_for, judge)
-        self.is_stock = rule == RULES["mean"] and all(one is None for one in given)
-        self._judge, self.skipped = judge, False
+        self.is_stock = rule == RULES["mean"] and (hook[0], hook[2], wire.asked_for, judge) == (None, None, None, None)
+        self._judge = judge
         self._gradients: StockMean | Accumulation = StockMean()
         self._own: OwnGroups | None = None
         self._compared: World | None = None
@@ -110,9 +110,10 @@ class Reduction(Part):
         self._weights = weights_of(self.rule, run.device, giver, self.warn, self._tell_once)
         self.look_at = self._weights.look_at
         self._withheld = self._withholds = self._unprepared = False
-        self._missing, self._missed, self._lost = 0, list[int](), False
-        self._terms: tuple[str, ...] = (WHOLE_LOSS,)
         self._told: set[str] = set()
+        self._missing, self._missed = 0, list[int]()
+        self._lost = self.skipped = False
+        self._terms: tuple[str, ...] = (WHOLE_LOSS,)
         self._reductions, self._reductions_at_step = 0, dict[int, int]()
         # Of manual optimization: batches, steps on gradients that were not reduced, what those were, and whose.
         self._batches, self._apart, self._stepped = 0, [0.0, 0.0], ""
@@ -124,7 +125,7 @@ class Reduction(Part):
         self._model = model = run.ddp
         manual = not run.module.automatic_optimization
         if self._judge is not None:
-            self._require_judged(run, self._judge)
+            self._require_judged(run)
         if manual and model.static_graph and not flushes_static_graph(run.trainer.strategy):
             raise ValueError(
                 "static_graph=True with manual optimization needs a lightning that starts the reduction of the first"
@@ -154,9 +155,9 @@ class Reduction(Part):
         accumulation = self._gradients = self._accumulate(self._own, list(named.values()), trained)
         model.register_comm_hook(None, accumulation.reducer.hook)
 
-    def _require_judged(self, run: Run, judge: Judge) -> None:
+    def _require_judged(self, run: Run) -> None:
         """Raise where a step cannot be judged, or need not be."""
-        option = f"nonfinite={judge.policy!r}"
+        option = f"nonfinite={self._judge.policy!r}" if self._judge is not None else ""
         if not run.module.automatic_optimization:
             raise ValueError(
                 f"{option} judges a step before it is taken, which in manual optimization is the user's to take: look"
@@ -283,7 +284,7 @@ class Reduction(Part):
         loss = named.get("loss")
         accumulates = self.run.trainer.accumulate_grad_batches > 1
         if loss is None and (self._judge is not None or not (accumulates or self._may_leave_out)):
-            return self._without_loss()
+            return self._without_loss(counts=samples != 0)
         if loss is None and accumulates:
             raise RuntimeError(
                 "training_step returned no loss within an accumulation window, which would then not be reduced."
@@ -337,11 +338,11 @@ class Reduction(Part):
         for parameter in trained:
             parameter.grad = None  # an optimizer leaves it as it is, with its state
 
-    def _without_loss(self) -> Tensor:
+    def _without_loss(self, *, counts: bool) -> Tensor:
         """Return a loss of a step that has none, for the backward that the other ranks run."""
-        if self._judge is not None:
+        if self._judge is not None and counts:
             self._judge.note(None)
-        self._lost = self._judge is None
+        self._lost = self._judge is None and counts
         return self._stand_in(MicroBatch(self._no_weight, explicit=bool(self._weights.explicit), absent=True))
 
     def _weighed(self, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> WeighedLoss:
@@ -428,8 +429,8 @@ class Reduction(Part):
         if self.run.module.automatic_optimization:
             divisor = trainer.accumulate_grad_batches
             if first and trainer.fit_loop.epoch_loop.batch_idx % divisor == 0:
-                self._missed, self.skipped = [], False
                 gradients.reset()
+                self._missed, self.skipped = [], False
         elif self.rule == RULES["mean"]:
             # As in stock DDP, the user divides the losses of a window in manual optimization.
             divisor = gradients.pending + 1
@@ -438,21 +439,22 @@ class Reduction(Part):
         gradients.backward(loss, run, last=now, loss_divisor=divisor)
         self._end = gradients.finish if now else gradients.pause
         if last and self._judge is not None:
-            assert isinstance(gradients, Accumulation)
-            self._close_judged(self._judge, gradients, divisor)
+            self._close_judged(self._judge, divisor)
         if last and not self.skipped:
             self._complete()
-            self._reduce_unfrozen()
+            if self._frozen:
+                self._reduce_unfrozen()
         self._withholds = False
 
-    def _close_judged(self, judge: Judge, accumulation: Accumulation, divisor: float) -> None:
+    def _close_judged(self, judge: Judge, divisor: float) -> None:
         """Reduce a window, all of it or what counts, or leave its step out."""
-        run, names = self.run, [name for name, _ in self.run.module.named_parameters()]
+        run, accumulation, names = self.run, self._gradients, [name for name, _ in self.run.module.named_parameters()]
+        assert isinstance(accumulation, Accumulation)
         gradients = ((names[index], gradient) for index, gradient in accumulation.held)
         verdict = judge.judge(gradients, run, explicit=bool(self._weights.explicit))
         trained = [parameter for parameter in accumulation.parameters if parameter.requires_grad]
         if verdict.skips:
-            self.skipped, self._end = True, _nothing
+            self.skipped, self._end = True, StockMean().pause
             accumulation.reset()
             for parameter in trained:
                 parameter.grad = None  # an optimizer leaves it as it is, with its state
@@ -466,13 +468,14 @@ class Reduction(Part):
         self._end = accumulation.finish
 
     def _complete(self) -> None:
-        """Take the mean of a window over the ranks that had a batch, and not over all."""
+        """Multiply the mean of a window that was taken over ranks without a batch as well."""
         missed, self._missed = self._missed, []
-        if self.rule == RULES["mean"] and any(missed):
-            pairs = len(missed) * self.run.world.size
-            for parameter in self._gradients.parameters:
-                if parameter.grad is not None and parameter.requires_grad:
-                    parameter.grad.mul_(pairs / (pairs - sum(missed)))
+        if self.rule != RULES["mean"] or not any(missed):
+            return
+        pairs = len(missed) * self.run.world.size
+        for parameter in self._gradients.parameters:
+            if parameter.grad is not None and parameter.requires_grad:
+                parameter.grad.mul_(pairs / (pairs - sum(missed)))
 
     def end_backward(self) -> None:
         """End a micro-batch, once its gradients are there."""
@@ -564,10 +567,6 @@ class Reduction(Part):
         if self._own is not None:
             self._own.close()
             self._own = None
-
-
-def _nothing() -> None:
-    """End a backward that ends no window."""
 
 
 def _fingerprint(gradients: Iterable[Tensor | None]) -> float:

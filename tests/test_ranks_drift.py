@@ -1,0 +1,72 @@
+"""Replicas that drift apart are an error on all ranks, at the next comparison."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import make_trainer
+from torch import Tensor
+from toys import Toy, loader
+
+from lightning_gradavg import GradAvgStrategy
+
+
+class Drifts(Toy):
+    """Changes something on rank 1 after a batch."""
+
+    mean: Tensor
+
+    def __init__(self, what: str, batch: int) -> None:
+        super().__init__(start=[1.0, 2.0])
+        self.register_buffer("mean", torch.zeros(3))
+        self.what, self.batch = what, batch
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.calls += 1
+        if dist.get_rank() == 1 and self.seen.calls == self.batch:
+            changed = {"w": self.w.data, "mean": self.mean}[self.what]
+            changed[1] += 1e-3
+
+
+def train_drifting(strategy: dict[str, Any], what: str, batch: int) -> int:
+    """Body: train two epochs of four batches; return how many were trained on."""
+    model = Drifts(what, batch)
+    trainer = make_trainer(GradAvgStrategy(**strategy), max_epochs=2, use_distributed_sampler=False)
+    try:
+        trainer.fit(model, loader([[1.0, 2.0]] * 4))
+    except RuntimeError as error:
+        raise RuntimeError(f"after batch {model.seen.calls}: {error}") from None
+    return model.seen.calls
+
+
+@pytest.mark.parametrize(("every", "batch", "found"), [(1, 2, 2), (3, 2, 3), (1000, 2, 4), (1000, 6, 8), (1, 8, 8)])
+def test_a_changed_weight(world, every, batch, found):
+    """Case 52: 1e-3 on one weight of rank 1 is found at the next comparison: by steps, or at the end of the epoch."""
+    strategy = {"check_replicas_every_n_steps": every}
+    raised = world(2).run_expecting_errors(train_drifting, strategy, "w", batch)
+    assert ["RuntimeError"] * 2 == [one.type_name for one in raised]
+    for one in raised:
+        assert one.message.startswith(f"after batch {found}: the ranks drifted apart: after {found} optimizer steps")
+        assert "parameter 'w' is not the same on all of them: another one is on rank 1" in one.message
+
+
+def test_no_comparison(world):
+    """None compares nothing."""
+    assert [8, 8] == world(2).run(train_drifting, {"check_replicas_every_n_steps": None}, "w", 2)
+
+
+def test_the_rank_in_the_minority_is_named(world):
+    """Of three ranks the one that differs from the two others."""
+    raised = world(3).run_expecting_errors(train_drifting, {"check_replicas_every_n_steps": 1}, "w", 2)
+    assert all("another one is on rank 1." in one.message for one in raised)
+
+
+def test_buffers(world):
+    """Buffers are compared where ranks hold the same after every step, and may differ where DDP broadcasts them."""
+    assert [8, 8] == world(2).run(train_drifting, {"check_replicas_every_n_steps": 1}, "mean", 2)
+    strategy = {"check_replicas_every_n_steps": 1, "equivalent_to": "data_parallel"}
+    raised = world(2).run_expecting_errors(train_drifting, strategy, "mean", 2)
+    assert all("buffer 'mean' is not the same" in one.message for one in raised)
