@@ -72,13 +72,13 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if isinstance(value, (int, float, str, type(None)))}
 
 
-def require_alike(world: World, trainer: Trainer, module: LightningModule, options: Mapping[str, Any]) -> None:
+def require_alike(world: World, trainer: Trainer, module: LightningModule | None, options: Mapping[str, Any]) -> None:
     """Raise on all ranks, before any waits for another, unless they are parts of one run. A collective operation.
 
     Args:
         world: All ranks.
         trainer: The Trainer.
-        module: The user's module.
+        module: The user's module; None where ranks may have different ones, as beside model parallelism.
         options: Those of the strategy, by name.
 
     Raises:
@@ -88,11 +88,11 @@ def require_alike(world: World, trainer: Trainer, module: LightningModule, optio
     if world.size == 1:
         return
     strategy: Any = trainer.strategy
-    parameters = [f"{name} of {_shape(one)}" for name, one in module.named_parameters()]
+    parameters = [f"{name} of {_shape(one)}" for name, one in module.named_parameters()] if module is not None else []
     mine = {
         **{f"Trainer({name}=)": getattr(trainer, name) for name in _OPTIONS_OF_TRAINER},
         **{f"GradAvgStrategy({name}=)": value for name, value in options.items()},
-        "python": platform.python_version(),
+        "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "the class of the module": f"{type(module).__module__}.{type(module).__qualname__}",

@@ -445,7 +445,8 @@ class GradAvgStrategy(DDPStrategy):
         if type(self.checkpoint_io) is TorchCheckpointIO:
             self.checkpoint_io = WholeCheckpoints()
         if trainer.state.fn == TrainerFn.FITTING:
-            require_alike(run.world, trainer, self.lightning_module, self._plain)
+            of_all = None if any(each is not None for each in self._members) else run.module
+            require_alike(run.world, trainer, of_all, self._plain)
         if any(each is not None for each in self._members):
             require_members(run.world, *self._members)
         super().setup(trainer)

@@ -771,6 +771,7 @@ def inject(row: Row, folder: Path) -> list[Ended]:
 
 def main() -> None:
     """Print the table of docs/faults.md, as it is seen now."""
+    ensure_forkserver()  # its start is no part of the first row
     for row in ROWS:
         with tempfile.TemporaryDirectory() as folder:
             ended = inject(row, Path(folder))

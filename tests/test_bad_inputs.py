@@ -88,6 +88,12 @@ BAD = [
         {"nonfinite": "drop_rank", "reduction": "mean_of_node_sums"}, "'drop_rank'", "'mean_of_node_sums'", "Use 'mean'"
     ),
     Bad({"process_group": GROUP, "nonfinite": "raise"}, "process_group", "nonfinite='raise'", "Leave one of them out"),
+    Bad(
+        {"reproducible": True, "num_replicas": 2, "split_batches": True, "nonfinite": "raise"},
+        "nonfinite='raise'",
+        "reproducible=True",
+        "leave one",
+    ),
     Bad({"check_replicas_every_n_steps": 0}, "got 0", "an integer >= 1, or None"),
     Bad({"check_replicas_every_n_steps": "all"}, "='all'", "give an integer or None"),
     Bad({"wire_dtype": "int8"}, "wire_dtype='int8'", WIRES, "Choose one, or None"),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from ranks import make_trainer
+from torch.utils.data import DataLoader
 from toys import loader
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
@@ -185,3 +186,37 @@ def test_manual_optimization_is_refused(world):
     """In manual optimization a step is the user's to take."""
     raised = world(2).run_expecting_errors(fit_by_hand)
     assert all("nonfinite='raise' judges a step before it is taken" in one.message for one in raised)
+
+
+class OfOneSample(Faulty):
+    """Its loss is no number where its samples hold 5."""
+
+    def __init__(self) -> None:
+        super().__init__("", (), ())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (batch * self.w + 0 * self.other).mean() * (math.nan if bool((batch == 5).any()) else 1)
+
+
+def train_split(policy: str, strategy: dict[str, Any]) -> Any:
+    """Body: train on the batches 1 to 4 and 5 to 8, shared out over the ranks; return the weight."""
+    model = OfOneSample()
+    trainer = make_trainer(GradAvgStrategy(nonfinite=policy, **strategy), max_epochs=1)
+    data: Any = torch.arange(1, 9, dtype=torch.float64)
+    trainer.fit(model, DataLoader(data, batch_size=4))
+    return model.w.item()
+
+
+SPLITS: list[dict[str, Any]] = [
+    {"split_batches": True},
+    {"split_batches": True, "max_device_batch_size": 1},
+    {"equivalent_to": "data_parallel"},
+    {"equivalent_to": "data_parallel", "num_replicas": 4},
+]
+
+
+@pytest.mark.parametrize("strategy", SPLITS, ids=str)
+def test_split_batches(world, strategy):
+    """Of a batch that is shared out all of it is left out, or what is on the rank of the bad sample."""
+    assert [pytest.approx(-0.25, rel=1e-12)] * 2 == world(2).run(train_split, "skip_step", strategy)
+    assert [pytest.approx(-0.25 - 0.75, rel=1e-12)] * 2 == world(2).run(train_split, "drop_rank", strategy)
