@@ -115,7 +115,11 @@ def test_two_epochs(world, tmp_path):
     assert {"epoch=0.ckpt", "epoch=1.ckpt"} == {path.name for path in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize("strategy", [{"ddp_comm_hook": allreduce_hook}, {"reduction": "weighted_mean"}, {}], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [{"ddp_comm_hook": allreduce_hook}, {"reduction": "weighted_mean"}, {}],
+    ids=["hook", "weighted_mean", "mean"],
+)
 def test_windows(world, tmp_path, strategy):
     """The mean of a window is over the micro-batches that there are: here 4, 3, and 1 of a short window."""
     per_rank = [[[1.0], [2.0], [3.0], [5.0], [7.0]], [[6.0], [11.0], [2.0]]]
