@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.reproducible.accumulation import ReplicaSums
 from lightning_gradavg.reproducible.sum import TreeSum
-from lightning_gradavg.reproducible.tree import Fold
 from lightning_gradavg.wire.exchange import others_first
 
 pytestmark = pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning")
@@ -289,10 +288,11 @@ def replica_by_replica(*arguments: Any, **options: Any) -> Left:
                 total[index] += gradients[self._index[id(parameter)]]
         return [((0, 1), total)]
 
-    def push(self: Fold[Any], span: Any, value: Any) -> None:
-        self.nodes.append((span, value))
+    def take(self: ReplicaSums, gradients: Any, *, complete: bool) -> None:
+        assert complete
+        self._complete.nodes.append(((0, 1), [gradient.flatten() for gradient in gradients]))
 
-    with mock.patch.object(ReplicaSums, "nodes", nodes), mock.patch.object(Fold, "push", push):
+    with mock.patch.object(ReplicaSums, "nodes", nodes), mock.patch.object(ReplicaSums, "take", take):
         return trained(*arguments, **options)
 
 

@@ -66,7 +66,7 @@ class TreeReduction(Reduction):
             run.places,
             run.ddp.process_group,
             run.device,
-            TreeSum(self._replicas, world, sums, own),
+            TreeSum(self._replicas, world, run.ddp.process_group, sums, own),
             window=partial(ReplicaWindow, replicas=self._replicas),
         )
         self._of_replicas = ReplicaAccumulation(reducer, parameters, sums, finds_unused=run.ddp.find_unused_parameters)

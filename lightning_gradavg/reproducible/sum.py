@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.hooks import OwnGroups
-from lightning_gradavg.reduction.sums import SUM_DTYPES, as_real, done
+from lightning_gradavg.reduction.sums import SUM_DTYPES, as_real, start_sum
 from lightning_gradavg.reproducible.accumulation import ReplicaSums
 from lightning_gradavg.reproducible.tree import Fold, subtrees
 from lightning_gradavg.wire.codecs import Codec
@@ -20,37 +20,50 @@ from lightning_gradavg.wire.route import Hop, Route
 
 __all__ = ["TreeSum"]
 
+_IN_ANY_ORDER = 2
+"""So many numbers have one sum, whatever their order."""
+
+_STRETCH = 8
+"""Nothing is converted on the way, so nothing is to be done beside it: longer segments take fewer calls."""
+
 
 class TreeSum:
     """Sums buckets over all replicas. Making it is a collective operation of all ranks of the run.
 
     The ranks exchange parts, all with all and never node by node: a part is summed where all that it is made of
-    arrives, so the grouping of ranks shows nowhere. A zero is always the positive one: a replica without samples is
-    left out on its own rank, but a rank without samples sends zeros, and -0.0 + 0.0 is 0.0.
+    arrives, so the grouping of ranks shows nowhere. Two ranks with one sum each need none of it: of two numbers the sum
+    is one in any order, so they take an all-reduce, which is faster.
+
+    A zero is always the positive one: a replica without samples is left out on its own rank, but a rank without samples
+    sends zeros, and -0.0 + 0.0 is 0.0.
 
     Args:
         replicas: Replicas of each loader batch.
-        world: The ranks, whose number divides that of the replicas.
+        world: The ranks, whose number divides that of the replicas, and
+        group: their process group.
         sums: What this rank's replicas left before the bucket.
         own: Runs the exchange.
     """
 
-    def __init__(self, replicas: int, world: World, sums: ReplicaSums, own: OwnGroups) -> None:
-        self._replicas, self._world, self._sums, self._own = replicas, world, sums, own
+    def __init__(
+        self, replicas: int, world: World, group: dist.ProcessGroup, sums: ReplicaSums, own: OwnGroups
+    ) -> None:
+        self._replicas, self._world, self._sums = replicas, world, sums
+        self._group, self._own = group, own
         each = replicas // world.size
         self._spans = [subtrees(replicas, range(rank * each, (rank + 1) * each)) for rank in range(world.size)]
         self._rows = max(map(len, self._spans))
         self._exchange: Exchange | None = None
-        if world.size > 1:
+        if world.size * self._rows > _IN_ANY_ORDER:
             hop = Hop(tuple(range(world.size)), world.rank, narrow=False)
             groups = own.make([hop.ranks], "reproducible=True")
-            self._exchange = Exchange(Route((hop,)), Codec(torch.float32), groups, self._add_rows, self._rows)
+            self._exchange = Exchange(Route((hop,)), Codec(torch.float32), groups, self._add_rows, self._rows, _STRETCH)
 
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Begin the sum of a bucket."""
         buffer, parameters, exchange = bucket.buffer(), bucket.parameters(), self._exchange
         if exchange is None:
-            return done(self._of_rank(buffer, parameters)[0].add_(0.0))
+            return start_sum(self._of_rank(buffer, parameters)[0].add_(0.0), self._group)
 
         def run() -> Tensor:
             rows = self._of_rank(buffer, parameters)

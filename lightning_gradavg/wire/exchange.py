@@ -96,6 +96,7 @@ class Exchange:
         groups: The process group of each hop's ranks; whoever made them may take them away.
         add_rows: Adds up where rows arrive.
         rows: Rows that each rank brings, of which one sum is made. With several, the route has one hop.
+        stretch: Segments are so many times as long as those that numbers are converted in.
     """
 
     def __init__(
@@ -105,9 +106,10 @@ class Exchange:
         groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         add_rows: AddRows = others_first,
         rows: int = 1,
+        stretch: int = 1,
     ) -> None:
         self.route, self._codec, self._groups = route, codec, groups
-        self._add_rows, self._rows = add_rows, rows
+        self._add_rows, self._rows, self._stretch = add_rows, rows, stretch
         self._memory: dict[tuple[int, str], Tensor] = {}
         numbers = range(len(route.hops))
         self._steps: list[Step] = [
@@ -130,7 +132,8 @@ class Exchange:
         """Yield the segments of a bucket, all but the last of one size."""
         parts, multiple = self.route.parts, self._codec.multiple
         length = flat.shape[1]
-        most = SEGMENT_BYTES // (self._codec.wire.itemsize * parts) if flat.device.type == "cpu" else length
+        most = self._stretch * SEGMENT_BYTES // (self._codec.wire.itemsize * parts)
+        most = most if flat.device.type == "cpu" else length
         columns = max(min(most, -(-length // parts)), 1)
         columns = -(-columns // multiple) * multiple
         for index, numbers in enumerate(flat.split(parts * columns, dim=1)):
