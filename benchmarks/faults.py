@@ -21,7 +21,7 @@ from examples.text import ByteLanguageModel
 from examples.training import close_process_group
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.device import Tally
-from lightning_gradavg.faults.part import Faults
+from lightning_gradavg.faults.part import ComparedReplicas
 from lightning_gradavg.part import Run
 from lightning_gradavg.ranks import World
 
@@ -38,8 +38,8 @@ class _Watched(Callback):
 
     def __init__(self, steps: int, *, streams: bool) -> None:
         self._steps, self._streams = steps, streams
-        self._each = Faults(10**9, buffers=False)
-        self._due = Faults(1, buffers=False)
+        self._each = ComparedReplicas(10**9, buffers=False)
+        self._due = ComparedReplicas(1, buffers=False)
         self._tally: Tally | None = None
 
     @override

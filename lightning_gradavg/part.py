@@ -99,6 +99,9 @@ class Part:
         """Surround an optimizer step."""
         return step()
 
+    def on_train_end(self) -> None:
+        """End training, after its last step."""
+
     def on_evaluation_start(self) -> None:
         """Begin one pass over evaluation loaders, which are set up."""
 

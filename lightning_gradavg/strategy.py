@@ -33,7 +33,7 @@ from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.checkpoints import WholeCheckpoints, whole_checkpoint
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.faults.nonfinite import NonFinite, refuse_unjudged
-from lightning_gradavg.faults.part import Faults
+from lightning_gradavg.faults.part import faults_of
 from lightning_gradavg.fingerprint import combined, state_digests
 from lightning_gradavg.launch import plain, require_alike, require_launch
 from lightning_gradavg.lightning_internals import MixedPrecision
@@ -291,7 +291,7 @@ class GradAvgStrategy(DDPStrategy):
         self._arithmetic = FixedArithmetic(replicas) if reproducible else Arithmetic()
         self._evaluation = ExactEvaluation(timeout) if options.exact_evaluation else Evaluation()
         # Without replicas DDP's next forward makes buffers alike, so after a step they may differ.
-        self._faults = Faults(check_replicas_every_n_steps, buffers=options.replicated)
+        self._faults = faults_of(check_replicas_every_n_steps, buffers=options.replicated)
         self._parts: tuple[Part, ...] = (
             self._arithmetic,
             self._reduction,

@@ -313,7 +313,6 @@ def go_on(path: str) -> Any:
 
 def launch(environment: dict[str, str], **options: Any) -> None:
     """Body: begin a run as a launcher would that started another number of processes."""
-    dist.destroy_process_group()
     os.environ.update(environment)
     Trainer(strategy=GradAvgStrategy(), accelerator="cpu", logger=False, **options).fit(Injected())
 

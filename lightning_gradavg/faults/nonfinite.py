@@ -34,6 +34,15 @@ class Verdict(NamedTuple):
     explicit: bool = False
 
 
+class _Found(NamedTuple):
+    """What a rank tells of its window: whether it is bad, its micro-batches that count, and more, as integers."""
+
+    bad: int
+    counted: int
+    without_loss: int
+    explicit: int
+
+
 class NonFinite:
     """Judges windows, once per optimizer step. The host waits for the gradients.
 
@@ -44,11 +53,13 @@ class NonFinite:
 
     def __init__(self, policy: str, tell: Callable[[str], None]) -> None:
         self.policy, self._tell = policy, tell
-        self._losses: list[Tensor | None] = []
+        self._losses: list[Tensor] = []
+        self._counted = 0
 
     def note(self, loss: Tensor | None) -> None:
         """Note the loss of a micro-batch that counts, or None where there is none."""
-        self._losses.append(None if loss is None else loss.detach())
+        self._counted += 1
+        self._losses += [] if loss is None else [loss.detach()]
 
     def judge(self, gradients: Iterable[tuple[str, Tensor]], run: Run, *, explicit: bool) -> Verdict:
         """Return what is done with the window that ends. A collective operation.
@@ -61,41 +72,38 @@ class NonFinite:
         Raises:
             RuntimeError: On all ranks, if a rank has a problem under `"raise"`.
         """
-        world = run.world
-        problem = self._problem(gradients, run.device)
-        nothing = int(problem == NO_LOSS)
-        rows = world.gather_integers([problem is not None, len(self._losses), nothing, explicit])
-        self._losses = []
-        bad = [row for row in rows if row[0]]
-        if not bad:
+        world, problem = run.world, self._problem(gradients, run.device)
+        mine = _Found(problem is not None, self._counted, problem == NO_LOSS, explicit)
+        self._losses, self._counted = [], 0
+        found = [_Found(*row) for row in world.gather_integers(mine)]
+        good = [each for each in found if not each.bad]
+        if len(good) == world.size:
             return Verdict()
         # Without a loss on any rank nothing is lost: Lightning's own way to leave a batch out.
-        if sum(row[2] for row in rows) == world.size:
+        if all(each.without_loss for each in found):
             return Verdict(skips=True)
-        found = by_value(text or "nothing" for text in world.gather_objects(problem))
-        what = f"optimizer step {run.trainer.global_step}: {found}"
+        problems = by_value(text or "nothing" for text in world.gather_objects(problem))
+        what = f"optimizer step {run.trainer.global_step}: {problems}"
         if self.policy == "raise":
             raise RuntimeError(
                 f"{what}. With nonfinite='skip_step' all ranks leave such a step out, with 'drop_rank' the rank alone."
             )
-        skips = self.policy == "skip_step" or not any(row[1] for row in rows if not row[0])
+        counted = sum(each.counted for each in good)
+        skips = self.policy == "skip_step" or counted == 0
         done = "all ranks leave the step out" if skips else "what is no number does not count"
         self._tell(f"GradAvgStrategy: {what}; nonfinite={self.policy!r}: {done}")
-        return Verdict(
-            skips=skips,
-            drops=problem is not None,
-            dropped=sum(row[1] for row in bad),
-            explicit=any(row[3] for row in rows if not row[0]),
-        )
+        dropped = sum(each.counted for each in found) - counted
+        return Verdict(skips, problem is not None, dropped, any(each.explicit for each in good))
 
     def _problem(self, gradients: Iterable[tuple[str, Tensor]], device: torch.device) -> str | None:
-        if any(loss is None for loss in self._losses):
+        if len(self._losses) < self._counted:
             return NO_LOSS
-        named = [("the loss", loss) for loss in self._losses if loss is not None]
+        named = [("the loss", loss) for loss in self._losses]
         named += [(f"the gradient of parameter {name!r}", stored(gradient)) for name, gradient in gradients]
-        finite = torch.stack([tensor.isfinite().all().to(device) for _, tensor in named]).tolist() if named else []
-        first = next((text for (text, _), fine in zip(named, finite, strict=True) if not fine), None)
-        return None if first is None else f"{first} is not finite"
+        finite = [tensor.isfinite().all().to(device) for _, tensor in named]
+        # Read in one go.
+        bad = (torch.stack(finite) if finite else torch.ones(0)).logical_not().nonzero().flatten().tolist()
+        return f"{named[bad[0]][0]} is not finite" if bad else None
 
 
 def refuse_unjudged(options: Options, given: Mapping[str, Any]) -> None:

@@ -12,32 +12,16 @@ from lightning_gradavg.faults.last_words import LastWords
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import by_value
 
-__all__ = ["Faults"]
+__all__ = ["ComparedReplicas", "Faults", "faults_of"]
 
 _RUNS = count()
 """Numbers the runs of this process, so that nobody hears what was said in an earlier one."""
 
 
 class Faults(Part):
-    """Has ranks that fail tell the others why, and compares the replicas.
+    """Has ranks that fail tell the others why, and compares where they go on from."""
 
-    They are compared when training begins, at the end of every epoch, and every so many steps.
-
-    Args:
-        check_every: Optimizer steps from one comparison to the next; None to compare nothing.
-        buffers: Whether the ranks hold the same buffers after every step.
-
-    Raises:
-        ValueError: If `check_every` is below 1.
-    """
-
-    def __init__(self, check_every: int | None, *, buffers: bool) -> None:
-        if check_every is not None and check_every < 1:
-            raise ValueError(f"check_replicas_every_n_steps must be an integer >= 1, or None, got {check_every}")
-        self._check_every, self._buffers = check_every, buffers
-        self._checked = (0, 0)
-        self._evaluated = False
-        self._last_words: LastWords | None = None
+    _last_words: LastWords | None = None
 
     def setup(self, run: Run) -> None:
         """Begin a run, in which ranks hear of each other's errors."""
@@ -49,13 +33,8 @@ class Faults(Part):
         """Tell the other ranks; return what they tell where an exchange with them broke, or None."""
         return None if self._last_words is None else self._last_words.say(exception)
 
-    @property
-    def _now(self) -> tuple[int, int]:
-        trainer = self.run.trainer
-        return trainer.current_epoch, trainer.global_step
-
     def on_train_start(self) -> None:
-        """Compare what a checkpoint or the user has set.
+        """Compare the steps that a checkpoint has set.
 
         Raises:
             RuntimeError: On all ranks, if some go on from another step: they would end apart, and be waited for.
@@ -67,14 +46,31 @@ class Faults(Part):
                 f"the ranks do not go on from one checkpoint: training begins after {found}. Give all ranks the same"
                 " ckpt_path, in a folder that all nodes see."
             )
+
+
+class ComparedReplicas(Faults):
+    """Compares the replicas, too: when training begins, at the end of every epoch, and every so many steps.
+
+    Args:
+        every: Optimizer steps from one comparison to the next.
+        buffers: Whether the ranks hold the same buffers after every step.
+    """
+
+    def __init__(self, every: int, *, buffers: bool) -> None:
+        self._every, self._buffers = every, buffers
+        self._checked = 0, 0
+        self._evaluated = False
+
+    def on_train_start(self) -> None:
+        """Compare what a checkpoint or the user has set."""
+        super().on_train_start()
         self._check()
 
     def on_train_batch_start(self) -> None:
         """Compare after an epoch, and where it is due."""
-        if self._check_every is None:
-            return
-        (epoch, step), (checked_epoch, checked_step) = self._now, self._checked
-        if epoch != checked_epoch or step - checked_step >= self._check_every:
+        epoch, step = self._checked
+        trainer = self.run.trainer
+        if trainer.current_epoch != epoch or trainer.global_step - step >= self._every:
             self._check()
         self._evaluated = False
 
@@ -88,16 +84,25 @@ class Faults(Part):
 
     def _check(self) -> None:
         run = self.run
-        if self._check_every is None or run.world.size == 1:
-            return
-        self._checked = self._now
-        require_replicas(self._tensors(run), run.ddp.process_group, run.device, self._checked[1])
+        self._checked = run.trainer.current_epoch, run.trainer.global_step
+        if run.world.size > 1:
+            require_replicas(self._tensors(run), run.ddp.process_group, run.device, run.trainer.global_step)
 
     def _tensors(self, run: Run) -> Iterator[tuple[str, Tensor]]:
-        ignored = run.ddp.parameters_to_ignore
-        for name, parameter in run.module.named_parameters():
-            if name not in ignored:
-                yield f"parameter {name!r}", parameter
-        for name, buffer in run.module.named_buffers() if self._buffers and not self._evaluated else ():
-            if name not in ignored:
-                yield f"buffer {name!r}", buffer
+        alike = self._buffers and not self._evaluated
+        kinds = [("parameter", run.module.named_parameters()), ("buffer", run.module.named_buffers())][: 1 + alike]
+        named = ((kind, *each) for kind, tensors in kinds for each in tensors)
+        return ((f"{kind} {name!r}", one) for kind, name, one in named if name not in run.ddp.parameters_to_ignore)
+
+
+def faults_of(check_every: int | None, *, buffers: bool) -> Faults:
+    """Return what watches a run, which compares the replicas unless `check_every` is None.
+
+    Raises:
+        ValueError: If it is below 1.
+    """
+    if check_every is None:
+        return Faults()
+    if check_every < 1:
+        raise ValueError(f"check_replicas_every_n_steps must be an integer >= 1, or None, got {check_every}")
+    return ComparedReplicas(check_every, buffers=buffers)
