@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.futures import Future
 
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.hooks import OwnGroups
-from lightning_gradavg.reduction.sums import SUM_DTYPES, as_real, start_sum
+from lightning_gradavg.reduction.sums import SUM_DTYPES, as_real
 from lightning_gradavg.reproducible.accumulation import ReplicaSums
 from lightning_gradavg.reproducible.tree import Fold, subtrees
 from lightning_gradavg.wire.codecs import Codec
@@ -63,7 +64,9 @@ class TreeSum:
         """Begin the sum of a bucket."""
         buffer, parameters, exchange = bucket.buffer(), bucket.parameters(), self._exchange
         if exchange is None:
-            return start_sum(self._of_rank(buffer, parameters)[0].add_(0.0), self._group)
+            total = self._of_rank(buffer, parameters)[0].add_(0.0)
+            future: Future[Any] = dist.all_reduce(total, group=self._group, async_op=True).get_future()
+            return future.then(lambda _: total)
 
         def run() -> Tensor:
             rows = self._of_rank(buffer, parameters)
