@@ -653,6 +653,7 @@ class GradAvgStrategy(DDPStrategy):
     def _start_evaluation(self) -> None:
         self._replicas.on_evaluation_start()
         self._evaluation.on_evaluation_start()
+        self._faults.on_evaluation_start()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
