@@ -102,8 +102,8 @@ class NonFinite:
         named += [(f"the gradient of parameter {name!r}", stored(gradient)) for name, gradient in gradients]
         finite = [tensor.isfinite().all().to(device) for _, tensor in named]
         # Read in one go.
-        bad = (torch.stack(finite) if finite else torch.ones(0)).logical_not().nonzero().flatten().tolist()
-        return f"{named[bad[0]][0]} is not finite" if bad else None
+        read = torch.stack(finite).tolist() if finite else []
+        return next((f"{text} is not finite" for (text, _), fine in zip(named, read, strict=True) if not fine), None)
 
 
 def refuse_unjudged(options: Options, given: Mapping[str, Any]) -> None:
