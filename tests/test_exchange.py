@@ -36,6 +36,15 @@ def test_segments_cover_a_bucket_once(size, monkeypatch):
     assert all(segment.total.shape == (1, 24) for segment in segments)
 
 
+@pytest.mark.parametrize("size", [241, 1000, 1201])
+def test_little_of_a_segment_is_padding(size, monkeypatch):
+    """A bucket that is no multiple of the longest segment is cut evenly: each part is padded to aligned rows alone."""
+    monkeypatch.setattr(exchange, "SEGMENT_BYTES", 480)  # 240 numbers
+    segments = list(of_three()._cut(torch.zeros(1, size)))
+    assert -(-size // 240) == len(segments)
+    assert sum(segment.total.numel() for segment in segments) < size + len(segments) * 3 * CODECS["bfloat16"].multiple
+
+
 def test_order_of_steps():
     """Steps come in an order that depends on their number alone: two segments between one step and the next."""
     steps: Any = ["scatter", "gather", "arrive"]

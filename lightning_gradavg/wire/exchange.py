@@ -129,12 +129,13 @@ class Exchange:
                 step(segment)
 
     def _cut(self, flat: Tensor) -> Iterator[_Segment]:
-        """Yield the segments of a bucket, all but the last of one size."""
+        """Yield the segments of a bucket, all but the last of one size: as few as may be, so that little is padding."""
         parts, multiple = self.route.parts, self._codec.multiple
         length = flat.shape[1]
         most = self._stretch * SEGMENT_BYTES // (self._codec.wire.itemsize * parts)
-        most = most if flat.device.type == "cpu" else length
-        columns = max(min(most, -(-length // parts)), 1)
+        most = max(most, 1) if flat.device.type == "cpu" else length
+        segments = max(-(-length // (parts * most)), 1)
+        columns = max(-(-length // (parts * segments)), 1)
         columns = -(-columns // multiple) * multiple
         for index, numbers in enumerate(flat.split(parts * columns, dim=1)):
             # On an accelerator torch keeps freed memory by itself.
