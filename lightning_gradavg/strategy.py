@@ -778,6 +778,9 @@ _NAMES: dict[str, dict[str, Any]] = {
     "gradavg_spawn": {"start_method": "spawn"},
     "gradavg_fork": {"start_method": "fork"},
     "gradavg_notebook": {"start_method": "fork"},
+    # Without options LightningCLI takes `--trainer.strategy=lightning_gradavg.GradAvgStrategy` for a name
+    # (https://github.com/Lightning-AI/pytorch-lightning/issues/19682), and the Trainer makes names lower case.
+    "lightning_gradavg.gradavgstrategy": {},
 }
 
 

@@ -134,7 +134,7 @@ def resolve_strategy(strategy: Any) -> DDPStrategy:
     if isinstance(strategy, str) and ":" in strategy:
         strategy = imported(strategy)()
     if isinstance(strategy, str):
-        name = "ddp" if strategy == "auto" else strategy
+        name = "ddp" if strategy == "auto" else strategy.lower()  # as the Trainer does
         if name not in StrategyRegistry:
             known = ", ".join(sorted(StrategyRegistry))
             raise ValueError(f"strategy={strategy!r} is not registered; use one of {known}")

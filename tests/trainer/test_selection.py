@@ -1,4 +1,4 @@
-"""Case 25: every way of selecting the strategy, through the real launchers, in processes of their own."""
+"""Case 25: ways of selecting the strategy, through the real launchers; tests/test_ranks_selection.py has the others."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def test_script(tmp_path, name, gradient):
     assert [pytest.approx(gradient, rel=1e-12)] * 2 == [one["gradient"] for one in ranks(tmp_path)]
 
 
-@pytest.mark.parametrize("suffix", ["yaml", "json"])
+# That JSON is YAML, too, is jsonargparse's.
+@pytest.mark.parametrize("suffix", ["yaml", pytest.param("json", marks=pytest.mark.full)])
 def test_config_with_class_path(tmp_path, suffix):
     """Case 25 (b): class path and options of a config file reach the strategy unchanged, those of DDP included."""
     strategy = {
@@ -109,17 +110,7 @@ def test_config_with_class_path(tmp_path, suffix):
         assert {"bucket_cap_mb": "7.5", "static_graph": "True"} == one["ddp"]
 
 
-def test_printed_config_round_trips(tmp_path):
-    """Case 25 (b): --print_config prints a config that prints itself, and holds every option."""
-    strategy = {"class_path": "lightning_gradavg.GradAvgStrategy", "init_args": {"reduction": "sum"}}
-    first = run(*GRADAVG, "fit", "--config", config(tmp_path, strategy), "--print_config").stdout
-    printed = yaml.safe_load(first)["trainer"]["strategy"]["init_args"]
-    assert {"reduction": "sum", "find_unused_parameters": False, "start_method": "popen"}.items() <= printed.items()
-    again = tmp_path / "again.yaml"
-    again.write_text(first)
-    assert first == run(*GRADAVG, "fit", "--config", again, "--print_config").stdout
-
-
+@pytest.mark.full  # tests/test_ranks_selection.py does so in ranks that are there
 def test_command_line_class_path(tmp_path):
     """Case 25 (d): a class path and an option on the command line, no config file for the strategy."""
     run(
@@ -137,30 +128,6 @@ def test_console_command_knows_the_names(tmp_path):
     """Case 25 (a): `gradavg fit` needs no import in user code for a name."""
     run(*GRADAVG, "fit", "--config", config(tmp_path, "gradavg_weighted"))
     assert CASE_2 == ranks(tmp_path)[0]["gradient"]
-
-
-def test_misspelt_option(tmp_path):
-    """Case 25 (c): a misspelt option ends the command with an error that contains it."""
-    strategy = {"class_path": "lightning_gradavg.GradAvgStrategy", "init_args": {"reductoin": "sum"}}
-    done = run(*GRADAVG, "fit", "--config", config(tmp_path, strategy), check=False)
-    assert done.returncode != 0
-    assert "reductoin" in done.stderr
-
-
-def test_misspelt_rule(tmp_path):
-    """A misspelt rule ends the command with an error that contains it and lists the rules."""
-    done = run(
-        *GRADAVG,
-        "fit",
-        "--config",
-        config(tmp_path, "auto"),
-        "--trainer.strategy=lightning_gradavg.GradAvgStrategy",
-        "--trainer.strategy.reduction=avg",
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "avg" in done.stderr
-    assert "weighted_mean" in done.stderr
 
 
 def test_pytorch_lightning_says_which_package_is_needed():
