@@ -1,0 +1,77 @@
+"""How are two terms of a loss averaged, the one over images and the other over the boxes in them?
+
+`python examples/detection.py` trains on two processes, on images with 0 to 5 boxes, and compares the weights with those
+of a plain PyTorch loop over the same global batches on one process.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, smooth_l1_loss
+from torch.utils.data import DataLoader
+
+from lightning_gradavg import GradAvgStrategy
+
+EPOCHS = 3
+QUIET: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Detector(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.classify, self.locate = nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(16, 4)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, dict[str, Any]]:
+        images, classes, boxes, image_of_box = batch
+        features = self.body(images).tanh()
+        # A sum over max(n, 1): the mean over no box would be NaN.
+        box = smooth_l1_loss(self.locate(features[image_of_box]), boxes, reduction="sum") / max(len(boxes), 1)
+        return {
+            "loss": {"class": cross_entropy(self.classify(features), classes), "box": box},
+            "weight": {"class": len(images), "box": len(boxes)},  # each term is divided by its own count of all ranks
+        }
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rand = partial(torch.rand, generator=torch.Generator().manual_seed(1))
+        data: Any = [(rand(8), index % 3, rand(index % 6, 4)) for index in range(22)]
+        return DataLoader(data, batch_size=4, collate_fn=collate)
+
+
+def collate(samples: list[tuple[Tensor, int, Tensor]]) -> Batch:
+    images, classes, boxes = zip(*samples, strict=True)
+    image_of_box = [index for index, of_image in enumerate(boxes) for _ in of_image]
+    return torch.stack(images), torch.tensor(classes), torch.cat(boxes), torch.tensor(image_of_box, dtype=torch.long)
+
+
+def on_one_process() -> Detector:
+    model = Detector()
+    optimizer: torch.optim.Optimizer = model.configure_optimizers()
+    for _ in range(EPOCHS):
+        for index, batch in enumerate(model.train_dataloader()):
+            optimizer.zero_grad()
+            sum(model.training_step(batch, index)["loss"].values()).backward()
+            optimizer.step()
+    return model
+
+
+def main() -> None:
+    model = Detector()
+    strategy = GradAvgStrategy(reduction="weighted_mean", split_batches=True)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=EPOCHS, **QUIET)
+    trainer.fit(model)
+    if trainer.is_global_zero:
+        pairs = zip(model.parameters(), on_one_process().parameters(), strict=True)
+        difference = max((mine - one).abs().max().item() for mine, one in pairs)
+        print(f"{trainer.world_size} processes: largest difference to one process {difference:.1e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Every example that examples/README.md lists runs on two ranks, and what it claims is true."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from lightning_gradavg.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+# Those that compare trained weights with one process.
+TRAINING = ["swap_in_one_line", "token_weighted", "contrastive", "detection", "gan"]
+EVALUATED = [
+    ("ddp, 2 processes", "0.250000", "12"),
+    ("GradAvgStrategy, 2 processes", "0.272727", "11"),
+    ("without processes", "0.272727", "11"),
+]
+
+
+def ran(name):
+    """Body: run an example, whose Trainer takes these ranks for its processes, and return what it prints."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        importlib.import_module(f"examples.{name}").main()
+    return dist.get_rank(), dist.get_world_size(), printed.getvalue()
+
+
+def printed_by(world, name):
+    """Return what rank 0 printed; the other rank took part, and printed nothing."""
+    (*first, printed), second = world(2).run(ran, name)
+    assert [[0, 2], (1, 2, "")] == [first, second]
+    return printed
+
+
+def started(*command, folder):
+    """Return what a command printed that starts two processes as a user does."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *command]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def differences(printed):
+    """Return the largest difference to one process by the run that has it."""
+    found = re.findall(r"^(.*2 processes): largest difference to one process (\S+)$", printed, re.MULTILINE)
+    return {run: float(difference) for run, difference in found}
+
+
+def assert_trained_as_one_process(name, printed):
+    """Two ranks have the weights of a plain loop on one process, up to rounding; stock DDP has others."""
+    found = differences(printed)
+    assert found.pop("ddp, 2 processes", 1.0) > 1e-2
+    assert ["GradAvgStrategy, 2 processes" if name == "swap_in_one_line" else "2 processes"] == list(found)
+    assert all(difference < 1e-6 for difference in found.values())
+
+
+def evaluated(printed):
+    return re.findall(r"^(.*): accuracy (\S+) of (\d+) samples$", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_weights_are_those_of_one_process(world, name):
+    """After training, two ranks have the weights of a plain loop on one process, up to rounding."""
+    assert_trained_as_one_process(name, printed_by(world, name))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Using `DistributedSampler` with the dataloaders"
+)  # of stock DDP, which repeats some
+def test_every_sample_is_evaluated_once(world):
+    """The metric is that of the 11 samples, where stock DDP evaluates 12."""
+    assert EVALUATED == evaluated(printed_by(world, "evaluation"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*TRAINING, "evaluation"])
+def test_as_a_script(tmp_path, name):
+    """Started as a script, which starts the second process by itself, an example says the same."""
+    printed = started(EXAMPLES / f"{name}.py", folder=tmp_path)
+    if name == "evaluation":
+        assert EVALUATED == evaluated(printed)
+    else:
+        assert_trained_as_one_process(name, printed)
+
+
+# LightningCLI of lightning 2.6 calls an old API of jsonargparse 4.53.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_config_can_be_read(capsys):
+    """The options of the config file are those of the strategy, the model and the callback."""
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--config", str(EXAMPLES / "config.yaml"), "--print_config"])
+    assert 0 == ended.value.code
+    trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert ("weighted_mean", True) == tuple(trainer["strategy"]["init_args"][n] for n in ("reduction", "split_batches"))
+
+
+@pytest.mark.full
+def test_a_config_alone_trains_and_proves(tmp_path):
+    """`gradavg fit` trains what the config file says on two ranks, and its callback finds the steps of one process."""
+    printed = started("-m", "lightning_gradavg", "fit", "--config", EXAMPLES / "config.yaml", folder=tmp_path)
+    assert "EQUAL: every step is that of one process." in printed
+    assert "GradAvgStrategy, reduction 'weighted_mean', 2 ranks, 3 optimizer steps" in " ".join(printed.split())
+
+
+def test_every_example_is_listed_and_short():
+    """examples/README.md names every file of the folder, and an example that it lists has less than 80 lines."""
+    text = (EXAMPLES / "README.md").read_text()
+    there = {path.name for path in EXAMPLES.iterdir()} - {"__init__.py", "__pycache__", "README.md"}
+    assert there <= set(re.findall(r"\]\((\S+)\)", text))
+    listed = [EXAMPLES / name for name in re.findall(r"^\| \[(\S+\.py)\]", text, re.MULTILINE)]
+    lines = {path.stem: len(path.read_text().splitlines()) for path in listed if path.exists()}
+    assert {*TRAINING, "evaluation"} <= lines.keys()
+    assert {} == {name: count for name, count in lines.items() if count >= 80}
