@@ -11,9 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch.distributed as dist
 import yaml
+from nbclient import NotebookClient
 
 from lightning_gradavg.cli import main
 
@@ -112,6 +114,37 @@ def test_a_config_alone_trains_and_proves(tmp_path):
     printed = started("-m", "lightning_gradavg", "fit", "--config", EXAMPLES / "config.yaml", folder=tmp_path)
     assert "EQUAL: every step is that of one process." in printed
     assert "GradAvgStrategy, reduction 'weighted_mean', 2 ranks, 3 optimizer steps" in " ".join(printed.split())
+
+
+def assert_shows(notebook):
+    """The notebook has its picture, and differences that are rounding where GradAvg weighs, and not in stock DDP."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    printed = "".join(output.get("text", "") for output in outputs)
+    found = re.findall(r"^(.*): relative difference of the weights to one process (\S+)$", printed, re.MULTILINE)
+    rounding, *stock, weighted = [float(difference) for _, difference in found]
+    assert ["stock DDP, 2 processes", "gradavg_notebook, 2 processes"] == [name for name, _ in found[1:3]]
+    assert "gradavg_notebook without options, and stock DDP: the same bits" in printed
+    assert max(rounding, weighted) < 1e-5
+    assert min(stock) > 1e-3
+    assert 1 == sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def test_the_notebook_has_its_outputs():
+    """The notebook is committed as it ran."""
+    assert_shows(nbformat.read(EXAMPLES / "demo.ipynb", as_version=4))
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # of Jupyter: its sockets are not encrypted, its event loop is closed late
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """The notebook runs from top to bottom, in forked processes, and shows what it did."""
+    for name, value in {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(EXAMPLES / "demo.ipynb", as_version=4)
+    for cell in notebook.cells:
+        cell.get("outputs", []).clear()
+    NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert_shows(notebook)
 
 
 def test_every_example_is_listed_and_short():
