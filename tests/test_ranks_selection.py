@@ -80,14 +80,14 @@ def from_command_line(command: str, arguments: list[str]) -> Any:
         main(arguments)
     else:
         with mock.patch.object(sys, "argv", ["job.py", *arguments]):
-            LightningCLI()
+            LightningCLI(save_config_callback=None)
     return seen(Job.trained)
 
 
 def options(strategy: Any, folder: Any) -> list[str]:
     """Return the Trainer's options for a command line, the strategy in a config file."""
     file = folder / "config.yaml"
-    trainer = {**TRAINER, "strategy": strategy, "default_root_dir": str(folder / "run")}
+    trainer = {**TRAINER, "strategy": strategy, "default_root_dir": str(folder)}
     file.write_text(yaml.safe_dump({"seed_everything": 1, "trainer": trainer}))
     return ["--config", str(file)]
 
@@ -108,7 +108,10 @@ def test_a_class_path_with_an_option(world, tmp_path):
 def test_a_config_file(world, tmp_path):
     """Case 25 (b): class path and options of a config file reach the strategy unchanged, those of DDP included."""
     given = options({"class_path": STRATEGY, "init_args": OPTIONS}, tmp_path)
+    before = (tmp_path / "config.yaml").read_bytes()
     assert_trained(world(2).run(from_command_line, "gradavg", given), GIVEN, 7.5)
+    # Without a logger LightningCLI saves its own in the folder where the run begins.
+    assert before == (tmp_path / "config.yaml").read_bytes()
 
 
 def test_the_printed_config_is_the_config(tmp_path, capsys):

@@ -9,7 +9,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 __all__ = ["in_one_line", "main"]
@@ -40,6 +41,14 @@ class _Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         self.exit(2, f"{self.prog.split(' [')[0]}: error: {in_one_line(message)}\n")
+
+
+class _SavedConfig(SaveConfigCallback):
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Without a logger it would be written to the working folder, over the config.yaml that was given, and refused.
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
 
 
 class _CommandLine(LightningCLI):
@@ -77,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
     given, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
-        _CommandLine(parser_kwargs={"prog": "gradavg"})
+        _CommandLine(save_config_callback=_SavedConfig, parser_kwargs={"prog": "gradavg"})
     finally:
         sys.argv = given
     return 0
