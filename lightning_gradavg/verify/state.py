@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_gradavg.device import bits
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state
 from lightning_gradavg.tree import batch_samples, is_array, leaves, mapped, rebuilt, slice_batch
 
@@ -156,10 +157,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return NotImplemented
-        dense = (value.to_dense() if value.layout != torch.strided else value).detach().cpu().contiguous()
-        # NumPy has no bfloat16; its bytes are the same.
-        elements = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-        return str, (f"{dense.dtype}{tuple(dense.shape)}", elements)
+        return str, (f"{value.dtype}{tuple(value.shape)}", bytes(bits(value)))
 
 
 class _Hash:
