@@ -622,9 +622,8 @@ class GradAvgStrategy(DDPStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
-            self._reduction.note_step(optimizer)
+        if self._reduction.manual is not None:
+            self._reduction.manual.note_step(optimizer)
         step = super().optimizer_step
         return self._rates.optimizer_step(optimizer, lambda: step(optimizer, closure, model, **kwargs))
 
