@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["HostCopy", "Tally", "bits", "current_stream", "new_stream", "on_device", "within"]
+__all__ = ["HostCopy", "Tally", "current_stream", "new_stream", "on_device", "within"]
 
 _ON_HOST = ("cpu", "meta")
 
@@ -21,12 +21,6 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type in _ON_HOST or tensor.device.type not in _ON_HOST:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def bits(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor's elements, of any type, layout and device: what a digest of it reads."""
-    flat = tensor.detach().to_dense().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    return flat.view(torch.uint8).numpy().data  # as bytes, because NumPy has no bfloat16
 
 
 class HostCopy:

@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gradavg.device import bits
-from lightning_gradavg.tree import leaves
+from lightning_gradavg.tree import bits, leaves
 
 __all__ = ["Parting", "StateLog", "combined", "parting_of", "state_digests"]
 

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gradavg.batches.part import ReplicaSlice
-from lightning_gradavg.device import bits
 from lightning_gradavg.lightning_internals import broadcast_from_first, versions_of
 from lightning_gradavg.ranks import World
 from lightning_gradavg.replicas.batch_norm import not_counted
 from lightning_gradavg.replicas.log import ReplicaLog, metrics_kept, without_traces
 from lightning_gradavg.replicas.random_streams import ReplicaStreams
+from lightning_gradavg.tree import bits
 
 __all__ = ["ReplicaState"]
 
@@ -217,7 +217,11 @@ class ReplicaState:
     def _require_alike(self, written: Mapping[int | None, Buffers]) -> None:
         """Raise, on all ranks, if ranks have written different numbers; a stand-in's do not count."""
         counted = [buffers for replica, buffers in written.items() if replica is not None]
-        mine = [(label, blake2b(bits(buffer), digest_size=8).digest()) for buffers in counted for label, buffer in buffers.items()]
+        mine = [
+            (label, blake2b(bits(buffer), digest_size=8).digest())
+            for buffers in counted
+            for label, buffer in buffers.items()
+        ]
         found = Counter(label for label, _ in set(chain.from_iterable(self._world.gather_objects(mine))))
         different = [label for label in self._buffers() if found[label] > 1]
         if different:
