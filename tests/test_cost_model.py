@@ -398,6 +398,9 @@ def test_errors_of_the_documentation(nodes: str, error: float):
     (measured,) = json.loads((RESULTS / f"nodes{nodes}.json").read_text("utf-8"))["models"]
     found = {one.name: one.error for one in compare(measured, Links.load(RESULTS / f"links{nodes}.json"))}
     assert error == round(100 * found["DDP"], 1)
+    page = (RESULTS.parent / "README.md").read_text("utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith("| DDP | +")]
+    assert f" {error:+.1f} % |" in row
 
 
 @pytest.mark.parametrize(
