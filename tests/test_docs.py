@@ -86,11 +86,11 @@ def test_python_blocks_run(page: Path, block: Block, tmp_path: Path) -> None:
     # Empty lines keep the line numbers of the page in a traceback.
     script.write_text("\n" * (block.line - 1) + block.text, "utf-8")
 
-    assert (0, "") == run(script), f"{page.relative_to(ROOT)}:{block.line}"
+    run(script, f"{page.relative_to(ROOT)}:{block.line}")
 
 
-def run(script: Path) -> tuple[int | None, str]:
-    """Return the exit code of a script that runs in a process of its own, and if that is not 0 what it printed."""
+def run(script: Path, name: str) -> None:
+    """Run a script to its end in a process of its own, and fail with what it printed if it fails."""
     ensure_forkserver()
     output = script.with_name("output.txt")
     process = get_context("forkserver").Process(target=run_as_main, args=(script, output))
@@ -98,7 +98,8 @@ def run(script: Path) -> tuple[int | None, str]:
     process.join(110)
     process.kill()
     process.join()
-    return process.exitcode, output.read_text("utf-8") if process.exitcode else ""
+
+    assert process.exitcode == 0, f"{name}\n{output.read_text('utf-8')}"
 
 
 def run_as_main(script: Path, output: Path) -> None:
@@ -118,8 +119,17 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     options = ["--fail-on-warning", "--keep-going", "--quiet", str(ROOT / "docs"), str(tmp_path / "site")]
     script.write_text(f"from sphinx.cmd.build import main\nraise SystemExit(main({options!r}))\n", "utf-8")
 
-    assert (0, "") == run(script)
+    run(script, "sphinx-build")
     assert (tmp_path / "site" / "index.html").exists()
+
+
+def test_diagrams_are_what_their_script_draws() -> None:
+    """Every SVG in docs/images is written by `python docs/diagrams.py`, as it stands there."""
+    pictures = runpy.run_path(str(ROOT / "docs" / "diagrams.py"))["PICTURES"]
+
+    assert {name: draw() for name, draw in pictures.items()} == {
+        path.name: path.read_text("utf-8") for path in (ROOT / "docs" / "images").glob("*.svg")
+    }
 
 
 def test_the_reference_is_the_public_interface() -> None:
