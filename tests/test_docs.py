@@ -7,13 +7,17 @@ import re
 import runpy
 import sys
 from dataclasses import dataclass
+from inspect import signature
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.strategies import StrategyRegistry
 from ranks import ensure_forkserver
 
 import lightning_gradavg
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.rules import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))]
@@ -137,6 +141,17 @@ def test_the_reference_is_the_public_interface() -> None:
     page = (ROOT / "docs" / "api.md").read_text("utf-8")
 
     assert set(lightning_gradavg.__all__) <= set(re.findall(r"^\.\. auto\w+:: (\w+)$", page, re.MULTILINE))
+
+
+def test_the_readme_names_what_there_is() -> None:
+    """The README's table of rules is that of the package, and so are the names of strategies and the options."""
+    page = (ROOT / "README.md").read_text("utf-8")
+    rows = re.findall(r'^\| `"(\w+)"`', page, re.MULTILINE)
+    options = set(re.findall(r"`(\w+)=[^`]+`", page)) - {"reduction"}
+
+    assert list(RULES) == rows
+    assert {name for name in StrategyRegistry if name.startswith("gradavg")} == set(re.findall(r"`(gradavg\w*)`", page))
+    assert set() < options <= set(signature(GradAvgStrategy).parameters)
 
 
 def test_the_readme_has_python_blocks() -> None:
