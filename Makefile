@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all lint format demo gpu clean
+.PHONY: help setup test test-all lint format docs demo gpu clean
 .DELETE_ON_ERROR:
 
 help:  ## Show this list
@@ -39,6 +39,9 @@ format: $(READY)  ## Fix what ruff can fix, and format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: $(READY)  ## Build the documentation site, docs/_build/index.html, with warnings as errors
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build
+
 demo: $(READY)  ## Train for real, print and plot the comparison; output in demo_output/
 	$(BIN)/python -m examples.demo
 	$(BIN)/python -m examples.same_bits
@@ -47,5 +50,5 @@ gpu: $(READY)  ## Run every path on CUDA and NCCL, on the one GPU of this machin
 	$(BIN)/python -m tests.gpu
 
 clean:  ## Remove .venv, caches and output
-	rm -rf $(VENV) dist demo_output .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) dist demo_output docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

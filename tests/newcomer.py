@@ -157,7 +157,7 @@ WAYS = (
     ),
     Way(
         "Hydra",
-        (),
+        (_TARGET,),
         "python train.py",
         "weighted_mean",
         {

@@ -7,14 +7,20 @@ import re
 import runpy
 import sys
 from dataclasses import dataclass
+from inspect import signature
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.strategies import StrategyRegistry
 from ranks import ensure_forkserver
 
+import lightning_gradavg
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.rules import RULES
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))]
 TOLD = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 # What pyproject.toml puts into the source distribution, beside itself and the license.
 SHIPPED = set(re.findall(r'"/([\w.]+)"', (ROOT / "pyproject.toml").read_text("utf-8")))
@@ -83,15 +89,21 @@ def test_python_blocks_run(page: Path, block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     # Empty lines keep the line numbers of the page in a traceback.
     script.write_text("\n" * (block.line - 1) + block.text, "utf-8")
+
+    run(script, f"{page.relative_to(ROOT)}:{block.line}")
+
+
+def run(script: Path, name: str) -> None:
+    """Run a script to its end in a process of its own, and fail with what it printed if it fails."""
     ensure_forkserver()
-    output = tmp_path / "output.txt"
+    output = script.with_name("output.txt")
     process = get_context("forkserver").Process(target=run_as_main, args=(script, output))
     process.start()
     process.join(110)
     process.kill()
     process.join()
 
-    assert process.exitcode == 0, f"{page.relative_to(ROOT)}:{block.line}\n{output.read_text('utf-8')}"
+    assert process.exitcode == 0, f"{name}\n{output.read_text('utf-8')}"
 
 
 def run_as_main(script: Path, output: Path) -> None:
@@ -103,6 +115,43 @@ def run_as_main(script: Path, output: Path) -> None:
     os.environ.update({"MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)})
     sys.argv[:], sys.path[0] = [str(script)], str(script.parent)
     runpy.run_path(str(script), run_name="__main__")
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Every page is reached, every link and every name of the reference resolves, and no markup is broken."""
+    script = tmp_path / "build.py"
+    options = ["--fail-on-warning", "--keep-going", "--quiet", str(ROOT / "docs"), str(tmp_path / "site")]
+    script.write_text(f"from sphinx.cmd.build import main\nraise SystemExit(main({options!r}))\n", "utf-8")
+
+    run(script, "sphinx-build")
+    assert (tmp_path / "site" / "index.html").exists()
+
+
+def test_diagrams_are_what_their_script_draws() -> None:
+    """`python docs/diagrams.py` writes them as they stand in docs/images; a test of the cost model draws the other."""
+    pictures = runpy.run_path(str(ROOT / "docs" / "diagrams.py"))["PICTURES"]
+
+    assert {name: draw() for name, draw in pictures.items()} == {
+        path.name: path.read_text("utf-8") for path in (ROOT / "docs" / "images").glob("averaging_*.svg")
+    }
+
+
+def test_the_reference_is_the_public_interface() -> None:
+    """docs/api.md describes every name of `from lightning_gradavg import *`."""
+    page = (ROOT / "docs" / "api.md").read_text("utf-8")
+
+    assert set(lightning_gradavg.__all__) <= set(re.findall(r"^\.\. auto\w+:: (\w+)$", page, re.MULTILINE))
+
+
+def test_the_readme_names_what_there_is() -> None:
+    """The README's table of rules is that of the package, and so are the names of strategies and the options."""
+    page = (ROOT / "README.md").read_text("utf-8")
+    rows = re.findall(r'^\| `"(\w+)"`', page, re.MULTILINE)
+    options = set(re.findall(r"`(\w+)=[^`]+`", page)) - {"reduction"}
+
+    assert list(RULES) == rows
+    assert {name for name in StrategyRegistry if name.startswith("gradavg")} == set(re.findall(r"`(gradavg\w*)`", page))
+    assert set() < options <= set(signature(GradAvgStrategy).parameters)
 
 
 def test_the_readme_has_python_blocks() -> None:

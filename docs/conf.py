@@ -1,0 +1,58 @@
+"""Settings of the documentation site: `make docs` builds it, `tests/test_docs.py` holds it to no warning."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning_gradavg
+
+project = "lightning-gradavg"
+author = "The authors of lightning-gradavg"
+version = release = lightning_gradavg.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"{project} {version}"
+html_copy_source = False
+
+myst_heading_anchors = 3
+
+default_role = "code"  # docstrings are read in editors, too, and mark code by single backticks
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_format = "fully-qualified"  # the short form leaves a `~` before names within a union
+autodoc_typehints_description_target = "documented"
+napoleon_use_ivar = True  # `Attributes:` as a list of fields, without an entry of its own for each
+add_module_names = False
+
+nitpicky = True
+# No inventory of another project is fetched: the site builds without a network.
+nitpick_ignore_regex = [("py:.*", r"(?!lightning_gradavg).*"), ("py:.*", r"lightning_gradavg\.(?!\w+$).*")]
+
+
+def link_pages(app: Any, what: str, name: str, subject: Any, options: Any, lines: list[str]) -> None:
+    """Turn `docs/page.md` in a docstring into a link."""
+    lines[:] = [re.sub(r"`{0,2}docs/(\w+)\.md`{0,2}", r":doc:`\1`", line) for line in lines]
+
+
+def offer_files(app: Any, page: str, source: list[str]) -> None:
+    """Turn links to Markdown files that are no pages, as `../CHANGELOG.md`, into downloads."""
+    source[0] = re.sub(r"\[`?([^]`]+)`?]\((\.\./[^)#\s]+\.md)(#[^)]*)?\)", r"{download}`\1 <\2>`", source[0])
+
+
+def leave_out_unwritten(app: Any, page: str, source: list[str]) -> None:
+    """Leave those pages out of index.md that are written elsewhere at the moment; goes when all are there."""
+    if page == "index":
+        lines = source[0].splitlines()
+        source[0] = "\n".join(
+            line for line in lines if not line.isidentifier() or Path(app.srcdir, f"{line}.md").exists()
+        )
+
+
+def setup(app: Any) -> None:
+    """Connect to Sphinx."""
+    app.connect("source-read", leave_out_unwritten)
+    app.connect("source-read", offer_files)
+    app.connect("autodoc-process-docstring", link_pages)
+    app.connect("autodoc-process-docstring", link_pages)
