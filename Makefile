@@ -44,7 +44,7 @@ docs: $(READY)  ## Build the documentation site, docs/_build/index.html, with wa
 
 demo: $(READY)  ## Train for real, print and plot the comparison; output in demo_output/
 	$(BIN)/python -m examples.demo
-	$(BIN)/python -m examples.same_bits
+	$(BIN)/python -m examples.demo.same_bits
 
 gpu: $(READY)  ## Run every path on CUDA and NCCL, on the one GPU of this machine; see docs/accelerators.md
 	$(BIN)/python -m tests.gpu

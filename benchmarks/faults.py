@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from benchmarks.monitor import Rounds, batches, report
-from examples.text import ByteLanguageModel
-from examples.training import close_process_group
+from examples.demo.text import ByteLanguageModel
+from examples.demo.training import close_process_group
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.device import Tally
 from lightning_gradavg.faults.part import ComparedReplicas

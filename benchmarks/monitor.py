@@ -21,8 +21,8 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from examples.text import ByteLanguageModel, DocstringData, collate
-from examples.training import close_process_group
+from examples.demo.text import ByteLanguageModel, DocstringData, collate
+from examples.demo.training import close_process_group
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 
 __all__ = ["Rounds", "batches", "main", "report"]

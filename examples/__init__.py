@@ -1,1 +1,1 @@
-"""Runnable examples, and the demo that compares stock DDP and GradAvg with one process."""
+"""Examples to copy, and the demo that compares stock DDP and GradAvg with one process."""

@@ -14,8 +14,8 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from examples.text import ByteLanguageModel, DocstringData, collate
-from examples.training import close_process_group
+from examples.demo.text import ByteLanguageModel, DocstringData, collate
+from examples.demo.training import close_process_group
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 
 

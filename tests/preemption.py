@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import make_trainer
 from torch.utils.data import DataLoader
 
-from examples.text import ByteLanguageModel, DocstringData, collate
+from examples.demo.text import ByteLanguageModel, DocstringData, collate
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.fingerprint import state_digests
 

@@ -17,7 +17,7 @@ from ranks import make_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from examples.digits import NUM_TRAIN, DigitsClassifier, DigitsData
+from examples.demo.digits import NUM_TRAIN, DigitsClassifier, DigitsData
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, GradientNoiseScale
 from lightning_gradavg.report.noise import GradientSpread, estimate_noise, linear_scaling_limit, optimal_lr_ratio
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from examples.digits import DigitsClassifier, DigitsData, collate
+from examples.demo.digits import DigitsClassifier, DigitsData, collate
 from lightning_gradavg import GradAvgStrategy
 
 DTYPES = {"float32": (torch.float32, 1e-6), "float64": (torch.float64, 1e-12)}

@@ -12,7 +12,7 @@ from lightning.pytorch import seed_everything
 from ranks import make_trainer
 from torch.utils.data import DataLoader
 
-from examples import digits, text
+from examples.demo import digits, text
 from lightning_gradavg import GradAvgStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning")

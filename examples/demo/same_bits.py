@@ -1,4 +1,4 @@
-"""Train the language model with `reproducible=True` on 1, 2 and 4 processes: `python -m examples.same_bits`.
+"""Train the language model with `reproducible=True` on 1, 2 and 4 processes: `python -m examples.demo.same_bits`.
 
 One line is printed: the SHA-256 of the trained weights, which must be the same on any number of processes.
 """
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 
-from examples.demo import REPOSITORY, TIMEOUT, RunFailedError, started, tail
-from examples.global_batches import global_batch_loader
-from examples.text import ByteLanguageModel, DocstringData, collate
-from examples.training import close_process_group
+from examples.demo.global_batches import global_batch_loader
+from examples.demo.runs import REPOSITORY, TIMEOUT, RunFailedError, started, tail
+from examples.demo.text import ByteLanguageModel, DocstringData, collate
+from examples.demo.training import close_process_group
 from lightning_gradavg import GradAvgStrategy
 
 __all__ = ["line", "main", "sha_of_weights"]
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shas = {}
     for devices in options.worlds:
         path, log = (options.output.resolve() / f"same_bits_{devices}.{kind}" for kind in ("sha", "log"))
-        command = [sys.executable, "-m", "examples.same_bits", "--devices", str(devices)]
+        command = [sys.executable, "-m", "examples.demo.same_bits", "--devices", str(devices)]
         with started([*command, "--samples", str(options.samples), "--output", str(path)], log) as process:
             if process.wait(TIMEOUT) != 0:
                 raise RunFailedError(f"{devices} processes: exit status {process.returncode}.\n{tail(log)}")

@@ -1,4 +1,4 @@
-"""A byte-level language model on Python's own documentation: `python -m examples.text --devices 2 --strategy gradavg`.
+"""A byte-level language model on Python's documentation: `python -m examples.demo.text --devices 2 --strategy gradavg`.
 
 The text is the docstrings of the standard library that runs this script. They are of very different lengths, so two
 ranks with the same number of docstrings have different numbers of tokens, and a mean of the ranks' means is not the
@@ -19,8 +19,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from examples.global_batches import global_batch_loader
-from examples.training import Task, main
+from examples.demo.global_batches import global_batch_loader
+from examples.demo.training import Task, main
 
 __all__ = ["TASK", "ByteLanguageModel", "DocstringData", "docstrings"]
 

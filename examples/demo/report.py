@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from examples.comparison import TOLERANCE, Comparison, TaskResult, losses_difference
+from examples.demo.comparison import TOLERANCE, Comparison, TaskResult, losses_difference
 
 __all__ = ["final_loss", "json_safe", "make_table", "save_json", "save_plot"]
 

@@ -1,6 +1,6 @@
 """Train every task of the demo in one configuration and save what the demo compares.
 
-`python -m examples.run_one --strategy ddp --devices 2 --output FOLDER` is one configuration, on two processes.
+`python -m examples.demo.run_one --strategy ddp --devices 2 --output FOLDER` is one configuration, on two processes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 
-from examples import digits, text
-from examples.training import STRATEGIES, Task, close_process_group, train
+from examples.demo import digits, text
+from examples.demo.training import STRATEGIES, Task, close_process_group, train
 
 __all__ = ["LossCurve", "ProgressFile", "ReversedSamples", "tasks"]
 

@@ -1,6 +1,7 @@
 """Train the demo's tasks with every way of sending gradients, on one number of processes.
 
-`python -m examples.convergence_run --devices 2 --output FOLDER` is one number of processes of `examples.convergence`.
+`python -m examples.demo.convergence_run --devices 2 --output FOLDER` is one number of processes of
+`examples.demo.convergence`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from examples import digits, text
-from examples.comparison import weights_difference
-from examples.run_one import LossCurve, ReversedSamples
-from examples.training import Task, close_process_group
+from examples.demo import digits, text
+from examples.demo.comparison import weights_difference
+from examples.demo.run_one import LossCurve, ReversedSamples
+from examples.demo.training import Task, close_process_group
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.wire import exchange
 

@@ -19,13 +19,13 @@ from rich.progress import Progress
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, SequentialSampler
 
-from examples import convergence, demo, digits, same_bits, text
-from examples.comparison import Comparison, TaskResult, compare, losses_difference, weights_difference
-from examples.convergence_run import WAYS, Outcome, SentBytes
-from examples.global_batches import GlobalBatchSampler, ShuffleSampler, chunk_of_rank, global_batch_loader
-from examples.report import final_loss, make_table, save_json, save_plot
-from examples.run_one import LossCurve, ProgressFile, ReversedSamples, tasks
-from examples.training import make_strategy, train
+from examples.demo import convergence, digits, runs, same_bits, text
+from examples.demo.comparison import Comparison, TaskResult, compare, losses_difference, weights_difference
+from examples.demo.convergence_run import WAYS, Outcome, SentBytes
+from examples.demo.global_batches import GlobalBatchSampler, ShuffleSampler, chunk_of_rank, global_batch_loader
+from examples.demo.report import final_loss, make_table, save_json, save_plot
+from examples.demo.run_one import LossCurve, ProgressFile, ReversedSamples, tasks
+from examples.demo.training import make_strategy, train
 from lightning_gradavg import GradAvgStrategy
 
 WORLDS = [1, 2, 3, 4, 5]
@@ -317,7 +317,7 @@ def made_up_results(difference):
             )
             for task in ("digits", "text")
         }
-        for configuration in demo.configurations([2])
+        for configuration in runs.configurations([2])
     }
 
 
@@ -325,9 +325,9 @@ def made_up_results(difference):
 def test_the_exit_status_says_whether_gradavg_matches(difference, status, monkeypatch, tmp_path, capsys):
     """The demo fails if GradAvg differs by more than 1e-5, whatever stock DDP does, and names the run and the task."""
     results = made_up_results(difference)
-    monkeypatch.setattr(demo, "run", lambda configuration, *_, **__: results[configuration.name])
+    monkeypatch.setattr(runs, "run", lambda configuration, *_, **__: results[configuration.name])
 
-    assert status == demo.main(["--worlds", "2", "--output", str(tmp_path)])
+    assert status == runs.main(["--worlds", "2", "--output", str(tmp_path)])
     printed = " ".join(capsys.readouterr().out.split())
     failure = "Differs from one process by more than 1e-05: GradAvg, 2 processes, digits; GradAvg, 2 processes, text"
     assert bool(status) == (failure in printed)
@@ -385,7 +385,7 @@ def test_a_run_inherits_no_launcher(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "8")
     monkeypatch.setenv("OMP_NUM_THREADS", "16")
     monkeypatch.setenv("KEPT", "yes")
-    environment = demo.environment()
+    environment = runs.environment()
 
     assert {"LOCAL_RANK", "SLURM_NTASKS"}.isdisjoint(environment)
     assert ("1", "yes") == (environment["OMP_NUM_THREADS"], environment["KEPT"])
@@ -397,14 +397,14 @@ def run_broken(monkeypatch, folder, code, timeout):
     stand_in = folder / "stand_in.py"
     stand_in.write_text(f"#!{sys.executable}\n{code}\n")
     stand_in.chmod(0o755)
-    monkeypatch.setattr(demo.sys, "executable", str(stand_in))
+    monkeypatch.setattr(runs.sys, "executable", str(stand_in))
     with Progress(disable=True) as progress:
-        return demo.run(demo.configurations([2])[0], folder, progress, quick=True, timeout=timeout)
+        return runs.run(runs.configurations([2])[0], folder, progress, quick=True, timeout=timeout)
 
 
 def test_a_failed_run_shows_the_end_of_its_log(monkeypatch, tmp_path):
     """A run that fails is an error with its name, its exit status and the end of its log."""
-    with pytest.raises(demo.RunFailedError, match=r"(?s)one process: exit status 3\.\nthe reason\nThe whole log is "):
+    with pytest.raises(runs.RunFailedError, match=r"(?s)one process: exit status 3\.\nthe reason\nThe whole log is "):
         run_broken(monkeypatch, tmp_path / "a", "print('the reason'); raise SystemExit(3)", timeout=60)
 
 
@@ -413,7 +413,7 @@ def test_a_run_without_result_has_failed(monkeypatch, tmp_path):
     folder = tmp_path / "a"
     folder.mkdir()
     (folder / "results.pt").touch()
-    with pytest.raises(demo.RunFailedError, match="one process: exit status 0"):
+    with pytest.raises(runs.RunFailedError, match="one process: exit status 0"):
         run_broken(monkeypatch, folder, "", timeout=60)
 
 
@@ -429,10 +429,10 @@ pathlib.Path({str(folder / "started")!r}).touch()
 signal.pause()
 """
     popen = subprocess.Popen
-    monkeypatch.setattr(demo.subprocess, "Popen", lambda *args, **options: popen(*args, pass_fds=[write], **options))
+    monkeypatch.setattr(runs.subprocess, "Popen", lambda *args, **options: popen(*args, pass_fds=[write], **options))
     clock = SimpleNamespace(monotonic=lambda: 1000.0 if (folder / "started").exists() else 0.0)
-    monkeypatch.setattr(demo, "time", clock)
-    with pytest.raises(demo.RunFailedError, match="one process: not finished after 60 s"):
+    monkeypatch.setattr(runs, "time", clock)
+    with pytest.raises(runs.RunFailedError, match="one process: not finished after 60 s"):
         run_broken(monkeypatch, folder, code, timeout=60)
     os.close(write)
 
@@ -445,10 +445,10 @@ def test_progress_is_read_from_the_last_complete_line(tmp_path):
     marks = tmp_path / "progress"
     with Progress(disable=True) as progress:
         bar = progress.add_task("starting")
-        demo.show_progress(progress, bar, "GradAvg", marks)
+        runs.show_progress(progress, bar, "GradAvg", marks)
         assert ("starting", 0) == (progress.tasks[0].description, progress.tasks[0].completed)
         marks.write_text("digits 1 9\ndigits 2 9\ndigits 3")
-        demo.show_progress(progress, bar, "GradAvg", marks)
+        runs.show_progress(progress, bar, "GradAvg", marks)
         assert ("GradAvg: digits", 2, 9) == (
             progress.tasks[0].description,
             progress.tasks[0].completed,
@@ -493,14 +493,14 @@ def test_the_demo_runs_on_four_processes(tmp_path):
     """On real processes GradAvg is within 1e-5 of one process in both tasks, where stock DDP is far off."""
     command = [sys.executable, "-m", "examples.demo", "--quick", "--worlds", "4", "--output", str(tmp_path)]
     done = subprocess.run(
-        command, cwd=demo.REPOSITORY, env=demo.environment(), timeout=280, capture_output=True, text=True, check=False
+        command, cwd=runs.REPOSITORY, env=runs.environment(), timeout=280, capture_output=True, text=True, check=False
     )
     assert 0 == done.returncode, done.stdout + done.stderr
 
-    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
-    assert 4 == len(runs)
+    results = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert 4 == len(results)
     for task in ("digits", "text"):
-        ours, stock = runs["GradAvg, 4 processes"][task], runs["stock DDP, 4 processes"][task]
+        ours, stock = results["GradAvg, 4 processes"][task], results["stock DDP, 4 processes"][task]
         assert ours["difference_of_weights"] <= 1e-5
         assert ours["difference_of_losses"] <= 1e-5
         assert stock["difference_of_weights"] > 1e-3
@@ -627,22 +627,22 @@ def test_convergence_shows_a_failed_run(monkeypatch, tmp_path, capsys):
 @pytest.mark.timeout(200)  # 30 s on two busy cores
 def test_convergence_from_command_to_files(tmp_path):
     """A few steps on two ranks print the table, and leave every run."""
-    command = [sys.executable, "-m", "examples.convergence", "--quick", "--seeds", "1", "--worlds", "2"]
+    command = [sys.executable, "-m", "examples.demo.convergence", "--quick", "--seeds", "1", "--worlds", "2"]
     done = subprocess.run(
         [*command, "--output", str(tmp_path)],
-        cwd=demo.REPOSITORY,
-        env=demo.environment(),
+        cwd=runs.REPOSITORY,
+        env=runs.environment(),
         timeout=180,
         capture_output=True,
         text=True,
         check=False,
     )
     assert 0 == done.returncode, done.stdout + done.stderr
-    runs = json.loads((tmp_path / "convergence.json").read_text())["runs"]
+    results = json.loads((tmp_path / "convergence.json").read_text())["runs"]
     assert [(task, way.name) for task in ("digits", "text") for way in WAYS] == [
-        (run["task"], run["way"]) for run in runs
+        (run["task"], run["way"]) for run in results
     ]
-    of_digits = {run["way"]: run for run in runs if run["task"] == "digits"}
+    of_digits = {run["way"]: run for run in results if run["task"] == "digits"}
     assert of_digits["float32, reversed"]["distance"] <= 1e-5
     assert of_digits["float16"]["distance"] < of_digits["bfloat16"]["distance"]
     assert 0.5 < of_digits["bfloat16"]["bytes_per_step"] / of_digits["float32"]["bytes_per_step"] < 0.55

@@ -21,13 +21,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from examples.comparison import TOLERANCE, TaskResult, compare
-from examples.report import make_table, save_json, save_plot
-from examples.run_one import tasks
+from examples.demo.comparison import TOLERANCE, TaskResult, compare
+from examples.demo.report import make_table, save_json, save_plot
+from examples.demo.run_one import tasks
 
 __all__ = ["Configuration", "RunFailedError", "configurations", "environment", "main", "run"]
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT = 300.0
 """Seconds after which a run is taken to hang. The slowest takes about 40 on two cores."""
 
@@ -45,10 +45,10 @@ class Configuration:
 
     Attributes:
         name: What the table calls it.
-        strategy: One of `examples.training.STRATEGIES`.
+        strategy: One of `examples.demo.training.STRATEGIES`.
         devices: Number of processes.
         color: Of its line in the plot.
-        options: Further arguments of `examples.run_one`.
+        options: Further arguments of `examples.demo.run_one`.
     """
 
     name: str
@@ -115,7 +115,7 @@ def run(
     log, marks, saved = folder / "log.txt", folder / "progress", folder / "results.pt"
     for path in (marks, saved):
         path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "examples.run_one", "--strategy", configuration.strategy]
+    command = [sys.executable, "-m", "examples.demo.run_one", "--strategy", configuration.strategy]
     command += ["--devices", str(configuration.devices), "--output", str(folder), *configuration.options]
     command += ["--quick"] if quick else []
     bar = progress.add_task(f"{configuration.name}: starting", total=None)
@@ -192,7 +192,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if failed:
         console.print(f"Differs from one process by more than {TOLERANCE:.0e}: {'; '.join(failed)}", style="red")
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Handwritten digits with a small CNN: `python -m examples.digits --devices 2 --strategy gradavg`.
+"""Handwritten digits with a small CNN: `python -m examples.demo.digits --devices 2 --strategy gradavg`.
 
 The 1797 images of 8 x 8 pixels are the test part of the UCI "Optical Recognition of Handwritten Digits" set, which
 scikit-learn ships.
@@ -12,8 +12,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from examples.global_batches import global_batch_loader
-from examples.training import Task, main
+from examples.demo.global_batches import global_batch_loader
+from examples.demo.training import Task, main
 
 __all__ = ["TASK", "DigitsClassifier", "DigitsData"]
 

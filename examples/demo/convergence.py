@@ -1,4 +1,4 @@
-"""What narrow and compressed gradients do to training: `python -m examples.convergence`.
+"""What narrow and compressed gradients do to training: `python -m examples.demo.convergence`.
 
 The demo's two tasks are trained with several seeds on 2 and 4 processes, with gradients sent exactly, in every wire
 type, and by torch's bf16 and PowerSGD hooks. The table is printed, and its numbers are written to
@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from examples.convergence_run import OUTCOMES, WAYS, Outcome, seeded_tasks
-from examples.demo import REPOSITORY, RunFailedError, started, tail
-from examples.report import json_safe
+from examples.demo.convergence_run import OUTCOMES, WAYS, Outcome, seeded_tasks
+from examples.demo.report import json_safe
+from examples.demo.runs import REPOSITORY, RunFailedError, started, tail
 
 __all__ = ["Summary", "main", "make_table", "summarize"]
 
@@ -162,7 +162,7 @@ def run(devices: int, seeds: int, folder: Path, progress: Progress, bar: TaskID,
     folder.mkdir(parents=True, exist_ok=True)
     log, saved = folder / "log.txt", folder / OUTCOMES
     saved.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "examples.convergence_run", "--devices", str(devices), "--seeds", str(seeds)]
+    command = [sys.executable, "-m", "examples.demo.convergence_run", "--devices", str(devices), "--seeds", str(seeds)]
     command += ["--output", str(folder), *(["--quick"] if quick else [])]
     before, deadline = progress.tasks[bar].completed, time.monotonic() + TIMEOUT
     with started(command, log) as process:
