@@ -1,7 +1,7 @@
 """What a training step will cost on more ranks: `python -m benchmarks.cost_model measure | predict | compare`.
 
 `measure` times the links between ranks, `predict` computes the step of up to thousands of ranks from such figures, and
-`compare` puts predictions beside results of `benchmarks.step`. `docs/cost_model.md` has the formulas.
+`compare` puts predictions beside results of `benchmarks.step`. `benchmarks/README.md` has the formulas.
 """
 
 from __future__ import annotations

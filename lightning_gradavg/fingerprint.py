@@ -10,11 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gradavg.tree import leaves
+from lightning_gradavg.tree import bits, leaves
 
 __all__ = ["Parting", "StateLog", "combined", "parting_of", "state_digests"]
 
@@ -57,9 +56,8 @@ def _digest(value: Any) -> str:
     digest = blake2b(digest_size=_SIZE)
     for place, leaf in leaves(value):
         digest.update(f"{place}{_described(leaf)};".encode())
-        if isinstance(leaf, Tensor) and leaf.numel():  # of no numbers there is no view as bytes
-            flat = leaf.detach().to_dense().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-            digest.update(flat.view(torch.uint8).numpy().data)
+        if isinstance(leaf, Tensor):
+            digest.update(bits(leaf))
     return digest.hexdigest()
 
 

@@ -208,7 +208,7 @@ class SignalHooks:
 
     `_TrainingEpochLoop._broadcast_sigterm_tensor`, `_SignalConnector._sigterm_notifier_fn` and `received_sigterm`,
     there since lightning 2.6, which blocks every rank at every batch, and `_slurm_sigusr_handler_fn`: see
-    docs/preemption.md.
+    `lightning_gradavg.termination`.
 
     Args:
         loop: The training epoch loop.

@@ -22,7 +22,7 @@ from lightning_gradavg.lightning_internals import TrainingLoop, compute_alone
 from lightning_gradavg.report.noise_scale import GradientNoiseScale
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.strategy import GradAvgStrategy
-from lightning_gradavg.tree import fingerprint
+from lightning_gradavg.tree import data_digest
 
 __all__ = ["GradAvgMonitor"]
 
@@ -232,8 +232,8 @@ class GradAvgMonitor(Callback):
 
     def _compare_data(self, strategy: GradAvgStrategy, batch: Any) -> None:
         assert self._data is not None
-        # Of tensors on an accelerator a fingerprint reads no values, which is right for every step but these.
-        digest = None if strategy.facts().samples == 0 else fingerprint(move_data_to_device(batch, "cpu"))
+        # Of tensors on an accelerator a digest reads no values, which is right for every step but these.
+        digest = None if strategy.facts().samples == 0 else data_digest(move_data_to_device(batch, "cpu"))
         if self._data.compare(digest, _group_of(strategy), strategy.root_device):
             self._data = None
             if dist.get_rank(_group_of(strategy)) == 0:

@@ -124,7 +124,7 @@ class GradAvgStrategy(DDPStrategy):
             grouping of them into nodes. It sets `equivalent_to="data_parallel"`, computes in one thread per process by
             deterministic algorithms, and sums the replicas' gradients in one order. See docs/reproducible.md.
         wire_dtype: What gradients are sent as between ranks: `"bfloat16"` or `"float16"`, half the bytes. They are
-            summed in float32, and all ranks get the same bits. None for their own type. See docs/communication.md.
+            summed in float32, and all ranks get the same bits. None for their own type. See docs/performance.md.
         wire_scope: `"all"` to use `wire_dtype` between any ranks, `"nodes"` only between nodes.
         node_aware: True for the hierarchical all-reduce, which sums within each node before anything is sent between
             nodes, False for none, None for where it pays: with nodes of equally many ranks, two or more, on gloo under
@@ -622,9 +622,8 @@ class GradAvgStrategy(DDPStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
-            self._reduction.note_step(optimizer)
+        if self._reduction.manual is not None:
+            self._reduction.manual.note_step(optimizer)
         step = super().optimizer_step
         return self._rates.optimizer_step(optimizer, lambda: step(optimizer, closure, model, **kwargs))
 

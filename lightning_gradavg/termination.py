@@ -7,6 +7,11 @@ step, at the latest the second one to begin after the signal, whichever rank rec
 
 Of SLURM's signal to be queued again, Lightning has every rank write a checkpoint in its signal handler, for which the
 ranks wait for each other wherever they are. Here they do so together, in the same way.
+
+For upstream, where this belongs: `_TrainingEpochLoop.advance` reads its flag with `.item()`, on CUDA a wait for all
+that is queued, and `_SignalConnector._sigterm_notifier_fn` broadcasts from rank 0 in the handler of whatever rank got
+the signal, which there meets another collective. The handler should set a flag alone, `advance` start an asynchronous
+all-reduce of it and read that of the batch before, and `on_advance_end` not raise on one rank by itself.
 """
 
 from __future__ import annotations

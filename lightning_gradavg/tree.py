@@ -15,10 +15,21 @@ from functools import singledispatch
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["batch_samples", "fingerprint", "is_array", "leaves", "mapped", "rebuilt", "slice_batch", "with_items"]
+__all__ = [
+    "batch_samples",
+    "bits",
+    "data_digest",
+    "is_array",
+    "leaves",
+    "mapped",
+    "rebuilt",
+    "slice_batch",
+    "with_items",
+]
 
 _HASHED_ELEMENTS = 64
 
@@ -178,7 +189,13 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     return batch if (start, stop) == (0, size) else mapped(batch, cut, is_leaf=_is_column)
 
 
-def fingerprint(value: Any) -> bytes:
+def bits(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor's elements, of any type, layout and device: what a digest of it reads."""
+    flat = tensor.detach().to_dense().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    return flat.view(torch.uint8).numpy().data  # as bytes, because NumPy has no bfloat16
+
+
+def data_digest(value: Any) -> bytes:
     """Return 16 bytes that are equal for equal data, on any rank: of indices, samples, or a collated batch.
 
     Of a tensor or array the type, the shape and the ends of its first and last row are read, and of one on an

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.utils.data import DataLoader, IterableDataset
+from toys import FirstLater
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, average_gradients, gather
 from lightning_gradavg.rules import RULES, Rule
@@ -161,15 +162,8 @@ class Gathering(Net):
         return torch.pdist(gather(self.net(batch))).square().mean()
 
 
-class Unfrozen(Net):
+class Unfrozen(FirstLater, Net):
     """Its first layer trains from the third step on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
-
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        self.net[0].requires_grad_(batch_idx >= 2)
 
 
 class Evaluated(Net):

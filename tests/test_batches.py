@@ -32,7 +32,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_gradavg.batches.chunks import Piece, Split, chunk_bounds, require_same_reach
 from lightning_gradavg.batches.loader import BatchSplitter
-from lightning_gradavg.tree import batch_samples, fingerprint, slice_batch
+from lightning_gradavg.tree import batch_samples, data_digest, slice_batch
 
 
 class Logged(Dataset[int]):
@@ -586,7 +586,7 @@ class TestIterables:
 
         sent = pin_memory(inside.loader.collate_fn([1, 2, 3]))
 
-        assert (3, fingerprint((3, 1, 3))) == (sent.samples, sent.key)
+        assert (3, data_digest((3, 1, 3))) == (sent.samples, sent.key)
         assert [True] == [batch.pinned for batch in sent.parts]
 
     def test_loaders_without_batching_are_iterables_of_batches(self) -> None:
@@ -783,9 +783,9 @@ class TestCollated:
             torch.empty(0, 3),
         ]
 
-        assert len(values) == len({fingerprint(value) for value in values})
-        assert fingerprint([object(), torch.ones(2)]) == fingerprint([object(), torch.ones(2)])
-        assert {16} == {len(fingerprint(value)) for value in values}
+        assert len(values) == len({data_digest(value) for value in values})
+        assert data_digest([object(), torch.ones(2)]) == data_digest([object(), torch.ones(2)])
+        assert {16} == {len(data_digest(value)) for value in values}
 
 
 class TestMicroBatches:

@@ -394,10 +394,13 @@ def test_prediction_beside_measurement(capsys: pytest.CaptureFixture[str], tmp_p
 
 @pytest.mark.parametrize(("nodes", "error"), [("2x1", 10.2), ("4x1", -6.1), ("2x2", -2.5)])
 def test_errors_of_the_documentation(nodes: str, error: float):
-    """What docs/cost_model.md says of DDP is what the kept measurements give."""
+    """What benchmarks/README.md says of DDP is what the kept measurements give."""
     (measured,) = json.loads((RESULTS / f"nodes{nodes}.json").read_text("utf-8"))["models"]
     found = {one.name: one.error for one in compare(measured, Links.load(RESULTS / f"links{nodes}.json"))}
     assert error == round(100 * found["DDP"], 1)
+    page = (RESULTS.parent / "README.md").read_text("utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith("| DDP | +")]
+    assert f" {error:+.1f} % |" in row
 
 
 @pytest.mark.parametrize(

@@ -267,20 +267,19 @@ def measured_noise_scale(sizes: Sequence[Sequence[int]], steps: int, reduction: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "reduction", "accumulation", "fractions"),
+    ("sizes", "reduction", "accumulation", "fractions", "steps"),
     [
-        pytest.param(((64,), (64,)), "mean", 1, (0.5, 0.5), id="even", marks=pytest.mark.full),
-        pytest.param(((16,), (112,)), "weighted_mean", 1, (0.125, 0.875), id="uneven", marks=pytest.mark.full),
-        pytest.param(((16,), (112,)), "mean", 1, (0.5, 0.5), id="mean of uneven means"),
-        pytest.param(((8, 56), (28, 36)), "weighted_mean", 2, (0.5, 0.5), id="uneven windows"),
+        pytest.param(((64,), (64,)), "mean", 1, (0.5, 0.5), 300, id="even", marks=pytest.mark.full),
+        pytest.param(((16,), (112,)), "weighted_mean", 1, (0.125, 0.875), 300, id="uneven", marks=pytest.mark.full),
+        pytest.param(((16,), (112,)), "mean", 1, (0.5, 0.5), 60, id="mean of uneven means"),
+        pytest.param(((8, 56), (28, 36)), "weighted_mean", 2, (0.5, 0.5), 300, id="uneven windows"),
     ],
 )
-def test_it_agrees_with_the_gradients_of_single_samples(world, sizes, reduction, accumulation, fractions):
-    """On the digits task it is that of the drawn images' own gradients, and that of all images within 10 %.
+def test_it_agrees_with_the_gradients_of_single_samples(world, sizes, reduction, accumulation, fractions, steps):
+    """On the digits task it is that of the drawn images' own gradients, and that of all images as far as steps tell.
 
-    The estimate of 300 steps has a standard deviation of about 3 %.
+    The estimate of 300 steps has a standard deviation of about 3 %, which falls with their root: within 10 % of 300.
     """
-    steps = 300
     of_ranks = world(2).run(measured_noise_scale, sizes, steps, reduction, accumulation)
     products = products_of_sample_gradients()
     drawn = [draws(sizes[rank], steps * accumulation, rank) for rank in range(2)]
@@ -289,4 +288,6 @@ def test_it_agrees_with_the_gradients_of_single_samples(world, sizes, reduction,
 
     assert of_ranks[0] == of_ranks[1]
     assert noise_scale_of_draws(products, windows, fractions) == pytest.approx(of_ranks[0], rel=1e-5)
-    assert float(products.diag().mean()) / squared_gradient - 1 == pytest.approx(of_ranks[0], rel=0.1)
+    assert float(products.diag().mean()) / squared_gradient - 1 == pytest.approx(
+        of_ranks[0], rel=0.1 * math.sqrt(300 / steps)
+    )

@@ -59,20 +59,27 @@ def count_stock(micro_batches: int, window: int) -> Any:
     return count_reductions(DDPStrategy(bucket_cap_mb=0.001), micro_batches, window)
 
 
+def of_three_windows(world: Any, window: int, body: Any, *arguments: Any) -> list[Counter[int]]:
+    """Return per rank the reductions of windows 2 to 4."""
+    long = world(2).run(body, *arguments, 4 * window, window)
+    short = world(2).run(body, *arguments, window, window)
+    assert [0, 1] == [one[0] for one in long]
+    return [after[1] - before[1] for after, before in zip(long, short, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def stock_collectives(world: Any) -> dict[int, list[Counter[int]]]:
+    return {window: of_three_windows(world, window, count_stock) for window in (1, 4)}
+
+
 @pytest.mark.skipif(
     torch.__version__ < "2.6", reason="the profiler of an older torch records no shapes of gloo's events"
 )
 @pytest.mark.parametrize("reduction", RULES)
 @pytest.mark.parametrize("window", [1, 4])
-def test_number_of_collectives(world, reduction, window):
+def test_number_of_collectives(world, stock_collectives, reduction, window):
     """Cases 15 and 16: over 3 windows, 6 gradient reductions as in stock DDP, and at most 3 small ones."""
-    counted = []
-    for body, arguments in ((count_ours, [reduction]), (count_stock, [])):
-        long = world(2).run(body, *arguments, 4 * window, window)
-        short = world(2).run(body, *arguments, window, window)
-        assert [0, 1] == [one[0] for one in long]
-        counted.append([after[1] - before[1] for after, before in zip(long, short, strict=True)])
-    ours, stock = counted
+    ours, stock = of_three_windows(world, window, count_ours, reduction), stock_collectives[window]
     for rank in (0, 1):
         assert {ONE_PARAMETER: 6} == {size: n for size, n in stock[rank].items() if size >= ONE_PARAMETER}
         assert {ONE_PARAMETER: 6} == {size: n for size, n in ours[rank].items() if size >= ONE_PARAMETER}

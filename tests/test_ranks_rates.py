@@ -254,7 +254,7 @@ def test_base_batch_matters_only_where_something_is_scaled() -> None:
         )
         recipe.set_batch([4], world_size=2, accumulation=1)
         recipe.found_here()
-        bases.append(recipe.fingerprint()["base_batch_size"])
+        bases.append(recipe.settings()["base_batch_size"])
     assert [None, 8] == bases
 
 

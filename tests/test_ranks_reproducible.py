@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from ranks import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from toys import FirstLater
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.reproducible.accumulation import ReplicaSums
@@ -97,15 +98,8 @@ class Sometimes(Net):
         return nn.functional.cross_entropy(outputs, labels)
 
 
-class Unfrozen(Net):
+class Unfrozen(FirstLater, Net):
     """Its first layer trains from the third step on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
-
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        self.net[0].requires_grad_(batch_idx >= 2)
 
 
 class Complex(Net):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grids import grid
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from ranks import make_trainer
@@ -100,8 +101,9 @@ def of_all(ranks: list[Any]) -> Any:
     return ranks[0][0], sorted(x for rank in ranks for batch in rank[1] for x in batch), ranks[0][2], ranks[0][3]
 
 
-@pytest.mark.parametrize("order", ["shuffle", "sequential", "weighted", "generator"])
-@pytest.mark.parametrize(("limit", "window"), [(None, 1), (1, 1), (None, 2), (1, 2)])
+@pytest.mark.parametrize(
+    ("order", "limit", "window"), grid(["shuffle", "sequential", "weighted", "generator"], [None, 1], [1, 2])
+)
 def test_save_at_3_resume_at_2_and_4(world, tmp_path, order, limit, window):
     """Weights, samples, schedule and scale go on as if nothing had happened, in mid-epoch and across epochs."""
     steps_per_epoch = ceil(ceil(SIZE / BATCH) / window)

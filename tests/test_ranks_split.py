@@ -149,8 +149,15 @@ def count_option(name: str, limit: int | None) -> Any:
     return count(options, limit, **trainer_options)
 
 
-@pytest.mark.parametrize("limit", [None, 1])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    # Starting workers takes long, and they know nothing of micro-batches.
+    [
+        pytest.param(name, limit, marks=[pytest.mark.full] * ((name, limit) == ("workers", 1)))
+        for name in OPTIONS
+        for limit in (None, 1)
+    ],
+)
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
 def test_trainer_options_count_loader_batches(world, name, limit):

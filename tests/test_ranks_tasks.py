@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from grids import grid
 from lightning.pytorch import seed_everything
 from ranks import make_trainer
 from torch.utils.data import DataLoader
@@ -41,9 +42,7 @@ def one_process(world: Any) -> Any:
     return {name: world(1).run(train_task, name, None)[0] for name in TASKS}
 
 
-@pytest.mark.parametrize("limit", [None, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(("name", "world_size", "limit"), grid(list(TASKS), [1, 2, 3, 4], [None, 3]))
 def test_weights_are_those_of_one_process(world, one_process, name, world_size, limit):
     """After two epochs every parameter is within 1e-5 of one process, relative to its norm."""
     _, steps, expected = one_process[name]

@@ -190,7 +190,7 @@ def test_double_precision_node_by_node(world):
 
 
 SIGNALS = ("all_reduce", 16)
-"""The agreement on termination, of two integers: see docs/preemption.md."""
+"""The agreement on termination, of two integers: see docs/reproducible.md."""
 
 
 @contextmanager

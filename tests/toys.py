@@ -138,3 +138,16 @@ def failing_codec(call: str, at: int) -> Iterator[None]:
 
     with mock.patch.object(Codec, call, failing if dist.get_rank() == 1 else original):
         yield
+
+
+class FirstLater(LightningModule):
+    """Mixed into a module with layers `net`: the first of them trains from the third step on."""
+
+    net: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].requires_grad_(batch_idx >= 2)

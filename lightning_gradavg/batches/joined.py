@@ -21,7 +21,7 @@ from lightning_gradavg.device import Tally
 from lightning_gradavg.faults.drift import SameData
 from lightning_gradavg.loaders import LoaderWrapper, length_of, user_loader
 from lightning_gradavg.ranks import World
-from lightning_gradavg.tree import fingerprint
+from lightning_gradavg.tree import data_digest
 
 __all__ = ["JoinedLoader", "join", "taken"]
 
@@ -106,7 +106,7 @@ class JoinedLoader(LoaderWrapper):
             batch: What this rank fetched, None if it has none left.
         """
         self.compared += 1
-        digest = None if batch is None else fingerprint(batch)
+        digest = None if batch is None else data_digest(batch)
         if self._same.compare(digest, self._world.group, self.device):
             self.compared = _COMPARED
             if self._world.rank > 0:

@@ -24,7 +24,7 @@ import torch
 from lightning_gradavg.loaders import keeps_state, length_of
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state, same_random_state
 from lightning_gradavg.ranks import World
-from lightning_gradavg.tree import fingerprint
+from lightning_gradavg.tree import data_digest
 
 __all__ = ["LoaderParts", "Order", "PassState", "Start", "Taken", "require_alike"]
 
@@ -54,7 +54,7 @@ class PassState(TypedDict):
 
 
 class Taken(NamedTuple):
-    """How much of a pass training took: loader batches, samples in them, and the digest of their fingerprints."""
+    """How much of a pass training took: loader batches, samples in them, and a digest of them."""
 
     batches: int = 0
     samples: int = 0
@@ -235,7 +235,7 @@ class Order:
         return self._batches == self._passed_over.batches
 
     def note(self, key: bytes) -> bytes | None:
-        """Note the next loader batch by its fingerprint, and compare. A collective operation.
+        """Note the next loader batch by its digest, and compare. A collective operation.
 
         At batches 1, 2, 4, 8, and so on; without a known length at every batch, so that a rank that ends early and one
         that goes on meet here, and not in different collectives.
@@ -295,7 +295,7 @@ def require_alike(world: World, value: Any, message: str) -> None:
     Raises:
         ValueError: With `message`.
     """
-    if not _alike(world, fingerprint(value)):
+    if not _alike(world, data_digest(value)):
         raise ValueError(f"{message} With split_batches=True it must be the same on all ranks.")
 
 

@@ -41,7 +41,7 @@ class LoaderState(TypedDict):
         samples: Samples in them.
         epoch_batches: Loader batches of the epoch that were trained on. Of a loader that was started again within the
             epoch, being shorter than another, it is more than `batches`.
-        digest: Of the fingerprints of these batches, in hexadecimal digits.
+        digest: Of the digests of these batches, in hexadecimal digits.
         passes: The pass; then those that were already begun after it, because Lightning fetches ahead. None after a
             complete epoch.
         generators: States of the loader's own generators now.

@@ -35,7 +35,7 @@ from torch.utils.data import (
 from lightning_gradavg.batches.chunks import EMPTY_BATCH, Chunk, Split
 from lightning_gradavg.batches.order import Order, require_alike
 from lightning_gradavg.lightning_internals import cloned
-from lightning_gradavg.tree import batch_samples, fingerprint, slice_batch
+from lightning_gradavg.tree import batch_samples, data_digest, slice_batch
 
 __all__ = [
     "FromBatches",
@@ -105,8 +105,8 @@ class FromBatches:
         order.finish()
 
     def _opened(self, batch: Any, order: Order) -> tuple[Any, bytes, int]:  # noqa: ARG002  # one signature for all sources
-        """Return a batch, its fingerprint and its number of samples."""
-        return batch, fingerprint(batch), batch_samples(batch)
+        """Return a batch, its digest and its number of samples."""
+        return batch, data_digest(batch), batch_samples(batch)
 
     def _part(self, batch: Any, chunk: Chunk) -> Any:
         return slice_batch(batch, chunk.start, chunk.stop)
@@ -129,7 +129,7 @@ class _CollateParts:
     count: int
 
     def __call__(self, samples: list[Any]) -> _Collated:
-        key = fingerprint((len(samples), samples[0], samples[-1]))
+        key = data_digest((len(samples), samples[0], samples[-1]))
         chunks = self.split.cut(len(samples), self.count)
         return _Collated(len(samples), key, [self.collate(samples[chunk.start : chunk.stop]) for chunk in chunks])
 
@@ -172,9 +172,9 @@ def _index_batches(batch_sampler: Any, order: Order, *, once: bool = False) -> I
 
 
 def _opened_indices(batch: Any) -> tuple[Any, bytes, int]:
-    """Return a batch of indices as something that has a length, its fingerprint, and its length."""
+    """Return a batch of indices as something that has a length, its digest, and its length."""
     indices = batch if hasattr(batch, "__len__") else list(batch)
-    return indices, fingerprint(indices.tolist() if isinstance(indices, Tensor) else list(indices)), len(indices)
+    return indices, data_digest(indices.tolist() if isinstance(indices, Tensor) else list(indices)), len(indices)
 
 
 def _draws_once(batch_sampler: Any) -> bool:

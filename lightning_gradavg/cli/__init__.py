@@ -18,7 +18,7 @@ _OWN = {
     "verify": "a few steps of your own run against one process: are they the same, and if not, why",
 }
 _GONE = {
-    "bench": "run `python -m benchmarks.cost_model` in a checkout of the repository (docs/cost_model.md)",
+    "bench": "run `python -m benchmarks.cost_model` in a checkout of the repository (benchmarks/README.md)",
 }
 
 

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_gradavg.lightning_internals import cloned, within_notes
 from lightning_gradavg.loaders import LoaderWrapper, Shows
 from lightning_gradavg.ranks import World
-from lightning_gradavg.tree import fingerprint
+from lightning_gradavg.tree import data_digest
 
 __all__ = [
     "EvaluationLoader",
@@ -111,7 +111,7 @@ class EvaluationLoader(LoaderWrapper):
         digest = blake2b(digest_size=16)
 
         def noted(batch: Any) -> Any:
-            digest.update(fingerprint(batch))
+            digest.update(data_digest(batch))
             return batch
 
         size, rounds = world_size, 0

@@ -80,7 +80,7 @@ class Rates(Part):
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save the recipe."""
-        saved |= {"recipe": self.recipe.fingerprint(), "rates": None}
+        saved |= {"recipe": self.recipe.settings(), "rates": None}
 
     def load(self, saved: Saved) -> None:
         """Remember what the checkpoint's run was, until this one's loaders are known."""

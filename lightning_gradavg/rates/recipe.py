@@ -113,7 +113,7 @@ class RunRecipe:
         """Return what does not fit together, with the effective multiplier."""
         return list(contradictions(self.rule.name, self._scaling, self.batch, nodes=nodes).values())
 
-    def fingerprint(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Return what a run that continues this one must agree with, free of the world size."""
         # Without a scaling the base says nothing, and a search for a learning rate would seem to change the recipe.
         says_base = self.scales and self.global_batch_size is not None
@@ -130,9 +130,9 @@ class RunRecipe:
         }
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return where a saved fingerprint differs from this one."""
+        """Return where saved settings differ from these."""
         return [
             f"{name}: {saved[name]!r} in the checkpoint, now {value!r}"
-            for name, value in self.fingerprint().items()
+            for name, value in self.settings().items()
             if saved.get(name) not in (None, value)
         ]

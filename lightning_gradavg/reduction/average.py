@@ -83,7 +83,7 @@ def average_gradients(
         wire_dtype: What dense gradients are sent as between ranks, the same on all: `"bfloat16"` or `"float16"`, half
             the bytes of float32. They are summed in float32, each number rounded once before the sum and once after it.
             Gradients in double precision are refused. None for the type that they are summed in. See
-            docs/communication.md.
+            docs/performance.md.
 
     Raises:
         ValueError: On all ranks alike and with the gradients untouched, if an argument is not usable on some rank, or

@@ -10,17 +10,15 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import lightning
-import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.optim import Optimizer
 
 from lightning_gradavg.lightning_internals import defers_reduction, flushes_static_graph, reduced_parameters, stored
 from lightning_gradavg.part import Part, Run
-from lightning_gradavg.ranks import World, on_ranks
+from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.accumulation import Accumulation
 from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum, user_mean
 from lightning_gradavg.reduction.loss import (
@@ -31,9 +29,10 @@ from lightning_gradavg.reduction.loss import (
     misspelt_weight,
     zero_loss,
 )
+from lightning_gradavg.reduction.manual import ManualSteps
 from lightning_gradavg.reduction.reducer import BucketSum, Reducer
 from lightning_gradavg.reduction.stock import StockMean
-from lightning_gradavg.reduction.sums import as_real, plain_sum
+from lightning_gradavg.reduction.sums import plain_sum
 from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Window, as_weight
 from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.wire.route import WireOptions
@@ -73,6 +72,7 @@ class Reduction(Part):
         batch: That of the training step under way.
         look_at: Looks at a batch before it is moved, as `Weights` says.
         skipped: Whether the step of the last window is left out.
+        manual: What is told of the steps of a manual loop; None in automatic optimization.
     """
 
     def __init__(
@@ -92,7 +92,6 @@ class Reduction(Part):
         self._judge = judge
         self._gradients: StockMean | Accumulation = StockMean()
         self._own: OwnGroups | None = None
-        self._compared: World | None = None
         self._warned: set[str] = set()
 
     def setup(self, run: Run) -> None:
@@ -114,10 +113,7 @@ class Reduction(Part):
         self._missing, self._missed = 0, list[int]()
         self._lost = self.skipped = False
         self._terms: tuple[str, ...] = (WHOLE_LOSS,)
-        self._reductions, self._reductions_at_step = 0, dict[int, int]()
-        # Of manual optimization: batches, steps on gradients that were not reduced, what those were, and whose.
-        self._batches, self._apart, self._stepped = 0, [0.0, 0.0], ""
-        self._compared = None
+        self.manual: ManualSteps | None = None
 
     def configure_ddp(self, run: Run) -> None:
         """Register the reduction, on CPU as on CUDA, where Lightning would drop a hook without a word."""
@@ -132,7 +128,8 @@ class Reduction(Part):
                 f" backward, as 2.6 does; in lightning {lightning.__version__} it would not be reduced."
                 " Leave static_graph out, or use a newer lightning."
             )
-        self._compared = World.of(model.process_group) if manual else None
+        if manual:
+            self.manual = ManualSteps(World.of(model.process_group), self.rule.name, self.warn)
         named = dict(model.module.named_parameters())
         names = {p: name for name, p in named.items()}
         # Now: a user may toggle which parameters require gradients.
@@ -251,20 +248,23 @@ class Reduction(Part):
             RuntimeError: On all ranks, if the rule counts those that have none, and cannot be served otherwise.
         """
         self.batch, self._pending, self._missing = batch, [], missing
+        if missing > 0:
+            self._require_served(missing)
+        if self.manual is not None:
+            self.manual.begin_batch()
+        self._gradients.crosses_ranks = self._crosses_ranks
+
+    def _require_served(self, missing: int) -> None:
+        """Raise where ranks without a batch cannot be left out of the reduction."""
         by_ranks = not self.rule.uses_weight and self.rule.name != "sum"
-        served = self.rule == RULES["mean"] and self.run.module.automatic_optimization
-        if missing > 0 and ((by_ranks and not served) or len(self.run.places) < self.run.world.size):
+        completed = self.rule == RULES["mean"] and self.run.module.automatic_optimization
+        if (by_ranks and not completed) or len(self.run.places) < self.run.world.size:
             raise RuntimeError(
                 f"{missing} of {self.run.world.size} ranks have no more batches in this epoch, and"
                 f" reduction={self.rule.name!r} counts ranks"
                 f"{' in manual optimization' * (self.rule == RULES['mean'])}. Use reduction='weighted_mean', which"
                 " counts samples and reduces over all ranks, or give all ranks the same number of batches."
             )
-        # At the first steps of a run and then ever more seldom, as it takes a wait for the other ranks.
-        if self._batches & (self._batches - 1) == 0:
-            self._compare()
-        self._batches += 1
-        self._gradients.crosses_ranks = self._crosses_ranks
 
     def forward(self) -> AbstractContextManager[Any]:
         """Surround a forward: of a window that is judged first DDP must not expect the gradients of the backward."""
@@ -420,7 +420,8 @@ class Reduction(Part):
         """
         trainer, gradients = self.run.trainer, self._gradients
         last = self.ends_window(final=final)
-        self._reductions += last
+        if last and self.manual is not None:
+            self.manual.note_reduction()
         if final and self._unprepared:
             self._unprepared = False
             if self._judge is None:
@@ -493,48 +494,10 @@ class Reduction(Part):
             )
             self._gradients.reduce_apart(list(unfrozen.values()), self._model.process_group)
 
-    def note_step(self, optimizer: Optimizer) -> None:
-        """Note a step of a manual loop on gradients that no manual_backward reduced since the last one."""
-        before = self._reductions_at_step.get(id(optimizer), 0)
-        self._reductions_at_step[id(optimizer)] = self._reductions
-        if before < self._reductions or self.run.world.size == 1:
-            return
-        found = _fingerprint(parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-        if found != 0:
-            steps, total = self._apart
-            self._apart = [steps + 1, total + (steps + 1) * found]
-            self._stepped = type(optimizer).__name__
-
-    def _compare(self) -> None:
-        """Compare the gradients of steps that were noted: where every rank is, whichever of them stepped on such.
-
-        Raises:
-            RuntimeError: On all ranks, if the gradients differ: the ranks would drift apart.
-        """
-        if self._compared is None:
-            return
-        mine, self._apart = self._apart, [0.0, 0.0]
-        stepped, self._stepped = self._stepped, ""
-        # By their text: what is no number on all ranks is the same.
-        different = len({str(row) for row in self._compared.gather_floats(mine)}) > 1
-        names = self._compared.gather_objects(stepped) if different else [stepped]
-        found = f"{max(names)}.step() was called on gradients that were not reduced since its last step"
-        if different:
-            where = on_ranks([rank for rank, name in enumerate(names) if name])
-            raise RuntimeError(
-                f"{found}, and they differ between the ranks, which would drift apart: it was called {where}."
-                " In manual optimization call self.manual_backward(loss) instead of loss.backward(), end every"
-                " window with a backward outside of toggle_model(sync_grad=False), and step on all ranks alike."
-            )
-        if stepped:
-            self.warn(
-                f"{found}. They are the same on all ranks, so nothing drifts apart; reduction={self.rule.name!r} is not"
-                " applied to them. Further steps are compared, and only a difference is reported."
-            )
-
     def check(self) -> None:
         """Raise what was found out about the last window, which no further one does: before it is saved, at the end."""
-        self._compare()
+        if self.manual is not None:
+            self.manual.compare()
         self._gradients.check()
 
     def warn(self, message: str, *, everywhere: bool = False) -> None:
@@ -563,19 +526,7 @@ class Reduction(Part):
 
     def teardown(self) -> None:
         """End what runs beside the backward."""
-        self._compared = None
+        self.manual = None
         if self._own is not None:
             self._own.close()
             self._own = None
-
-
-def _fingerprint(gradients: Iterable[Tensor | None]) -> float:
-    """Return a number that other gradients hardly have: 0 of none."""
-    total = 0.0
-    for index, gradient in enumerate(gradients, start=1):
-        if gradient is not None:
-            numbers = as_real(gradient.coalesce().values() if gradient.is_sparse else gradient).double().flatten()
-            # Weighed by position: -1, 1 is another gradient than 1, -1.
-            places = torch.linspace(1, 2, numbers.numel(), dtype=numbers.dtype, device=numbers.device)
-            total += index * float(torch.dot(numbers, places))
-    return total

@@ -26,6 +26,7 @@ from lightning_gradavg.ranks import World
 from lightning_gradavg.replicas.batch_norm import not_counted
 from lightning_gradavg.replicas.log import ReplicaLog, metrics_kept, without_traces
 from lightning_gradavg.replicas.random_streams import ReplicaStreams
+from lightning_gradavg.tree import bits
 
 __all__ = ["ReplicaState"]
 
@@ -216,7 +217,11 @@ class ReplicaState:
     def _require_alike(self, written: Mapping[int | None, Buffers]) -> None:
         """Raise, on all ranks, if ranks have written different numbers; a stand-in's do not count."""
         counted = [buffers for replica, buffers in written.items() if replica is not None]
-        mine = [(label, _digest(buffer)) for buffers in counted for label, buffer in buffers.items()]
+        mine = [
+            (label, blake2b(bits(buffer), digest_size=8).digest())
+            for buffers in counted
+            for label, buffer in buffers.items()
+        ]
         found = Counter(label for label, _ in set(chain.from_iterable(self._world.gather_objects(mine))))
         different = [label for label in self._buffers() if found[label] > 1]
         if different:
@@ -225,8 +230,3 @@ class ReplicaState:
                 " they depend on the samples of a rank, and on one device they would depend on all. Compute them from"
                 " the whole batch in training_step_end, or use equivalent_to='data_parallel', which keeps replica 0's."
             )
-
-
-def _digest(buffer: Tensor) -> bytes:
-    contiguous = buffer.detach().cpu().contiguous()
-    return blake2b(contiguous.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=8).digest()

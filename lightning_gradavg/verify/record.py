@@ -157,7 +157,7 @@ class Loaded:
     """A batch that a rank got from its loader."""
 
     epoch: int
-    samples: tuple[bytes, ...]  # a fingerprint of each as it was loaded
+    samples: tuple[bytes, ...]  # a digest of each as it was loaded
 
 
 @dataclass
@@ -295,7 +295,7 @@ class Recorder(Callback):
         self._written: Tensors = {}  # sketches of the weights that are in a file
         self._files: dict[str, Path] = {}
         self._numbers = itertools.count()
-        self._kept: dict[tuple[str, bytes], Any] = {}  # states of the module, by their fingerprints
+        self._kept: dict[tuple[str, bytes], Any] = {}  # states of the module, by their digests
         self._hooked: set[str] = set()
         self._step: Step | None = None
         self._begun = self._earlier = 0  # the first batch of the window; the steps before this batch

@@ -90,7 +90,7 @@ class Act:
     epoch: int
     calls: tuple[Call, ...]  # every rank's whose samples count, in the order of one process
     last: Call  # that of rank 0 in which the last of the steps is taken
-    samples: list[bytes]  # fingerprints of what the calls read
+    samples: list[bytes]  # digests of what the calls read
     parts: Sequence[Replay] = ()  # all calls as the ranks computed them
     split: Split = field(default_factory=Split)  # the global batch and the ranks' micro-batches, or the first of them
     without: dict[str, Split] = field(default_factory=dict)  # with something taken away, by the cause that this shows

@@ -24,7 +24,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state
-from lightning_gradavg.tree import batch_samples, is_array, leaves, mapped, rebuilt, slice_batch
+from lightning_gradavg.tree import batch_samples, bits, is_array, leaves, mapped, rebuilt, slice_batch
 
 __all__ = [
     "Randomness",
@@ -143,7 +143,7 @@ def _concatenated(parts: Sequence[Any]) -> Any:
 
 
 def digests(batch: Any, loader_size: int | None = None) -> tuple[bytes, ...]:
-    """Return a fingerprint of every sample; one for the batch as a whole where its samples are not known."""
+    """Return a digest of every sample; one for the batch as a whole where its samples are not known."""
     size = known_samples(batch, loader_size)
     if size is None:
         return (digest(batch),)
@@ -156,10 +156,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return NotImplemented
-        dense = (value.to_dense() if value.layout != torch.strided else value).detach().cpu().contiguous()
-        # NumPy has no bfloat16; its bytes are the same.
-        elements = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-        return str, (f"{dense.dtype}{tuple(dense.shape)}", elements)
+        return str, (f"{value.dtype}{tuple(value.shape)}", bytes(bits(value)))
 
 
 class _Hash:
@@ -222,7 +219,7 @@ def set_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def hidden_state(module: nn.Module) -> dict[str, bytes]:
-    """Return fingerprints of what `training_step` could change and nobody puts back: of objects, classes, globals."""
+    """Return digests of what `training_step` could change and nobody puts back: of objects, classes, globals."""
     kept, home = module_state(module), type(module).__module__
     found = {f"{name} of module {home}": value for name, value in vars(sys.modules.get(home, nn)).items()}
     for path, part in module.named_modules():
@@ -261,7 +258,7 @@ def restore_random_states(states: Randomness, device: torch.device) -> None:
 
 
 def host_random_state() -> bytes:
-    """Return a fingerprint of Python's and NumPy's generators, whose numbers cannot be followed."""
+    """Return a digest of Python's and NumPy's generators, whose numbers cannot be followed."""
     return digest(random_state()[1:])
 
 
