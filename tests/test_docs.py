@@ -128,7 +128,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_diagrams_are_what_their_script_draws() -> None:
-    """The diagrams of docs/averaging.md are written by `python docs/diagrams.py`, as they stand there."""
+    """`python docs/diagrams.py` writes them as they stand in docs/images; a test of the cost model draws the other."""
     pictures = runpy.run_path(str(ROOT / "docs" / "diagrams.py"))["PICTURES"]
 
     assert {name: draw() for name, draw in pictures.items()} == {
