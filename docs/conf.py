@@ -55,4 +55,3 @@ def setup(app: Any) -> None:
     app.connect("source-read", leave_out_unwritten)
     app.connect("source-read", offer_files)
     app.connect("autodoc-process-docstring", link_pages)
-    app.connect("autodoc-process-docstring", link_pages)

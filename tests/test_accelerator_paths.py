@@ -13,6 +13,8 @@ from accelerator.seen import Seen, observed, seen
 from accelerator_paths import PATHS, Outcome, perform
 from ranks import RankPool
 
+from lightning_gradavg.reduction.window import as_weight
+
 Worlds = Callable[[int], RankPool]
 
 
@@ -93,6 +95,19 @@ def backwards(name: str) -> int:
 def test_named_terms_take_one_backward(sim_world: Worlds) -> None:
     """Without accumulation all terms go through one backward, on an accelerator as on a CPU."""
     assert [PATHS["named terms"].steps] * 2 == sim_world(2).run(backwards, "named terms")
+
+
+def counted_on() -> float:
+    """Body: go on counting in the tensor that was given as a weight."""
+    count = torch.tensor(3.0, dtype=torch.float64, device="sim")
+    weight = as_weight(count, count.device)
+    count.add_(4)
+    return float(weight)
+
+
+def test_a_weight_is_what_it_was_when_it_was_given(sim_world: Worlds) -> None:
+    """A user may count on in the same tensor, on an accelerator as on a CPU."""
+    assert [3.0, 3.0] == sim_world(2).run(counted_on)
 
 
 def launched(sim_world: Worlds, name: str) -> float:

@@ -155,8 +155,7 @@ class Reducer:
         """Return the future of what every bucket is multiplied by, for all buckets computed once."""
 
         def scale(_: Any = None) -> Any:
-            factor = self._factor(closed, 0) * self._summands
-            return factor.tolist() if isinstance(factor, Tensor) and factor.device.type == "cpu" else factor
+            return self._factor(closed, 0) * self._summands
 
         if closed.work is not None:
             # On an accelerator the future notes the stream, and whoever waits for it waits on his own stream for that.
@@ -182,7 +181,11 @@ class Reducer:
         normalizer: Any = closed.constant
         if self.rule.uses_weight:
             assert closed.totals is not None
-            normalizer = closed.totals.normalizer(index)
+            totals = closed.totals
+            if self.device.type == "cpu":
+                # Read once: every operator costs more than all of this arithmetic.
+                totals = closed.window.totals(totals.values.tolist())
+            normalizer = totals.normalizer(index)
         return after_sum(normalizer=normalizer, divided_by=closed.divided_by)
 
     def term_factors(self) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def as_weight(value: Any, device: torch.device) -> Tensor:
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
         raise TypeError(f"a weight is one number, got a tensor of shape {tuple(value.shape)} and {value.dtype}")
     if isinstance(value, Tensor) and value.device.type != "cpu":
-        return value.detach().reshape(()).to(device=device, dtype=torch.float64, non_blocking=True)
+        # A copy, as on the host: the user may count on in the same tensor.
+        return value.detach().reshape(()).to(device=device, dtype=torch.float64, non_blocking=True, copy=True)
     value = value.detach() if isinstance(value, Tensor) else value
     if isinstance(value, (str, bytes)):
         raise TypeError(f"a weight is one number, got {value!r} of type {type(value).__name__}")
@@ -236,10 +237,16 @@ def _stacked(shares: Sequence[Sequence[Share]], device: torch.device) -> Tensor:
 
     On the host where all of them are there: a rank's summary is then sent to its device as a whole.
     """
-    numbers = [as_weight(value, device) for of_term in shares for share in of_term for value in share]
+    values = [value for of_term in shares for share in of_term for value in share]
+    # A rule may return a number, or a tensor of another type.
+    numbers = [value if _is_weight(value) else as_weight(value, device) for value in values]
     if any(number.device.type != "cpu" for number in numbers):
         numbers = [on_device(number, device) for number in numbers]
     return torch.stack(numbers).view(len(shares), -1, 2)
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float64 and value.ndim == 0
 
 
 class Totals(NamedTuple):

@@ -60,7 +60,9 @@ class ReplicaWindow(Window):
 
 class _ReplicaTotals(Totals):
     def total(self, index: int) -> Any:  # noqa: ARG002  # losses have one term
-        return self.normalizers.sum()
+        if isinstance(self.normalizers, Tensor):
+            return self.normalizers.sum()
+        return float(torch.tensor(self.normalizers, dtype=torch.float64).sum())
 
     def unit_after(self, unit: float) -> float:
         return unit
