@@ -608,6 +608,7 @@ def test_strategies_that_start_processes_start_none_here():
     """A strategy named for its start method runs in the processes that are there."""
     assert "popen" == resolve_strategy("gradavg_spawn")._start_method
     assert "DDPStrategy" == type(resolve_strategy("auto")).__name__
+    assert "GradAvgStrategy" == type(resolve_strategy("lightning_gradavg.GradAvgStrategy")).__name__
 
 
 def test_names_are_imported(tmp_path):
