@@ -312,8 +312,8 @@ class GradAvgStrategy(DDPStrategy):
         return (
             f"{type(self).__name__}(reduction={self._options.rule.name!r})"
             " [a strategy for lightning.pytorch.Trainer, of the package `lightning`: neither pytorch_lightning.Trainer,"
-            " of the package `pytorch-lightning`, nor Fabric can use it. In a loop of your own, with Fabric or without,"
-            " call lightning_gradavg.average_gradients]"
+            " of the package `pytorch-lightning`, nor Fabric can use it. Fabric takes"
+            " lightning_gradavg.fabric.GradAvgStrategy; in a loop of your own call lightning_gradavg.average_gradients]"
         )
 
     @classmethod

@@ -78,8 +78,8 @@ def test_the_constructor():
 def test_the_names_of_the_package():
     """What `from lightning_gradavg import` gives."""
     expected = (
-        "GradAvgMonitor GradAvgProfiler GradAvgStrategy GradAvgVerifier GradientNoiseScale Place Share"
-        " average_gradients gather verify"
+        "GradAvgMonitor GradAvgProfiler GradAvgReducer GradAvgStrategy GradAvgVerifier GradientNoiseScale Place Share"
+        " average_gradients gather split_batches verify"
     )
     assert words(expected) == sorted(lightning_gradavg.__all__)
 
