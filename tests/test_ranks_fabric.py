@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -239,6 +241,51 @@ def test_single_windows(world, loop):
             "gathered": approx(2 * squares),
             "gathered, of weight 0 on rank 1": approx(2 * squares),
         } == found
+
+
+def one_after_another(loop: Callable[..., Any]) -> list[Any]:
+    """Body: train two models, the second once the first is gone, and return what is left of the first."""
+    a_loop = loop(**WEIGHTED)
+    found = [train(a_loop, EVEN) for _ in range(2)]
+    module = Line()
+    parameter, _ = weakref.ref(module.weight), a_loop.set_up(module)
+    del module, _
+    gc.collect()
+    a_loop.set_up(Line())
+    return [*found, parameter()]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_models_one_after_another(world, loop):
+    """A loop may set up a model after another, as in cross-validation, and nothing of the first is kept."""
+    for first, second, left in world(2).run(one_after_another, loop):
+        assert expected(RULES["weighted_mean"], EVEN, (0, 0)) == first == second
+        assert left is None
+
+
+TWICE = [[1.0, 2.0, 3.0], [4.0]]
+
+
+def divided_and_scaled() -> list[float]:
+    """Body: what is left after a window of two losses that a trainer divides and a scaler scales."""
+    module, loop = Line(), OfTorch(**WEIGHTED)
+    model, scaler = loop.set_up(module), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    for index, micro_batch in enumerate(TWICE):
+        with loop.no_sync(model, enabled=index == 0):
+            loss = loop.reducer.weigh(model(torch.tensor(micro_batch)).mean(), weight=len(micro_batch), divided_by=2)
+            scaler.scale(loss / 2).backward()
+    scaler.unscale_(optimizer)
+    assert module.weight.grad is not None
+    loop.reducer.check()
+    loop.reducer.close()
+    return [module.weight.grad.item()]
+
+
+def test_losses_that_a_trainer_divides_and_a_scaler_scales(world):
+    """What is multiplied into the weighed loss afterwards multiplies the gradient, and `divided_by` takes it back."""
+    for found in world(2).run(divided_and_scaled):
+        assert expected(RULES["weighted_mean"], [[TWICE], [TWICE]], (0, 0)) == found
 
 
 def on_the_wire(loop: Callable[..., Any]) -> tuple[list[float], str]:

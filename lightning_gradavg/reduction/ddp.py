@@ -7,6 +7,7 @@ that of the user's loss inside: what accumulates and reduces gradients stands ar
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -63,8 +64,13 @@ class GradAvgReducer:
         wire_dtype: Literal["bfloat16", "float16"] | None = None,
     ) -> None:
         self._rule, self._wire = resolve_rule(reduction), WireOptions(wire_dtype)
-        self._models: list[DistributedDataParallel] = []
+        self._registered: list[weakref.ref[DistributedDataParallel]] = []
         self._forward = ExitStack()
+
+    @property
+    def _models(self) -> list[DistributedDataParallel]:
+        """The models that are still in use, which a program may wrap one after another, as in cross-validation."""
+        return [model for model in (reference() for reference in self._registered) if model is not None]
 
     def register(self, model: DistributedDataParallel, *, node: int | None = None) -> None:
         """Reduce the gradients of a model from now on. A collective operation.
@@ -89,20 +95,20 @@ class GradAvgReducer:
                 "static_graph=True has DDP reduce the first backward outside the communication hook's order. Leave it"
                 " out, or use lightning_gradavg.GradAvgStrategy with Lightning's Trainer."
             )
-        if self._models and model.process_group != self._models[0].process_group:
+        if self._registered and World.of(model.process_group) != self._world:
             raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
         for name, parameter in model.module.named_parameters() if self._wire.dtype is not None else ():
             refuse_double_precision(str(self._wire.dtype), repr(name), parameter.dtype)
-        if not self._models:
+        if not self._registered:
             self._begin(model, node)
-        self._accumulation.parameters += model.module.parameters()
         model.register_comm_hook(None, self._accumulation.reducer.hook)
         model.register_forward_pre_hook(self._on_forward)
-        self._models.append(model)
+        self._registered.append(weakref.ref(model))
+        self._accumulation.parameters = [one for each in self._models for one in each.module.parameters()]
 
     def _begin(self, model: DistributedDataParallel, node: int | None) -> None:
         rule, group, device = self._rule, model.process_group, next(model.parameters()).device
-        world = World.of(group)
+        self._world = world = World.of(group)
         places = self._places(world) if node is None else world.places(node)
         self._own = OwnGroups(world, device, None)
         bucket_sum, obstacle = exchange_sum(self._wire, places, group, device, (), self._own)
