@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from lightning_gradavg.arguments import nearest
 from lightning_gradavg.batches.split import ChunkLoader, split_batches
+from lightning_gradavg.launch import destroy_at_exit
 from lightning_gradavg.reduction.ddp import GradAvgReducer
 from lightning_gradavg.rules import RULES, RuleFunction, resolve_rule, rule_of_split_batches
 
@@ -96,6 +98,14 @@ class GradAvgStrategy(DDPStrategy):
         """Register the names of this strategy. Doing it again changes nothing."""
         for name, options in _NAMES.items():
             strategy_registry.register(name, cls, description=f"{cls.__name__} {options}", override=True, **options)
+
+    @override
+    def setup_environment(self) -> None:
+        """Join the process group, and see to its end."""
+        ours = not dist.is_initialized()
+        super().setup_environment()
+        if ours:
+            destroy_at_exit()
 
     @property
     def samples(self) -> int | None:

@@ -6,6 +6,7 @@ that of the user's loss inside: what accumulates and reduces gradients stands ar
 
 from __future__ import annotations
 
+import atexit
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -111,6 +113,8 @@ class GradAvgReducer:
         self._world = world = World.of(group)
         places = self._places(world) if node is None else world.places(node)
         self._own = OwnGroups(world, device, None)
+        # Registered after the process group was made, so it runs before whoever destroys that at exit.
+        atexit.register(_close, weakref.ref(self._own))
         bucket_sum, obstacle = exchange_sum(self._wire, places, group, device, (), self._own)
         if obstacle is not None:
             warnings.warn(obstacle, stacklevel=3)
@@ -196,8 +200,14 @@ class GradAvgReducer:
         self._accumulation.check()
 
     def close(self) -> None:
-        """End what runs beside the backward, before the process group is destroyed."""
+        """End what runs beside the backward, before the process group is destroyed; else the process's end does it."""
         self._own.close()
+
+
+def _close(own: weakref.ref[OwnGroups]) -> None:
+    groups = own()
+    if groups is not None and dist.is_initialized():
+        groups.close()
 
 
 class _Outer(torch.autograd.Function):
