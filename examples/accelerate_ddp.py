@@ -43,8 +43,8 @@ def train(accelerator: Accelerator) -> nn.Module:
     for _ in range(EPOCHS):
         for inputs, targets in loader:
             with accelerator.accumulate(model):
-                tokens = (targets != -100).sum() if loader.samples else 0
-                loss = reducer.weigh(mean_loss(model, inputs, targets), weight=tokens, divided_by=WINDOW)
+                loss, tokens = mean_loss(model, inputs, targets), (targets != -100).sum()
+                loss = reducer.weigh(loss, weight=tokens, samples=loader.samples, divided_by=WINDOW)
                 accelerator.backward(loss)
                 optimizer.step()  # at the end of each window, as Accelerate sees to
                 optimizer.zero_grad()

@@ -7,6 +7,7 @@ evaluation or a run begins and ends is refused by name, with what does it in Fab
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from lightning_gradavg.arguments import nearest
 from lightning_gradavg.batches.split import ChunkLoader, split_batches
 from lightning_gradavg.launch import destroy_at_exit
 from lightning_gradavg.reduction.ddp import GradAvgReducer
+from lightning_gradavg.reduction.loss import loss_terms
 from lightning_gradavg.rules import RULES, RuleFunction, resolve_rule, rule_of_split_batches
 
 __all__ = ["GradAvgStrategy"]
@@ -158,14 +160,15 @@ class GradAvgStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> None:
         """Run the backward of a loss of that weight; of the last one of a window, reduce its gradients."""
-        loss: Any = tensor
         if self._reducer is not None:
             loss = self._reducer.weigh(tensor, weight=weight, samples=self.samples)
-        elif weight is not None:
-            raise ValueError(
-                f"a weight was given, but {self._named} does not use weights. Use reduction='weighted_mean', or leave"
-                " weight out."
-            )
+        else:
+            first, *rest = loss_terms(tensor).values()
+            loss = sum(rest, first)
+            if weight is not None:
+                warnings.warn(
+                    f'a "weight" was given, but {self._named} does not use weights: it is ignored.', stacklevel=2
+                )
         super().backward(loss, module, *args, **kwargs)
 
     @override

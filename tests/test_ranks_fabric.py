@@ -243,6 +243,22 @@ def test_single_windows(world, loop):
         } == found
 
 
+def with_embedding(loop: Callable[..., Any], weight_of_last: int) -> Any:
+    """Body: the sparse gradient of an embedding, one row of its own on each rank and one that both have."""
+    a_loop, module = loop(**WEIGHTED), nn.Embedding(4, 1, sparse=True)
+    model = a_loop.set_up(module)
+    a_loop.backward(model(torch.tensor([dist.get_rank(), 3])).sum(), weight=[2, weight_of_last][dist.get_rank()])
+    assert module.weight.grad is not None
+    return module.weight.grad.to_dense().flatten().tolist()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("weight", "expected"), [(2, [0.5, 0.5, 0.0, 1.0]), (0, [1.0, 0.0, 0.0, 1.0])])
+def test_sparse_gradients(world, loop, weight, expected):
+    """Sparse gradients are reduced, also where a rank's weight of 0 leaves it none."""
+    assert [expected] * 2 == world(2).run(with_embedding, loop, weight)
+
+
 def one_after_another(loop: Callable[..., Any]) -> list[Any]:
     """Body: train two models, the second once the first is gone, and return what is left of the first."""
     a_loop = loop(**WEIGHTED)
@@ -329,13 +345,13 @@ def test_a_loss_may_reach_two_models(world, loop):
         assert "some models are within no_sync() and some are not" in raised
 
 
-def epochs(data_workers: int) -> list[tuple[list[float], float]]:
+def epochs() -> list[tuple[list[float], float]]:
     """Body: train two shuffled epochs on split batches, with Fabric and in a plain loop without DDP."""
     results = []
     for plain in (False, True):
         torch.manual_seed(dist.get_rank())  # the order is that of rank 0
         data: Any = torch.arange(1, 10, dtype=torch.float64)
-        loader: Any = DataLoader(data, 4, shuffle=True, num_workers=data_workers)
+        loader: Any = DataLoader(data, 4, shuffle=True)
         torch.manual_seed(3 if dist.get_rank() == 0 else 4)
         module, gradients = Line(), []
         loop = OfFabric(split_batches=True)
@@ -362,13 +378,45 @@ def epochs(data_workers: int) -> list[tuple[list[float], float]]:
 
 def test_split_batches(world):
     """Two shuffled epochs, whose last batch leaves rank 1 nothing, are those of one process, batch by batch."""
-    alone = world(1).run(epochs, 0)[0]
+    alone = world(1).run(epochs)[0]
     assert alone[0] == alone[1]
     assert 6 == len(alone[0][0])
-    for found in world(2).run(epochs, 0):
+    for found in world(2).run(epochs):
         for (gradients, weight), (of_one, weight_of_one) in zip(found, alone, strict=True):
             assert [approx(gradient) for gradient in of_one] == gradients
             assert approx(weight_of_one) == weight
+
+
+def evaluated() -> list[float]:
+    """Body: the samples that count in one pass over a loader of 9 that is set up, and their sum, over all ranks."""
+    loop, data = OfFabric(split_batches=True), torch.arange(1.0, 10)
+    totals = torch.zeros(2)
+    for samples in loop.fabric.setup_dataloaders(DataLoader(data, 4)):  # type: ignore[arg-type]  # a tensor is a dataset
+        count = loop.strategy.samples
+        totals += torch.tensor([float(count), samples[:count].sum().item()])
+    return loop.fabric.all_reduce(totals, reduce_op="sum").tolist()
+
+
+def test_evaluation_counts_each_sample_once(world):
+    """In an evaluation the samples that count are those of the data, each on one rank."""
+    assert [[9.0, 45.0]] * 2 == world(2).run(evaluated)
+
+
+def without_use(options: Any) -> float:
+    """Body: the gradient of two terms under a rule that does not use the weight that is given."""
+    loop, module = OfFabric(**options), Line()
+    model = loop.set_up(module)
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    with pytest.warns(UserWarning, match='a "weight" was given, but reduction=.* does not use weights: it is ignored'):
+        loop.backward({"a": model(x).mean(), "b": model(x).sum()}, weight=3)
+    assert module.weight.grad is not None
+    return module.weight.grad.item()
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 13.0), ({"reduction": "sum"}, 26.0)])
+def test_a_weight_without_use(world, options, expected):
+    """A rule that uses no weights ignores them, with a warning, and adds named terms up."""
+    assert [approx(expected)] * 2 == world(2).run(without_use, options)
 
 
 def zipped() -> None:

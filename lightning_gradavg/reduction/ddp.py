@@ -24,7 +24,7 @@ from lightning_gradavg.reduction.accumulation import Accumulation
 from lightning_gradavg.reduction.average import agreed_factors
 from lightning_gradavg.reduction.gather import losses_weighed
 from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum
-from lightning_gradavg.reduction.loss import NoWeights, Weights, loss_terms
+from lightning_gradavg.reduction.loss import NoWeights, Weights, loss_terms, sparse_weights, zero_loss
 from lightning_gradavg.reduction.reducer import Reducer
 from lightning_gradavg.reduction.sums import plain_sum
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
@@ -106,7 +106,9 @@ class GradAvgReducer:
         model.register_comm_hook(None, self._accumulation.reducer.hook)
         model.register_forward_pre_hook(self._on_forward)
         self._registered.append(weakref.ref(model))
-        self._accumulation.parameters = [one for each in self._models for one in each.module.parameters()]
+        models = self._models
+        self._accumulation.parameters = [one for each in models for one in each.module.parameters()]
+        self._sparse = [one for each in models for one in sparse_weights(each)]
 
     def _begin(self, model: DistributedDataParallel, node: int | None) -> None:
         rule, group, device = self._rule, model.process_group, next(model.parameters()).device
@@ -179,6 +181,10 @@ class GradAvgReducer:
             )
         micro_batch = self._weights.read(terms, weight, None, samples, problem)
         weighed = self._accumulation.weigh(terms, micro_batch)
+        if self._sparse and all(weight == 0 for weight in micro_batch.weights.values()):
+            # Its gradient is stopped at the loss, but DDP takes no sparse gradient that is undefined.
+            zero = zero_loss(self._sparse, set(map(id, self._sparse)))
+            weighed.value = weighed.value + zero.to(weighed.value.dtype)
 
         def backward(gradient: Tensor) -> None:
             accumulation, last = self._accumulation, synced == {True}
