@@ -44,7 +44,7 @@ def with_ddp() -> nn.Module:
     model, loader = DistributedDataParallel(new_model()), split_batches(new_loader())
     reducer = GradAvgReducer(reduction="weighted_mean")  # DDP's communication hook, and what weighs the loss
     reducer.register(model)
-    return train(model, loader, lambda loss: reducer.weigh(loss, weight=loader.samples).backward())
+    return train(model, loader, lambda loss: reducer.weigh(loss, samples=loader.samples).backward())
 
 
 def without_ddp() -> nn.Module:

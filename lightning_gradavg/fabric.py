@@ -38,11 +38,7 @@ _INSTEAD: Mapping[str, str] = {
     "exact_evaluation": "is your loop's: use split_batches=True, and count fabric.strategy.samples of each batch",
     "nonfinite": "is your loop's: pass weight=0 with a loss that is not finite",
     "check_replicas_every_n_steps": _OF_TRAINER,
-    "wire_scope": _OF_TRAINER,
-    "node_aware": _OF_TRAINER,
-    "ddp_comm_hook": "is registered on the module that fabric.setup returns, under a strategy without it",
-    "ddp_comm_state": "goes with ddp_comm_hook",
-    "ddp_comm_wrapper": "goes with ddp_comm_hook",
+    **dict.fromkeys(("wire_scope", "node_aware", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"), _OF_TRAINER),
     "model_averaging_period": "averages weights instead of reducing gradients",
     "precision_plugin": "is called precision in Fabric",
 }
