@@ -502,6 +502,19 @@ def refused_models() -> list[str]:
     return [*texts, str(raised.value)]
 
 
+def differing(loop: Callable[..., Any]) -> None:
+    """Body: set up a model under another rule on each rank."""
+    loop(reduction=["sum", "weighted_mean"][dist.get_rank()]).set_up(Line())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_ranks_that_reduce_differently(world, loop):
+    """Rules that differ between ranks are an error on all of them that quotes each."""
+    raised = world(2).run_expecting_errors(differing, loop)
+    assert [("ValueError", raised[0].message)] * 2 == raised
+    assert "'sum', sum(g), wire_dtype=None on rank 0; 'weighted_mean', " in raised[0].message
+
+
 def test_models_that_cannot_be_served(world):
     """A module without DDP, a static graph, and a loss of no model are refused with what to do."""
     for bare, static, none in world(1).run(refused_models):

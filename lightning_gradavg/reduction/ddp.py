@@ -94,8 +94,8 @@ class GradAvgReducer:
             )
         if model.static_graph:
             raise ValueError(
-                "static_graph=True has DDP reduce the first backward outside the communication hook's order. Leave it"
-                " out, or use lightning_gradavg.GradAvgStrategy with Lightning's Trainer."
+                "static_graph=True has DDP take its first backward for that of every step, which those within a window"
+                " are not. Leave it out, or use lightning_gradavg.GradAvgStrategy with Lightning's Trainer."
             )
         if self._registered and World.of(model.process_group) != self._world:
             raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
@@ -113,7 +113,7 @@ class GradAvgReducer:
     def _begin(self, model: DistributedDataParallel, node: int | None) -> None:
         rule, group, device = self._rule, model.process_group, next(model.parameters()).device
         self._world = world = World.of(group)
-        places = self._places(world) if node is None else world.places(node)
+        places = self._places(world, node)
         self._own = OwnGroups(world, device, None)
         # Registered after the process group was made, so it runs before whoever destroys that at exit.
         atexit.register(_close, weakref.ref(self._own))
@@ -125,14 +125,16 @@ class GradAvgReducer:
         reads = Weights if rule.uses_weight else NoWeights
         self._weights = reads(rule, device, "weigh was given", warnings.warn, lambda _: None)
 
-    def _places(self, world: World) -> tuple[Place, ...]:
-        """Return the places of all ranks, where nodes may be unknown if they do not matter."""
+    def _places(self, world: World, node: int | None) -> tuple[Place, ...]:
+        """Return the places of all ranks, which reduce alike; their nodes may be unknown if they do not matter."""
         alike = f"{self._rule.name!r}, {self._rule.formula}, wire_dtype={self._wire.dtype!r}"
         _, agreed = world.agree(
             "GradAvgReducer cannot reduce",
             lambda: Contribution(alike, [], 1.0),
             lambda found: f"the reduction differs between ranks: {by_value(found)}. Pass the same on all of them.",
         )
+        if node is not None:
+            return world.places(node)
         agreed_factors(self._rule, agreed)
         return places_on_nodes([node or 0 for node in agreed.nodes])
 
