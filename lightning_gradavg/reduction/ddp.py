@@ -37,6 +37,8 @@ __all__ = ["GradAvgReducer"]
 class GradAvgReducer:
     """Reduces the gradients of `DistributedDataParallel` by a rule, in any training loop.
 
+    ::
+
         reducer = GradAvgReducer(reduction="weighted_mean")
         reducer.register(ddp_model)
         ...
