@@ -1,4 +1,7 @@
-"""Usage: script_job.py OUT STRATEGY: train with `Trainer(strategy=NAME)` after the import, or with an instance."""
+"""Usage: script_job.py OUT STRATEGY NODES DEVICES: train with `Trainer(strategy=NAME)`, or with an instance.
+
+The strategy is a registered name, or a rule; "instance" is "weighted_mean".
+"""
 
 import sys
 
@@ -9,7 +12,8 @@ from lightning_gradavg import GradAvgStrategy
 
 if __name__ == "__main__":
     out, name, nodes, devices = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    strategy = GradAvgStrategy(reduction="weighted_mean") if name == "instance" else name
+    rule = "weighted_mean" if name == "instance" else name
+    strategy = name if name.startswith("gradavg") else GradAvgStrategy(reduction=rule)
     Trainer(
         strategy=strategy,
         accelerator="cpu",
