@@ -97,9 +97,18 @@ def test_pytorchjob_fits_its_schema():
     [
         ({"SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4"}, (2, 4)),
         ({"GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, (3, 2)),
+        (
+            {
+                "SLURM_NNODES": "3",
+                "SLURM_NTASKS_PER_NODE": "1",
+                "GROUP_WORLD_SIZE": "3",
+                "LOCAL_WORLD_SIZE": "2",
+            },
+            (3, 2),
+        ),
         ({}, (1, 1)),
     ],
-    ids=["SLURM", "torchrun", "neither"],
+    ids=["SLURM", "torchrun", "torchrun in SLURM", "neither"],
 )
 def test_the_launcher_tells_nodes_and_processes(monkeypatch, environment, layout):
     """The example takes the number of nodes, and of processes on each, from the launcher."""

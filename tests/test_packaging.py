@@ -55,7 +55,7 @@ def test_all_that_ships_is_there():
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Build both; return the Python of an environment with the wheel, and the source distribution without its package."""
+    """Build both; return the Python of an environment with the wheel, and the source distribution less its package."""
     folder = tmp_path_factory.mktemp("packaging")
     # The wheel is made of the source distribution, which so is shown to have all that a wheel needs.
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", ROOT, cwd=folder)

@@ -8,6 +8,7 @@ import sys
 from cli_job import Job
 from lightning.pytorch import Trainer
 
+from examples.training import close_process_group
 from lightning_gradavg import GradAvgStrategy
 
 if __name__ == "__main__":
@@ -26,3 +27,4 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
     ).fit(Job(out, loss="sum" if name == "gradavg_sum" else "mean"))
+    close_process_group()

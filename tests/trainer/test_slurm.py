@@ -63,6 +63,18 @@ def test_job_steps_of_two_nodes(cluster, tmp_path):
     assert 2 == output.read_text().count("4 ranks on 2 nodes")
 
 
+def test_uneven_agents_of_torchrun(cluster, tmp_path):
+    """With an agent of torchrun as each node's task, nodes may have different numbers of ranks, and the example is told."""
+    script = ROOT / "examples/torchrun/train.sh"
+    example = f"--accelerator=cpu --epochs=1 --num-train=64 --folder={tmp_path}/run"
+    found = "HEAD=127.0.0.1 PET_LOCAL_ADDR=127.0.0.1 PROCESSES=$((SLURM_NODEID + 1))"
+    output = tmp_path / "agents.out"
+    task = f"srun bash -c '{found} exec bash {script} {example}'"
+    with queue(cluster, output, "--ntasks-per-node=1", f"--wrap={task}") as job:
+        assert 0 == job.wait(LIMIT), output.read_text()
+    assert 1 == output.read_text().count("3 ranks on 2 nodes")
+
+
 def train(cluster: Slurm, folder: Path) -> subprocess.Popen[str]:
     """Queue the example on CPUs instead of GPUs."""
     script = ["--gpus-per-node=0", str(ROOT / "examples/slurm/train.sbatch"), "--accelerator=cpu", f"--folder={folder}"]
