@@ -64,7 +64,7 @@ def test_job_steps_of_two_nodes(cluster, tmp_path):
 
 
 def test_uneven_agents_of_torchrun(cluster, tmp_path):
-    """With an agent of torchrun as each node's task, nodes may have different numbers of ranks, and the example is told."""
+    """With an agent of torchrun as each node's task, nodes have different numbers of ranks, as the example is told."""
     script = ROOT / "examples/torchrun/train.sh"
     example = f"--accelerator=cpu --epochs=1 --num-train=64 --folder={tmp_path}/run"
     found = "HEAD=127.0.0.1 PET_LOCAL_ADDR=127.0.0.1 PROCESSES=$((SLURM_NODEID + 1))"
