@@ -93,7 +93,7 @@ if __name__ == "__main__":
 
     folder = Path(sys.argv[1])
     sources = sorted(SOURCES.glob("*.cpp"))
-    # What takes long are torch's headers: two units read them twice, at the same time, and a unit per source nine times.
+    # What takes long are torch's headers: two units read them twice, at the same time, a unit per source nine times.
     units = {folder / "even.cpp": sources[::2], folder / "odd.cpp": sources[1::2]}
     for unit, included in units.items():
         unit.write_text("".join(f'#include "{source}"\n' for source in included))
