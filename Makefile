@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+INTEGRATIONS := $(VENV)/.integrations
 
 # PyPI's torch for Linux brings several GB of CUDA libraries. Where the CPU build is enough:
 #   make setup TORCH_INDEX='--index-url https://download.pytorch.org/whl/cpu'
@@ -28,7 +29,11 @@ test: lint  ## Lint, check types, run the tests, of grids all pairs; PYTEST_ARGS
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-all: override PYTEST_ARGS += -m ''
-test-all: test  ## The same with full grids, as before a release
+test-all: $(INTEGRATIONS) test  ## The same with full grids and other trainers, as before a release
+
+$(INTEGRATIONS): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[integrations]'
+	@touch $@
 
 lint: $(READY)  ## Lint, check the formatting and the types
 	$(BIN)/ruff check

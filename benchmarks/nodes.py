@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["Network", "main", "network"]
+__all__ = ["Network", "main", "network", "obstacle"]
 
 PORT = 29500
 """Of the rendezvous. The first node's namespace has all of its ports to itself."""
@@ -83,6 +83,23 @@ def _remove_abandoned() -> None:
         made_by = re.findall(r"\d+", name)[0]
         if not Path("/proc", made_by).exists():
             _remove(name)
+
+
+def obstacle(*tools: str) -> str | None:
+    """Return why there can be no nodes here, which making one shows; None where there can.
+
+    Args:
+        tools: The programs that are needed.
+    """
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    if missing or os.geteuid() != 0:
+        return f"network namespaces need root and iproute2; missing: {', '.join(missing) or 'root'}"
+    try:
+        _remove_abandoned()
+        with _namespace(f"gradavg{os.getpid()}n0"):
+            return None
+    except RuntimeError as error:  # a container may forbid it to root, too
+        return str(error)
 
 
 @contextmanager
@@ -198,10 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.nodes < 1 or given.ranks < 1:
         parser.error(f"--nodes and --ranks are 1 or more; got {given.nodes} and {given.ranks}")
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing or os.geteuid() != 0:
-        parser.error(f"network namespaces need root and iproute2; missing: {', '.join(missing) or 'root'}")
-    _remove_abandoned()
+    if (reason := obstacle("ip", "tc")) is not None:
+        parser.error(reason)
     for number in _SIGNALS:
         signal.signal(number, _interrupt)
     try:

@@ -28,11 +28,14 @@ class GlobalBatches(DocstringData):
 
 
 def launched() -> tuple[int, int]:
-    """Return the number of nodes, and of processes on each, that SLURM or torchrun says."""
+    """Return the number of nodes, and of processes on this one, that torchrun or SLURM says.
+
+    torchrun comes first, as in Lightning: its agents may be the tasks of a SLURM job.
+    """
     environ = os.environ
-    if "SLURM_NTASKS_PER_NODE" in environ:
-        return int(environ["SLURM_NNODES"]), int(environ["SLURM_NTASKS_PER_NODE"])
-    return int(environ.get("GROUP_WORLD_SIZE", 1)), int(environ.get("LOCAL_WORLD_SIZE", 1))
+    nodes = environ.get("GROUP_WORLD_SIZE") or environ.get("SLURM_NNODES", "1")
+    processes = environ.get("LOCAL_WORLD_SIZE") or environ.get("SLURM_NTASKS_PER_NODE", "1")
+    return int(nodes), int(processes)
 
 
 def newest_checkpoint(folder: str) -> Path | None:

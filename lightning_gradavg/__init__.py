@@ -1,11 +1,15 @@
 """Gradient reduction for Lightning that reproduces a named reference run on any number of processes."""
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_gradavg.batches.split import split_batches
+from lightning_gradavg.fabric import GradAvgStrategy as _FabricStrategy
 from lightning_gradavg.monitor import GradAvgMonitor
 from lightning_gradavg.place import Place
 from lightning_gradavg.profile import GradAvgProfiler
 from lightning_gradavg.reduction.average import average_gradients
+from lightning_gradavg.reduction.ddp import GradAvgReducer
 from lightning_gradavg.reduction.gather import gather
 from lightning_gradavg.report.noise_scale import GradientNoiseScale
 from lightning_gradavg.rules import Share
@@ -15,6 +19,7 @@ from lightning_gradavg.verify import GradAvgVerifier, verify
 __all__ = [
     "GradAvgMonitor",
     "GradAvgProfiler",
+    "GradAvgReducer",
     "GradAvgStrategy",
     "GradAvgVerifier",
     "GradientNoiseScale",
@@ -22,9 +27,11 @@ __all__ = [
     "Share",
     "average_gradients",
     "gather",
+    "split_batches",
     "verify",
 ]
 
 __version__ = "0.1.0"
 
 GradAvgStrategy.register_strategies(StrategyRegistry)
+_FabricStrategy.register_strategies(STRATEGY_REGISTRY)

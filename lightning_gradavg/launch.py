@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import os
 import platform
@@ -10,6 +11,7 @@ from typing import Any
 
 import lightning
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from lightning_gradavg.lightning_internals import is_interactive, start_method
 from lightning_gradavg.ranks import World, by_value, digest
 
-__all__ = ["plain", "require_alike", "require_launch"]
+__all__ = ["destroy_at_exit", "plain", "require_alike", "require_launch"]
 
 
 def require_launch(strategy: Any) -> None:
@@ -117,6 +119,20 @@ def require_alike(world: World, trainer: Trainer, module: LightningModule | None
             f"two processes have one place: (node, rank on the node) is {by_value(places)}. Give every node another"
             " NODE_RANK, and every process of a node another LOCAL_RANK, or leave that to one launcher."
         )
+
+
+def destroy_at_exit() -> None:
+    """Have the process end its process group before the interpreter ends.
+
+    Lightning does it for NCCL alone. Gloo's threads, left to the interpreter's end, can abort the process.
+    """
+    if dist.is_initialized() and dist.get_backend() != "nccl":
+        atexit.register(_destroy)
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _shape(parameter: torch.nn.Parameter) -> str:

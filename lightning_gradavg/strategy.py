@@ -4,7 +4,6 @@ Each of them is handed on to the parts that have something to say to it. What on
 here; where the order of two parts matters, it stands here.
 """
 
-import atexit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,7 +34,7 @@ from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.faults.nonfinite import NonFinite, refuse_unjudged
 from lightning_gradavg.faults.part import faults_of
 from lightning_gradavg.fingerprint import combined, state_digests
-from lightning_gradavg.launch import plain, require_alike, require_launch
+from lightning_gradavg.launch import destroy_at_exit, plain, require_alike, require_launch
 from lightning_gradavg.lightning_internals import MixedPrecision
 from lightning_gradavg.loaders import loader_batch_size
 from lightning_gradavg.options import Options, StrategyFacts, check_groups, check_reproducible, options_of_ddp
@@ -312,8 +311,8 @@ class GradAvgStrategy(DDPStrategy):
         return (
             f"{type(self).__name__}(reduction={self._options.rule.name!r})"
             " [a strategy for lightning.pytorch.Trainer, of the package `lightning`: neither pytorch_lightning.Trainer,"
-            " of the package `pytorch-lightning`, nor Fabric can use it. In a loop of your own, with Fabric or without,"
-            " call lightning_gradavg.average_gradients]"
+            " of the package `pytorch-lightning`, nor Fabric can use it. Fabric takes"
+            " lightning_gradavg.fabric.GradAvgStrategy; in a loop of your own call lightning_gradavg.average_gradients]"
         )
 
     @classmethod
@@ -430,9 +429,8 @@ class GradAvgStrategy(DDPStrategy):
             # Lightning starts random numbers anew from the seed here, so that ranks draw alike, which loaders see to
             # themselves: a script goes on drawing as on one device.
             restore_random_state(state)
-        if ours and dist.is_initialized() and dist.get_backend() != "nccl":
-            # Lightning does it for NCCL alone. Gloo's threads, left to the interpreter's end, can abort the process.
-            atexit.register(_destroy_process_group)
+        if ours:
+            destroy_at_exit()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -787,8 +785,3 @@ def _widened(value: Any) -> Any:
     """Return integers in float64. Lightning reduces what is not a tensor, too."""
     integral = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
     return value.double() if integral else value
-
-
-def _destroy_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

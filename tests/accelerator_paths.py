@@ -6,11 +6,13 @@ Each body returns what came of it, on the CPU, and is the same on all devices bu
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,13 +27,14 @@ from ranks import make_trainer
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 from toys import FirstLater
 
-from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, average_gradients, gather
+from lightning_gradavg import GradAvgMonitor, GradAvgReducer, GradAvgStrategy, average_gradients, gather
 from lightning_gradavg.rules import RULES, Rule
 
-__all__ = ["PATHS", "Count", "Outcome", "Path", "perform"]
+__all__ = ["PATHS", "Count", "Outcome", "Path", "perform", "weighed_losses"]
 
 WIDTH = 8
 SAMPLES = ((3, 4, 2, 1), (5, 2, 1, 4), (4, 4, 3, 2), (2, 6, 4, 3), (3, 3, 1, 5), (1, 5, 2, 2))
@@ -52,6 +55,9 @@ class Net(LightningModule):
         torch.manual_seed(0)
         self.net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
         self.gradients: list[Tensor] = []
+
+    def forward(self, batch: Tensor) -> Any:
+        return self.net(batch)
 
     def loss(self, batch: Tensor) -> Tensor:
         return self.net(batch).square().mean()
@@ -399,6 +405,26 @@ def plain_loop(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Ou
         module.keep_gradients()
         optimizer.step()
     return outcome_of(module), {}
+
+
+def weighed_losses(device: str, window: int, **options: Any) -> Outcome:
+    """Train under DDP with `GradAvgReducer`, with weights on the device, of which one is 0 and its loss NaN."""
+    module = Net().to(device)
+    model, reducer = DistributedDataParallel(module), GradAvgReducer(reduction="weighted_mean", **options)
+    reducer.register(model)
+    optimizer = module.configure_optimizers()
+    for number, batch in enumerate(batches_of_rank(6)):
+        last, nothing = (number + 1) % window == 0, number == 3 and dist.get_rank() == 1
+        with nullcontext() if last else model.no_sync():
+            loss = model(batch.to(device)).square().mean() * (math.nan if nothing else 1)
+            reducer.weigh(loss, weight=torch.tensor(0 if nothing else len(batch), device=device)).backward()
+        if last:
+            module.keep_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+    reducer.check()
+    reducer.close()
+    return outcome_of(module)
 
 
 def of_mean(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

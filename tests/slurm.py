@@ -1,4 +1,7 @@
-"""A real SLURM of one node on this machine, with munge, for as long as a test takes: Debian's slurm-wlm and munge."""
+"""A real SLURM of two nodes on this machine, with munge, for as long as a test takes: Debian's slurm-wlm and munge.
+
+Each node is a slurmd with a name and a port of its own, and starts its tasks itself. They share the machine's network.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from threading import Thread
 
 __all__ = ["OBSTACLE", "Slurm", "slurm"]
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "sinfo")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
+NODES = ("node0", "node1")
 PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin"))
 _MISSING = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
 OBSTACLE = (
@@ -33,14 +37,13 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=6
-SlurmctldPort={control}
-SlurmdPort={node}
+SlurmctldPort={ports[0]}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -49,7 +52,8 @@ SchedulerParameters=sched_interval=2,bf_interval=2
 MpiDefault=none
 SwitchType=switch/none
 ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
+NodeName=node0 NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 State=UNKNOWN
+NodeName=node1 NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
 
@@ -106,23 +110,25 @@ def _daemon(environment: dict[str, str], ready: str, *command: str) -> Iterator[
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
-    """Run munged, slurmctld and slurmd with all their files in `folder`."""
+    """Run munged, slurmctld and a slurmd per node with all their files in `folder`.
+
+    Nobody knows the nodes by name, so their tasks are told by `MASTER_ADDR` where rank 0 is.
+    """
     (folder / "state").mkdir(parents=True)
     (folder / "spool").mkdir()
     key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
-    control, node = _free_ports(2)
     config = folder / "slurm.conf"
-    config.write_text(CONFIG.format(host=socket.gethostname(), folder=folder, control=control, node=node))
-    environment = {**os.environ, "PATH": PATH, "SLURM_CONF": str(config)}
+    config.write_text(CONFIG.format(host=socket.gethostname(), folder=folder, ports=_free_ports(1 + len(NODES))))
+    environment = {**os.environ, "PATH": PATH, "SLURM_CONF": str(config), "MASTER_ADDR": "127.0.0.1"}
     files = {"socket": "munge.socket", "pid-file": "munged.pid", "log-file": "munged.log", "seed-file": "munge.seed"}
     munged = ["munged", "--foreground", "--force", f"--key-file={key}"]
     with ExitStack() as stack:
         for ready, command in (
             ("Created socket", [*munged, *(f"--{option}={folder / name}" for option, name in files.items())]),
             ("Running as primary controller", ["slurmctld", "-D", "-vv"]),
-            ("slurmd started", ["slurmd", "-D", "-vv"]),
+            *(("slurmd started", ["slurmd", "-D", "-vv", "-N", name]) for name in NODES),
         ):
             stack.enter_context(_daemon(environment, ready, *command))
         yield Slurm(environment)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import gpu
 import pytest
 import torch
 from accelerator.seen import Seen, observed, seen
-from accelerator_paths import PATHS, Outcome, perform
+from accelerator_paths import PATHS, Outcome, perform, weighed_losses
 from ranks import RankPool
 
 from lightning_gradavg.reduction.window import as_weight
 
 Worlds = Callable[[int], RankPool]
+WIRE = {"wire_dtype": "bfloat16"}
 
 
 def waits() -> int:
@@ -42,6 +44,19 @@ def test_a_path_on_the_accelerator(name: str, sim_world: Worlds, world: Worlds) 
         assert [] == device.races
         assert [] == device.early_frees
         assert path.waits == counts.get("waits"), device.waits_in("lightning_gradavg/")[-5:]
+
+
+@pytest.mark.parametrize(("window", "options", "tolerance"), [(1, {}, 1e-6), (2, {}, 1e-6), (1, WIRE, 1e-2)])
+def test_losses_weighed_in_a_plain_loop(
+    window: int, options: Any, tolerance: float, sim_world: Worlds, world: Worlds
+) -> None:
+    """A backward within that of the weighed loss races with nothing, and its numbers are those of the CPU."""
+    expected = world(2).run(weighed_losses, "cpu", window, **options)
+    found: list[tuple[Outcome, Seen]] = sim_world(2).run(observed, weighed_losses, "sim", window, **options)
+    for (outcome, device), reference in zip(found, expected, strict=True):
+        assert_close(outcome, reference, tolerance)
+        assert [] == device.races
+        assert [] == device.early_frees
 
 
 def assert_close(found: Outcome, expected: Outcome, tolerance: float) -> None:

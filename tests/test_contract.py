@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import StrategyRegistry
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 from toys import Toy
 
 import lightning_gradavg
+import lightning_gradavg.fabric
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.cli import main
 from lightning_gradavg.verify.report import EXIT_CODES, SCHEMA, Finding, Report, Stage
@@ -78,8 +80,8 @@ def test_the_constructor():
 def test_the_names_of_the_package():
     """What `from lightning_gradavg import` gives."""
     expected = (
-        "GradAvgMonitor GradAvgProfiler GradAvgStrategy GradAvgVerifier GradientNoiseScale Place Share"
-        " average_gradients gather verify"
+        "GradAvgMonitor GradAvgProfiler GradAvgReducer GradAvgStrategy GradAvgVerifier GradientNoiseScale Place Share"
+        " average_gradients gather split_batches verify"
     )
     assert words(expected) == sorted(lightning_gradavg.__all__)
 
@@ -114,6 +116,27 @@ def test_the_functions():
         "ignore",
         "trainer_options",
     } <= {*parameters_of(lightning_gradavg.verify), "trainer_options"}
+
+
+def test_other_loops():
+    """Names and defaults of what serves Fabric, and loops without Lightning."""
+    empty, of_reduction = inspect.Parameter.empty, {"reduction": "mean", "wire_dtype": None}
+    of_weigh = {"weight": None, "divided_by": None, "samples": None}
+    reducer = lightning_gradavg.GradAvgReducer
+    assert of_reduction == parameters_of(reducer)
+    assert {"self": empty, "model": empty, "node": None} == parameters_of(reducer.register)
+    assert {"self": empty, "loss": empty, **of_weigh} == parameters_of(reducer.weigh)
+    assert {"loader": empty, "group": None} == parameters_of(lightning_gradavg.split_batches)
+    of_fabric = lightning_gradavg.fabric.GradAvgStrategy
+    assert {**of_reduction, "split_batches": False, "options": empty} == parameters_of(of_fabric)
+    assert "weight" in signature(of_fabric.backward).parameters
+    assert hasattr(of_fabric, "samples")
+
+
+def test_the_names_of_fabric():
+    """The values of `Fabric(strategy=...)`."""
+    expected = "gradavg gradavg_fork gradavg_notebook gradavg_spawn gradavg_sum gradavg_weighted"
+    assert words(expected) == sorted(name for name in STRATEGY_REGISTRY if name.startswith("gradavg"))
 
 
 def test_what_the_strategy_answers():

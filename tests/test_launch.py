@@ -34,7 +34,8 @@ def test_a_notebook_may_fork(monkeypatch, strategy):
     assert trainer.strategy.launcher.is_interactive_compatible
 
 
-def test_fabric_is_told_of_average_gradients():
-    """Fabric cannot use a strategy of the Trainer; its error says what there is for a loop of one's own."""
-    with pytest.raises(ValueError, match=r"nor Fabric can use it.* call lightning_gradavg\.average_gradients"):
+def test_fabric_is_told_of_its_strategy():
+    """Fabric cannot use a strategy of the Trainer; its error names its own, and what there is for other loops."""
+    told = r"nor Fabric can use it.* lightning_gradavg\.fabric\.GradAvgS.* call lightning_gradavg\.average_gradients"
+    with pytest.raises(ValueError, match=told):
         Fabric(strategy=GradAvgStrategy(), accelerator="cpu", devices=2)

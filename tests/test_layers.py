@@ -18,7 +18,7 @@ FLOORS = (
     "options reduction rates",
     "batches checkpoints evaluation launch termination faults",
     "replicas report reproducible",
-    "strategy plan",
+    "strategy plan fabric",
     "verify monitor",
     "cli",
     "__init__ __main__",
@@ -32,7 +32,7 @@ LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 LIGHTNING_IN = (
     "lightning_internals methods part profile batches.part checkpoints evaluation launch rates.part",
     "reduction.reduction replicas.part replicas.state replicas.obstacles replicas.log reproducible.part",
-    "strategy termination monitor verify cli __init__",
+    "strategy fabric termination monitor verify cli __init__",
 )
 """Folders and modules that may import Lightning. Everything else is the core, and works without."""
 

@@ -203,7 +203,8 @@ def test_a_resume_at_another_scale_computes_its_own_factor(name: str) -> None:
         [rates.base_state_dict(optimizer, optimizer.state_dict()), scheduler.state_dict(), rates.state_dict()], saved
     )
     saved.seek(0)
-    state, scheduler_state, counters = torch.load(saved, weights_only=True)
+    # SWALR of torch 2.4 keeps a function in its state.
+    state, scheduler_state, counters = torch.load(saved, weights_only=name != "SWALR")
 
     optimizer = make()
     scheduler = SCHEDULERS[name](optimizer)

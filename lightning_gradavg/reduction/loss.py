@@ -24,6 +24,7 @@ __all__ = [
     "holds_ignored_targets",
     "loss_terms",
     "misspelt_weight",
+    "sparse_weights",
     "weigh_terms",
     "zero_loss",
 ]
@@ -237,6 +238,12 @@ class WeighedLoss:
         whole = tuple(micro_batch.weights) == (WHOLE_LOSS,)
         losses = [cls.plain(terms, micro_batch).value] if whole else list(terms.values())
         return cls(weigh_terms(coefficients, losses), micro_batch, coefficients)
+
+
+def sparse_weights(module: nn.Module) -> list[Tensor]:
+    """Return the parameters of a module whose gradients are sparse, which DDP does not take undefined."""
+    embeddings = (each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+    return [each.weight for each in embeddings if each.sparse]
 
 
 class _ZeroGradients(torch.autograd.Function):

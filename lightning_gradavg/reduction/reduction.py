@@ -27,6 +27,7 @@ from lightning_gradavg.reduction.loss import (
     Weights,
     loss_terms,
     misspelt_weight,
+    sparse_weights,
     zero_loss,
 )
 from lightning_gradavg.reduction.manual import ManualSteps
@@ -141,11 +142,7 @@ class Reduction(Part):
         if stock:
             return
         self._withholds = model.static_graph
-        self._sparse = [
-            layer.weight
-            for layer in model.modules()
-            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
-        ]
+        self._sparse = sparse_weights(model)
         trained = [(name, p) for name, p in named.items() if p.requires_grad]
         self._own = OwnGroups(World.of(model.process_group), run.device, self._timeout)
         # The frozen ones, too: they may train later.

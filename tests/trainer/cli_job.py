@@ -20,7 +20,7 @@ class Job(LightningModule):
         self.out, self.loss = out, loss
 
     def train_dataloader(self) -> Any:
-        x: Any = [torch.tensor([[1.0, 2.0, 3.0], [4.0], [4.0]][dist.get_rank()], dtype=torch.float64)]
+        x: Any = [torch.tensor([1.0, 2.0, 3.0] if dist.get_rank() == 0 else [4.0], dtype=torch.float64)]
         return DataLoader(x, batch_size=None)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

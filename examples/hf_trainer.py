@@ -1,0 +1,79 @@
+"""How does the Trainer of Transformers take a mean that is not over the number of labels?
+
+`torchrun --nproc-per-node 2 examples/hf_trainer.py` trains a tiny GPT-2, made from its config, on a loss in which rare
+tokens count more, and compares the weights with those of one process. The Trainer normalizes by `num_items_in_batch`,
+the number of labels, over processes and accumulated batches, for models that take it; not by a sum of class weights.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from lightning_gradavg import GradAvgReducer
+
+EPOCHS, TOKENS, SAMPLES, LENGTH = 3, 11, 16, 12
+CLASS_WEIGHTS = torch.linspace(0.1, 3, TOKENS)
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(0)
+    options: Any = dict.fromkeys(("bos_token_id", "eos_token_id", "resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=TOKENS, n_embd=16, n_layer=1, n_head=2, **options))
+
+
+def new_data() -> list[dict[str, Tensor]]:
+    tokens = torch.randint(TOKENS, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
+    lengths = torch.arange(SAMPLES) % (LENGTH - 1) + 2
+    labels = tokens.masked_fill(torch.arange(LENGTH) >= lengths[:, None], -100)
+    return [{"input_ids": ids, "labels": of_ids} for ids, of_ids in zip(tokens, labels, strict=True)]
+
+
+def mean_loss(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    logits, labels = model(input_ids=inputs["input_ids"]).logits[:, :-1], inputs["labels"][:, 1:]
+    loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=CLASS_WEIGHTS, ignore_index=-100)
+    return loss, CLASS_WEIGHTS[labels[labels != -100]].sum()
+
+
+class WeightedTrainer(Trainer):
+    loss_is_scaled_for_ga = True  # the reducer divides by the weights of the window: the Trainer must not divide, too
+    reducer: GradAvgReducer | None = None
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if self.reducer is None and isinstance(model, DistributedDataParallel):
+            self.reducer = GradAvgReducer(reduction="weighted_mean")
+            self.reducer.register(model)
+        loss, weight = mean_loss(model, inputs)
+        return loss if self.reducer is None else self.reducer.weigh(loss, weight=weight)
+
+
+def on_one_process() -> nn.Module:
+    model, data = new_model(), new_data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(EPOCHS):
+        optimizer.zero_grad()
+        mean_loss(model, {name: torch.stack([sample[name] for sample in data]) for name in data[0]})[0].backward()
+        optimizer.step()
+    return model
+
+
+def main() -> None:
+    plain: Any = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    quiet: Any = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+    counts: Any = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": EPOCHS}
+    options = {**plain, **quiet, **counts, "use_cpu": True, "ddp_find_unused_parameters": False}
+    arguments = TrainingArguments("hf_output", **options)
+    model = new_model()
+    trainer = WeightedTrainer(model, arguments, train_dataset=new_data())  # 2 processes, 2 batches of 4: all 16 a step
+    trainer.train()
+    pairs = zip(model.parameters(), on_one_process().parameters(), strict=True)
+    difference = max((mine - one).abs().max().item() for mine, one in pairs)
+    if trainer.is_world_process_zero():
+        print(f"{arguments.world_size} processes: largest difference to one process {difference:.1e}")
+
+
+if __name__ == "__main__":
+    main()

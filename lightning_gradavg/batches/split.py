@@ -1,0 +1,77 @@
+"""`split_batches`: a loader whose batches are this rank's chunks of the global batches, in any training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_gradavg.batches.chunks import Split
+from lightning_gradavg.batches.loader import BatchSplitter
+from lightning_gradavg.batches.progress import Progress
+from lightning_gradavg.lightning_internals import TrainingLoop
+from lightning_gradavg.loaders import Shows
+from lightning_gradavg.ranks import World
+
+__all__ = ["ChunkLoader", "split_batches"]
+
+
+class _NoLoop(TrainingLoop):
+    """The training loop of a user, of which nothing is known: nothing is resumed, and each batch is taken at once."""
+
+    @property
+    def iterators(self) -> list[Any]:
+        return []
+
+
+class ChunkLoader(Shows):
+    """What `split_batches` returns. Its other attributes are those of the user's loader.
+
+    Attributes:
+        samples: Samples of the batch yielded last that count: 0 where the rank has none of the global batch, and the
+            batch only keeps it busy. None outside of a pass.
+    """
+
+    samples: int | None = None
+
+    def __init__(self, loader: Any, world: World) -> None:
+        splitter = BatchSplitter(Split(world.rank, world.size), world, Progress(_NoLoop(None), lambda: 1))
+        self._split = splitter.wrap(loader)
+        super().__init__(self._split)
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = iter(self._split)
+        try:
+            for batch in iterator:
+                chunk = iterator.take()
+                assert chunk is not None
+                self.samples = chunk.samples
+                yield batch
+        finally:
+            self.samples = None
+
+    def __len__(self) -> int:
+        return len(self._split)
+
+
+def split_batches(loader: Any, *, group: dist.ProcessGroup | None = None) -> ChunkLoader:
+    """Return a loader whose batches are this rank's chunks of the batches of `loader`, which are the global ones.
+
+    Every rank gets its contiguous chunk, cut as `torch.chunk` cuts, in the order of a run on one process: the samplers
+    are asked as they are, with the random state of rank 0. A rank loads its own samples only. Where a short batch
+    leaves a rank none, it gets a sample of another rank all the same, to take part in the backward, and `samples` of
+    the returned loader is 0: the weight of that batch.
+
+    Making it and passing over it are collective operations.
+
+    Args:
+        loader: A `DataLoader` with the batch size of one process and no `DistributedSampler`, or an iterable of
+            batches. Where it or its dataset has a true attribute `sharded_by_rank`, every rank reads its own part of
+            the data, and its batches are left whole.
+        group: The ranks that share the batches; those of the default group if None.
+
+    Raises:
+        ValueError: On all ranks alike, if the loader cannot be split, or the ranks' loaders differ.
+    """
+    return ChunkLoader(loader, World.of(group))

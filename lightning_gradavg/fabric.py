@@ -1,0 +1,198 @@
+"""`GradAvgStrategy` for Lightning Fabric: the same reductions, weights and splitting, in a loop of your own.
+
+Fabric tells a strategy of modules, loaders and backwards, and of nothing else: what needs to know when a step, an
+evaluation or a run begins and ends is refused by name, with what does it in Fabric.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch.distributed as dist
+from lightning.fabric.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_gradavg.arguments import nearest
+from lightning_gradavg.batches.split import ChunkLoader, split_batches
+from lightning_gradavg.launch import destroy_at_exit
+from lightning_gradavg.reduction.ddp import GradAvgReducer
+from lightning_gradavg.reduction.loss import loss_terms
+from lightning_gradavg.rules import RULES, RuleFunction, resolve_rule, rule_of_split_batches
+
+__all__ = ["GradAvgStrategy"]
+
+_OF_TRAINER = "is of lightning_gradavg.GradAvgStrategy, with Lightning's Trainer"
+_BY_LOOP = "follows steps that only your loop knows: set the learning rate that `gradavg plan` prints"
+
+_INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(("equivalent_to", "num_replicas", "recompute_replicas", "reproducible"), _OF_TRAINER),
+    **dict.fromkeys(("lr_scaling", "base_batch_size", "base_world_size", "lr_warmup_steps"), _BY_LOOP),
+    "allow_recipe_change": _OF_TRAINER,
+    "max_device_batch_size": "accumulates: cut the batch in your loop, and run all parts but the last within"
+    " fabric.no_backward_sync(model)",
+    "exact_evaluation": "is your loop's: use split_batches=True, and count fabric.strategy.samples of each batch",
+    "nonfinite": "is your loop's: pass weight=0 with a loss that is not finite",
+    "check_replicas_every_n_steps": _OF_TRAINER,
+    **dict.fromkeys(("wire_scope", "node_aware", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"), _OF_TRAINER),
+    "model_averaging_period": "averages weights instead of reducing gradients",
+    "precision_plugin": "is called precision in Fabric",
+}
+
+
+class GradAvgStrategy(DDPStrategy):
+    """Data-parallel training with Fabric whose reduced gradient is that of a stated rule.
+
+    The weight goes with the loss: `fabric.backward(loss, weight=n)`; of named terms
+    `fabric.backward({"cls": a, "box": b}, weight={"cls": n, "box": m})`. Micro-batches within
+    `fabric.no_backward_sync(model)` belong to the window that the next backward outside of it ends, and nothing is to
+    be divided by hand, but for the plain mean, whose losses are divided by the window as with stock DDP. With no
+    option it is stock DDP: the same bits, no communication hook.
+
+    Args:
+        reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
+        wire_dtype: What gradients are sent as between ranks: `"bfloat16"` or `"float16"`. They are summed in float32.
+        split_batches: True if the batches of the loaders that are set up are the global batches: every rank gets its
+            contiguous chunk of each. The weight is then the number of its samples, if none is given.
+        options: Those of Fabric's `DDPStrategy` and of `DistributedDataParallel`, by their names.
+
+    Raises:
+        ValueError: If `reduction` names no rule, or an option cannot be combined with it.
+        TypeError: If an option is unknown, or of a kind that Fabric cannot carry.
+    """
+
+    def __init__(
+        self,
+        *,
+        reduction: str | RuleFunction = "mean",
+        wire_dtype: Literal["bfloat16", "float16"] | None = None,
+        split_batches: bool = False,
+        **options: Any,
+    ) -> None:
+        _refuse_unknown(options)
+        rule = resolve_rule(reduction)
+        if split_batches:
+            rule = rule_of_split_batches(rule)
+        super().__init__(**options)
+        self._splits, self._loaders = split_batches, list[ChunkLoader]()
+        stock = rule == RULES["mean"] and wire_dtype is None
+        self._reducer = None if stock else GradAvgReducer(reduction=rule, wire_dtype=wire_dtype)
+        self._named = f"reduction={rule.name!r}"
+
+    def __repr__(self) -> str:
+        # Trainers quote a strategy of Fabric by its repr when they refuse it.
+        return (
+            f"{type(self).__name__}({self._named}) [a strategy for lightning.fabric.Fabric; with Trainer use"
+            " lightning_gradavg.GradAvgStrategy]"
+        )
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the names of this strategy. Doing it again changes nothing."""
+        for name, options in _NAMES.items():
+            strategy_registry.register(name, cls, description=f"{cls.__name__} {options}", override=True, **options)
+
+    @override
+    def setup_environment(self) -> None:
+        """Join the process group, and see to its end."""
+        ours = not dist.is_initialized()
+        super().setup_environment()
+        if ours:
+            destroy_at_exit()
+
+    @property
+    def samples(self) -> int | None:
+        """With `split_batches`, samples of the batch at hand that count: 0 where the rank has none of the global one.
+
+        None outside of a pass over a loader.
+
+        Raises:
+            ValueError: If several loaders are passed over at once whose batches differ.
+        """
+        counts = {loader.samples for loader in self._loaders} - {None}
+        if len(counts) > 1:
+            raise ValueError(
+                f"the batches of the loaders that are read together have {' and '.join(map(str, counts))} samples on"
+                " this rank, so split_batches=True cannot tell which count. Use one loader, or loaders of one batch"
+                " size and length."
+            )
+        return next(iter(counts), None)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]  # None has Fabric add no sampler
+        # Stock multiplies nodes by devices, which is another number where nodes are uneven.
+        return None if self._splits else {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        if not self._splits:
+            return dataloader
+        loader = split_batches(dataloader)
+        # Fabric's wrapper shows what is in the `__dict__` of what it wraps, such as `dataset` and `batch_size`.
+        vars(loader).update({**vars(dataloader), **vars(loader)})
+        self._loaders.append(loader)
+        return loader
+
+    @override
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        model = super().setup_module(module)
+        if self._reducer is not None:
+            self._reducer.register(model, node=self.node_rank)
+        return model
+
+    @override
+    def backward(
+        self,
+        tensor: Tensor | Mapping[str, Tensor],
+        module: nn.Module | None,
+        *args: Any,
+        weight: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Run the backward of a loss of that weight; of the last one of a window, reduce its gradients."""
+        if self._reducer is not None:
+            loss = self._reducer.weigh(tensor, weight=weight, samples=self.samples)
+        else:
+            first, *rest = loss_terms(tensor).values()
+            loss = sum(rest, first)
+            if weight is not None:
+                warnings.warn(
+                    f'a "weight" was given, but {self._named} does not use weights: it is ignored.', stacklevel=2
+                )
+        super().backward(loss, module, *args, **kwargs)
+
+    @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self._reducer is not None:
+            # What is wrong with the last step must not get into a file.
+            self._reducer.check()
+        super().save_checkpoint(*args, **kwargs)
+
+
+_NAMES: dict[str, dict[str, Any]] = {
+    "gradavg": {},
+    "gradavg_sum": {"reduction": "sum"},
+    "gradavg_weighted": {"reduction": "weighted_mean"},
+    "gradavg_spawn": {"start_method": "spawn"},
+    "gradavg_fork": {"start_method": "fork"},
+    "gradavg_notebook": {"start_method": "fork"},
+}
+
+
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    """Raise a TypeError that says what to do where an option is none of Fabric's, nor of DDP."""
+    of_both = (inspect.signature(owner.__init__).parameters for owner in (DDPStrategy, DistributedDataParallel))
+    known = {name for parameters in of_both for name in parameters} - {"self", "kwargs", "module", "device_ids"}
+    for name in [name for name in options if name not in known]:
+        instead = _INSTEAD.get(name)
+        if instead is not None:
+            raise TypeError(f"{name}={options[name]!r} cannot be carried by Fabric: it {instead}.")
+        raise TypeError(
+            f"{name}={options[name]!r} is not an option of GradAvgStrategy for Fabric{nearest(name, sorted(known))}"
+        )

@@ -1,0 +1,117 @@
+"""The scripts that start a run on a cluster say what they are to say: no cluster is needed for that."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from examples.cluster import launched
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+SBATCH = EXAMPLES / "slurm/train.sbatch"
+TORCHRUN = EXAMPLES / "torchrun/train.sh"
+PYTORCHJOB = EXAMPLES / "kubernetes/pytorchjob.yaml"
+
+
+def printed(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script whose Python is `echo`."""
+    return subprocess.run(
+        ["bash", str(script), "--epochs=3"],
+        env={"PATH": os.environ["PATH"], "PYTHON": "echo", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_torchrun_is_told_of_the_nodes():
+    """The script's words are options of torchrun: nodes, processes, and where the first node is."""
+    words = printed(TORCHRUN, HEAD="node-a").stdout.split()
+    assert ["-m", "torch.distributed.run"] == words[:2]
+    told = get_args_parser().parse_args(words[2:])
+    assert ("2", "4", "c10d", "node-a:29400") == (
+        told.nnodes,
+        told.nproc_per_node,
+        told.rdzv_backend,
+        told.rdzv_endpoint,
+    )
+    assert ("examples.cluster", ["--epochs=3"]) == (told.training_script, told.training_script_args)
+    assert "HEAD: the host name of the first node" in printed(TORCHRUN).stderr
+
+
+def test_sbatch_starts_one_process_per_gpu(tmp_path):
+    """SLURM is asked for two nodes of four tasks and GPUs, and srun is told of the cores, which it does not inherit."""
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)", SBATCH.read_text(), re.MULTILINE))
+    asked = {"nodes": "2", "ntasks-per-node": "4", "gpus-per-node": "4", "signal": "SIGUSR1@90", "requeue": ""}
+    assert asked.items() <= options.items()
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/bash\necho "$@"\n')
+    srun.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    started = printed(SBATCH, PATH=path, SLURM_CPUS_PER_TASK=options["cpus-per-task"]).stdout
+    assert "--cpus-per-task=8 --kill-on-bad-exit=1 echo -m examples.cluster --epochs=3\n" == started
+
+
+# Of manifests/base/crds/kubeflow.org_pytorchjobs.yaml of Kubeflow's training operator 1.7 to 1.9. The whole schema,
+# most of whose 8,000 lines are those of a pod, accepts the file, with unknown fields as errors (2026-11-22).
+FIELDS = {
+    "": {"apiVersion", "kind", "metadata", "spec"},
+    "spec": {"elasticPolicy", "nprocPerNode", "pytorchReplicaSpecs", "runPolicy"},
+    "spec.elasticPolicy": {
+        *("maxReplicas", "maxRestarts", "metrics", "minReplicas", "nProcPerNode"),
+        *("rdzvBackend", "rdzvConf", "rdzvHost", "rdzvId", "rdzvPort", "standalone"),
+    },
+    "spec.pytorchReplicaSpecs": {"Master", "Worker"},
+    "spec.pytorchReplicaSpecs.Worker": {"replicas", "restartPolicy", "template"},
+}
+
+
+def test_pytorchjob_fits_its_schema():
+    """Kubeflow knows every field above those of the pod, and gives torchrun as many processes as the pod has GPUs."""
+    job: Any = yaml.safe_load(PYTORCHJOB.read_text())
+    assert ("kubeflow.org/v1", "PyTorchJob") == (job["apiVersion"], job["kind"])
+    for path, known in FIELDS.items():
+        part = job
+        for key in filter(None, path.split(".")):
+            part = part[key]
+        assert set() == set(part) - known
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    (container,) = worker["template"]["spec"]["containers"]
+    assert "pytorch" == container["name"]
+    assert job["spec"]["nprocPerNode"] == str(container["resources"]["limits"]["nvidia.com/gpu"]) == "4"
+    assert worker["replicas"] == job["spec"]["elasticPolicy"]["maxReplicas"] == 2
+    assert "examples.cluster" == get_args_parser().parse_args(container["command"][1:]).training_script
+    volumes = {volume["name"] for volume in worker["template"]["spec"]["volumes"]}
+    assert volumes == {mount["name"] for mount in container["volumeMounts"]}
+
+
+@pytest.mark.parametrize(
+    ("environment", "layout"),
+    [
+        ({"SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4"}, (2, 4)),
+        ({"GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, (3, 2)),
+        (
+            {
+                "SLURM_NNODES": "3",
+                "SLURM_NTASKS_PER_NODE": "1",
+                "GROUP_WORLD_SIZE": "3",
+                "LOCAL_WORLD_SIZE": "2",
+            },
+            (3, 2),
+        ),
+        ({}, (1, 1)),
+    ],
+    ids=["SLURM", "torchrun", "torchrun in SLURM", "neither"],
+)
+def test_the_launcher_tells_nodes_and_processes(monkeypatch, environment, layout):
+    """The example takes the number of nodes, and of processes on each, from the launcher."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert layout == launched()

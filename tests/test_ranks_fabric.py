@@ -1,0 +1,523 @@
+"""Fabric, and DDP in a plain loop: what a backward leaves is what `combine` makes of all (rank, micro-batch) pairs."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from averaging import square_root_of_weight
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from ranks import Raised, rank_environment
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from toys import approx
+
+import lightning_gradavg
+from lightning_gradavg import GradAvgReducer, gather, split_batches
+from lightning_gradavg.fabric import GradAvgStrategy
+from lightning_gradavg.reduction.combine import combine
+from lightning_gradavg.rules import RULES, resolve_rule
+
+Windows = Sequence[Sequence[Sequence[float]]]
+"""`windows[window][micro_batch][sample]` of one rank."""
+
+EVEN: list[Windows] = [[[[1, 2, 3]], [[4], [5, 7, 11]]], [[[13]], [[17, 19], [23]]]]
+UNEVEN: list[Windows] = [[[[1, 2, 3], [4]], [[5]]], [[[13]], [[17, 19], [23], [29]]]]
+RULE_NAMES = [*RULES, "square_root_of_weight"]
+WEIGHTED = {"reduction": "weighted_mean"}
+
+
+class Line(nn.Module):
+    """One weight at 1: the gradient of a mean loss is the mean of its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return samples * self.weight
+
+
+class OfFabric:
+    """A loop with Fabric."""
+
+    def __init__(self, nodes: Sequence[int] | None = None, strategy: Any = None, **options: Any) -> None:
+        environment = rank_environment(nodes)
+        self.fabric = Fabric(
+            accelerator="cpu",
+            devices=environment.ranks_on_node,
+            num_nodes=environment.num_nodes,
+            strategy=GradAvgStrategy(**options) if strategy is None else strategy,
+            plugins=[environment],
+        )
+        self.strategy: Any = self.fabric.strategy
+        self.fabric.launch()
+
+    def set_up(self, module: nn.Module) -> Any:
+        return self.fabric.setup(module)
+
+    def backward(self, loss: Any, **weight: Any) -> None:
+        self.fabric.backward(loss, **weight)
+
+    def no_sync(self, model: Any, *, enabled: bool) -> Any:
+        return self.fabric.no_backward_sync(model, enabled=enabled)
+
+
+class OfTorch:
+    """A loop without Lightning."""
+
+    def __init__(self, nodes: Sequence[int] | None = None, **options: Any) -> None:
+        self.node = None if nodes is None else nodes[dist.get_rank()]
+        self.reducer = GradAvgReducer(**options)
+
+    def set_up(self, module: nn.Module) -> Any:
+        model = DistributedDataParallel(module)
+        self.reducer.register(model, node=self.node)
+        return model
+
+    def backward(self, loss: Any, **weight: Any) -> None:
+        self.reducer.weigh(loss, **weight).backward()
+
+    @contextmanager
+    def no_sync(self, model: Any, *, enabled: bool) -> Iterator[None]:
+        with model.no_sync() if enabled else ExitStack():
+            yield
+
+
+LOOPS: list[Callable[..., Any]] = [OfFabric, OfTorch]
+
+
+def train(loop: Any, per_rank: Sequence[Windows], *, weighs: bool = True, divides: bool = False) -> list[float]:
+    """Run each window of this rank, and return the gradient after each."""
+    module, gradients = Line(), []
+    model = loop.set_up(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    for window in per_rank[dist.get_rank()]:
+        for index, micro_batch in enumerate(window):
+            with loop.no_sync(model, enabled=index < len(window) - 1):
+                samples = torch.tensor(micro_batch, dtype=torch.float64)
+                loss = model(samples).mean() / (len(window) if divides else 1)
+                loop.backward(loss, **({"weight": len(samples)} if weighs else {}))
+        assert module.weight.grad is not None
+        gradients.append(module.weight.grad.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients
+
+
+def expected(rule: Any, per_rank: Sequence[Windows], nodes: Sequence[int]) -> list[Any]:
+    """Return what `combine` makes of each window."""
+    of_windows = []
+    for windows in zip(*per_rank, strict=True):
+        pairs = [(rank, samples) for rank, window in enumerate(windows) for samples in window]
+        gradients = torch.tensor([math.fsum(samples) / len(samples) for _, samples in pairs], dtype=torch.float64)
+        weights = [float(len(samples)) for _, samples in pairs]
+        on_nodes = [nodes[rank] for rank, _ in pairs]
+        of_windows.append(approx(combine(gradients, rule=rule, nodes=on_nodes, weights=weights).item()))
+    return of_windows
+
+
+def named(name: str) -> Any:
+    return square_root_of_weight if name == "square_root_of_weight" else name
+
+
+def every_rule(loop: Callable[..., Any], per_rank: Sequence[Windows], nodes: Sequence[int], names: Any) -> Any:
+    """Body: the gradients under each rule."""
+    found = {}
+    for name in names:
+        uses_weight = resolve_rule(named(name)).uses_weight
+        found[name] = train(loop(nodes, reduction=named(name)), per_rank, weighs=uses_weight, divides=name == "mean")
+    return found
+
+
+@pytest.mark.parametrize("nodes", [(0, 0), (0, 1)])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_rule(world, loop, nodes):
+    """Under every rule a window of several micro-batches is that of as many ranks; the mean is divided by the user."""
+    for found in world(2).run(every_rule, loop, EVEN, nodes, RULE_NAMES):
+        for name in RULE_NAMES:
+            assert expected(resolve_rule(named(name)), EVEN, nodes) == found[name], name
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_windows_of_different_lengths(world, loop):
+    """Ranks may accumulate different numbers of micro-batches under rules that count loss terms."""
+    names = ["weighted_mean", "normalized_sum"]
+    for found in world(2).run(every_rule, loop, UNEVEN, (0, 0), names):
+        assert {name: expected(RULES[name], UNEVEN, (0, 0)) for name in names} == found
+
+
+def failing(loop: Callable[..., Any], per_rank: Sequence[Windows], options: Any, weighs: Any) -> None:
+    """Body: train, with a weight on the ranks that are listed."""
+    train(loop(**options), per_rank, weighs=dist.get_rank() in weighs)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_windows_of_different_lengths_that_count(world, loop):
+    """Where the number of micro-batches enters the result it must be the same on all ranks, or all raise."""
+    raised = world(2).run_expecting_errors(failing, loop, UNEVEN, {"reduction": "mean_of_node_means"}, ())
+    assert ["ValueError"] * 2 == [one.type_name for one in raised]
+    assert all("accumulated different numbers of micro-batches" in one.message for one in raised)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("weighs", [(), (0,)])
+def test_a_rule_that_uses_weights_needs_one(world, loop, weighs):
+    """A weight that is missing on all ranks, or on one, is an error on all, which says where and what to pass."""
+    raised = world(2).run_expecting_errors(failing, loop, EVEN, WEIGHTED, weighs)
+    assert ["ValueError"] * 2 == [one.type_name for one in raised]
+    assert all("rank 1: micro-batch 0 of the window: reduction='weighted_mean'" in one.message for one in raised)
+    assert all("needs a weight: pass weight= with every loss" in one.message for one in raised)
+
+
+def stock_and_ours() -> Any:
+    """Body: the bits under Fabric's own strategy and under ours without options, and whether ours has a hook."""
+    loops = [OfFabric(strategy="ddp"), OfFabric()]
+    return [train(loop, EVEN, weighs=False) for loop in loops], loops[1].strategy._reducer
+
+
+def test_no_option_is_stock(world):
+    """Without options the strategy is Fabric's DDP: the same bits, and no communication hook."""
+    for (stock, ours), reducer in world(2).run(stock_and_ours):
+        assert stock == ours
+        assert reducer is None
+
+
+OF_RANKS = ([1.0, 2.0, 3.0], [5.0, 7.0])
+
+
+def single_windows(loop: Callable[..., Any]) -> dict[str, float]:
+    """Body: gradients of windows of one micro-batch that are not plain."""
+    rank = dist.get_rank()
+    x = torch.tensor(OF_RANKS[rank], dtype=torch.float64)
+
+    def gradient(loss_of: Callable[[Any], Any], weight: Any, times: int = 1, **options: Any) -> float:
+        a_loop, module = loop(**WEIGHTED, **options), Line()
+        model = a_loop.set_up(module)
+        for _ in range(times):
+            a_loop.backward(loss_of(model), weight=weight)
+        assert module.weight.grad is not None
+        return module.weight.grad.item()
+
+    def mean(model: Any) -> Tensor:
+        return model(x).mean()
+
+    def of_all(model: Any) -> Tensor:
+        return (gather(model(x)) ** 2).mean()
+
+    def terms(model: Any) -> dict[str, Tensor]:
+        outputs = model(x)
+        return {"mean": outputs.mean(), "last": 10 * outputs[-1]}
+
+    return {
+        "nothing on rank 1": gradient(lambda model: mean(model) * [1, math.nan][rank], [3, 0][rank]),
+        "named terms": gradient(terms, {"mean": len(x), "last": rank}),
+        "kept": gradient(mean, len(x), times=2),
+        "gathered": gradient(of_all, len(x)),
+        "gathered, of weight 0 on rank 1": gradient(of_all, [3, 0][rank]),
+    }
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_single_windows(world, loop):
+    """Weight 0 discards NaN, terms have their own weights, reduced gradients are kept, and a gather crosses ranks."""
+    first, second = OF_RANKS
+    mean, squares = sum(first + second) / 5, sum(x * x for x in first + second) / 5
+    for found in world(2).run(single_windows, loop):
+        assert {
+            "nothing on rank 1": approx(2.0),
+            "named terms": approx(mean + 70),
+            "kept": approx(2 * mean),
+            "gathered": approx(2 * squares),
+            "gathered, of weight 0 on rank 1": approx(2 * squares),
+        } == found
+
+
+def with_embedding(loop: Callable[..., Any], weight_of_last: int) -> Any:
+    """Body: the sparse gradient of an embedding, one row of its own on each rank and one that both have."""
+    a_loop, module = loop(**WEIGHTED), nn.Embedding(4, 1, sparse=True)
+    model = a_loop.set_up(module)
+    a_loop.backward(model(torch.tensor([dist.get_rank(), 3])).sum(), weight=[2, weight_of_last][dist.get_rank()])
+    assert module.weight.grad is not None
+    return module.weight.grad.to_dense().flatten().tolist()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("weight", "expected"), [(2, [0.5, 0.5, 0.0, 1.0]), (0, [1.0, 0.0, 0.0, 1.0])])
+def test_sparse_gradients(world, loop, weight, expected):
+    """Sparse gradients are reduced, also where a rank's weight of 0 leaves it none."""
+    assert [expected] * 2 == world(2).run(with_embedding, loop, weight)
+
+
+def one_after_another(loop: Callable[..., Any]) -> list[Any]:
+    """Body: train two models, the second once the first is gone, and return what is left of the first."""
+    a_loop = loop(**WEIGHTED)
+    found = [train(a_loop, EVEN) for _ in range(2)]
+    module = Line()
+    parameter, _ = weakref.ref(module.weight), a_loop.set_up(module)
+    del module, _
+    gc.collect()
+    a_loop.set_up(Line())
+    return [*found, parameter()]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_models_one_after_another(world, loop):
+    """A loop may set up a model after another, as in cross-validation, and nothing of the first is kept."""
+    for first, second, left in world(2).run(one_after_another, loop):
+        assert expected(RULES["weighted_mean"], EVEN, (0, 0)) == first == second
+        assert left is None
+
+
+TWICE = [[1.0, 2.0, 3.0], [4.0]]
+
+
+def divided_and_scaled() -> list[float]:
+    """Body: what is left after a window of two losses that a trainer divides and a scaler scales."""
+    module, loop = Line(), OfTorch(**WEIGHTED)
+    model, scaler = loop.set_up(module), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    for index, micro_batch in enumerate(TWICE):
+        with loop.no_sync(model, enabled=index == 0):
+            loss = loop.reducer.weigh(model(torch.tensor(micro_batch)).mean(), weight=len(micro_batch), divided_by=2)
+            scaler.scale(loss / 2).backward()
+    scaler.unscale_(optimizer)
+    assert module.weight.grad is not None
+    loop.reducer.check()
+    loop.reducer.close()
+    return [module.weight.grad.item()]
+
+
+def test_losses_that_a_trainer_divides_and_a_scaler_scales(world):
+    """What is multiplied into the weighed loss afterwards multiplies the gradient, and `divided_by` takes it back."""
+    for found in world(2).run(divided_and_scaled):
+        assert expected(RULES["weighted_mean"], [[TWICE], [TWICE]], (0, 0)) == found
+
+
+def on_the_wire(loop: Callable[..., Any]) -> tuple[list[float], str]:
+    """Body: a mean of float32 numbers that bfloat16 holds, and what is said of numbers in double precision."""
+    options = {"reduction": "sum", "wire_dtype": "bfloat16"}
+    module = nn.Linear(3, 1, bias=False)
+    a_loop = loop(**options)
+    model = a_loop.set_up(module)
+    a_loop.backward(model(torch.tensor([[1.0, 2.0, 4.0]]) * (1 + 2 * dist.get_rank())).sum())
+    assert module.weight.grad is not None
+    with pytest.raises(ValueError, match="weight") as refused:
+        loop(**options).set_up(Line())
+    return module.weight.grad.flatten().tolist(), str(refused.value)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_wire(world, loop):
+    """Gradients travel in half the bytes, and double precision is refused by the parameter's name."""
+    for found, refused in world(2).run(on_the_wire, loop):
+        assert [4.0, 8.0, 16.0] == found
+        assert "wire_dtype='bfloat16'" in refused
+
+
+def two_models(loop: Callable[..., Any]) -> Any:
+    """Body: gradients of two modules that one loss reaches, and what is raised where one is not to be reduced."""
+    a_loop, modules = loop(**WEIGHTED), [Line(), Line()]
+    one, two = (a_loop.set_up(module) for module in modules)
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    a_loop.backward(two(one(x)).mean(), weight=len(x))
+    with pytest.raises(RuntimeError) as raised, a_loop.no_sync(one, enabled=True):
+        a_loop.backward(two(one(x)).mean(), weight=len(x))
+    return [module.weight.grad.item() for module in modules], str(raised.value)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loss_may_reach_two_models(world, loop):
+    """One loss is weighed for all models that it reaches, which are all reduced with it or none."""
+    mean = sum(OF_RANKS[0] + OF_RANKS[1]) / 5
+    for gradients, raised in world(2).run(two_models, loop):
+        assert [approx(mean)] * 2 == gradients
+        assert "some models are within no_sync() and some are not" in raised
+
+
+def epochs() -> list[tuple[list[float], float]]:
+    """Body: train two shuffled epochs on split batches, with Fabric and in a plain loop without DDP."""
+    results = []
+    for plain in (False, True):
+        torch.manual_seed(dist.get_rank())  # the order is that of rank 0
+        data: Any = torch.arange(1, 10, dtype=torch.float64)
+        loader: Any = DataLoader(data, 4, shuffle=True)
+        torch.manual_seed(3 if dist.get_rank() == 0 else 4)
+        module, gradients = Line(), []
+        loop = OfFabric(split_batches=True)
+        model = module if plain else loop.set_up(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        loader = split_batches(loader) if plain else loop.fabric.setup_dataloaders(loader)
+        for _ in range(2):
+            for samples in loader:
+                loss = (model(samples) ** 2).mean()
+                if plain:
+                    loss.backward()
+                    lightning_gradavg.average_gradients(module, reduction="weighted_mean", weight=loader.samples)
+                else:
+                    loop.backward(loss)
+                assert module.weight.grad is not None
+                gradients.append(module.weight.grad.item())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(gradients) == 2 * len(loader)
+        assert loop.strategy.samples is None
+        results.append((gradients, module.weight.item()))
+    return results
+
+
+def test_split_batches(world):
+    """Two shuffled epochs, whose last batch leaves rank 1 nothing, are those of one process, batch by batch."""
+    alone = world(1).run(epochs)[0]
+    assert alone[0] == alone[1]
+    assert 6 == len(alone[0][0])
+    for found in world(2).run(epochs):
+        for (gradients, weight), (of_one, weight_of_one) in zip(found, alone, strict=True):
+            assert [approx(gradient) for gradient in of_one] == gradients
+            assert approx(weight_of_one) == weight
+
+
+def evaluated() -> list[float]:
+    """Body: the samples that count in one pass over a loader of 9 that is set up, and their sum, over all ranks."""
+    loop, data = OfFabric(split_batches=True), torch.arange(1.0, 10)
+    totals = torch.zeros(2)
+    for samples in loop.fabric.setup_dataloaders(DataLoader(data, 4)):  # type: ignore[arg-type]  # a tensor is a dataset
+        count = loop.strategy.samples
+        totals += torch.tensor([float(count), samples[:count].sum().item()])
+    return loop.fabric.all_reduce(totals, reduce_op="sum").tolist()
+
+
+def test_evaluation_counts_each_sample_once(world):
+    """In an evaluation the samples that count are those of the data, each on one rank."""
+    assert [[9.0, 45.0]] * 2 == world(2).run(evaluated)
+
+
+def without_use(options: Any) -> float:
+    """Body: the gradient of two terms under a rule that does not use the weight that is given."""
+    loop, module = OfFabric(**options), Line()
+    model = loop.set_up(module)
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    with pytest.warns(UserWarning, match='a "weight" was given, but reduction=.* does not use weights: it is ignored'):
+        loop.backward({"a": model(x).mean(), "b": model(x).sum()}, weight=3)
+    assert module.weight.grad is not None
+    return module.weight.grad.item()
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 13.0), ({"reduction": "sum"}, 26.0)])
+def test_a_weight_without_use(world, options, expected):
+    """A rule that uses no weights ignores them, with a warning, and adds named terms up."""
+    assert [approx(expected)] * 2 == world(2).run(without_use, options)
+
+
+def zipped() -> None:
+    """Body: two loaders at once whose chunks differ."""
+    loop = OfFabric(split_batches=True)
+    data: Any = torch.arange(8.0)
+    loaders = loop.fabric.setup_dataloaders(DataLoader(data, 4), DataLoader(data, 2))
+    for _ in zip(*loaders, strict=False):
+        loop.strategy.samples  # noqa: B018  # it raises
+
+
+def test_loaders_that_differ(world):
+    """Which samples count is unclear where two loaders of other batch sizes are read at once: all ranks raise."""
+    raised = world(2).run_expecting_errors(zipped)
+    assert all("split_batches=True cannot tell which count" in one.message for one in raised)
+
+
+def dealt_twice() -> None:
+    """Body: split a loader that shares out the data already."""
+    data: Any = list(range(8))
+    split_batches(DataLoader(data, 4, sampler=DistributedSampler(data)))
+
+
+def test_a_loader_that_is_dealt_is_not_split(world):
+    """A loader with a DistributedSampler has batches of one rank: splitting it is refused on all ranks."""
+    raised = world(2).run_expecting_errors(dealt_twice)
+    assert [Raised("ValueError", one.message) for one in raised] == raised
+    assert all("has a DistributedSampler for 2 replicas" in one.message for one in raised)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"equivalent_to": "data_parallel"}, TypeError, "equivalent_to='data_parallel' cannot be carried by Fabric"),
+        ({"lr_scaling": "linear"}, TypeError, "lr_scaling='linear' cannot be carried by Fabric: .*`gradavg plan`"),
+        ({"nonfinite": "raise"}, TypeError, "nonfinite='raise' cannot be carried by Fabric: .*weight=0"),
+        ({"find_unused_parameter": True}, TypeError, "find_unused_parameter=True is not .*'find_unused_parameters'"),
+        ({"reduction": "median"}, ValueError, "reduction='median' is not a rule"),
+        ({"wire_dtype": "fp8"}, ValueError, "wire_dtype='fp8' is not one of"),
+        ({"reduction": "mean_of_node_means", "split_batches": True}, ValueError, "the same say"),
+    ],
+)
+def test_refused_options(options, error, text):
+    """What Fabric cannot carry is an error at construction that says what to do instead."""
+    with pytest.raises(error, match=text):
+        GradAvgStrategy(**options)
+
+
+def test_every_option_of_the_trainers_strategy_is_told_of():
+    """No option of the Trainer's strategy is merely unknown."""
+    for name in lightning_gradavg.GradAvgStrategy.__init__.__annotations__:  # type: ignore[misc]  # of the class
+        if name != "return":
+            try:
+                GradAvgStrategy(**{name: "mean" if name == "reduction" else None})
+            except TypeError as error:
+                assert "cannot be carried by Fabric" in str(error)  # noqa: PT017  # or nothing is raised
+
+
+@pytest.mark.parametrize("name", ["gradavg", "gradavg_sum", "gradavg_weighted", "gradavg_spawn", "gradavg_notebook"])
+def test_names(name):
+    """Fabric knows the names after the import."""
+    strategy = Fabric(accelerator="cpu", devices=2, strategy=name).strategy
+    assert isinstance(strategy, GradAvgStrategy)
+    assert {"gradavg_sum": "'sum'", "gradavg_weighted": "'weighted_mean'"}.get(name, "'mean'") in repr(strategy)
+
+
+def test_the_trainer_is_told():
+    """A Trainer that is given the strategy of Fabric quotes what to use."""
+    with pytest.raises((MisconfigurationException, ValueError), match=r"with Trainer use lightning_gradavg\.GradAvgS"):
+        Trainer(strategy=GradAvgStrategy(), accelerator="cpu", devices=2, logger=False)  # type: ignore[arg-type]  # so
+
+
+def refused_models() -> list[str]:
+    """Body: what is said of models that have no hook, or none that runs in order."""
+    models: list[Any] = [Line(), DistributedDataParallel(Line(), static_graph=True)]
+    texts = []
+    for model in models:
+        with pytest.raises((TypeError, ValueError)) as raised:
+            GradAvgReducer(**WEIGHTED).register(model)
+        texts.append(str(raised.value))
+    with pytest.raises(RuntimeError) as raised:
+        GradAvgReducer().weigh(torch.ones((), requires_grad=True))
+    return [*texts, str(raised.value)]
+
+
+def differing(loop: Callable[..., Any]) -> None:
+    """Body: set up a model under another rule on each rank."""
+    loop(reduction=["sum", "weighted_mean"][dist.get_rank()]).set_up(Line())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_ranks_that_reduce_differently(world, loop):
+    """Rules that differ between ranks are an error on all of them that quotes each."""
+    raised = world(2).run_expecting_errors(differing, loop)
+    assert [("ValueError", raised[0].message)] * 2 == raised
+    assert "'sum', sum(g), wire_dtype=None on rank 0; 'weighted_mean', " in raised[0].message
+
+
+def test_models_that_cannot_be_served(world):
+    """A module without DDP, a static graph, and a loss of no model are refused with what to do."""
+    for bare, static, none in world(1).run(refused_models):
+        assert "got Line. Wrap the model first" in bare
+        assert "static_graph=True" in static
+        assert "call register first" in none
