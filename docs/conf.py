@@ -1,7 +1,6 @@
 """Settings of the documentation site: `make docs` builds it, `tests/test_docs.py` holds it to no warning."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import lightning_gradavg
@@ -41,17 +40,7 @@ def offer_files(app: Any, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[`?([^]`]+)`?]\((\.\./[^)#\s]+\.md)(#[^)]*)?\)", r"{download}`\1 <\2>`", source[0])
 
 
-def leave_out_unwritten(app: Any, page: str, source: list[str]) -> None:
-    """Leave those pages out of index.md that are written elsewhere at the moment; goes when all are there."""
-    if page == "index":
-        lines = source[0].splitlines()
-        source[0] = "\n".join(
-            line for line in lines if not line.isidentifier() or Path(app.srcdir, f"{line}.md").exists()
-        )
-
-
 def setup(app: Any) -> None:
     """Connect to Sphinx."""
-    app.connect("source-read", leave_out_unwritten)
     app.connect("source-read", offer_files)
     app.connect("autodoc-process-docstring", link_pages)
