@@ -175,6 +175,7 @@ def run_agents(out: Path, local_ranks: list[int]) -> str:
     return "".join(outputs)
 
 
+@pytest.mark.full  # that nodes may be uneven is shown by two agents, too
 def test_two_torchrun_agents_are_two_nodes(tmp_path):
     """Two torchrun agents with one process each are two nodes to the strategy."""
     printed = run_agents(tmp_path, [1, 1])
