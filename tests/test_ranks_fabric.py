@@ -279,6 +279,29 @@ def test_models_one_after_another(world, loop):
         assert left is None
 
 
+def given_up(loop: Callable[..., Any], options: Any) -> float:
+    """Body: the gradient of a micro-batch after one that was given up before its window ended."""
+    a_loop, module = loop(**options), Line()
+    model = a_loop.set_up(module)
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    weight = {"weight": len(x)} if options == WEIGHTED else {}
+    with a_loop.no_sync(model, enabled=True):
+        a_loop.backward(100 * model(x).mean(), **weight)
+    module.zero_grad()
+    a_loop.backward(model(x).mean(), **weight)
+    assert module.weight.grad is not None
+    return module.weight.grad.item()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    ("options", "expected"), [({"reduction": "mean"}, 4.0), ({"reduction": "sum"}, 8.0), (WEIGHTED, 3.6)]
+)
+def test_a_window_that_is_given_up(world, loop, options, expected):
+    """Who zeroes the gradients in the middle of a window begins a new one, of which the first is no part."""
+    assert [approx(expected)] * 2 == world(2).run(given_up, loop, options)
+
+
 TWICE = [[1.0, 2.0, 3.0], [4.0]]
 
 

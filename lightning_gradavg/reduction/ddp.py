@@ -192,7 +192,7 @@ class GradAvgReducer:
 
         def backward(gradient: Tensor) -> None:
             accumulation, last = self._accumulation, synced == {True}
-            of_window = accumulation.pending + 1 if self._rule == RULES["mean"] else 1
+            of_window = None if self._rule == RULES["mean"] else 1
             accumulation.backward(
                 weighed,
                 lambda **extra: torch.autograd.backward(weighed.value, gradient, **extra),
