@@ -302,6 +302,68 @@ def test_a_window_that_is_given_up(world, loop, options, expected):
     assert [approx(expected)] * 2 == world(2).run(given_up, loop, options)
 
 
+class Failing(torch.autograd.Function):
+    """What has no backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        del ctx
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        del ctx, grads
+        raise ArithmeticError("too large")
+
+
+def failed(loop: Callable[..., Any], synced: bool, weight: float) -> list[float]:
+    """Body: gradients that are there, after a backward that fails, and after one more."""
+    a_loop, module = loop(**WEIGHTED), Line()
+    model = a_loop.set_up(module)
+    module.weight.grad = torch.full((), 100.0, dtype=torch.float64)
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    found = []
+    with a_loop.no_sync(model, enabled=not synced):
+        loss = model(x).mean()
+        with pytest.raises((ArithmeticError, ValueError)):
+            a_loop.backward(loss if weight < 0 else Failing.apply(loss), weight=weight)
+    found.append(module.weight.grad.item())
+    module.zero_grad()
+    a_loop.backward(model(x).mean(), weight=len(x))
+    assert module.weight.grad is not None
+    return [*found, module.weight.grad.item()]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("synced", "weight"), [(True, -1.0), (True, 1.0), (False, 1.0)])
+def test_a_window_that_fails(world, loop, synced, weight):
+    """A backward that raises gives its window up: gradients are those from before it, and the next window is whole."""
+    assert [[100.0, approx(3.6)]] * 2 == world(2).run(failed, loop, synced, weight)
+
+
+def not_reduced(loop: Callable[..., Any], once: bool) -> tuple[str, Any]:
+    """Body: what is raised where DDP reduces nothing: a forward within `no_sync`, or two backwards of one forward."""
+    a_loop, module = loop(**WEIGHTED), Line()
+    model = a_loop.set_up(module)
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    with a_loop.no_sync(model, enabled=once):
+        outputs = model(x)
+    if not once:
+        a_loop.backward(outputs.mean(), weight=len(x))
+    with pytest.raises(RuntimeError) as raised:
+        a_loop.backward((outputs * 1).mean(), weight=len(x))
+    return str(raised.value), None if module.weight.grad is None else module.weight.grad.item()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("once", "left"), [(True, None)])
+def test_a_backward_that_is_not_reduced(world, loop, once, left):
+    """Where DDP would leave each rank its own gradient an error says which forward, and gradients are as before."""
+    for text, gradient in world(2).run(not_reduced, loop, once):
+        assert "Have the window's last forward outside of it, too; and run one backward for each forward" in text
+        assert (None if left is None else approx(left)) == gradient
+
+
 TWICE = [[1.0, 2.0, 3.0], [4.0]]
 
 

@@ -58,6 +58,12 @@ class Accumulation:
             self.reducer.reset()
         self._before, self._left, self._of_term = None, [], {}
 
+    def give_up(self) -> None:
+        """Forget a window that failed, and its gradients: they are again those that were there before it."""
+        self._set_gradients(self._before)
+        self.reducer.reset()
+        self._before, self._left, self._of_term, self.crosses_ranks = None, [], {}, False
+
     @property
     def pending(self) -> int:
         """Number of micro-batches accumulated and not yet reduced."""

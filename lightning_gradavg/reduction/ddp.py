@@ -24,7 +24,7 @@ from lightning_gradavg.reduction.accumulation import Accumulation
 from lightning_gradavg.reduction.average import agreed_factors
 from lightning_gradavg.reduction.gather import losses_weighed
 from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum
-from lightning_gradavg.reduction.loss import NoWeights, Weights, loss_terms, sparse_weights, zero_loss
+from lightning_gradavg.reduction.loss import NoWeights, WeighedLoss, Weights, loss_terms, sparse_weights, zero_loss
 from lightning_gradavg.reduction.reducer import Reducer
 from lightning_gradavg.reduction.sums import plain_sum
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
@@ -190,20 +190,35 @@ class GradAvgReducer:
             zero = zero_loss(self._sparse, set(map(id, self._sparse)))
             weighed.value = weighed.value + zero.to(weighed.value.dtype)
 
+        of_window = None if self._rule == RULES["mean"] else 1
+        divisor = of_window if divided_by is None else divided_by
+
         def backward(gradient: Tensor) -> None:
-            accumulation, last = self._accumulation, synced == {True}
-            of_window = None if self._rule == RULES["mean"] else 1
-            accumulation.backward(
-                weighed,
-                lambda **extra: torch.autograd.backward(weighed.value, gradient, **extra),
-                last=last,
-                loss_divisor=of_window if divided_by is None else divided_by,
-            )
-            accumulation.crosses_ranks = False
-            end = accumulation.finish if last else accumulation.pause
-            end()
+            def run(**extra: Any) -> None:
+                torch.autograd.backward(weighed.value, gradient, **extra)
+
+            try:
+                self._backward(weighed, run, last=synced == {True}, loss_divisor=divisor)
+            except BaseException:
+                # A loop may go on with the next batch, as after one that did not fit into memory.
+                self._accumulation.give_up()
+                raise
 
         return _outer(backward, weighed.value)
+
+    def _backward(self, loss: WeighedLoss, run: Callable[..., None], *, last: bool, loss_divisor: float | None) -> None:
+        accumulation = self._accumulation
+        accumulation.backward(loss, run, last=last, loss_divisor=loss_divisor)
+        accumulation.crosses_ranks = False
+        if last and not accumulation.reducer.reached:
+            # Gradients would stay those of each rank, without a word, as with stock DDP.
+            raise RuntimeError(
+                "DDP reduced nothing in this backward: it reduces in the first backward after a forward outside of"
+                " no_sync(). Have the window's last forward outside of it, too; and run one backward for each forward:"
+                " pass several losses as one, their sum, or as named terms with a weight each."
+            )
+        end = accumulation.finish if last else accumulation.pause
+        end()
 
     def check(self) -> None:
         """Raise what is wrong with the last window, where no further one does: at the end, or before it is saved."""
