@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -85,8 +86,8 @@ class OfTorch:
         self.reducer.register(model, node=self.node)
         return model
 
-    def backward(self, loss: Any, **weight: Any) -> None:
-        self.reducer.weigh(loss, **weight).backward()
+    def backward(self, loss: Any, *, retain_graph: bool | None = None, **weight: Any) -> None:
+        self.reducer.weigh(loss, **weight).backward(retain_graph=retain_graph)
 
     @contextmanager
     def no_sync(self, model: Any, *, enabled: bool) -> Iterator[None]:
@@ -349,19 +350,42 @@ def not_reduced(loop: Callable[..., Any], once: bool) -> tuple[str, Any]:
     with a_loop.no_sync(model, enabled=once):
         outputs = model(x)
     if not once:
-        a_loop.backward(outputs.mean(), weight=len(x))
+        a_loop.backward(outputs.mean(), weight=len(x), retain_graph=True)
     with pytest.raises(RuntimeError) as raised:
         a_loop.backward((outputs * 1).mean(), weight=len(x))
     return str(raised.value), None if module.weight.grad is None else module.weight.grad.item()
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize(("once", "left"), [(True, None)])
+@pytest.mark.parametrize(("once", "left"), [(True, None), (False, 3.6)])
 def test_a_backward_that_is_not_reduced(world, loop, once, left):
     """Where DDP would leave each rank its own gradient an error says which forward, and gradients are as before."""
     for text, gradient in world(2).run(not_reduced, loop, once):
         assert "Have the window's last forward outside of it, too; and run one backward for each forward" in text
         assert (None if left is None else approx(left)) == gradient
+
+
+def before_and_beside_a_model(folder: str) -> tuple[str, float]:
+    """Body: save and end before there is a model, backward without `weigh`, and a forward in another context."""
+    loop, unused, module = OfTorch(**WEIGHTED), OfFabric(**WEIGHTED), Line()
+    unused.fabric.save(f"{folder}/state.ckpt", {"step": 0})
+    loop.reducer.check()
+    loop.reducer.close()
+    model = loop.set_up(module)
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    loop.backward(copy_context().run(lambda: model(x).mean()), weight=len(x))
+    assert module.weight.grad is not None
+    gradient = module.weight.grad.item()
+    with pytest.raises(RuntimeError) as raised:
+        model(x).mean().backward()
+    return str(raised.value), gradient
+
+
+def test_before_and_beside_a_model(world, tmp_path):
+    """Saving needs no model, a forward may run in a context of its own, and a plain backward is told what to do."""
+    for raised, gradient in world(2).run(before_and_beside_a_model, str(tmp_path)):
+        assert "in a loop of your own GradAvgReducer.weigh(loss, weight=...).backward()" in raised
+        assert approx(3.6) == gradient
 
 
 TWICE = [[1.0, 2.0, 3.0], [4.0]]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gradavg.lightning_internals import keeps_graph
 from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import Contribution, World, by_value
 from lightning_gradavg.reduction.accumulation import Accumulation
@@ -194,8 +195,10 @@ class GradAvgReducer:
         divisor = of_window if divided_by is None else divided_by
 
         def backward(gradient: Tensor) -> None:
-            def run(**extra: Any) -> None:
-                torch.autograd.backward(weighed.value, gradient, **extra)
+            keeps = keeps_graph()
+
+            def run(*, retain_graph: bool = False) -> None:
+                torch.autograd.backward(weighed.value, gradient, retain_graph=retain_graph or keeps)
 
             try:
                 self._backward(weighed, run, last=synced == {True}, loss_divisor=divisor)
@@ -222,11 +225,13 @@ class GradAvgReducer:
 
     def check(self) -> None:
         """Raise what is wrong with the last window, where no further one does: at the end, or before it is saved."""
-        self._accumulation.check()
+        if self._registered:
+            self._accumulation.check()
 
     def close(self) -> None:
         """End what runs beside the backward, before the process group is destroyed; else the process's end does it."""
-        self._own.close()
+        if self._registered:
+            self._own.close()
 
 
 def _close(own: weakref.ref[OwnGroups]) -> None:

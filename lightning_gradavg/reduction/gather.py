@@ -141,11 +141,13 @@ def losses_weighed(on_gather: Callable[[], None] | None) -> AbstractContextManag
 
 @contextmanager
 def _within(variable: ContextVar[T], value: T) -> Iterator[None]:
-    token = variable.set(value)
+    before = variable.get()
+    variable.set(value)
     try:
         yield
     finally:
-        variable.reset(token)
+        # Not by a token, which only the context takes that made it: a notebook may run each cell in its own.
+        variable.set(before)
 
 
 @dataclass(frozen=True)

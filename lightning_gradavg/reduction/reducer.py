@@ -305,7 +305,8 @@ class Reducer:
         if self._closed is None:
             raise RuntimeError(
                 f"a gradient reached the reduction {self.rule.name!r} by a backward that the strategy was not told of."
-                " In manual optimization call self.manual_backward(loss, weight=...) instead of loss.backward()."
+                " In manual optimization call self.manual_backward(loss, weight=...) instead of loss.backward(), and in"
+                " a loop of your own GradAvgReducer.weigh(loss, weight=...).backward()."
             )
         return self._closed
 
