@@ -133,6 +133,7 @@ NEWER: Mapping[str, Mapping[str, str]] = {
         "lightning.pytorch.trainer.trainer:Trainer": "_signal_connector",
         f"{_CONNECTORS}.signal_connector:_SignalConnector": "_sigterm_notifier_fn _slurm_sigusr_handler_fn",
     },
+    "torch>=2.5": {"torch._C:": "_autograd", "torch._C._autograd:": "_get_current_graph_task_keep_graph"},
 }
 """Names of which the package asks whether they are there, by the release that has them first."""
 

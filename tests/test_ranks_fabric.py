@@ -17,6 +17,7 @@ from averaging import square_root_of_weight
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.imports import RequirementCache
 from ranks import Raised, rank_environment
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -36,6 +37,7 @@ EVEN: list[Windows] = [[[[1, 2, 3]], [[4], [5, 7, 11]]], [[[13]], [[17, 19], [23
 UNEVEN: list[Windows] = [[[[1, 2, 3], [4]], [[5]]], [[[13]], [[17, 19], [23], [29]]]]
 RULE_NAMES = [*RULES, "square_root_of_weight"]
 WEIGHTED = {"reduction": "weighted_mean"}
+KEEPS_GRAPH = pytest.mark.skipif(not RequirementCache("torch>=2.5"), reason="older ones do not say if a graph is kept")
 
 
 class Line(nn.Module):
@@ -357,7 +359,7 @@ def not_reduced(loop: Callable[..., Any], once: bool) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize(("once", "left"), [(True, None), (False, 3.6)])
+@pytest.mark.parametrize(("once", "left"), [(True, None), pytest.param(False, 3.6, marks=KEEPS_GRAPH)])
 def test_a_backward_that_is_not_reduced(world, loop, once, left):
     """Where DDP would leave each rank its own gradient an error says which forward, and gradients are as before."""
     for text, gradient in world(2).run(not_reduced, loop, once):
@@ -386,6 +388,21 @@ def test_before_and_beside_a_model(world, tmp_path):
     for raised, gradient in world(2).run(before_and_beside_a_model, str(tmp_path)):
         assert "in a loop of your own GradAvgReducer.weigh(loss, weight=...).backward()" in raised
         assert approx(3.6) == gradient
+
+
+def shared() -> float:
+    """Body: the gradient of a parameter that two models have, on top of one that is there."""
+    loop, module = OfTorch(**WEIGHTED), Line()
+    model, _ = (loop.set_up(nn.Sequential(module)) for _ in range(2))
+    module.weight.grad = torch.full((), 100.0, dtype=torch.float64)
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    loop.backward(model(x).mean(), weight=len(x))
+    return module.weight.grad.item()
+
+
+def test_a_parameter_of_two_models(world):
+    """What was there before a window is added once to a parameter that two registered models share."""
+    assert [approx(103.6)] * 2 == world(2).run(shared)
 
 
 TWICE = [[1.0, 2.0, 3.0], [4.0]]
@@ -509,6 +526,25 @@ def evaluated() -> list[float]:
 def test_evaluation_counts_each_sample_once(world):
     """In an evaluation the samples that count are those of the data, each on one rank."""
     assert [[9.0, 45.0]] * 2 == world(2).run(evaluated)
+
+
+def interrupted() -> list[int]:
+    """Body: the samples that count in each batch of an evaluation between those of training, and after it."""
+    loop, data = OfFabric(split_batches=True), torch.arange(1.0, 10)
+    of_training: Any = DataLoader(data, 4)  # type: ignore[arg-type]  # a tensor is a dataset
+    of_evaluation: Any = DataLoader(data, 6)  # type: ignore[arg-type]  # so
+    training, evaluation = loop.fabric.setup_dataloaders(of_training, of_evaluation)
+    found = []
+    for _ in training:
+        with torch.no_grad():
+            found += [loop.strategy.samples for _ in evaluation]
+        found.append(loop.strategy.samples)
+    return found
+
+
+def test_an_evaluation_in_the_middle_of_an_epoch(world):
+    """An evaluation within `torch.no_grad` counts its own samples, and training goes on with those of its batch."""
+    assert [[3, 2, 2, 3, 2, 2, 3, 2, 1], [3, 1, 2, 3, 1, 2, 3, 1, 0]] == world(2).run(interrupted)
 
 
 def without_use(options: Any) -> float:

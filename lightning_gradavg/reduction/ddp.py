@@ -110,7 +110,8 @@ class GradAvgReducer:
         model.register_forward_pre_hook(self._on_forward)
         self._registered.append(weakref.ref(model))
         models = self._models
-        self._accumulation.parameters = [one for each in models for one in each.module.parameters()]
+        # Once each: models may share some.
+        self._accumulation.parameters = list(dict.fromkeys(one for each in models for one in each.module.parameters()))
         self._sparse = [one for each in models for one in sparse_weights(each)]
 
     def _begin(self, model: DistributedDataParallel, node: int | None) -> None:
