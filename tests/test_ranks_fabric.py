@@ -405,6 +405,29 @@ def test_a_parameter_of_two_models(world):
     assert [approx(103.6)] * 2 == world(2).run(shared)
 
 
+def interleaved() -> tuple[float, float]:
+    """Body: two reducers whose forwards and backwards take turns, and a gather for `average_gradients` after them."""
+    loops, modules = [OfTorch(**WEIGHTED) for _ in range(2)], [Line() for _ in range(2)]
+    models = [loop.set_up(module) for loop, module in zip(loops, modules, strict=True)]
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    for loop, loss in zip(loops, [model(x).mean() for model in models], strict=True):
+        loop.backward(loss, weight=len(x))
+    alone, weighs = Line(), {**WEIGHTED, "weight": len(x)}
+    (gather(alone(x), **weighs) ** 2).mean().backward()
+    lightning_gradavg.average_gradients(alone, **weighs)
+    assert modules[1].weight.grad is not None
+    assert alone.weight.grad is not None
+    with pytest.raises(ValueError, match="divided_by=0 is no finite number > 0"):
+        loops[0].reducer.weigh(models[0](x).mean(), weight=1, divided_by=0)
+    return modules[1].weight.grad.item(), alone.weight.grad.item()
+
+
+def test_reducers_that_take_turns(world):
+    """What a reducer says of a gather ends with its own loss, whichever other reducer is between."""
+    squares = 2 * sum(x * x for x in OF_RANKS[0] + OF_RANKS[1]) / 5
+    assert [(approx(3.6), approx(squares))] * 2 == world(2).run(interleaved)
+
+
 TWICE = [[1.0, 2.0, 3.0], [4.0]]
 
 

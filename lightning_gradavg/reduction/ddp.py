@@ -7,10 +7,10 @@ that of the user's loss inside: what accumulates and reduces gradients stands ar
 from __future__ import annotations
 
 import atexit
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,7 @@ from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import Contribution, World, by_value
 from lightning_gradavg.reduction.accumulation import Accumulation
 from lightning_gradavg.reduction.average import agreed_factors
-from lightning_gradavg.reduction.gather import losses_weighed
+from lightning_gradavg.reduction.gather import weigh_losses_from_here
 from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum
 from lightning_gradavg.reduction.loss import NoWeights, WeighedLoss, Weights, loss_terms, sparse_weights, zero_loss
 from lightning_gradavg.reduction.reducer import Reducer
@@ -47,7 +47,8 @@ class GradAvgReducer:
 
     The sums run over (rank, micro-batch) pairs: what is run within `ddp_model.no_sync()` belongs to the window that the
     next backward outside of it ends, and nothing is to be divided by hand, but for the plain mean, whose losses are
-    divided by the window as with stock DDP. One backward runs one weighed loss.
+    divided by the window as with stock DDP. Every backward that reaches the model runs one weighed loss; one that
+    raises gives its window up, and leaves the gradients that were there before it.
 
     Within the forward and until `weigh`, `lightning_gradavg.gather` knows the rule.
 
@@ -70,7 +71,6 @@ class GradAvgReducer:
     ) -> None:
         self._rule, self._wire = resolve_rule(reduction), WireOptions(wire_dtype)
         self._registered: list[weakref.ref[DistributedDataParallel]] = []
-        self._forward = ExitStack()
 
     @property
     def _models(self) -> list[DistributedDataParallel]:
@@ -143,8 +143,7 @@ class GradAvgReducer:
         return places_on_nodes([node or 0 for node in agreed.nodes])
 
     def _on_forward(self, *_: Any) -> None:
-        self._forward.close()
-        self._forward.enter_context(losses_weighed(self._accumulation.on_gather))
+        weigh_losses_from_here(self._accumulation.on_gather)
 
     def weigh(
         self,
@@ -166,10 +165,16 @@ class GradAvgReducer:
                 given. With 0 samples the loss does not count.
 
         Raises:
-            RuntimeError: If no model is registered, or some are within `no_sync()` and some are not.
-            ValueError: From the backward, on all ranks alike, if some rank's weight is missing or not usable: of the
-                same window on a CPU, of the one before on an accelerator, which is not waited for.
+            RuntimeError: If no model is registered, or some are within `no_sync()` and some are not; from the backward,
+                where DDP reduces nothing, as after a forward within `no_sync()`.
+            ValueError: If `divided_by` is no number > 0; from the backward, on all ranks alike, if some rank's weight is
+                missing or not usable: of the same window on a CPU, of the one before on an accelerator, which is not
+                waited for.
         """
+        if divided_by is not None and not 0 < divided_by < math.inf:
+            raise ValueError(
+                f"divided_by={divided_by!r} is no finite number > 0: pass what the trainer divides each loss by, or None"
+            )
         synced = {model.require_backward_grad_sync for model in self._models}
         if len(synced) != 1:
             raise RuntimeError(
@@ -178,7 +183,7 @@ class GradAvgReducer:
                 if synced
                 else "there is no model yet whose gradients are reduced: call register first"
             )
-        self._forward.close()
+        weigh_losses_from_here(None)
         terms, problem = loss_terms(loss), None
         if self._rule.uses_weight and weight is None and samples is None:
             problem = (
