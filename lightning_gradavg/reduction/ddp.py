@@ -167,13 +167,13 @@ class GradAvgReducer:
         Raises:
             RuntimeError: If no model is registered, or some are within `no_sync()` and some are not; from the backward,
                 where DDP reduces nothing, as after a forward within `no_sync()`.
-            ValueError: If `divided_by` is no number > 0; from the backward, on all ranks alike, if some rank's weight is
-                missing or not usable: of the same window on a CPU, of the one before on an accelerator, which is not
-                waited for.
+            ValueError: If `divided_by` is no number > 0; from the backward, on all ranks alike, if some rank's weight
+                is missing or not usable: of the same window on a CPU, of the one before on an accelerator, which is
+                not waited for.
         """
         if divided_by is not None and not 0 < divided_by < math.inf:
             raise ValueError(
-                f"divided_by={divided_by!r} is no finite number > 0: pass what the trainer divides each loss by, or None"
+                f"divided_by={divided_by!r} is no finite number > 0: pass what the trainer divides each loss by"
             )
         synced = {model.require_backward_grad_sync for model in self._models}
         if len(synced) != 1:
