@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -109,17 +110,20 @@ class GradAvgStrategy(DDPStrategy):
     def samples(self) -> int | None:
         """With `split_batches`, samples of the batch at hand that count: 0 where the rank has none of the global one.
 
-        None outside of a pass over a loader.
+        None outside of a pass over a loader. Where an evaluation interrupts a pass, its batches are told from those of
+        training by `torch.no_grad`, within which they are taken.
 
         Raises:
             ValueError: If several loaders are passed over at once whose batches differ.
         """
-        counts = {loader.samples for loader in self._loaders} - {None}
+        read = [loader for loader in self._loaders if loader.samples is not None]
+        alike = [loader for loader in read if loader.with_gradients == torch.is_grad_enabled()]
+        counts = {loader.samples for loader in alike or read}
         if len(counts) > 1:
             raise ValueError(
                 f"the batches of the loaders that are read together have {' and '.join(map(str, counts))} samples on"
                 " this rank, so split_batches=True cannot tell which count. Use one loader, or loaders of one batch"
-                " size and length."
+                " size and length; and pass over those of an evaluation within torch.no_grad()."
             )
         return next(iter(counts), None)
 

@@ -55,6 +55,7 @@ __all__ = [
     "injects_samplers",
     "is_interactive",
     "iterator_of",
+    "keeps_graph",
     "leave_batch_norm_alone",
     "let_go",
     "limited_batches",
@@ -132,6 +133,7 @@ NEWER: Mapping[str, Mapping[str, str]] = {
         "lightning.pytorch.trainer.trainer:Trainer": "_signal_connector",
         f"{_CONNECTORS}.signal_connector:_SignalConnector": "_sigterm_notifier_fn _slurm_sigusr_handler_fn",
     },
+    "torch>=2.5": {"torch._C:": "_autograd", "torch._C._autograd:": "_get_current_graph_task_keep_graph"},
 }
 """Names of which the package asks whether they are there, by the release that has them first."""
 
@@ -593,6 +595,12 @@ def until_done(label: record_function, future: Future[Tensor]) -> Future[Tensor]
 def in_backward() -> bool:
     """Return whether autograd is running a backward: `_current_graph_task_id`, which checkpointing asks, too."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward that runs was given `retain_graph=True`; from torch 2.5 on, before it False."""
+    keeps: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", bool)
+    return keeps()
 
 
 def require_dimensions(norm: BatchNorm, input: Tensor) -> None:  # noqa: A002  # torch's name

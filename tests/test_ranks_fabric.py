@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from averaging import square_root_of_weight
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.imports import RequirementCache
 from ranks import Raised, rank_environment
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +37,7 @@ EVEN: list[Windows] = [[[[1, 2, 3]], [[4], [5, 7, 11]]], [[[13]], [[17, 19], [23
 UNEVEN: list[Windows] = [[[[1, 2, 3], [4]], [[5]]], [[[13]], [[17, 19], [23], [29]]]]
 RULE_NAMES = [*RULES, "square_root_of_weight"]
 WEIGHTED = {"reduction": "weighted_mean"}
+KEEPS_GRAPH = pytest.mark.skipif(not RequirementCache("torch>=2.5"), reason="older ones do not say if a graph is kept")
 
 
 class Line(nn.Module):
@@ -85,8 +88,8 @@ class OfTorch:
         self.reducer.register(model, node=self.node)
         return model
 
-    def backward(self, loss: Any, **weight: Any) -> None:
-        self.reducer.weigh(loss, **weight).backward()
+    def backward(self, loss: Any, *, retain_graph: bool | None = None, **weight: Any) -> None:
+        self.reducer.weigh(loss, **weight).backward(retain_graph=retain_graph)
 
     @contextmanager
     def no_sync(self, model: Any, *, enabled: bool) -> Iterator[None]:
@@ -279,6 +282,152 @@ def test_models_one_after_another(world, loop):
         assert left is None
 
 
+def given_up(loop: Callable[..., Any], options: Any) -> float:
+    """Body: the gradient of a micro-batch after one that was given up before its window ended."""
+    a_loop, module = loop(**options), Line()
+    model = a_loop.set_up(module)
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    weight = {"weight": len(x)} if options == WEIGHTED else {}
+    with a_loop.no_sync(model, enabled=True):
+        a_loop.backward(100 * model(x).mean(), **weight)
+    module.zero_grad()
+    a_loop.backward(model(x).mean(), **weight)
+    assert module.weight.grad is not None
+    return module.weight.grad.item()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    ("options", "expected"), [({"reduction": "mean"}, 4.0), ({"reduction": "sum"}, 8.0), (WEIGHTED, 3.6)]
+)
+def test_a_window_that_is_given_up(world, loop, options, expected):
+    """Who zeroes the gradients in the middle of a window begins a new one, of which the first is no part."""
+    assert [approx(expected)] * 2 == world(2).run(given_up, loop, options)
+
+
+class Failing(torch.autograd.Function):
+    """What has no backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        del ctx
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        del ctx, grads
+        raise ArithmeticError("too large")
+
+
+def failed(loop: Callable[..., Any], synced: bool, weight: float) -> list[float]:
+    """Body: gradients that are there, after a backward that fails, and after one more."""
+    a_loop, module = loop(**WEIGHTED), Line()
+    model = a_loop.set_up(module)
+    module.weight.grad = torch.full((), 100.0, dtype=torch.float64)
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    found = []
+    with a_loop.no_sync(model, enabled=not synced):
+        loss = model(x).mean()
+        with pytest.raises((ArithmeticError, ValueError)):
+            a_loop.backward(loss if weight < 0 else Failing.apply(loss), weight=weight)
+    found.append(module.weight.grad.item())
+    module.zero_grad()
+    a_loop.backward(model(x).mean(), weight=len(x))
+    assert module.weight.grad is not None
+    return [*found, module.weight.grad.item()]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("synced", "weight"), [(True, -1.0), (True, 1.0), (False, 1.0)])
+def test_a_window_that_fails(world, loop, synced, weight):
+    """A backward that raises gives its window up: gradients are those from before it, and the next window is whole."""
+    assert [[100.0, approx(3.6)]] * 2 == world(2).run(failed, loop, synced, weight)
+
+
+def not_reduced(loop: Callable[..., Any], once: bool) -> tuple[str, Any]:
+    """Body: what is raised where DDP reduces nothing: a forward within `no_sync`, or two backwards of one forward."""
+    a_loop, module = loop(**WEIGHTED), Line()
+    model = a_loop.set_up(module)
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    with a_loop.no_sync(model, enabled=once):
+        outputs = model(x)
+    if not once:
+        a_loop.backward(outputs.mean(), weight=len(x), retain_graph=True)
+    with pytest.raises(RuntimeError) as raised:
+        a_loop.backward((outputs * 1).mean(), weight=len(x))
+    return str(raised.value), None if module.weight.grad is None else module.weight.grad.item()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("once", "left"), [(True, None), pytest.param(False, 3.6, marks=KEEPS_GRAPH)])
+def test_a_backward_that_is_not_reduced(world, loop, once, left):
+    """Where DDP would leave each rank its own gradient an error says which forward, and gradients are as before."""
+    for text, gradient in world(2).run(not_reduced, loop, once):
+        assert "Have the window's last forward outside of it, too; and run one backward for each forward" in text
+        assert (None if left is None else approx(left)) == gradient
+
+
+def before_and_beside_a_model(folder: str) -> tuple[str, float]:
+    """Body: save and end before there is a model, backward without `weigh`, and a forward in another context."""
+    loop, unused, module = OfTorch(**WEIGHTED), OfFabric(**WEIGHTED), Line()
+    unused.fabric.save(f"{folder}/state.ckpt", {"step": 0})
+    loop.reducer.check()
+    loop.reducer.close()
+    model = loop.set_up(module)
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    loop.backward(copy_context().run(lambda: model(x).mean()), weight=len(x))
+    assert module.weight.grad is not None
+    gradient = module.weight.grad.item()
+    with pytest.raises(RuntimeError) as raised:
+        model(x).mean().backward()
+    return str(raised.value), gradient
+
+
+def test_before_and_beside_a_model(world, tmp_path):
+    """Saving needs no model, a forward may run in a context of its own, and a plain backward is told what to do."""
+    for raised, gradient in world(2).run(before_and_beside_a_model, str(tmp_path)):
+        assert "in a loop of your own GradAvgReducer.weigh(loss, weight=...).backward()" in raised
+        assert approx(3.6) == gradient
+
+
+def shared() -> float:
+    """Body: the gradient of a parameter that two models have, on top of one that is there."""
+    loop, module = OfTorch(**WEIGHTED), Line()
+    model, _ = (loop.set_up(nn.Sequential(module)) for _ in range(2))
+    module.weight.grad = torch.full((), 100.0, dtype=torch.float64)
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    loop.backward(model(x).mean(), weight=len(x))
+    return module.weight.grad.item()
+
+
+def test_a_parameter_of_two_models(world):
+    """What was there before a window is added once to a parameter that two registered models share."""
+    assert [approx(103.6)] * 2 == world(2).run(shared)
+
+
+def interleaved() -> tuple[float, float]:
+    """Body: two reducers whose forwards and backwards take turns, and a gather for `average_gradients` after them."""
+    loops, modules = [OfTorch(**WEIGHTED) for _ in range(2)], [Line() for _ in range(2)]
+    models = [loop.set_up(module) for loop, module in zip(loops, modules, strict=True)]
+    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    for loop, loss in zip(loops, [model(x).mean() for model in models], strict=True):
+        loop.backward(loss, weight=len(x))
+    alone, weighs = Line(), {**WEIGHTED, "weight": len(x)}
+    (gather(alone(x), **weighs) ** 2).mean().backward()
+    lightning_gradavg.average_gradients(alone, **weighs)
+    assert modules[1].weight.grad is not None
+    assert alone.weight.grad is not None
+    with pytest.raises(ValueError, match="divided_by=0 is no finite number > 0"):
+        loops[0].reducer.weigh(models[0](x).mean(), weight=1, divided_by=0)
+    return modules[1].weight.grad.item(), alone.weight.grad.item()
+
+
+def test_reducers_that_take_turns(world):
+    """What a reducer says of a gather ends with its own loss, whichever other reducer is between."""
+    squares = 2 * sum(x * x for x in OF_RANKS[0] + OF_RANKS[1]) / 5
+    assert [(approx(3.6), approx(squares))] * 2 == world(2).run(interleaved)
+
+
 TWICE = [[1.0, 2.0, 3.0], [4.0]]
 
 
@@ -400,6 +549,25 @@ def evaluated() -> list[float]:
 def test_evaluation_counts_each_sample_once(world):
     """In an evaluation the samples that count are those of the data, each on one rank."""
     assert [[9.0, 45.0]] * 2 == world(2).run(evaluated)
+
+
+def interrupted() -> list[int]:
+    """Body: the samples that count in each batch of an evaluation between those of training, and after it."""
+    loop, data = OfFabric(split_batches=True), torch.arange(1.0, 10)
+    of_training: Any = DataLoader(data, 4)  # type: ignore[arg-type]  # a tensor is a dataset
+    of_evaluation: Any = DataLoader(data, 6)  # type: ignore[arg-type]  # so
+    training, evaluation = loop.fabric.setup_dataloaders(of_training, of_evaluation)
+    found = []
+    for _ in training:
+        with torch.no_grad():
+            found += [loop.strategy.samples for _ in evaluation]
+        found.append(loop.strategy.samples)
+    return found
+
+
+def test_an_evaluation_in_the_middle_of_an_epoch(world):
+    """An evaluation within `torch.no_grad` counts its own samples, and training goes on with those of its batch."""
+    assert [[3, 2, 2, 3, 2, 2, 3, 2, 1], [3, 1, 2, 3, 1, 2, 3, 1, 0]] == world(2).run(interrupted)
 
 
 def without_use(options: Any) -> float:

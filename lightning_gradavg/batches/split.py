@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_gradavg.batches.chunks import Split
@@ -31,9 +32,11 @@ class ChunkLoader(Shows):
     Attributes:
         samples: Samples of the batch yielded last that count: 0 where the rank has none of the global batch, and the
             batch only keeps it busy. None outside of a pass.
+        with_gradients: Whether that batch was taken outside of `torch.no_grad`.
     """
 
     samples: int | None = None
+    with_gradients = True
 
     def __init__(self, loader: Any, world: World) -> None:
         splitter = BatchSplitter(Split(world.rank, world.size), world, Progress(_NoLoop(None), lambda: 1))
@@ -46,7 +49,7 @@ class ChunkLoader(Shows):
             for batch in iterator:
                 chunk = iterator.take()
                 assert chunk is not None
-                self.samples = chunk.samples
+                self.samples, self.with_gradients = chunk.samples, torch.is_grad_enabled()
                 yield batch
         finally:
             self.samples = None

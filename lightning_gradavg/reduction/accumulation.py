@@ -58,6 +58,12 @@ class Accumulation:
             self.reducer.reset()
         self._before, self._left, self._of_term = None, [], {}
 
+    def give_up(self) -> None:
+        """Forget a window that failed, and its gradients: they are again those that were there before it."""
+        self._set_gradients(self._before)
+        self.reducer.reset()
+        self._before, self._left, self._of_term, self.crosses_ranks = None, [], {}, False
+
     @property
     def pending(self) -> int:
         """Number of micro-batches accumulated and not yet reduced."""
@@ -82,14 +88,14 @@ class Accumulation:
         weighed = self._multiplies or micro_batch.absent
         return WeighedLoss.of(terms, micro_batch) if weighed else WeighedLoss.plain(terms, micro_batch)
 
-    def backward(self, loss: WeighedLoss, run: Callable[..., None], *, last: bool, loss_divisor: float) -> None:
+    def backward(self, loss: WeighedLoss, run: Callable[..., None], *, last: bool, loss_divisor: float | None) -> None:
         """Run a micro-batch's backward; after the last one of the window the gradients are the reduced ones.
 
         Args:
             loss: What `weigh` returned.
             run: Runs the backward of the loss; takes `retain_graph=True`.
             last: Whether the reducer's hook runs during this backward.
-            loss_divisor: What the training loop divides every loss of this window by.
+            loss_divisor: What the training loop divides every loss of this window by; None for its micro-batches.
         """
         if self._preserves and self.pending and self._cleared():
             self.reset()
@@ -102,7 +108,7 @@ class Accumulation:
         multipliers = self.reducer.add(micro_batch)
         self.reducer.accumulating = not last
         if last:
-            self.reducer.close(loss_divisor)
+            self.reducer.close(self.pending if loss_divisor is None else loss_divisor)
         named = tuple(multipliers) != (WHOLE_LOSS,)
         coefficients = {term: multiplier / self.reducer.unit for term, multiplier in multipliers.items()}
         if alone and not named and not self.crosses_ranks and _is_unread(multipliers[WHOLE_LOSS]):

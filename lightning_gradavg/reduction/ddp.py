@@ -7,10 +7,10 @@ that of the user's loss inside: what accumulates and reduces gradients stands ar
 from __future__ import annotations
 
 import atexit
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gradavg.lightning_internals import keeps_graph
 from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import Contribution, World, by_value
 from lightning_gradavg.reduction.accumulation import Accumulation
 from lightning_gradavg.reduction.average import agreed_factors
-from lightning_gradavg.reduction.gather import losses_weighed
+from lightning_gradavg.reduction.gather import weigh_losses_from_here
 from lightning_gradavg.reduction.hooks import OwnGroups, exchange_sum
-from lightning_gradavg.reduction.loss import NoWeights, Weights, loss_terms, sparse_weights, zero_loss
+from lightning_gradavg.reduction.loss import NoWeights, WeighedLoss, Weights, loss_terms, sparse_weights, zero_loss
 from lightning_gradavg.reduction.reducer import Reducer
 from lightning_gradavg.reduction.sums import plain_sum
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
@@ -46,7 +47,8 @@ class GradAvgReducer:
 
     The sums run over (rank, micro-batch) pairs: what is run within `ddp_model.no_sync()` belongs to the window that the
     next backward outside of it ends, and nothing is to be divided by hand, but for the plain mean, whose losses are
-    divided by the window as with stock DDP. One backward runs one weighed loss.
+    divided by the window as with stock DDP. Every backward that reaches the model runs one weighed loss; one that
+    raises gives its window up, and leaves the gradients that were there before it.
 
     Within the forward and until `weigh`, `lightning_gradavg.gather` knows the rule.
 
@@ -69,7 +71,6 @@ class GradAvgReducer:
     ) -> None:
         self._rule, self._wire = resolve_rule(reduction), WireOptions(wire_dtype)
         self._registered: list[weakref.ref[DistributedDataParallel]] = []
-        self._forward = ExitStack()
 
     @property
     def _models(self) -> list[DistributedDataParallel]:
@@ -109,7 +110,8 @@ class GradAvgReducer:
         model.register_forward_pre_hook(self._on_forward)
         self._registered.append(weakref.ref(model))
         models = self._models
-        self._accumulation.parameters = [one for each in models for one in each.module.parameters()]
+        # Once each: models may share some.
+        self._accumulation.parameters = list(dict.fromkeys(one for each in models for one in each.module.parameters()))
         self._sparse = [one for each in models for one in sparse_weights(each)]
 
     def _begin(self, model: DistributedDataParallel, node: int | None) -> None:
@@ -141,8 +143,7 @@ class GradAvgReducer:
         return places_on_nodes([node or 0 for node in agreed.nodes])
 
     def _on_forward(self, *_: Any) -> None:
-        self._forward.close()
-        self._forward.enter_context(losses_weighed(self._accumulation.on_gather))
+        weigh_losses_from_here(self._accumulation.on_gather)
 
     def weigh(
         self,
@@ -164,10 +165,16 @@ class GradAvgReducer:
                 given. With 0 samples the loss does not count.
 
         Raises:
-            RuntimeError: If no model is registered, or some are within `no_sync()` and some are not.
-            ValueError: From the backward, on all ranks alike, if some rank's weight is missing or not usable: of the
-                same window on a CPU, of the one before on an accelerator, which is not waited for.
+            RuntimeError: If no model is registered, or some are within `no_sync()` and some are not; from the backward,
+                where DDP reduces nothing, as after a forward within `no_sync()`.
+            ValueError: If `divided_by` is no number > 0; from the backward, on all ranks alike, if some rank's weight
+                is missing or not usable: of the same window on a CPU, of the one before on an accelerator, which is
+                not waited for.
         """
+        if divided_by is not None and not 0 < divided_by < math.inf:
+            raise ValueError(
+                f"divided_by={divided_by!r} is no finite number > 0: pass what the trainer divides each loss by"
+            )
         synced = {model.require_backward_grad_sync for model in self._models}
         if len(synced) != 1:
             raise RuntimeError(
@@ -176,7 +183,7 @@ class GradAvgReducer:
                 if synced
                 else "there is no model yet whose gradients are reduced: call register first"
             )
-        self._forward.close()
+        weigh_losses_from_here(None)
         terms, problem = loss_terms(loss), None
         if self._rule.uses_weight and weight is None and samples is None:
             problem = (
@@ -190,28 +197,47 @@ class GradAvgReducer:
             zero = zero_loss(self._sparse, set(map(id, self._sparse)))
             weighed.value = weighed.value + zero.to(weighed.value.dtype)
 
+        of_window = None if self._rule == RULES["mean"] else 1
+        divisor = of_window if divided_by is None else divided_by
+
         def backward(gradient: Tensor) -> None:
-            accumulation, last = self._accumulation, synced == {True}
-            of_window = accumulation.pending + 1 if self._rule == RULES["mean"] else 1
-            accumulation.backward(
-                weighed,
-                lambda **extra: torch.autograd.backward(weighed.value, gradient, **extra),
-                last=last,
-                loss_divisor=of_window if divided_by is None else divided_by,
-            )
-            accumulation.crosses_ranks = False
-            end = accumulation.finish if last else accumulation.pause
-            end()
+            keeps = keeps_graph()
+
+            def run(*, retain_graph: bool = False) -> None:
+                torch.autograd.backward(weighed.value, gradient, retain_graph=retain_graph or keeps)
+
+            try:
+                self._backward(weighed, run, last=synced == {True}, loss_divisor=divisor)
+            except BaseException:
+                # A loop may go on with the next batch, as after one that did not fit into memory.
+                self._accumulation.give_up()
+                raise
 
         return _outer(backward, weighed.value)
 
+    def _backward(self, loss: WeighedLoss, run: Callable[..., None], *, last: bool, loss_divisor: float | None) -> None:
+        accumulation = self._accumulation
+        accumulation.backward(loss, run, last=last, loss_divisor=loss_divisor)
+        accumulation.crosses_ranks = False
+        if last and not accumulation.reducer.reached:
+            # Gradients would stay those of each rank, without a word, as with stock DDP.
+            raise RuntimeError(
+                "DDP reduced nothing in this backward: it reduces in the first backward after a forward outside of"
+                " no_sync(). Have the window's last forward outside of it, too; and run one backward for each forward:"
+                " pass several losses as one, their sum, or as named terms with a weight each."
+            )
+        end = accumulation.finish if last else accumulation.pause
+        end()
+
     def check(self) -> None:
         """Raise what is wrong with the last window, where no further one does: at the end, or before it is saved."""
-        self._accumulation.check()
+        if self._registered:
+            self._accumulation.check()
 
     def close(self) -> None:
         """End what runs beside the backward, before the process group is destroyed; else the process's end does it."""
-        self._own.close()
+        if self._registered:
+            self._own.close()
 
 
 def _close(own: weakref.ref[OwnGroups]) -> None:

@@ -36,7 +36,7 @@ from lightning_gradavg.reduction.sums import SUM_DTYPES
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
 from lightning_gradavg.tree import leaves, rebuilt
 
-__all__ = ["collectives_refused", "gather", "losses_weighed", "require_allowed"]
+__all__ = ["collectives_refused", "gather", "losses_weighed", "require_allowed", "weigh_losses_from_here"]
 
 T = TypeVar("T")
 
@@ -137,6 +137,11 @@ def losses_weighed(on_gather: Callable[[], None] | None) -> AbstractContextManag
         on_gather: Called when gradients will cross ranks. None where losses are not multiplied, which changes nothing.
     """
     return _within(_ON_GATHER, on_gather)
+
+
+def weigh_losses_from_here(on_gather: Callable[[], None] | None) -> None:
+    """Say so from here on, or with None no longer, where forwards and losses may take turns, or have other contexts."""
+    _ON_GATHER.set(on_gather)
 
 
 @contextmanager

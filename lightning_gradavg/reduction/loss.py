@@ -176,7 +176,8 @@ class Weights(NoWeights):
             return None
         return (
             f"a weight was {'not ' * given}given in the steps before, but {'not ' * (not given)}in this one:"
-            ' return "weight" from every training_step (or pass weight= to every manual_backward), or never'
+            ' return "weight" from every training_step (or pass weight= to every manual_backward, or to what does the'
+            " backward in your own loop), or never"
         )
 
 

@@ -48,6 +48,7 @@ class _Closed:
         work: Its arrival.
         scale: The future of what sums of buckets are multiplied by; None where named terms have one each, which is in
             the gradients themselves.
+        reached: Whether DDP has handed a bucket over.
     """
 
     window: Window
@@ -56,6 +57,7 @@ class _Closed:
     totals: Totals | None = None
     work: dist.Work | None = None
     scale: Future[Any] | None = None
+    reached: bool = False
 
 
 class Reducer:
@@ -211,7 +213,8 @@ class Reducer:
         buffer = bucket.buffer()
         if self.accumulating:
             return done(buffer)
-        scale = self._require_closed().scale
+        closed = self._require_closed()
+        closed.reached, scale = True, closed.scale
         if self.discarded is not None:
             # A product of 0 and NaN is NaN: a gradient is discarded by selection.
             stored(buffer).masked_fill_(self.discarded, 0)
@@ -249,6 +252,11 @@ class Reducer:
         factor = 1.0 if closed.scale is None else self._factor(closed, 0)
         for numbers in _gradients(parameters):
             as_real(numbers).mul_(factor * len(self.places))
+
+    @property
+    def reached(self) -> bool:
+        """Whether DDP has handed over a bucket of the window that is being reduced; from `close` to `finish`."""
+        return self._require_closed().reached
 
     def finish(self) -> None:
         """End the window and raise, on all ranks, what is wrong with it.
@@ -297,7 +305,8 @@ class Reducer:
         if self._closed is None:
             raise RuntimeError(
                 f"a gradient reached the reduction {self.rule.name!r} by a backward that the strategy was not told of."
-                " In manual optimization call self.manual_backward(loss, weight=...) instead of loss.backward()."
+                " In manual optimization call self.manual_backward(loss, weight=...) instead of loss.backward(), and in"
+                " a loop of your own GradAvgReducer.weigh(loss, weight=...).backward()."
             )
         return self._closed
 

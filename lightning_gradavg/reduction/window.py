@@ -291,7 +291,8 @@ class Totals(NamedTuple):
         if explicit not in (0, pairs):
             return (
                 f"a weight was given for {explicit:.0f} of {pairs:.0f} micro-batches:"
-                ' return "weight" from every training_step (or pass weight= to every manual_backward), or never'
+                ' return "weight" from every training_step (or pass weight= to every manual_backward, or to what does'
+                " the backward in your own loop), or never"
             )
         return None
 

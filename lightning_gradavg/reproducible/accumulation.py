@@ -200,7 +200,7 @@ class ReplicaAccumulation(Accumulation):
         self._replica = self._sums.held.start if first else self._replica + 1
         self._ends = ends
 
-    def backward(self, loss: WeighedLoss, run: Callable[..., None], *, last: bool, loss_divisor: float) -> None:
+    def backward(self, loss: WeighedLoss, run: Callable[..., None], *, last: bool, loss_divisor: float | None) -> None:
         """Run a micro-batch's backward; after the last one of the window the gradients are the reduced ones."""
         self._sums.latest = self._replica
         gradients = self._sums.waiting.pop(self._replica, self._sums.nothing)
