@@ -1,8 +1,8 @@
 """How does the Trainer of Transformers take a mean that is not over the number of labels?
 
 `torchrun --nproc-per-node 2 examples/hf_trainer.py` trains a tiny GPT-2, made from its config, on a loss in which rare
-tokens count more, and compares the weights with those of one process. The Trainer normalizes by `num_items_in_batch`,
-the number of labels, over processes and accumulated batches, for models that take it; not by a sum of class weights.
+tokens count more, and compares it with one process. The Trainer divides by the number of labels of all processes and
+accumulated batches, `num_items_in_batch`, for models that take it; not by a sum of class weights.
 """
 
 from typing import Any
@@ -27,27 +27,28 @@ def new_model() -> nn.Module:
 
 def new_data() -> list[dict[str, Tensor]]:
     tokens = torch.randint(TOKENS, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
-    lengths = torch.arange(SAMPLES) % (LENGTH - 1) + 2
-    labels = tokens.masked_fill(torch.arange(LENGTH) >= lengths[:, None], -100)
+    labels = tokens.masked_fill(torch.arange(LENGTH) >= torch.arange(SAMPLES)[:, None] % (LENGTH - 1) + 2, -100)
     return [{"input_ids": ids, "labels": of_ids} for ids, of_ids in zip(tokens, labels, strict=True)]
 
 
-def mean_loss(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def mean_loss(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     logits, labels = model(input_ids=inputs["input_ids"]).logits[:, :-1], inputs["labels"][:, 1:]
     loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=CLASS_WEIGHTS, ignore_index=-100)
-    return loss, CLASS_WEIGHTS[labels[labels != -100]].sum()
+    return loss, CLASS_WEIGHTS[labels[labels != -100]].sum(), logits
 
 
 class WeightedTrainer(Trainer):
     loss_is_scaled_for_ga = True  # the reducer divides by the weights of the window: the Trainer must not divide, too
     reducer: GradAvgReducer | None = None
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         if self.reducer is None and isinstance(model, DistributedDataParallel):
             self.reducer = GradAvgReducer(reduction="weighted_mean")
             self.reducer.register(model)
-        loss, weight = mean_loss(model, inputs)
-        return loss if self.reducer is None else self.reducer.weigh(loss, weight=weight)
+        loss, weight, logits = mean_loss(model, inputs)
+        if self.reducer is not None and torch.is_grad_enabled():
+            loss = self.reducer.weigh(loss, weight=weight)
+        return (loss, {"logits": logits}) if return_outputs else loss
 
 
 def on_one_process() -> nn.Module:
@@ -61,16 +62,15 @@ def on_one_process() -> nn.Module:
 
 
 def main() -> None:
-    plain: Any = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    sgd: Any = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     quiet: Any = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
     counts: Any = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": EPOCHS}
-    options = {**plain, **quiet, **counts, "use_cpu": True, "ddp_find_unused_parameters": False}
-    arguments = TrainingArguments("hf_output", **options)
-    model = new_model()
-    trainer = WeightedTrainer(model, arguments, train_dataset=new_data())  # 2 processes, 2 batches of 4: all 16 a step
+    arguments = TrainingArguments("hf_output", use_cpu=True, ddp_find_unused_parameters=False, **sgd, **quiet, **counts)
+    trainer = WeightedTrainer(model := new_model(), arguments, train_dataset=new_data())  # 2 x 2 x 4 samples: all 16
     trainer.train()
-    pairs = zip(model.parameters(), on_one_process().parameters(), strict=True)
-    difference = max((mine - one).abs().max().item() for mine, one in pairs)
+    trainer.evaluate(new_data())
+    of_one = on_one_process().parameters()
+    difference = max((mine - one).abs().max().item() for mine, one in zip(model.parameters(), of_one, strict=True))
     if trainer.is_world_process_zero():
         print(f"{arguments.world_size} processes: largest difference to one process {difference:.1e}")
 
