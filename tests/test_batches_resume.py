@@ -151,8 +151,8 @@ class Fit:
         self.loop = progress.loop = Loop()
         progress.window, splitter.whole_batches = lambda: window, whole
         progress.states = None if states is None else deque(states)
-        self.loaders = []
-        for user_loader in make():
+        self.loaders, self.made = [], make()
+        for user_loader in self.made:
             iter(user_loader)  # as Lightning does, to see whether it can
             self.loaders.append(splitter.wrap(user_loader))
         self.combined = CombinedLoader(self.loaders, mode)
@@ -195,6 +195,9 @@ class Fit:
     def close(self) -> None:
         """End the worker processes."""
         self.fetcher.teardown()
+        for user_loader in self.made:
+            # Its persistent workers end with it; a garbage collector that finds them in a cycle waits 5 s for each.
+            user_loader._iterator = None
 
     def save(self) -> list[Any]:
         """Return the states as a checkpoint brings them back."""
