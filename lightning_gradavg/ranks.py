@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import struct
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -30,6 +33,18 @@ __all__ = [
 ]
 
 _RANKS_SHOWN = 8
+_SETTLE_SECONDS = 0.1  # a waiting thread needs microseconds; on a crowded machine its turn
+
+
+@lru_cache
+def _settle_at_exit() -> None:
+    """Have threads of gloo end with their collectives before the interpreter ends, which else can abort the process.
+
+    Such a thread frees the tensors of a collective after it has answered, and needs the interpreter for that. One that
+    still waits for it when the interpreter ends is unwound by force: "terminate called without an active exception",
+    exit code 134, seen in 2 of 25 short runs on torch 2.13.
+    """
+    atexit.register(time.sleep, _SETTLE_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -104,6 +119,8 @@ class World:
                 " over it. Pass a group that this process belongs to."
             )
         size = dist.get_world_size(group)
+        if size > 1:
+            _settle_at_exit()
         return cls(group if size > 1 else None, rank, size)
 
     def gather_integers(self, row: Sequence[int]) -> list[list[int]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gradavg.place import places_on_nodes
-from lightning_gradavg.ranks import Agreed, Contribution, World, by_value, digest, on_ranks, subgroups
+from lightning_gradavg.ranks import Agreed, Contribution, World, _settle_at_exit, by_value, digest, on_ranks, subgroups
 
 
 @given(weight=st.one_of(st.none(), st.floats(0, allow_infinity=False)), details=st.lists(st.integers()))
@@ -143,3 +145,20 @@ def test_group_that_is_none(world: Any, case: str, message: str) -> None:
     """A process that a group leaves out, and what is no group, are told at once."""
     raised = world(2).run_expecting_errors(of_something, case)
     assert all(one.message.startswith(message.format(rank=rank)) for rank, one in enumerate(raised))
+
+
+def settles() -> int:
+    """Body: how often the process waits at its exit."""
+    World.of(None)
+    return _settle_at_exit.cache_info().currsize
+
+
+def test_a_process_among_others_waits_once_at_its_exit(world):
+    """Threads of gloo have a moment for what they do with the interpreter, or they may abort the process."""
+    with mock.patch("atexit.register") as register:
+        _settle_at_exit.cache_clear()
+        _settle_at_exit()
+        _settle_at_exit()
+        _settle_at_exit.cache_clear()
+    assert [mock.call(time.sleep, 0.1)] == register.call_args_list
+    assert [1, 1] == world(2).run(settles)
