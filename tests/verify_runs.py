@@ -13,17 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import verify_modules as m
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import make_trainer
+from ranks import rank_environment
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gradavg import GradAvgStrategy, gather
+from lightning_gradavg.verify.judge import judge
+from lightning_gradavg.verify.processes import record_run
 from lightning_gradavg.verify.record import Tape
-from lightning_gradavg.verify.run import record_run
+from lightning_gradavg.verify.report import Report
+from lightning_gradavg.verify.target import quiet_options
 
 FEATURES, CLASSES = 6, 3
 Batch = tuple[Tensor, Tensor]
@@ -547,12 +551,13 @@ class Run:
     steps: int = 2
     data: int | str | Callable[[int], Any] | None = None
     batch_size: int = 4
-    causes: tuple[str, ...] = ()
+    cause: str = ""
     not_shown: str = ""
+    reads: Callable[[], Any] | None = None  # makes the same loader on all ranks, as a user does
 
     @property
     def verdict(self) -> str:
-        return "different" if self.causes else "not shown" if self.not_shown else "equal"
+        return "different" if self.cause else "not shown" if self.not_shown else "equal"
 
     def build(self) -> LightningModule:
         torch.manual_seed(1)
@@ -560,6 +565,8 @@ class Run:
 
     def loader(self) -> Any:
         """Return this rank's loader; that of one process reads all ranks' batches in turn."""
+        if self.reads is not None:
+            return self.reads()
         if isinstance(self.data, int):
             return DataLoader(TensorDataset(*samples(self.data)), batch_size=self.batch_size)
         if self.data == "one stream":
@@ -571,11 +578,23 @@ class Run:
         return DataLoader([batch for of_step in zip(*of_ranks, strict=True) for batch in of_step], batch_size=None)
 
 
-def recorded(name: str, folder: str) -> Tape:
+def options_of(run: Run) -> dict[str, Any]:
+    return quiet_options({"max_epochs": 1, "use_distributed_sampler": False, **run.options}, "cpu")
+
+
+def recorded(name: str) -> Tape:
     """Body: record a run on this rank."""
+    run, environment = RUNS[name], rank_environment()
+    options = options_of(run)
+    options["plugins"] = [*options["plugins"], environment]
+    options["devices"] = environment.ranks_on_node
+    return record_run(run.strategy(), options, run.build(), {"train_dataloaders": run.loader()}, steps=run.steps)
+
+
+def judged(name: str, tapes: Sequence[Tape]) -> Report:
+    """Return what one process makes of a recorded run."""
     run = RUNS[name]
-    trainer = make_trainer(run.strategy(), **{"max_epochs": 1, "use_distributed_sampler": False, **run.options})  # type: ignore[arg-type]  # options
-    return record_run(trainer, run.build(), {"train_dataloaders": run.loader()}, steps=run.steps, folder=folder)
+    return judge(tapes, lambda: (run.build(), {"train_dataloaders": run.loader()}, options_of(run)))
 
 
 def gradavg(**options: Any) -> Callable[[], GradAvgStrategy]:
@@ -623,21 +642,9 @@ RUNS = {
         strategy=gradavg(split_batches=True, max_device_batch_size=2), options=TWO, data=22, batch_size=7
     ),
     "a contrastive loss with `gather`": Run(with_step(contrastive)),
-    "`data_parallel`, batch norm": Run(normed, strategy=PARALLEL, data=14, batch_size=7),
+    "`data_parallel`, batch norm": Run(normed, strategy=PARALLEL, data=14, batch_size=7, not_shown="trains replicas"),
     "`reproducible`, four replicas on two ranks": Run(
-        normed, strategy=gradavg(reproducible=True, num_replicas=4), data=16, batch_size=8
-    ),
-    "`data_parallel`, four replicas on two ranks": Run(
-        normed, strategy=gradavg(equivalent_to="data_parallel", num_replicas=4), data=16, batch_size=8
-    ),
-    "`num_replicas=4` on two ranks": Run(
-        normed, strategy=gradavg(split_batches=True, num_replicas=4), data=16, batch_size=8
-    ),
-    "`mean_of_replica_losses`": Run(
-        normed,
-        strategy=gradavg(equivalent_to="data_parallel", reduction="mean_of_replica_losses"),
-        data=14,
-        batch_size=7,  # batch norm over two samples would amplify rounding
+        normed, strategy=gradavg(reproducible=True, num_replicas=4), data=16, batch_size=8, not_shown="trains replicas"
     ),
     "`single_device`, batch norm": Run(normed, strategy=SINGLE, data=14, batch_size=5),
     "`single_device`, `training_step_end`": Run(SpreadOfAll, strategy=SINGLE, data=14, batch_size=5),
@@ -652,14 +659,14 @@ RUNS = {
     "dropout, uneven batches, `weighted_mean`": Run(dropped, UNEVEN, BY_WEIGHT),
     "dropout, windows": Run(dropped, WINDOWS, GradAvgStrategy, TWO),
     "dropout, `single_device`": Run(dropped, strategy=SINGLE, data=14, batch_size=5),
-    "dropout, `data_parallel`": Run(dropped, strategy=PARALLEL, data=14, batch_size=5),
+    "dropout, `data_parallel`": Run(dropped, strategy=PARALLEL, data=14, batch_size=5, not_shown="trains replicas"),
     "noise drawn in `training_step`": Run(with_step(noisy), UNEVEN, BY_WEIGHT),
-    "mixup": Run(with_step(mixed_up)),
+    "mixup": Run(with_step(mixed_up), not_shown="a generator of Python or NumPy"),
     "padded texts with their weights, dropout": Run(
-        lambda: Texts(says=True, drops=0.3), strategy=BY_WEIGHT, data=PADDED
+        lambda: Texts(says=True, drops=0.3), strategy=BY_WEIGHT, reads=m.texts, options=SHUFFLED
     ),
-    "padded texts, a sum loss, `sum`": Run(lambda: Texts("sum"), strategy=BY_SUM, data=PADDED),
-    "padded texts, a mean over texts": Run(lambda: Texts(by_text=True), data=PADDED),
+    "padded texts, a sum loss, `sum`": Run(lambda: Texts("sum"), strategy=BY_SUM, reads=m.texts, options=SHUFFLED),
+    "padded texts, a mean over texts": Run(lambda: Texts(by_text=True), reads=m.texts, options=SHUFFLED),
     "an L2 penalty in a mean loss": Run(with_step(penalized)),
     "a step counter in an attribute": Run(with_step(by_count)),
     "a loss of `batch_idx`": Run(with_step(by_index)),
@@ -671,113 +678,101 @@ RUNS = {
     "float16 with a gradient scaler": Run(options={"plugins": [SCALED]}),
     "bfloat16 weights": Run(options={"precision": "bf16-true"}),
     # Different.
-    "other initial weights on several processes": Run(OtherStart, causes=("initial weights",)),
-    "one stream on all ranks": Run(data="one stream", causes=("duplicated stream",)),
-    "samples repeated to fill the ranks": Run(data=15, options=SHUFFLED, causes=("padding",)),
-    "batch norm": Run(normed, causes=("batch norm",)),
-    "batch norm, dropout": Run(lambda: Net("mean", nn.BatchNorm1d(8), nn.Dropout(0.5)), causes=("batch norm",)),
+    "other initial weights on several processes": Run(OtherStart, cause="initial weights"),
+    "one stream on all ranks": Run(data="one stream", cause="duplicated stream"),
+    "samples repeated to fill the ranks": Run(data=15, options=SHUFFLED, cause="padding"),
+    "batch norm": Run(normed, cause="batch norm"),
+    "batch norm, dropout": Run(lambda: Net("mean", nn.BatchNorm1d(8), nn.Dropout(0.5)), cause="batch norm"),
     "batch norm in windows": Run(
-        normed, WINDOWS, GradAvgStrategy, {"accumulate_grad_batches": 3}, 1, causes=("batch norm",)
+        normed, WINDOWS, GradAvgStrategy, {"accumulate_grad_batches": 3}, 1, cause="batch norm"
     ),
-    "batch norm without running statistics": Run(lambda: normed(track_running_stats=False), causes=("batch norm",)),
-    "batch norm and uneven batches": Run(normed, UNEVEN, causes=("batch norm", "mean of means")),
-    "a loss that compares samples": Run(with_step(spread), causes=("non-decomposable loss",)),
-    "InfoNCE on each rank, dropout": Run(with_step(info_nce, dropped), causes=("non-decomposable loss",)),
-    "a sum loss": Run(lambda: Net("sum"), causes=("sum loss",)),
-    "a sum loss, dropout": Run(lambda: dropped("sum"), causes=("sum loss",)),
-    "a sum loss, bfloat16": Run(lambda: Net("sum"), options={"precision": "bf16-mixed"}, causes=("sum loss",)),
-    "a sum loss, `data_parallel`": Run(
-        lambda: Net("sum"), strategy=PARALLEL, data=16, batch_size=8, causes=("sum loss",)
-    ),
-    "a sum loss over padded texts": Run(lambda: Texts("sum"), data=PADDED, causes=("sum loss",)),
-    "an L2 penalty under `sum`": Run(
-        with_step(penalized, lambda: Net("sum")), strategy=BY_SUM, causes=("constant term",)
-    ),
-    "an L2 penalty in a sum loss": Run(with_step(penalized, lambda: Net("sum")), causes=("sum loss", "constant term")),
-    "uneven batches": Run(Net, UNEVEN, causes=("mean of means",)),
-    "uneven batches, noise": Run(with_step(noisy), UNEVEN, causes=("mean of means",)),
-    "a mean over tokens": Run(with_step(masked), causes=("mean of means",)),
+    "batch norm without running statistics": Run(lambda: normed(track_running_stats=False), cause="batch norm"),
+    "batch norm and uneven batches": Run(normed, UNEVEN, cause="batch norm"),
+    "a loss that compares samples": Run(with_step(spread), cause="non-decomposable loss"),
+    "InfoNCE on each rank, dropout": Run(with_step(info_nce, dropped), cause="non-decomposable loss"),
+    "a sum loss": Run(lambda: Net("sum"), cause="sum loss"),
+    "a sum loss, dropout": Run(lambda: dropped("sum"), cause="sum loss"),
+    "a sum loss, bfloat16": Run(lambda: Net("sum"), options={"precision": "bf16-mixed"}, cause="sum loss"),
+    "a sum loss over padded texts": Run(lambda: Texts("sum"), reads=m.texts, options=SHUFFLED, cause="sum loss"),
+    "an L2 penalty under `sum`": Run(with_step(penalized, lambda: Net("sum")), strategy=BY_SUM, cause="constant term"),
+    "an L2 penalty in a sum loss": Run(with_step(penalized, lambda: Net("sum")), cause="constant term"),
+    "uneven batches": Run(Net, UNEVEN, cause="mean of means"),
+    "uneven batches, noise": Run(with_step(noisy), UNEVEN, cause="mean of means"),
+    "a mean over tokens": Run(with_step(masked), cause="mean of means"),
     "a mean over tokens of padded texts, with weights": Run(
-        lambda: Texts(says=True), data=PADDED, causes=("mean of means",)
+        lambda: Texts(says=True), reads=m.texts, options=SHUFFLED, cause="mean of means"
     ),
-    "class weights": Run(with_step(class_weighted), causes=("mean of means",)),
-    "class weights under `weighted_mean`": Run(with_step(class_weighted), strategy=BY_WEIGHT, causes=("counts",)),
-    "a mean over tokens weighted by samples": Run(with_step(masked), UNEVEN, BY_WEIGHT, causes=("counts",)),
-    "a mean under `sum`": Run(Net, UNEVEN, BY_SUM, causes=("counts",)),
-    "a short last window": Run(Net, WINDOWS, options=TWO, causes=("short window",)),
+    "class weights": Run(with_step(class_weighted), cause="mean of means"),
+    "class weights under `weighted_mean`": Run(with_step(class_weighted), strategy=BY_WEIGHT, cause="counts"),
+    "a mean over tokens weighted by samples": Run(with_step(masked), UNEVEN, BY_WEIGHT, cause="counts"),
+    "a mean under `sum`": Run(Net, UNEVEN, BY_SUM, cause="counts"),
+    "a short last window": Run(Net, WINDOWS, options=TWO, cause="short window"),
     "a loss compensated by hand under `weighted_mean`": Run(
-        with_step(compensated), UNEVEN, BY_WEIGHT, causes=("hand-compensated loss",)
+        with_step(compensated), UNEVEN, BY_WEIGHT, cause="hand-compensated loss"
     ),
-    "a loss multiplied by the ranks, dropout": Run(with_step(multiplied, dropped), causes=("hand-compensated loss",)),
-    "a GAN multiplied by the ranks": Run(lambda: Gan(0), strategy=unused, steps=4, causes=("hand-compensated loss",)),
-    "a loss divided by the ranks": Run(with_step(divided), causes=("double division",)),
+    "a loss multiplied by the ranks, dropout": Run(with_step(multiplied, dropped), cause="hand-compensated loss"),
+    "a GAN multiplied by the ranks": Run(lambda: Gan(0), strategy=unused, steps=4, cause="hand-compensated loss"),
+    "a loss divided by the ranks": Run(with_step(divided), cause="double division"),
     "a communication hook that divides again": Run(
-        strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket / 2)), causes=("double division",)
+        strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket / 2)), cause="double division"
     ),
     "a hook on parameters that divides, dropout": Run(
-        lambda: Hooked(lambda grad: grad / ranks(), nn.Dropout(0.5)), causes=("double division",)
+        lambda: Hooked(lambda grad: grad / ranks(), nn.Dropout(0.5)), cause="double division"
     ),
-    "gradients divided after the reduction": Run(DividesAfterwards, causes=("double division",)),
+    "gradients divided after the reduction": Run(DividesAfterwards, cause="double division"),
     "every rank clips its norm": Run(
         strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket * min(1.0, 0.05 / float(bucket.norm())))),
-        causes=("clipped before the reduction",),
+        cause="clipped before the reduction",
     ),
     "every rank clips its values": Run(
         strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket.clamp(-0.01, 0.01))),
-        causes=("clipped before the reduction",),
+        cause="clipped before the reduction",
     ),
     "a hook on parameters that clips": Run(
-        lambda: Hooked(lambda grad: grad.clamp(-0.01, 0.01)), causes=("gradient hooks",)
+        lambda: Hooked(lambda grad: grad.clamp(-0.01, 0.01)), cause="gradient hooks"
     ),
-    "gradients sent as float16": Run(strategy=gradavg(ddp_comm_hook=fp16_compress_hook), causes=("fp16 wire",)),
-    "gradients sent as bfloat16": Run(strategy=gradavg(ddp_comm_hook=bf16_compress_hook), causes=("bf16 wire",)),
-    "one rank changes a weight": Run(Drifting, causes=("unsynchronised replicas",)),
-    "a backward past the strategy": Run(lambda: Manual(outside=True), causes=("unsynchronised replicas",)),
+    "gradients sent as float16": Run(strategy=gradavg(ddp_comm_hook=fp16_compress_hook), cause="fp16 wire"),
+    "gradients sent as bfloat16": Run(strategy=gradavg(ddp_comm_hook=bf16_compress_hook), cause="bf16 wire"),
+    "one rank changes a weight": Run(Drifting, cause="unsynchronised replicas"),
+    "a backward past the strategy": Run(lambda: Manual(outside=True), cause="unsynchronised replicas"),
     "a learning rate of each rank": Run(
         with_optimizer(lambda self: sgd(self, lr=0.1 * (1 + self.global_rank))),
-        causes=("different optimizers", "unsynchronised replicas"),
+        cause="different optimizers",
     ),
     "an optimizer of each rank": Run(
         with_optimizer(
             lambda self: (torch.optim.Adam if self.global_rank else torch.optim.SGD)(self.parameters(), lr=0.1)
         ),
-        causes=("different optimizers", "unsynchronised replicas"),
+        cause="different optimizers",
     ),
     "a learning rate times the ranks": Run(
         with_optimizer(lambda self: sgd(self, lr=0.1 * self.trainer.world_size, momentum=0.9)),
-        causes=("learning-rate scale",),
+        cause="learning-rate scale",
     ),
     "weight decay times the ranks": Run(
         with_optimizer(lambda self: sgd(self, weight_decay=0.01 * self.trainer.world_size)),
-        causes=("optimizer options",),
+        cause="optimizer options",
     ),
-    "a buffer of one rank's samples": Run(Counting, causes=("buffers of one rank",)),
-    "a queue of one rank's keys": Run(lambda: Moco(gathers=False), causes=("buffers of one rank",)),
-    "clipping to a part for every rank": Run(ClippedByRanks, causes=("unexplained",)),
+    "a buffer of one rank's samples": Run(Counting, cause="buffers of one rank"),
+    "a queue of one rank's keys": Run(lambda: Moco(gathers=False), cause="buffers of one rank"),
+    "clipping to a part for every rank": Run(ClippedByRanks, cause="unexplained"),
     # Not shown.
-    "a mean over tokens of padded texts": Run(Texts, data=PADDED, not_shown="mean over terms that are not its samples"),
-    "a mean over tokens of padded texts, `sum`": Run(
-        Texts, strategy=BY_SUM, data=PADDED, not_shown="mean over terms that are not its samples"
-    ),
+    "padded texts that no `collate_fn` made": Run(Texts, data=PADDED, not_shown="cannot be joined"),
+    "a mean over tokens of padded texts": Run(Texts, reads=m.texts, options=SHUFFLED, cause="mean of means"),
     "images with a list of records": Run(Boxes, data=boxes, not_shown="which samples a batch of type list holds"),
     "graphs": Run(OfGraphs, data=graphs, not_shown="which samples a batch of type Graph holds"),
-    "a moving average of the loss in an attribute": Run(with_step(by_average), not_shown="has once: average"),
-    "a counter outside of the module": Run(with_step(by_global), not_shown="training_step changed CALLS of module"),
-    "an iterator in an attribute": Run(with_step(by_iterator), not_shown="training_step changed factors"),
+    "a moving average of the loss in an attribute": Run(with_step(by_average), cause="hand-compensated loss"),
+    "a counter outside of the module": Run(with_step(by_global)),
+    "an iterator in an attribute": Run(with_step(by_iterator)),
     "a step counter in windows": Run(
-        with_step(by_count), WINDOWS, GradAvgStrategy, TWO, not_shown="has once: count, batch_idx"
+        with_step(by_count), WINDOWS, GradAvgStrategy, TWO, not_shown="kept for every micro-batch"
     ),
     "spectral norm in windows": Run(
-        lambda: _with_spectral_norm(Net()), WINDOWS, GradAvgStrategy, TWO, not_shown="weight.0._u"
+        lambda: _with_spectral_norm(Net()), WINDOWS, GradAvgStrategy, TWO, not_shown="kept for every micro-batch"
     ),
-    "L-BFGS": Run(
-        with_optimizer(lambda self: torch.optim.LBFGS(self.parameters(), max_iter=3)),
-        not_shown="several times in a step",
-    ),
+    "L-BFGS": Run(with_optimizer(lambda self: torch.optim.LBFGS(self.parameters(), max_iter=3))),
     "windows in manual optimization": Run(lambda: Manual(every=2), WINDOWS, steps=1, not_shown="the user's own sum"),
-    "padding beyond the steps": Run(
-        data=31, options=SHUFFLED, not_shown="the sampler repeats 1 samples, to fill the ranks"
-    ),
+    "padding beyond the steps": Run(data=31, options=SHUFFLED, not_shown="the sampler repeats 1 samples"),
     "a short window beyond the steps": Run(
         Net, ((4,) * 5, (4,) * 5), options=TWO, steps=1, not_shown="it has 1 of 2 micro-batches"
     ),
@@ -787,6 +782,117 @@ RUNS = {
 def _with_spectral_norm(module: Net) -> Net:
     nn.utils.parametrizations.spectral_norm(module.model[0])
     return module
+
+
+def step(make: Callable[[], nn.Module], training_step: Callable[..., Any], **hooks: Any) -> Callable[[], Any]:
+    return lambda: m.Step(make, training_step, **hooks)
+
+
+MINE = {
+    "GRU": Run(step(m.Recurrent, m.last_word), reads=m.texts, options=SHUFFLED),
+    "LSTM, dropout": Run(step(lambda: m.Recurrent(nn.LSTM, dropout=0.3), m.last_word), reads=m.texts, options=SHUFFLED),
+    "packed sequences": Run(step(lambda: m.Recurrent(packs=True), m.last_word), reads=m.texts, options=SHUFFLED),
+    "padded texts, attention, dropout, a mean over texts": Run(
+        step(m.Attention, m.each_text), reads=m.texts, options=SHUFFLED
+    ),
+    "an average of the weights": Run(
+        step(m.Teacher, m.taught, ended=m.averaged(lambda: 1.0)), reads=m.plain, options=SHUFFLED
+    ),
+    "images with records, `collate_fn`": Run(step(m.layers, m.detected), reads=m.records, options=SHUFFLED),
+    "graphs, `collate_fn`": Run(step(m.layers, m.of_graphs), reads=m.graphs, options=SHUFFLED),
+    "contrastive, `self.all_gather(sync_grads=True)`": Run(
+        m.contrast("self.all_gather"), reads=m.plain, options=SHUFFLED
+    ),
+    "contrastive, `torch.distributed.nn`": Run(m.contrast("torch.distributed.nn"), reads=m.plain, options=SHUFFLED),
+    "compiled, dropout": Run(step(m.Compiled, m.classified), reads=m.plain, options=SHUFFLED),
+    "checkpointed, dropout": Run(
+        step(lambda: m.Checkpointed(reentrant=False), m.classified), reads=m.plain, options=SHUFFLED
+    ),
+    "checkpointed, reentrant": Run(
+        step(lambda: m.Checkpointed(reentrant=True), m.classified), reads=m.plain, options=SHUFFLED
+    ),
+    "LoRA, dropout": Run(step(m.Adapted, m.classified), reads=m.plain, options=SHUFFLED),
+    "a stream, every W-th": Run(step(m.layers, m.classified), reads=lambda: DataLoader(m.Stream(), 4)),
+    "a stream, a part for each": Run(step(m.layers, m.classified), reads=lambda: DataLoader(m.Stream("halves"), 4)),
+    "a sampler with replacement": Run(step(m.layers, m.classified), reads=m.replaced),
+    "bucketed batches, a mean over texts": Run(step(m.Words, m.each_text), reads=m.bucketed),
+    "manual optimization, clipping": Run(m.Manual, reads=m.plain, options=SHUFFLED),
+    "a schedule by `estimated_stepping_batches`": Run(
+        step(m.layers, m.classified, optimizers=m.scheduled), reads=m.plain, options=SHUFFLED, steps=3
+    ),
+    "reads the data set and writes to the logger": Run(step(m.layers, m.reads_data), reads=m.plain, options=SHUFFLED),
+    "`x.float()`": Run(step(m.layers, m.in_float), reads=m.plain, options=SHUFFLED),
+    "samples along dimension 1, dropout": Run(step(m.sequences, m.sequence_first), reads=m.plain, options=SHUFFLED),
+    "logged with `sync_dist`": Run(step(m.layers, m.logs()), reads=m.plain, options=SHUFFLED),
+    "random masks in `collate_fn`": Run(step(m.layers, m.classified), reads=m.masking, options=SHUFFLED),
+    "two loaders": Run(
+        step(m.layers, lambda module, batch: m.classified(module, batch["one"]) + m.classified(module, batch["other"])),
+        reads=m.two_loaders,
+        options=SHUFFLED,
+    ),
+    "padded texts, attention, dropout, `single_device`": Run(
+        step(m.Attention, m.each_text), reads=lambda: m.texts(batch_size=8), strategy=SINGLE
+    ),
+    "a stream that ends earlier on a rank": Run(
+        step(m.layers, m.classified), reads=lambda: DataLoader(m.Stream("uneven"), 4), strategy=BY_WEIGHT, steps=4
+    ),
+    "`drop_last`": Run(step(m.layers, m.classified), reads=lambda: m.plain(30, drop_last=True), options=SHUFFLED),
+    # Different.
+    "uneven batches late in a long window": Run(
+        step(m.layers, m.classified),
+        sizes=((4,) * 9 + (2,), (4,) * 10),
+        options={"accumulate_grad_batches": 10},
+        cause="mean of means",
+    ),
+    "an average of the weights that depends on the ranks": Run(
+        step(m.Teacher, m.taught, ended=m.averaged(m.world)),
+        reads=m.plain,
+        options=SHUFFLED,
+        cause="weights beside the gradient",
+    ),
+    "a clamp that depends on the ranks": Run(
+        step(m.layers, m.classified, ended=m.clamped),
+        reads=m.plain,
+        options=SHUFFLED,
+        cause="weights beside the gradient",
+    ),
+    "a batch hook that normalizes": Run(
+        step(m.layers, m.classified, transferred=m.normalized),
+        reads=m.plain,
+        options=SHUFFLED,
+        cause="non-decomposable loss",
+    ),
+    "data sharded by hand and by the sampler": Run(
+        step(m.layers, m.classified), reads=m.by_hand, options=SHUFFLED, cause="unread samples"
+    ),
+    "a tiny gradient times the ranks": Run(
+        step(lambda: m.Tiny(m.world), m.classified), reads=m.plain, options=SHUFFLED, cause="hand-compensated loss"
+    ),
+    "a loss summed over the ranks by hand": Run(
+        step(m.layers, m.summed_value), reads=m.plain, options=SHUFFLED, cause="logged value"
+    ),
+    "a detached `self.all_gather`": Run(
+        m.contrast("a detached self.all_gather"), reads=m.plain, options=SHUFFLED, cause="detached gather"
+    ),
+    "contrastive on each rank": Run(m.contrast("none"), reads=m.plain, options=SHUFFLED, cause="non-decomposable loss"),
+    "a stream that all ranks read": Run(
+        step(m.layers, m.classified), reads=lambda: DataLoader(m.Stream("alike"), 4), cause="duplicated stream"
+    ),
+    "a mean over tokens, `collate_fn`": Run(
+        step(m.Words, m.each_token), reads=m.texts, options=SHUFFLED, cause="mean of means"
+    ),
+    "a short last batch in a window": Run(
+        step(m.layers, m.classified), reads=lambda: m.plain(28), options={**SHUFFLED, **TWO}, cause="mean of means"
+    ),
+    # Not shown.
+    "one draw for each batch": Run(
+        step(m.layers, m.one_draw), reads=m.plain, options=SHUFFLED, not_shown="one draw for a whole batch (aten.rand)"
+    ),
+    "a short last batch beyond the steps": Run(
+        step(m.layers, m.classified), sizes=((4, 4, 2), (4, 4, 4)), steps=1, not_shown="as if they were equal"
+    ),
+}
+RUNS.update(MINE)
 
 
 THREE = {
@@ -808,20 +914,29 @@ class Medium(Net):
 
 OTHERS = {
     "a learning rate times the ranks, a short last window": Run(
-        with_optimizer(lambda self: sgd(self, lr=0.1 * self.trainer.world_size)), WINDOWS, options=TWO
+        with_optimizer(lambda self: sgd(self, lr=0.1 * self.trainer.world_size)),
+        WINDOWS,
+        options=TWO,
+        cause="learning-rate scale",
     ),
-    "a sum loss, shuffled": Run(lambda: Net("sum"), data=16, options=SHUFFLED),
-    "ranks that read backwards": Run(data=backwards),
-    "samples of their own on several processes": Run(data=lambda rank: batches((4, 4), seed=rank + 10 * (ranks() > 1))),
+    "a sum loss, shuffled": Run(lambda: Net("sum"), data=16, options=SHUFFLED, cause="sum loss"),
+    "ranks that read backwards": Run(data=backwards, cause="data order"),
+    "samples of their own on several processes": Run(
+        data=lambda rank: batches((4, 4), seed=rank + 10 * (ranks() > 1)), not_shown="transformed at random"
+    ),
     "gradients times 1.004 in bfloat16": Run(
-        strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket * 1.004)), options={"precision": "bf16-mixed"}
+        strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket * 1.004)),
+        options={"precision": "bf16-mixed"},
+        cause="unexplained",
     ),
     "medium precision of products": Run(Medium),
 }
 CASES = {
-    "case 7": Run(CaseSeven, strategy=BY_WEIGHT, steps=1, data=of_rank([[1.0, 1.0, 1.0]], [[5.0]])),
+    "case 7": Run(
+        CaseSeven, strategy=BY_WEIGHT, steps=1, data=of_rank([[1.0, 1.0, 1.0]], [[5.0]]), cause="hand-compensated loss"
+    ),
     "case 41": Run(dropped),
-    "case 42": Run(CaseFortyTwo, steps=1, data=of_rank([[0.0, 2.0]], [[4.0, 6.0]])),
+    "case 42": Run(CaseFortyTwo, steps=1, data=of_rank([[0.0, 2.0]], [[4.0, 6.0]]), cause="batch norm"),
 }
 IN_DOCS = list(RUNS)
 RUNS.update({**THREE, **CASES, **OTHERS})

@@ -17,9 +17,6 @@ _OWN = {
     "plan": "batch, accumulation and learning rate of a recipe on another cluster",
     "verify": "a few steps of your own run against one process: are they the same, and if not, why",
 }
-_GONE = {
-    "bench": "run `python -m benchmarks.cost_model` in a checkout of the repository (benchmarks/README.md)",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = sys.modules["lightning_gradavg"]  # which is above this folder, and imported before it
         print(f"gradavg {package.__version__}")
         return 0
-    advice = _GONE.get(command, f"choose from {', '.join([*_LIGHTNING, *_OWN])}")
-    print(f"gradavg: error: {command!r} is not a command; {advice}", file=sys.stderr)
+    commands = ", ".join([*_LIGHTNING, *_OWN])
+    print(f"gradavg: error: {command!r} is not a command; choose from {commands}", file=sys.stderr)
     return 2
 
 

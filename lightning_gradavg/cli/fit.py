@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -13,26 +13,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
-__all__ = ["in_one_line", "main"]
+from lightning_gradavg.verify.target import CommandLine, in_one_line
 
-_NOISE = (
-    "Does not validate",
-    "Subtypes:",
-    "Errors:",
-    "Given value type:",
-    "Given value: N",
-    "Expected a <class 'NoneT",
-)
+__all__ = ["main"]
+
 _REFUSING = ("lightning_gradavg.", "lightning.pytorch.trainer.", "lightning.fabric.", "jsonargparse.")
-
-
-def in_one_line(message: str) -> str:
-    """Return an error of jsonargparse, a tree of what was tried, as one line of what is accepted and what was given."""
-    lines = [line.strip(" -") for line in message.splitlines()]
-    kept = dict.fromkeys(line for line in lines if line and not line.startswith(_NOISE))
-    text = "; ".join(kept).replace(":; ", ": ")
-    text = re.sub(r"(?:a )?typing\.Literal\[(.*?)\]", r"one of \1", text)
-    return re.sub(r"a <class '([\w.]+)'>", r"\1", text)
 
 
 class _Parser(LightningArgumentParser):
@@ -80,13 +65,25 @@ def main(arguments: Sequence[str]) -> int:
     """Run LightningCLI with the strategies registered, and return its exit code.
 
     Args:
-        arguments: The subcommand and its options. Processes that Lightning starts get them, too.
+        arguments: The subcommand and its options, of which `--model` and `--data` may name classes as `file.py:Name`.
+            Processes that Lightning starts get them, too.
     """
     if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
         sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
+    try:
+        line = CommandLine.of(arguments)
+    except ValueError as error:
+        print(f"gradavg {arguments[0]}: error: {error}", file=sys.stderr)
+        sys.exit(2)
     given, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
-        _CommandLine(save_config_callback=_SavedConfig, parser_kwargs={"prog": "gradavg"})
+        # Where nothing was taken out, the arguments stay those of the process, as Lightning wants them.
+        changed: dict[str, Any] = {"args": line.arguments} if line.arguments != list(arguments) else {}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
+            _CommandLine(
+                **line.classes, **changed, save_config_callback=_SavedConfig, parser_kwargs={"prog": "gradavg"}
+            )
     finally:
         sys.argv = given
     return 0

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.box import SIMPLE_HEAD
@@ -40,27 +38,6 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def _noise_scale(text: str) -> float:
-    """Return the number, or the last noise scale in the file of a CSVLogger."""
-    try:
-        return float(text)
-    except ValueError:
-        path = Path(text)
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(
-            f"must be a number or a CSVLogger's metrics.csv, got {text!r}: {error}"
-        ) from None
-    measured = [value for row in rows for name, value in row.items() if str(name).endswith("/noise_scale") and value]
-    if not measured:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has no value in a column gradavg/noise_scale: train with GradAvgMonitor(noise_scale=True)"
-        )
-    return float(measured[-1])
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="gradavg plan", description=DESCRIPTION)
     base = parser.add_argument_group("the base recipe, whose learning rate is known to work").add_argument
@@ -89,12 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     to("--nodes", default=1, **count, help="number of nodes (default: 1)")
     to("--devices-per-node", required=True, **count, help="devices on each node")
     to("--global-batch-size", **count, help="samples per optimizer step (default: as the base recipe)")
-    to(
-        "--noise-scale",
-        type=_noise_scale,
-        metavar="X",
-        help="gradient noise scale in samples, or the metrics.csv that GradAvgMonitor(noise_scale=True) logged it to",
-    )
+    to("--noise-scale", **number, help="gradient noise scale in samples, as examples/noise_scale.py measures it")
     to("--max-device-batch-size", **count, help="most samples a device holds at once")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON; docs/scaling.md has the schema")
     return parser

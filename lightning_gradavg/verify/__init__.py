@@ -1,7 +1,6 @@
-"""Proof on the user's own model: a run on several processes against one process, stage by stage."""
+"""Proof on the user's own model: a run on several processes against one process that trains freely."""
 
-from lightning_gradavg.verify.callback import GradAvgVerifier
+from lightning_gradavg.verify.processes import verify
 from lightning_gradavg.verify.report import Report
-from lightning_gradavg.verify.run import verify
 
-__all__ = ["GradAvgVerifier", "Report", "verify"]
+__all__ = ["Report", "verify"]

@@ -1,68 +1,74 @@
-"""What a run leaves behind for the comparison, and the callback that writes it down without changing the run.
+"""What both runs write down: the samples that `collate_fn` was given, and gradients, weights, buffers and logs.
 
-On each rank `Recorder` notes every call of `training_step`: the batch, the random state and the module's own state
-before it, the loss, and the gradient of that loss on this rank alone. That gradient is seen where the real backward
-adds it to the parameters, by a hook that changes nothing: no second differentiation, which a static graph, a hook
-that counts or a collective in the backward would take for a step of the run. What the strategy and the precision
-multiply the loss by is seen in the same way, at the loss. The methods that are watched are replaced on the class, not
-on the module, whose copies and checkpoints then hold nothing of it, and put back with the last step. No error of the
-recorder reaches the run.
-
-Big tensors are not copied. A `sketch` of 4096 numbers stands for each: sampled elements, and signed sums over all of
-them, in float64. A sketch is linear, so sums and multiples of gradients are compared by their sketches; and it is
-another one if any element is. Rank 0 alone writes to a file what the reference needs in full: the weights that
-changed since the last step, and the reduced gradient.
+Batches arrive through the precision plugin, the first to be given what a loader yields. Loaders load in this process,
+so that the samples of a batch are known by the batch itself. Large tensors are not copied: a *sketch* of 4096 numbers
+stands for each, half of them elements, half of them signed sums over all elements. It is linear, and another one if any
+element is.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import itertools
+import hashlib
 import math
-from collections.abc import Callable, Container, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_gradavg.lightning_internals import BEFORE_TRANSFER, TrainingLoop, in_backward
-from lightning_gradavg.options import StrategyFacts
-from lightning_gradavg.rules import RULES
-from lightning_gradavg.strategy import GradAvgStrategy
-from lightning_gradavg.verify.state import (
-    Randomness,
-    digest,
-    digests,
-    module_state,
-    random_states,
-    torch_settings,
-)
+from lightning_gradavg.lightning_internals import fetched_here
+from lightning_gradavg.random_state import random_state, restore_random_state, same_random_state
+from lightning_gradavg.tree import batch_samples, bits, is_array, leaves, mapped
+from lightning_gradavg.verify.alike import Alike
 
-__all__ = ["WHOLE_LOSS", "Call", "Loaded", "Recorder", "RunFacts", "Step", "Tape", "Tensors", "patched", "sketch"]
+__all__ = [
+    "Data",
+    "Enough",
+    "Facts",
+    "Loading",
+    "Part",
+    "Recorder",
+    "Refused",
+    "Step",
+    "Taken",
+    "Tape",
+    "Tensors",
+    "loss_of",
+    "precision_of",
+    "sketch",
+]
 
 Tensors: TypeAlias = dict[str, Tensor]
-"""Tensors or their sketches, by the name of their parameter or buffer."""
-
-WHOLE_LOSS = ""
-"""The key of a loss that has no named terms."""
+"""Sketches by the name of their parameter or buffer."""
 
 _KEPT = 4096
-_SEVERAL_LOSSES = "the optimizer asks for the loss several times in a step, which cannot be followed"
+_MOST_BATCHES, _MOST_SAMPLES = 20_000, 5_000  # of an epoch that is read without training
+_PROBES = 3
+
+
+class Enough(Exception):  # noqa: N818  # no error: all that was asked for is there
+    """Ends a run before its time."""
+
+
+class Refused(Exception):  # noqa: N818  # likewise
+    """Says why a run cannot be compared."""
 
 
 def sketch(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements as float64 on the CPU, of a large one 2048 of them and 2048 signed sums over all.
-
-    The sums are divided by the root of how many elements each has, and so are as large as an element.
-    """
+    """Return a tensor's elements as float64 on the CPU, of a large one 2048 of them and 2048 signed sums over all."""
     dense = (tensor.to_dense() if tensor.layout != torch.strided else tensor).detach()
     flat = (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1)
     if flat.numel() <= _KEPT:
@@ -84,129 +90,288 @@ def _pattern(size: int, half: int) -> tuple[Tensor, Tensor]:
     return positions, torch.randint(2, (size // half,), generator=generator).double() * 2 - 1
 
 
-def sketches(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Return the sketches of all tensors."""
-    return {name: sketch(tensor) for name, tensor in tensors.items()}
+def _sketches(tensors: Iterable[tuple[str, Tensor | None]]) -> Tensors:
+    return {name: sketch(tensor) for name, tensor in tensors if tensor is not None}
 
 
-def weights_of(module: nn.Module) -> Tensors:
-    """Return the sketches of a module's parameters."""
-    return sketches(dict(module.named_parameters()))
+def _digest(value: Any) -> bytes | None:
+    """Return what is equal for equal data; None where it is not known."""
+    made = hashlib.blake2b(digest_size=12)
+    try:
+        for place, leaf in leaves(value):
+            array = leaf.tobytes() if is_array(leaf) and not isinstance(leaf, Tensor) else None
+            content = bits(leaf) if isinstance(leaf, Tensor) else array or pickle.dumps(leaf)
+            made.update(f"{place}{getattr(leaf, 'shape', '')};".encode())
+            made.update(content)
+    except Exception:  # noqa: BLE001  # pickle raises nearly anything
+        return None
+    return made.digest()
 
 
-def live_gradients(module: nn.Module) -> Tensors:
-    """Return the gradients of a module's parameters that have one."""
-    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+def _packed(value: Any) -> bytes | None:
+    """Return a copy of a value, as it is now; None where it cannot be copied."""
 
+    def owned(leaf: Any) -> Any:
+        return leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf  # a view would drag its storage along
 
-def among(tensors: Mapping[str, Tensor], names: Container[str]) -> Tensors:
-    """Return those tensors that are named."""
-    return {name: tensor for name, tensor in tensors.items() if name in names}
-
-
-def trained_by(optimizer: Optimizer, module: nn.Module) -> set[str]:
-    """Return the names of the parameters that an optimizer steps."""
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return {name for name, parameter in module.named_parameters() if id(parameter) in trained}
-
-
-def loss_terms(output: Any) -> dict[str, tuple[Tensor, float | None]]:
-    """Return the losses in what `training_step` returned and their weights, by name; the only one as `WHOLE_LOSS`."""
-    content = output if isinstance(output, Mapping) else {"loss": output}
-    given = (content.get("loss"), content.get("weight"))
-    losses, weights = (each if isinstance(each, Mapping) else {WHOLE_LOSS: each} for each in given)
-    return {name: (term, as_number(weights.get(name))) for name, term in losses.items() if isinstance(term, Tensor)}
-
-
-def as_number(weight: Any) -> float | None:
-    """Return a weight of any type as a number, or None where none was given."""
-    return None if weight is None else float(weight)
-
-
-def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return copies of the options of an optimizer's parameter groups, without the parameters."""
-    groups = [dict(group) for group in optimizer.param_groups]
-    for group in groups:
-        del group["params"]
-    return copy.deepcopy(groups)
+    try:
+        return pickle.dumps(mapped(value, owned))
+    except Exception:  # noqa: BLE001  # likewise
+        return None
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of `training_step` on one rank, or what the reference makes of it.
+class Part:
+    """A batch of one loader."""
 
-    In manual optimization losses, weights and seeds are by the number of the backward, gradients by that of the step.
+    size: int | None = None  # samples
+    samples: bytes | None = None  # as `collate_fn` was given them
+    batch: bytes | None = None  # as the loader made it, where that is needed
+    why: str = ""  # there are no samples
+    ids: tuple[Any, ...] = ()  # of the samples: the index in the dataset, and a digest
+
+
+class Loading:
+    """Has the loaders of a process load in it, and remembers what the batches are made of.
+
+    Attributes:
+        skims: Whether batches are only counted: a map-style loader yields indices, and loads nothing.
     """
 
-    rank: int
-    batch: int  # the number of the loader's batch
-    args: tuple[Any, ...]  # the batch first, on the CPU
-    random: Randomness  # before
-    state: Mapping[str, Any]  # the module's buffers and plain attributes before
-    files: Mapping[str, Path]  # where rank 0 wrote the weights before, by parameter; of other ranks not to be used
-    counts: bool  # not if the strategy only kept the rank busy
-    losses: dict[str, float] = field(default_factory=dict)  # by name, without any division
-    weights: dict[str, float | None] = field(default_factory=dict)
-    seeds: dict[str, float] = field(default_factory=dict)  # what each loss was multiplied by before the backward
-    gradients: dict[str, Tensors] = field(default_factory=dict)  # this rank's alone, as multiplied, in sketches
-    samples: int | None = None  # in the batch, which the reference counts; None where that is not known
+    def __init__(self) -> None:
+        self.made: dict[int, tuple[Any, Part]] = {}
+        self.skims = False
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Watch every `DataLoader` within."""
+        return fetched_here(self._watch)
+
+    def _watch(self, fetcher: Any) -> None:
+        fetch, collate, of_samples = fetcher.fetch, fetcher.collate_fn, fetcher.auto_collation
+        has_indices = not isinstance(fetcher.dataset, IterableDataset)
+        inner = getattr(collate, "collate", None)  # of a loader that collates each rank's part of a list of samples
+        indices: list[Any] = []
+
+        def collated(samples: Any, collate: Callable[[Any], Any] = inner or collate) -> Any:
+            if not of_samples:
+                batch = collate(samples)
+                self._note(batch, Part(why="its batches are made by no collate_fn"))
+                return batch
+            known = tuple(zip(indices, map(_digest, samples), strict=False)) if indices else ()
+            ids = known or tuple((None, _digest(sample)) for sample in samples)
+            part, before = Part(len(samples), _packed(list(samples)), ids=ids), random_state()
+            batch = collate(samples)
+            why = "" if part.samples is not None else "a sample cannot be copied"
+            if not same_random_state(before, random_state()):
+                why = "collate_fn draws random numbers"
+            self._note(batch, replace(part, why=why, samples=None if why else part.samples))
+            return batch
+
+        def fetched(index: Any) -> Any:
+            indices[:] = list(index) if has_indices and of_samples else []
+            if self.skims and has_indices and of_samples:
+                batch = torch.tensor(indices) if all(isinstance(one, int) for one in indices) else list(indices)
+                self._note(batch, Part(len(indices), ids=tuple((one, None) for one in indices)))
+                return batch
+            return fetch(index)
+
+        fetcher.collate_fn = replace(collate, collate=collated) if inner else collated
+        fetcher.dataset = _Seeded(fetcher.dataset) if has_indices else fetcher.dataset
+        fetcher.fetch = fetched
+
+    def _note(self, batch: Any, part: Part) -> None:
+        self.made[id(batch)] = (batch, part)
+        if len(self.made) > 512:  # noqa: PLR2004  # batches that are read ahead
+            del self.made[next(iter(self.made))]
+
+    def parts(self, batch: Any) -> Any:
+        """Return a batch, or a structure of batches of several loaders, with a `Part` for each."""
+        known = self.made.pop(id(batch), None)
+        if known is not None and known[0] is batch:
+            part = known[1]
+        elif isinstance(batch, (dict, list, tuple)) and any(id(each) in self.made for each in _items(batch)):
+            return _rebuilt(batch, [self.parts(each) for each in _items(batch)])
+        else:
+            part = Part(why="its batches are made by no collate_fn")
+        if part.samples is not None:
+            return part
+        with suppress(ValueError):
+            part = replace(part, size=part.size or batch_samples(batch))
+        return replace(
+            part, batch=None if self.skims else _packed(batch), ids=part.ids or tuple(_row_ids(batch, part.size))
+        )
+
+
+def _items(structure: Any) -> list[Any]:
+    return list(structure.values()) if isinstance(structure, dict) else list(structure)
+
+
+def _rebuilt(structure: Any, items: list[Any]) -> Any:
+    return dict(zip(structure, items, strict=True)) if isinstance(structure, dict) else tuple(items)
+
+
+def _row_ids(batch: Any, size: int | None) -> Iterator[tuple[None, bytes | None]]:
+    """Yield a digest of each row of a batch, or of the batch where its rows are not known."""
+    for index in range(size or 0):
+        rows = [leaf[index] for _, leaf in leaves(batch) if is_array(leaf) and leaf.shape[:1] == (size,)]
+        yield None, _digest(rows)
+    if size is None:
+        yield None, _digest(batch)
+
+
+class _Seeded:
+    """A dataset whose random numbers depend on the index alone, so that a sample is the same wherever it is read."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        state = random_state()
+        _seed(f"sample {index}")
+        try:
+            return self._dataset[index]
+        finally:
+            restore_random_state(state)
+
+
+def _seed(text: str) -> None:
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A batch that a rank got from its loader."""
+class Data:
+    """What one pass over the training data reads on this rank, without training."""
 
-    epoch: int
-    samples: tuple[bytes, ...]  # a digest of each as it was loaded
+    batches: tuple[tuple[Any, ...], ...] = ()  # the ids of each
+    probes: tuple[Any, ...] = ()  # the length of a map-style dataset, and digests of some of its samples
+    complete: bool = True
+    shuffles: bool = False
+    chooses: bool = False  # a sampler of the user's own, which may leave out or repeat samples
+    streams: bool = False
+    dealt: bool = False  # by a DistributedSampler
+
+    @classmethod
+    def of(cls, given: Any, loading: Loading) -> Data:
+        """Read the loaders of a run once; those beyond the first count in length only."""
+        loader = next(iter(_loaders(given)), None)
+        if loader is None:
+            return cls(complete=False)
+        dataset, sampler = getattr(loader, "dataset", None), getattr(loader, "sampler", None)
+        indexed = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
+        probes = _probed(dataset) if indexed and hasattr(dataset, "__getitem__") else ()
+        plain = (SequentialSampler, RandomSampler, DistributedSampler, type(None))
+        replaces = bool(getattr(sampler, "replacement", False))
+        found: list[Any] = []
+        loading.skims, loading.made = True, {}
+        read = 0
+        try:
+            for batch in loader:
+                found.append(_ids(loading.parts(batch)))
+                read += sum(index is None for index, _ in found[-1])
+                if len(found) >= _MOST_BATCHES or read >= _MOST_SAMPLES:
+                    break
+        except Exception:  # noqa: BLE001  # a loader that can be read once only
+            found = []
+        finally:
+            loading.skims = False
+        return cls(
+            tuple(found),
+            probes,
+            bool(found) and len(found) < _MOST_BATCHES and read < _MOST_SAMPLES,
+            isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
+            indexed and (replaces or not isinstance(sampler, plain) or _batches_by_itself(loader)),
+            isinstance(dataset, IterableDataset),
+            isinstance(sampler, DistributedSampler),
+        )
+
+
+def _batches_by_itself(loader: Any) -> bool:
+    sampler = getattr(loader, "batch_sampler", None)
+    return sampler is not None and type(sampler).__module__.partition(".")[0] not in ("torch", "lightning_gradavg")
+
+
+def _loaders(given: Any) -> Iterator[Any]:
+    if isinstance(given, (dict, tuple)) or (isinstance(given, list) and any(isinstance(e, DataLoader) for e in given)):
+        for each in _items(given):
+            yield from _loaders(each)
+    elif given is not None:
+        yield getattr(given, "iterables", given)
+
+
+def _probed(dataset: Any) -> tuple[Any, ...]:
+    with suppress(Exception):
+        size = len(dataset)
+        places = sorted({size * step // _PROBES for step in range(_PROBES)}) if size else []
+        return (size, *(_digest(_Seeded(dataset)[place]) for place in places))
+    return ()
+
+
+def _ids(parts: Any) -> tuple[Any, ...]:
+    """Return what samples are known by; of several loaders those of the first."""
+    if isinstance(parts, Part):
+        return parts.ids
+    return _ids(_items(parts)[0]) if _items(parts) else ()
+
+
+@dataclass
+class Taken:
+    """One micro-batch on one rank."""
+
+    parts: Any  # a `Part`, or a structure of them
+    size: int
+    counts: bool = True  # not if the strategy only kept the rank busy
+    local: Tensors = field(default_factory=dict)  # what this rank added to the gradients
+    loss: float = math.nan
+    weight: float | None = None
+    trace: list[Any] = field(default_factory=list)
+
+    @property
+    def ids(self) -> tuple[Any, ...]:
+        """What its samples are known by."""
+        return _ids(self.parts)
+
+
+@dataclass
+class Update:
+    """One step of an optimizer."""
+
+    kind: str
+    reduced: list[Tensors]  # the gradients before they are clipped, for every time the loss was asked for
+    used: Tensors = field(default_factory=dict)  # those that the optimizer stepped with
+    options: list[dict[str, Any]] = field(default_factory=list)  # of its parameter groups
 
 
 @dataclass
 class Step:
-    """One optimizer step on one rank; tensors are sketches but for the buffers."""
+    """What is done with one global batch."""
 
-    batches: tuple[int, int]  # trained on since the step before: the first, and behind the last
-    loss: str  # the key of this rank's own gradient: in manual optimization the step's number within the call
-    backward: str | None  # after which backward of the call the gradient was read; None for before the step
-    kind: str  # the class of the optimizer
-    groups: list[dict[str, Any]]  # the options of its parameter groups
-    before: Tensors  # weights
-    reduced: Tensors  # gradients
-    file: Path  # where rank 0 wrote them in full
-    clipped: Tensors = field(default_factory=dict)  # the gradients that the optimizer stepped with
-    after: Tensors = field(default_factory=dict)  # weights
-    files: Mapping[str, Path] = field(default_factory=dict)  # where rank 0 wrote those, in manual optimization
-    buffers: Tensors = field(default_factory=dict)  # after
+    epoch: int
+    taken: list[Taken]
+    updates: list[Update]
+    weights: Tensors = field(default_factory=dict)  # afterwards, with all that hooks do
+    buffers: Tensors = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class RunFacts:
+@dataclass
+class Facts:
     """How a run was set up."""
 
-    strategy: str  # its class
-    told: StrategyFacts  # what `GradAvgStrategy.facts()` says, and what it would say of stock DDP
-    stock: bool  # whether it is another strategy than ours
-    automatic: bool  # whether Lightning runs the backward and the optimizer
-    step_end: bool  # whether the loss is that of `training_step_end`, on the outputs of all replicas
-    statistics: bool  # whether batch norm is over all ranks' samples (`sync_batchnorm`)
-    precision: str
-    device: str  # its type
-    settings: dict[str, Any]  # what torch computes with
-    dtypes: dict[str, torch.dtype]  # of parameters and buffers
-    loader_size: int | None = None  # samples in a full batch; None without a batch size, or where ranks share a batch
-    estimated_steps: float | None = None
-    epoch_batches: float = math.inf  # on each rank
-    padded: int = 0  # samples that the sampler repeats in an epoch so that all ranks have equally many
-    shuffles: bool = False
-
-    @property
-    def window(self) -> int:
-        """Micro-batches of a full accumulation window on each rank."""
-        return self.told.accumulation * self.told.micro_batches
-
-    @property
-    def whole_only(self) -> bool:
-        """Whether the gradient is that of the whole batch by design, which has no parts on one process."""
-        return self.step_end or (self.told.replicated and self.told.replicas is None)
+    strategy: str
+    rule: str = "mean"
+    uses_weight: bool = False
+    splits: bool = False
+    replicated: bool = False
+    ours: bool = False
+    scales_rates: bool = False
+    automatic: bool = True
+    accumulation: int = 1
+    epoch_batches: float = math.inf
+    estimated_steps: float = math.inf
 
 
 @dataclass
@@ -214,318 +379,312 @@ class Tape:
     """What one rank recorded."""
 
     rank: int
-    facts: RunFacts
-    initial: Tensors = field(default_factory=dict)  # sketches of the weights before the first call
-    batches: list[Loaded] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)  # for each batch one for each replica, else one
+    facts: Facts
+    initial: Tensors = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
-    problem: str | None = None  # why not everything was recorded
+    synced: set[str] = field(default_factory=set)  # values that were logged with sync_dist
+    shared: dict[str, None] = field(default_factory=dict)
+    collectives: set[str] = field(default_factory=set)
+    data: Data = field(default_factory=Data)
+    problem: str = ""
 
 
-def patched(owner: type, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Replace a method of a class by `make(method)`, and return what puts it back."""
-    original, inherited = getattr(owner, name), name not in vars(owner)
-    setattr(owner, name, functools.wraps(original)(make(original)))
-    return functools.partial(delattr, owner, name) if inherited else functools.partial(setattr, owner, name, original)
+def loss_of(output: Any) -> tuple[Any, float | None]:
+    """Return the loss in what `training_step` returned, the sum of named ones, and its weight."""
+    content = output if isinstance(output, Mapping) else {"loss": output}
+    loss, weight = content.get("loss"), content.get("weight")
+    if isinstance(loss, Mapping):
+        return sum(loss.values()), None
+    return loss, None if weight is None or isinstance(weight, Mapping) else float(weight)
 
 
-def _quietly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a method of the recorder do nothing once recording has ended, and end it where it fails, and not the run."""
+class _Arrivals:
+    """A precision plugin that tells of every batch before anybody changes it."""
 
-    @functools.wraps(method)
-    def guarded(self: Recorder, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs) if self.listens else None
-        except Exception as error:  # noqa: BLE001  # whatever it is, the run is not to end with it
-            self.problem = self.problem or f"the run could not be recorded ({type(error).__name__}): {error}"
-            self.release()
+    arrived: Callable[[Any], Any]
 
-    return guarded
+    def convert_input(self, data: Any) -> Any:
+        """Tell, and convert."""
+        converted = self.converted(data)
+        self.arrived(data)
+        return converted
+
+    def converted(self, data: Any) -> Any:
+        """Convert only."""
+        return super().convert_input(data)  # type: ignore[misc]  # of the plugin beside
+
+
+class _Double(_Arrivals, DoublePrecision):
+    """In float64."""
+
+
+class _Single(_Arrivals, Precision):
+    """In float32."""
+
+
+def precision_of(recorder: Recorder) -> Precision:
+    """Return the precision plugin of a run that is recorded."""
+    plugin = _Double() if recorder.mode.double else _Single()
+    plugin.arrived = recorder.arrived
+    return plugin
 
 
 class Recorder(Callback):
-    """Records the first optimizer steps of a run on this rank.
+    """Records the first steps of a run on this rank, and ends it.
 
     Args:
-        steps: Optimizer steps to record. The ranks agree after each batch whether all have as many.
-        folder: Where rank 0 writes weights and gradients.
-        progress: Is told what is done.
-
-    Attributes:
-        tape: What is recorded, once training began.
-        problem: Why recording failed, or None.
-        listens: Whether it records.
-        complete: Whether all ranks have recorded all steps.
+        steps: Global batches to train on.
+        loading: What watches the loaders.
+        double: Whether to compute in float64.
     """
 
-    def __init__(self, steps: int, folder: str | Path, progress: Callable[[str], None] = lambda _: None) -> None:
-        if steps < 1:
-            raise ValueError(f"steps must be 1 or more, got {steps}")
-        self.steps, self.folder, self.progress = steps, Path(folder), progress
-        self.tape: Tape | None = None
-        self.problem: str | None = None
-        self.listens = self.complete = False
-        self._undo: list[Callable[[], None]] = []
+    def __init__(self, steps: int, loading: Loading, *, double: bool = True) -> None:
+        self.most, self.loading, self.mode = steps, loading, Alike(double=double)
+        self.tape = Tape(0, Facts(""))
+        self.window: list[Taken] = []
+        self.updates: list[Update] = []
+        self.evaluations: list[Tensors] = []
+        self.epoch = 0
+        self.all_keys: list[tuple[int, ...]] = []
+        self.rank, self._hooked, self._active, self._counted = 0, set[str](), False, 0
 
-    @property
-    def recorded(self) -> Tape:
-        """What is recorded.
+    @contextmanager
+    def watching(self, module: LightningModule) -> Iterator[None]:
+        """Watch a module in training; nothing of this is left afterwards."""
+        step, log = module.training_step, module.log
 
-        Raises:
-            RuntimeError: If training has not begun.
-        """
-        if self.tape is None:
-            raise RuntimeError(self.problem or "training did not begin, so nothing was recorded")
-        self.tape.problem = self.problem
-        return self.tape
+        @functools.wraps(step)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            return self.stepped(step, args, kwargs)
+
+        @functools.wraps(log)
+        def logs(name: str, *args: Any, **kwargs: Any) -> None:
+            if kwargs.get("sync_dist"):
+                self.tape.synced.add(name)
+            log(name, *args, **kwargs)
+
+        vars(module).update(training_step=training_step, log=logs)
+        try:
+            with self.loading.watching(), _eager(), self._hooks_as_they_are(), self._steps_first():
+                yield
+        finally:
+            self._leave()
+            for name in ("training_step", "log"):
+                vars(module).pop(name, None)
+
+    @contextmanager
+    def _steps_first(self) -> Iterator[None]:
+        """Have recurrent layers, which keep time steps along dimension 0, draw for samples along dimension 1."""
+
+        def along(own: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(own)
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                self.mode.first = 1
+                try:
+                    return own(*args, **kwargs)
+                finally:
+                    self.mode.first = 0
+
+            return forward
+
+        with ExitStack() as stack:
+            for kind in (nn.LSTM, nn.GRU, nn.RNN):
+                stack.enter_context(mock.patch.object(kind, "forward", along(kind.forward)))
+            yield
+
+    @contextmanager
+    def _hooks_as_they_are(self) -> Iterator[None]:
+        """Have communication hooks of DDP compute in the types that they state."""
+        own = DistributedDataParallel.register_comm_hook
+
+        def register(model: Any, state: object, hook: Callable[..., Any]) -> None:
+            @functools.wraps(hook)
+            def paused(state: object, bucket: Any) -> Any:
+                with self.mode.pausing():
+                    return hook(state, bucket)
+
+            own(model, state, paused)
+
+        with mock.patch.object(DistributedDataParallel, "register_comm_hook", register):
+            yield
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to listen."""
-        self.tape, self.problem, self.listens, self.complete = None, None, True, False
-        self._open(trainer, pl_module)
+        """Note how the run is set up, and what it starts from."""
+        self.trainer, self.module = trainer, pl_module
+        self.rank = trainer.global_rank
+        for config in trainer.lr_scheduler_configs:
+            config.strict = False  # nothing is validated, and a plateau may be watched on that
+        self.tape.rank, self.tape.facts = self.rank, _facts_of(trainer)
+        self.tape.initial = _sketches(pl_module.named_parameters())
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_post_hook(self._updated)
 
-    @_quietly
-    def _open(self, trainer: Trainer, module: LightningModule) -> None:
-        self.tape = Tape(trainer.global_rank, facts_of(trainer, module))
-        if "training_step" in vars(module):  # and no longer found on the class
-            raise RuntimeError("training_step is compiled: its batches and random numbers cannot be followed")
-        if trainer.global_step > 0 or trainer.current_epoch > 0:
-            raise RuntimeError("the run goes on from an earlier one: what its optimizers hold is not known")
-        self._module, self._trainer = module, trainer
-        self._written: Tensors = {}  # sketches of the weights that are in a file
-        self._files: dict[str, Path] = {}
-        self._numbers = itertools.count()
-        self._kept: dict[tuple[str, bytes], Any] = {}  # states of the module, by their digests
-        self._hooked: set[str] = set()
-        self._step: Step | None = None
-        self._begun = self._earlier = 0  # the first batch of the window; the steps before this batch
-        self._ended = False  # whether the window was stepped on
-        self._reading: tuple[str | None, Tensors] | None = None
-        self._watch(BEFORE_TRANSFER, self._saw_batch)
-        self._watch("training_step", self._begin, self._end)
-        self._watch("manual_backward", self._before_backward, self._read)
-        self._undo += [each.register_step_post_hook(self._stepped).remove for each in trainer.optimizers]
+    def arrived(self, batch: Any) -> None:
+        """Begin with a batch, as the loader made it."""
+        self.close()
+        if len(self.tape.steps) >= self.most:
+            self.finish()
+            raise Enough
+        parts, self.epoch = self.loading.parts(batch), self.trainer.current_epoch
+        taken = Taken(parts, _size_of(parts))
+        self.window.append(taken)
+        self._listen()
+        self.enter([(len(self.window) - 1, self.rank, index) for index in range(taken.size)])
 
-    def _watch(self, name: str, before: Callable[..., Any], after: Callable[..., None] = lambda *_: None) -> None:
-        """Have a method of the module tell its arguments before, and what was told and its result afterwards."""
+    def enter(self, keys: list[tuple[int, ...]]) -> None:
+        """Begin to compute with samples of these keys."""
+        self._leave()
+        self._counted, self._outside = 0, random_state()
+        self.all_keys = keys
+        self.mode.begin(keys)
+        self.reseed()
+        self.mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        self._active = True
 
-        def make(original: Any) -> Any:
-            def watched(module: Any, *args: Any, **kwargs: Any) -> Any:
-                noted = before(*args, **kwargs) if module is self._module else None
-                result = original(module, *args, **kwargs)
-                if noted is not None:
-                    after(noted, result)
-                return result
+    def reseed(self) -> None:
+        """Draw as at the beginning of a step."""
+        _seed(f"step {len(self.tape.steps)}")
 
-            return watched
+    def _leave(self) -> None:
+        if self._active:
+            self._active = False
+            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+            restore_random_state(self._outside)
 
-        self._undo.append(patched(type(self._module), name, make))
-
-    @_quietly
-    def _saw_batch(self, batch: Any, *args: Any, **kwargs: Any) -> None:
-        """Begin a new batch, and hear of the gradients of all parameters that can have one now."""
-        tape = self.recorded
-        if self._ended:
-            self._begun, self._ended = len(tape.batches), False
-        self._step, self._earlier = None, len(tape.steps)  # a step that was begun was left out by a gradient scaler
-        tape.batches.append(Loaded(self._trainer.current_epoch, digests(batch, tape.facts.loader_size)))
-        for name, parameter in self._module.named_parameters():
+    def _listen(self) -> None:
+        for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and name not in self._hooked:
                 self._hooked.add(name)
-                hook = functools.partial(self._saw_gradient, name, parameter)
-                self._undo.append(parameter.register_hook(hook).remove)
+                parameter.register_hook(functools.partial(self._saw, name))
 
-    @_quietly
-    def _begin(self, *args: Any, **kwargs: Any) -> Call | None:
-        # Recomputed replicas run it in the backward, and some optimizers again within a step.
-        if self._step is not None or in_backward():
-            return None
-        tape, strategy = self.recorded, self._trainer.strategy
-        # What did not change is the same object in all calls, and is sent to the reference once.
-        live = module_state(self._module)
-        state = {name: self._kept.setdefault((name, digest(value)), value) for name, value in live.items()}
-        self._write_weights()
-        tape.initial = tape.initial or self._written
-        self._call = Call(
-            tape.rank,
-            len(tape.batches) - 1,
-            copy.deepcopy(move_data_to_device((*args, *kwargs.values()), torch.device("cpu"))),
-            random_states(strategy.root_device),
-            state,
-            dict(self._files),
-            not isinstance(strategy, GradAvgStrategy) or strategy.facts().samples != 0,
-        )
-        tape.calls.append(self._call)
-        return self._call
+    def _saw(self, name: str, gradient: Tensor | None) -> None:
+        if self.window and self._active and gradient is not None:
+            local = self.window[-1].local
+            local[name] = local[name] + sketch(gradient) if name in local else sketch(gradient)
 
-    @_quietly
-    def _end(self, call: Call, output: Any) -> None:
-        for name, (term, weight) in loss_terms(output).items():
-            self._saw_loss(call, name, term, weight)
-
-    @_quietly
-    def _before_backward(self, loss: Tensor, *args: Any, weight: Any = None, **kwargs: Any) -> str:
-        number = str(len(self._call.losses))
-        self._saw_loss(self._call, number, loss, as_number(weight))
-        return number
-
-    def _saw_loss(self, call: Call, name: str, term: Tensor, weight: float | None) -> None:
-        call.losses[name], call.weights[name] = float(term.detach()), weight
-        if term.requires_grad:
-            term.register_hook(functools.partial(self._saw_seed, call, name))
-
-    @_quietly
-    def _saw_seed(self, call: Call, name: str, gradient: Tensor | None) -> None:
-        self._call = call  # replicas of a batch have their backwards after all forwards
-        # None: the strategy keeps a micro-batch that does not count from the gradients.
-        call.seeds[name] = 0.0 if gradient is None else float(gradient.detach().mean())
-
-    @_quietly
-    def _saw_gradient(self, name: str, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        if self._step is not None or gradient is None:
-            return
-        found = self._call.gradients.setdefault(self._loss_of_step(), {})
-        # In manual optimization a gradient that the user cleared counts no longer.
-        kept = self._module.automatic_optimization or (parameter.grad is not None and bool(parameter.grad.any()))
-        found[name] = sketch(gradient) + (found.get(name, 0) if kept else 0)
-
-    def _loss_of_step(self) -> str:
-        """Return the key of the gradient that the next step is taken with."""
-        within = len(self.recorded.steps) - self._earlier
-        return WHOLE_LOSS if self._module.automatic_optimization else str(within)
-
-    @_quietly
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the reduced gradient before the user's own hook of this name, and clipping, may change it."""
-        if pl_module.automatic_optimization and not TrainingLoop(trainer.fit_loop).accumulates:
-            self._read(WHOLE_LOSS)
-
-    @_quietly
-    def _read(self, backward: str | None, result: Any = None) -> None:
-        """Read the reduced gradient after a backward, or where that is None before the step."""
-        if self._step is not None:
-            return
-        live, scaler = live_gradients(self._module), getattr(self._trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
-            live = {name: gradient / scaler.get_scale() for name, gradient in live.items()}
-        self._write(live, self._file())
-        self._reading = backward, sketches(live)
-
-    def _file(self) -> Path:
-        return self.folder / f"gradient-{len(self.recorded.steps)}.pt"
-
-    def _write(self, tensors: Tensors, file: Path) -> None:
-        if self.recorded.rank == 0:
-            torch.save({name: tensor.detach().cpu() for name, tensor in tensors.items()}, file)
+    def stepped(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call `training_step`, on a whole batch or on the next piece of it."""
+        taken = self.window[-1]
+        told = getattr(self.trainer.strategy, "facts", None)
+        taken.counts = told is None or told().samples != 0
+        with suppress(ValueError):
+            rows = batch_samples(args[0])
+            if rows < len(self.all_keys):
+                start = self._counted % len(self.all_keys)
+                self.mode.keys, self._counted = self.all_keys[start : start + rows], start + rows
+        self.reseed()  # whatever state the strategy has the step begin from
+        before = random_state()[1:]
+        output = step(*args, **kwargs)
+        if before != random_state()[1:]:
+            self.mode.shared["a generator of Python or NumPy"] = None
+        loss, weight = loss_of(output)
+        taken.weight = weight
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            taken.loss = float(loss.detach())
+        return output
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Note what the optimizer starts from."""
-        self._begin_step(getattr(optimizer, "optimizer", optimizer))
+        """Note the reduced gradients."""
+        mine = _trained(optimizer)
+        grads = ((name, one.grad) for name, one in pl_module.named_parameters() if id(one) in mine)
+        self.evaluations.append(_sketches(grads))
 
-    @_quietly
-    def _begin_step(self, optimizer: Optimizer) -> None:
-        if self._step is not None:
-            raise RuntimeError(_SEVERAL_LOSSES)
-        if self._reading is None:  # of a backward past Lightning
-            self._read(None)
-        assert self._reading is not None
-        (backward, reduced), self._reading = self._reading, None
-        self._write_weights()
-        self._ended = True
-        self._step = Step(
-            (self._begun, len(self.recorded.batches)),
-            self._loss_of_step(),
-            backward,
-            type(optimizer).__name__,
-            options_of(optimizer),
-            self._written,
-            among(reduced, trained_by(optimizer, self._module)),
-            self._file(),
-        )
+    def _updated(self, optimizer: Optimizer, *_: Any) -> None:
+        mine = _trained(optimizer)
+        used = _sketches((name, one.grad) for name, one in self.module.named_parameters() if id(one) in mine)
+        options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        plain = [
+            {key: _plain(value) for key, value in group.items() if key not in ("initial_lr", "foreach", "fused")}
+            for group in options
+        ]
+        self.updates.append(Update(type(optimizer).__name__, self.evaluations, used, plain))
+        self.evaluations = []
 
-    @_quietly
-    def _stepped(self, *args: Any) -> None:
-        step, self._step = self._step, None
-        if step is None:
+    def on_train_batch_end(self, *_: Any) -> None:
+        """End with a batch."""
+        self.window[-1].trace = list(self.mode.trace)
+        self._leave()
+
+    def close(self) -> None:
+        """Note what a step left behind, once all hooks behind it ran."""
+        if not self.updates:
             return
-        step.clipped = sketches(among(live_gradients(self._module), step.reduced))
-        step.after = weights_of(self._module)
-        step.buffers = {name: buffer.detach().cpu().clone() for name, buffer in self._module.named_buffers()}
-        if step.loss != WHOLE_LOSS:  # the same call goes on from them
-            self._write_weights()
-        step.files = dict(self._files)
-        self.recorded.steps.append(step)
-        self.progress(f"recorded step {len(self.recorded.steps)} of {self.steps}")
-
-    def _write_weights(self) -> None:
-        """Have rank 0 write the weights that changed since it last did, and all ranks take their sketches."""
-        live, found, unwritten = dict(self._module.named_parameters()), weights_of(self._module), torch.zeros(0)
-        changed = [name for name in live if not torch.equal(found[name], self._written.get(name, unwritten))]
-        if changed:
-            file = self.folder / f"weights-{next(self._numbers)}.pt"
-            self._files.update(dict.fromkeys(changed, file))
-            self._written = found
-            self._write(among(live, changed), file)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Agree with the other ranks whether all steps are recorded."""
-        if self.complete:
-            return
-        enough = not self.listens or len(self.recorded.steps) >= self.steps
-        # All ranks come here with the same batch: Lightning itself agrees on a signal once per batch.
-        self.complete = trainer.strategy.reduce_boolean_decision(enough, all=True)
-        if self.complete:
-            self.release()
-            self.on_complete(trainer, pl_module)
-
-    def on_complete(self, trainer: Trainer, module: LightningModule) -> None:
-        """Do what there is to do when all ranks have recorded all steps, on all ranks."""
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items() if value.numel() == 1}
+        buffers = ((n, b) for n, b in self.module.named_buffers() if not n.endswith("num_batches_tracked"))
+        step = Step(self.epoch, self.window, self.updates, logged=metrics)
+        step.weights, step.buffers = _sketches(self.module.named_parameters()), _sketches(buffers)
+        self.tape.steps.append(step)
+        self.window, self.updates = [], []
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop listening."""
-        self.release()
+        """End with the run."""
+        self._leave()
+        self.close()
+        self.finish()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop listening."""
-        self.release()
+    def finish(self) -> None:
+        """Note what there is to say of the whole."""
+        self._leave()
+        tape, mode = self.tape, self.mode
+        tape.shared, tape.collectives = dict(mode.shared), set(mode.collectives)
+        if not tape.facts.automatic and any(len(step.taken) > 1 for step in tape.steps):
+            tape.problem = "in manual optimization a window of several batches is the user's own sum of them"
+        tape.data = Data.of(self.trainer.train_dataloader, self.loading)
 
-    def release(self) -> None:
-        """Take all hooks off the run."""
-        undo, self._undo, self.listens = self._undo, [], False
-        for restore in reversed(undo):
-            restore()
+
+def _size_of(parts: Any) -> int:
+    """Return the number of samples of a batch, 1 where it is not known."""
+    if isinstance(parts, Part):
+        return parts.size or 1
+    sizes = [_size_of(each) for each in _items(parts)]
+    return max(sizes, default=1)
 
 
-def facts_of(trainer: Trainer, module: LightningModule) -> RunFacts:
-    """Return how a run that is about to train is set up."""
-    strategy, loader = trainer.strategy, trainer.train_dataloader
-    of_stock = StrategyFacts(RULES["mean"], accumulation=trainer.accumulate_grad_batches)
-    told = strategy.facts() if isinstance(strategy, GradAvgStrategy) else of_stock
-    estimated: float | None = None
-    with suppress(RuntimeError):  # of an accumulation that differs between epochs
-        estimated = trainer.estimated_stepping_batches
-    padded, shuffles = _dealt(getattr(loader, "sampler", None))
-    return RunFacts(
-        strategy=type(strategy).__name__,
-        told=told,
-        stock=told is of_stock,
-        automatic=module.automatic_optimization,
-        step_end=told.equivalent_to is not None and callable(getattr(module, "training_step_end", None)),
-        statistics=any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()),
-        precision=str(trainer.precision),
-        device=strategy.root_device.type,
-        settings=torch_settings(),
-        dtypes={name: each.dtype for name, each in (*module.named_parameters(), *module.named_buffers())},
-        loader_size=None if told.splits_batches else getattr(loader, "batch_size", None),
-        estimated_steps=estimated,
-        epoch_batches=trainer.num_training_batches,
-        padded=padded,
-        shuffles=shuffles,
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else copy.copy(value)
+
+
+def _trained(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Have nothing compiled: a compiled function draws and rounds where nobody sees it."""
+
+    def kept(model: Any = None, **_: Any) -> Any:
+        return model if model is not None else lambda each: each
+
+    with mock.patch.object(torch, "compile", kept):
+        set_stance: Any = getattr(torch.compiler, "set_stance", None)  # from torch 2.6 on
+        if set_stance is None:
+            yield
+        else:
+            with set_stance("force_eager"):
+                yield
+
+
+def _facts_of(trainer: Trainer) -> Facts:
+    strategy: Any = trainer.strategy
+    told = strategy.facts() if hasattr(strategy, "facts") else None
+    accumulation = trainer.accumulate_grad_batches
+    facts = Facts(
+        type(strategy).__name__,
+        automatic=bool(trainer.lightning_module.automatic_optimization),
+        accumulation=accumulation,
+        epoch_batches=float(trainer.num_training_batches),
     )
-
-
-def _dealt(sampler: Any) -> tuple[int, bool]:
-    """Return how many samples a sampler repeats so that all ranks have equally many, and whether it shuffles."""
-    if not isinstance(sampler, DistributedSampler):
-        return 0, False
-    return max(0, sampler.total_size - len(sampler.dataset)), bool(sampler.shuffle)  # type: ignore[arg-type]  # it has a length
+    with suppress(Exception):  # of an accumulation that differs between epochs
+        facts.estimated_steps = float(trainer.estimated_stepping_batches)
+    if told is not None:
+        if told.replicas is not None:
+            raise Refused(
+                f"{facts.strategy} trains replicas with batch statistics of their own, which one process has"
+                f" not: verify"
+                " the run without num_replicas= and equivalent_to='data_parallel'"
+            )
+        facts.ours, facts.rule, facts.uses_weight = True, told.rule.name, told.rule.uses_weight
+        facts.splits, facts.replicated, facts.scales_rates = told.splits_batches, told.replicated, told.scales_rates
+    return facts

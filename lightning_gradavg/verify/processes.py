@@ -1,8 +1,8 @@
-"""The runs of a verification: the processes that it takes, and `verify`.
+"""The processes of a verification, and `verify`.
 
-A process per rank, with the variables that a launcher sets, records; then one more is the reference. Each builds
-module and data anew, in the same way, and leads a session of its own, which is ended with all that it started. None
-imports the main module of the script that asks: if a class of it is needed, the script is run up to where it trains.
+A process per rank, with the variables that a launcher sets, records; then one more is the twin. Each builds module and
+data anew, in the same way, and leads a session of its own, which is ended with all that it started. None imports the
+main module of the script that asks: if a class of it is needed, the script is run up to where it trains.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import multiprocessing
 import os
 import pickle
 import re
-import shutil
 import signal
 import socket
 import sys
 import sysconfig
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -33,14 +31,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from rich.console import Console
-from typing_extensions import override
 
-from lightning_gradavg.verify.compare import Tolerance
-from lightning_gradavg.verify.judge import judge, not_shown
-from lightning_gradavg.verify.record import Recorder, Tape
-from lightning_gradavg.verify.reference import Enough, Stream, read_stream, record_reference
-from lightning_gradavg.verify.report import Report, print_report
+from lightning_gradavg.verify.judge import in_float32, judge, not_shown
+from lightning_gradavg.verify.record import Enough, Loading, Recorder, Refused, Tape, precision_of
+from lightning_gradavg.verify.report import CAUSES, Report
 from lightning_gradavg.verify.target import (
     MainModule,
     Settings,
@@ -50,80 +44,68 @@ from lightning_gradavg.verify.target import (
     resolve_strategy,
 )
 
-__all__ = [
-    "Progress",
-    "estimate",
-    "in_processes",
-    "print_to_console",
-    "record_run",
-    "reference_report",
-    "verify",
-    "verify_target",
-]
+__all__ = ["in_processes", "record_run", "require_memory", "verify", "verify_target"]
 
 _LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "PL_", "LT_")
-_PIPE_WIDTH = 120  # rich assumes 80 columns where there is no terminal
-_PATIENCE = 5.0  # seconds without a word
 _ON_GPUS = (
     "sync_batchnorm=True runs on GPUs only: verify with --accelerator cuda, or use"
     ' GradAvgStrategy(equivalent_to="single_device"), which synchronizes batch norm on any device'
 )
+_COPIES = 5  # weights, gradients, DDP's buckets, and two numbers of an optimizer such as Adam
 
 
-class Progress:
-    """Says on standard error what is done, where nothing was said for some seconds."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        """Say `text` if it is time."""
-        if time.monotonic() - self._last > _PATIENCE:
-            self._last = time.monotonic()
-            print(f"verify: {text}", file=sys.stderr, flush=True)  # noqa: T201  # progress is for people
-
-
-def estimate(module: LightningModule, steps: int, folder: Path) -> None:
-    """Say how much memory and disk a verification takes, where that is much.
+def require_memory(module: LightningModule, processes: int, *, double: bool) -> None:
+    """Check that there is as much memory as the processes need, activations aside.
 
     Raises:
-        OSError: If there is not so much space in the folder.
+        ValueError: If not.
     """
-    size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    disk, free = 2 * size * steps, shutil.disk_usage(folder).free
-    # Weights, gradients, DDP's buckets, and two numbers of an optimizer such as Adam.
-    needs = (
-        f"about {5 * size / 1e9:.2g} GB of memory in each process, beside activations, and {disk / 1e9:.2g} GB of disk"
-    )
-    if disk > free:
-        raise OSError(
-            f"{steps} steps take {needs}; {folder} has {free / 1e9:.1f} GB: set TMPDIR, or verify fewer steps"
+    numbers = sum(parameter.numel() for parameter in module.parameters())
+    needs = numbers * (8 if double else 4) * _COPIES * processes
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needs > has:
+        how = "float64; --single computes in float32, in half of that" if double else "float32"
+        raise ValueError(
+            f"{processes} processes need {needs / 1e9:.3g} GB of memory for {numbers / 1e6:.4g} million parameters in"
+            f" {how}; this machine has {has / 1e9:.3g} GB. Verify a smaller model of the same kind"
         )
-    if size > 1e8:  # noqa: PLR2004  # bytes; anything less is a matter of seconds
-        print(f"verify: {steps} steps take {needs} in {folder}", file=sys.stderr, flush=True)  # noqa: T201  # likewise
 
 
-class _RunRecorder(Recorder):
-    """Records, and ends the run."""
+def record_run(
+    strategy: Any,
+    options: Mapping[str, Any],
+    module: LightningModule,
+    data: Mapping[str, Any],
+    *,
+    steps: int,
+    double: bool = True,
+) -> Tape:
+    """Train until all steps are recorded, and return the record of this rank.
 
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for config in trainer.lr_scheduler_configs:
-            config.strict = False  # nothing is validated, and a plateau may be watched on that
-        super().on_train_start(trainer, pl_module)
-
-    @override
-    def on_complete(self, trainer: Trainer, module: LightningModule) -> None:
-        raise Enough
-
-
-def record_run(trainer: Trainer, module: LightningModule, data: Mapping[str, Any], **options: Any) -> Tape:
-    """Train until all steps are recorded, and return the record of this rank; `options` are those of the recorder."""
-    recorder = _RunRecorder(**options)
-    trainer.callbacks.append(recorder)  # type: ignore[attr-defined]  # set by a connector
-    with suppress(Enough):
-        trainer.fit(module, **data)
-    return recorder.recorded
+    Args:
+        strategy: The strategy, which starts no processes.
+        options: Those of the Trainer.
+        module: The module.
+        data: The arguments `train_dataloaders` or `datamodule` of `fit`, or none.
+        steps: Global batches to train on.
+        double: Whether to compute in float64.
+    """
+    recorder = Recorder(steps, Loading(), double=double)
+    kept = {name: value for name, value in options.items() if name != "precision"}
+    plugins = [*kept.pop("plugins", ()), precision_of(recorder)]
+    callbacks = [*(kept.pop("callbacks", None) or ()), recorder]
+    trainer = Trainer(strategy=strategy, **{**kept, "plugins": plugins, "callbacks": callbacks})
+    try:
+        with recorder.watching(module), suppress(Enough):
+            trainer.fit(module, **data)
+    except Refused as error:
+        recorder.tape.problem = str(error)
+    except Exception as error:
+        reason = in_float32(error, recorder.mode.last) if double else None
+        if reason is None:
+            raise
+        recorder.tape.problem = reason
+    return recorder.tape
 
 
 def verify_target(target: Target, settings: Settings, ignore: Sequence[str] = ()) -> Report:
@@ -133,12 +115,13 @@ def verify_target(target: Target, settings: Settings, ignore: Sequence[str] = ()
         RuntimeError: If one of the processes failed, with the last line of the user's code.
         ValueError: If the target or a setting is wrong.
     """
+    for cause in sorted(set(ignore) - set(CAUSES)):
+        raise ValueError(f"{cause!r} is not a cause; use some of {', '.join(map(repr, CAUSES))}")
     with tempfile.TemporaryDirectory(prefix="gradavg-verify-") as name:
-        calls = [(_rank, (target, rank, settings, Path(name))) for rank in range(settings.devices)]
-        tapes = in_processes(calls)
+        tapes = in_processes([(_rank, (target, rank, settings, Path(name))) for rank in range(settings.devices)])
         if isinstance(tapes[0], str):
             return not_shown(tapes[0])
-        (report,) = in_processes([(_reference, (target, tapes, settings))])
+        (report,) = in_processes([(_alone, (target, tapes, settings))])
     result: Report = report.without(ignore)
     return result
 
@@ -151,14 +134,14 @@ def verify(
     devices: int = 2,
     steps: int = 3,
     accelerator: str = "cpu",
-    double: bool = False,
+    single: bool = False,
     tolerance: float | None = None,
     ignore: Sequence[str] = (),
     compare_order: bool = True,
     seed: int = 0,
     **trainer_options: Any,
 ) -> Report:
-    """Train a few steps on `devices` processes, and say whether one process would have taken the same.
+    """Train a few steps on `devices` processes and on one, and say whether both are the same.
 
     What is passed is sent to the processes by pickle.
 
@@ -167,17 +150,18 @@ def verify(
         data: A data module, a training loader, or a function that returns one of them, or `file.py:Name`.
         strategy: The strategy to verify: a name or an instance, `DDPStrategy` or a subclass such as `GradAvgStrategy`.
         devices: The number of processes.
-        steps: The number of optimizer steps.
+        steps: The number of global batches.
         accelerator: "cpu", or a type of device such as "cuda", with one for each process.
-        double: True to compute in float64, which tells rounding from defects.
-        tolerance: The largest relative difference that counts as equal; default: 1e-5, in float64 1e-10.
+        single: True to compute in float32, for what cannot compute in float64, and to compare at 1e-4.
+        tolerance: The largest relative difference that counts as equal; default: 1e-8, in float32 1e-4.
         ignore: Causes that are not to be reported.
-        compare_order: Whether to compare the order of samples with that of one process, too.
+        compare_order: Whether to compare which samples are read, and in which order, with one process, too.
         seed: What every process seeds before it builds.
         **trainer_options: Further options of the Trainer.
 
     Returns:
-        The report. `report.verdict` is "equal", "different" or "not shown", `report.first` says why it is different.
+        The report, which prints as what the command prints. `report.verdict` is "equal", "different" or "not shown",
+        `report.first` says why it is different.
 
     Raises:
         ValueError: If an option is out of range.
@@ -185,7 +169,7 @@ def verify(
     """
     if is_refused():
         raise TrainsOnImport
-    settings = Settings(devices, steps, accelerator, double, compare_order, tolerance)
+    settings = Settings(devices, steps, accelerator, single, compare_order, tolerance)
     settings.options(trainer_options)  # a wrong one is refused before any process starts
     target = Target(module, data, {**trainer_options, "strategy": strategy}, seed)
     return verify_target(target, settings, ignore)
@@ -201,12 +185,10 @@ def _rank(target: Target, rank: int, settings: Settings, folder: Path) -> Tape |
     dist.init_process_group(backend, store=store, **of_rank)
     try:
         module, data, options = target.build()
-        options = settings.options({**options, "strategy": resolve_strategy(options.get("strategy") or "ddp")})
-        if rank == 0:
-            estimate(module, settings.steps, folder)
-        progress = {"progress": Progress()} if rank == 0 else {}
-        trainer = Trainer(**{**options, "devices": settings.devices})
-        return record_run(trainer, module, data, steps=settings.steps, folder=folder, **progress)
+        strategy = resolve_strategy(options.pop("strategy", None) or "ddp")
+        require_memory(module, settings.devices, double=not settings.single)
+        options = {**settings.options(options), "devices": settings.devices}
+        return record_run(strategy, options, module, data, steps=settings.steps, double=not settings.single)
     except ValueError as error:
         if "SyncBatchNorm" in str(error):
             return _ON_GPUS
@@ -215,51 +197,21 @@ def _rank(target: Target, rank: int, settings: Settings, folder: Path) -> Tape |
         dist.destroy_process_group()
 
 
-def _reference(target: Target, tapes: Sequence[Tape], settings: Settings) -> Report:
+def _alone(target: Target, tapes: Sequence[Tape], settings: Settings) -> Report:
     """Return the report of a recorded run of a target."""
-    told, stream = tapes[0].facts.told, None
-    if settings.compare_order:
+
+    def build() -> tuple[LightningModule, dict[str, Any], dict[str, Any]]:
         module, data, options = target.build()
-        here = len(tapes[0].batches)
-        number = here // told.micro_batches if told.splits_batches else here * len(tapes)
-        stream = read_stream(module, data, settings.options(options), number)
-    module, data, options = target.build()
-    return reference_report(
+        return module, data, settings.options(options)
+
+    return judge(
         tapes,
-        module,
-        settings.options(options),
-        settings.tolerance,
-        stream=stream,
-        datamodule=data.get("datamodule"),
+        build,
+        double=not settings.single,
+        tolerance=settings.tolerance,
+        compare_order=settings.compare_order,
         device=settings.accelerator,
     )
-
-
-def reference_report(
-    tapes: Sequence[Tape],
-    module: LightningModule,
-    options: Mapping[str, Any],
-    tolerance: float | None,
-    *,
-    stream: Stream | None = None,
-    **of_reference: Any,
-) -> Report:
-    """Return the report of a recorded run, with the reference computed in this process.
-
-    Args:
-        tapes: What the ranks recorded, in rank order.
-        module: As of `record_reference`, and so are the options.
-        options: See there.
-        tolerance: The largest relative difference that counts as equal; None for what the precision needs.
-        stream: What one process reads; None where the order of samples is not asked for.
-        of_reference: Further arguments of `record_reference`.
-    """
-    limits = Tolerance.of(tapes[0].facts, tolerance)
-    if not all(tape.steps for tape in tapes):
-        problems = [tape.problem for tape in tapes if tape.problem]
-        return not_shown((*problems, "the run took no optimizer step")[0], tapes)
-    reference = record_reference(tapes, module, options, tolerance=limits, progress=Progress(), **of_reference)
-    return judge(tapes, reference, limits, stream)
 
 
 def in_processes(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
@@ -285,7 +237,7 @@ def in_processes(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) ->
             with no_main:
                 process.start()
             ending.callback(_end, process)
-            waiting[process.sentinel] = f"rank {rank}" if len(calls) > 1 else "the reference", process, file
+            waiting[process.sentinel] = f"rank {rank}" if len(calls) > 1 else "the twin", process, file
         while waiting:
             for sentinel in connection.wait(list(waiting)):
                 who, process, file = waiting.pop(sentinel)
@@ -360,9 +312,3 @@ def _told(error: BaseException) -> tuple[bool, str]:
         return False, f"{message}\n  {last.filename}, line {last.lineno}, in {last.name}\n    {last.line}"
     usage = isinstance(error, (ValueError, TypeError, OSError)) or "Misconfiguration" in message
     return usage, str(error) if usage else message
-
-
-def print_to_console(report: Report) -> None:
-    """Print a report to standard output, as wide as it is."""
-    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    print_report(report, Console(width=_PIPE_WIDTH if piped else None, highlight=False))
