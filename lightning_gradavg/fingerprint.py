@@ -1,12 +1,9 @@
-"""Which state a run is in, in a few characters; and by two runs' logs of it, where they part."""
+"""Which state a run is in, in a few characters."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_gradavg.tree import bits, leaves
 
-__all__ = ["Parting", "StateLog", "combined", "parting_of", "state_digests"]
+__all__ = ["combined", "state_digests"]
 
 _SIZE = 8  # bytes of a digest: 16 characters
 
@@ -66,85 +63,3 @@ def _described(leaf: Any) -> str:
         return f"{leaf.dtype}{tuple(leaf.shape)}"
     # The text of a user's object may hold its address.
     return repr(leaf) if isinstance(leaf, (int, float, complex, str, bytes, type(None))) else type(leaf).__qualname__
-
-
-class StateLog:
-    """A file with one line of JSON per logged step: its number, the fingerprint, and the digest of every tensor.
-
-    Args:
-        path: The file. Lines are added to one that is there: a run that goes on from a checkpoint continues its log.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-
-    def add(self, step: int, digests: Mapping[str, str]) -> None:
-        """Add the state after `step` optimizer steps."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "fingerprint": combined(digests), "digests": dict(digests)}) + "\n")
-
-    def read(self) -> dict[int, dict[str, str]]:
-        """Return the digests by step; of a step that was taken again, after a kill, the later ones.
-
-        Raises:
-            ValueError: If there is no such file, or a line but the last is no state.
-        """
-        if not self.path.is_file():
-            raise ValueError(
-                f"there is no file {str(self.path)!r}; GradAvgMonitor(state_log={str(self.path)!r}) writes it"
-            )
-        states = {}
-        lines = self.path.read_text("utf-8").splitlines()
-        for number, line in enumerate(lines, start=1):
-            try:
-                state = json.loads(line)
-                states[int(state["step"])] = dict(state["digests"])
-            except (ValueError, TypeError, KeyError) as error:
-                if number == len(lines):  # of a run that was killed while it wrote
-                    break
-                raise ValueError(f"{self.path}, line {number} is no state of a run: {line[:80]!r}") from error
-        return states
-
-
-@dataclass(frozen=True)
-class Parting:
-    """Where two runs part.
-
-    Attributes:
-        compared: The steps that both logged.
-        step: The first of them where they differ, or None.
-        names: What differs there, in the order of the state.
-        total: Number of tensors and numbers of the state there.
-    """
-
-    compared: tuple[int, ...]
-    step: int | None = None
-    names: tuple[str, ...] = ()
-    total: int = 0
-
-
-def parting_of(first: StateLog, second: StateLog) -> Parting:
-    """Return where the runs of two logs part.
-
-    Raises:
-        ValueError: If a log cannot be read, or they have no step in common.
-    """
-    one, other = first.read(), second.read()
-    compared = tuple(sorted(one.keys() & other.keys()))
-    if not compared:
-        raise ValueError(
-            f"no step is in both logs: {first.path} has the steps {_shown(one)}, {second.path} {_shown(other)}."
-            " Log both with the same every_n_steps."
-        )
-    for step in compared:
-        mine, theirs = one[step], other[step]
-        names = tuple(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
-        if names:
-            return Parting(compared, step, names, len({**mine, **theirs}))
-    return Parting(compared)
-
-
-def _shown(states: Mapping[int, Any]) -> str:
-    steps = sorted(states)
-    return f"{steps[0]} to {steps[-1]}" if steps else "(none)"

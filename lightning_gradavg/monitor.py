@@ -1,10 +1,8 @@
 """A callback that logs what the strategy observes, and warns of ranks that do not train as one."""
 
-import math
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_gradavg.faults.drift import SameData, require_replicas
-from lightning_gradavg.fingerprint import StateLog
-from lightning_gradavg.lightning_internals import TrainingLoop, compute_alone
-from lightning_gradavg.report.noise_scale import GradientNoiseScale
+from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.strategy import GradAvgStrategy
 from lightning_gradavg.tree import data_digest
@@ -43,17 +39,11 @@ class GradAvgMonitor(Callback):
         prefix: What the names of all values begin with.
         prog_bar: Whether the loss and the gradient norm are shown in the progress bar.
         per_rank: Whether the values of every rank are logged, next to their mean, least and largest.
-        cosines: Whether to measure the angle between local and reduced gradients, which takes a copy of the gradients
-            for the length of the backward of a logged step.
-        noise_scale: True to log the gradient noise scale, or the `GradientNoiseScale` to keep it in, such as one with
-            a `decay`; it is not synchronized, as all ranks measure the same. Checkpoints hold it.
         check_data: Whether to compare the first batches.
         check_parameters_every_n_steps: Optimizer steps from one comparison of the parameters to the next; None for no
             comparison. Ranks that drifted apart are a `RuntimeError` on all of them.
         fingerprint_every_n_steps: Optimizer steps from one line of the log with `strategy.fingerprint()` to the next,
             by which runs are compared; None for no line.
-        state_log: A file that gets a line of JSON per logged step, with the fingerprint of the state after it and the
-            digest of every tensor of it, for `gradavg verify --until-differs`; None for none. See docs/monitor.md.
 
     Raises:
         ValueError: If a number of steps is below 1.
@@ -67,12 +57,9 @@ class GradAvgMonitor(Callback):
         prefix: str = "gradavg",
         prog_bar: bool = False,
         per_rank: bool = False,
-        cosines: bool = True,
-        noise_scale: bool | GradientNoiseScale = False,
         check_data: bool = True,
         check_parameters_every_n_steps: int | None = None,
         fingerprint_every_n_steps: int | None = None,
-        state_log: str | Path | None = None,
     ) -> None:
         steps = {
             "every_n_steps": every_n_steps,
@@ -83,16 +70,10 @@ class GradAvgMonitor(Callback):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be None or an integer >= 1, got {value!r}.")
         self.every_n_steps = every_n_steps
-        self.prefix, self.prog_bar, self.per_rank, self.cosines = prefix, prog_bar, per_rank, cosines
-        self.noise_scale: GradientNoiseScale | None = None
-        if not isinstance(noise_scale, bool) or noise_scale:
-            self.noise_scale = GradientNoiseScale() if isinstance(noise_scale, bool) else noise_scale
-            # Every rank of a group is fed the same numbers: there is nothing to add up over the ranks.
-            compute_alone(self.noise_scale)
+        self.prefix, self.prog_bar, self.per_rank = prefix, prog_bar, per_rank
         self.check_data = check_data
         self.check_parameters_every_n_steps = check_parameters_every_n_steps
         self.fingerprint_every_n_steps = fingerprint_every_n_steps
-        self.state_log = None if state_log is None else StateLog(state_log)
         self._asked_at: int | None = None
         self._waits = False
         self._since: tuple[int, float] | None = None
@@ -124,7 +105,7 @@ class GradAvgMonitor(Callback):
         # A window has several batches and is asked for once.
         if self._asked_at != step and _is_due(step, self._steps_between(trainer)):
             self._asked_at, self._waits = step, True
-            strategy.observe_next_step(cosines=self.cosines)
+            strategy.observe_next_step()
 
     @override
     def on_train_batch_end(
@@ -140,10 +121,6 @@ class GradAvgMonitor(Callback):
             self._check_parameters(strategy, pl_module)
         if _is_due(step, self.fingerprint_every_n_steps):
             rank_zero_info(f"GradAvgMonitor: after step {step + 1}, fingerprint {strategy.fingerprint()}")
-        if self.state_log is not None and _is_due(step, self._steps_between(trainer)):
-            digests = strategy.state_digests()
-            if trainer.is_global_zero:
-                self.state_log.add(step + 1, digests)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -155,15 +132,6 @@ class GradAvgMonitor(Callback):
             step, clock = self._since
             self._since = step, clock + time.perf_counter() - self._paused_at
 
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.noise_scale is None else {"noise_scale": self.noise_scale.state_dict()}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.noise_scale is not None and "noise_scale" in state_dict:
-            self.noise_scale.load_state_dict(state_dict["noise_scale"])
-
     def _steps_between(self, trainer: Trainer) -> int | None:
         if self.every_n_steps is not None:
             return self.every_n_steps
@@ -171,15 +139,7 @@ class GradAvgMonitor(Callback):
         return every or None  # 0 is Lightning's way to log nothing
 
     def _log(self, trainer: Trainer, module: LightningModule, report: StepReport, step: int) -> None:
-        values = self._values_of(report)
-        values |= self._throughput(trainer, report, step)
-        if self.noise_scale is not None and report.spread is not None:
-            spread = report.spread
-            self.noise_scale.update(
-                spread.squared_local_norms, spread.batch_sizes, spread.squared_global_norm, spread.fractions
-            )
-            noise = float(self.noise_scale.compute())
-            values |= {} if math.isnan(noise) else {"noise_scale": noise}
+        values = self._values_of(report) | self._throughput(trainer, report, step)
         named = {f"{self.prefix}/{name}": value for name, value in values.items()}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
         for logger in trainer.loggers:
@@ -190,7 +150,7 @@ class GradAvgMonitor(Callback):
 
     def _values_of(self, report: StepReport) -> dict[str, float]:
         values = {"loss": report.loss}
-        of_ranks: dict[str, Sequence[float] | None] = {}
+        of_ranks: dict[str, Sequence[float]] = {}
         for term in report.terms:
             of_term = f"/{term.name}" if term.name else ""
             values |= {f"loss{of_term}": term.loss, f"normalizer{of_term}": term.normalizer}
@@ -199,17 +159,8 @@ class GradAvgMonitor(Callback):
         values |= {f"lr/group_{index}": lr for index, lr in enumerate(report.learning_rates)}
         if report.global_batch_size is not None:
             values["global_batch_size"] = report.global_batch_size
-        times = report.communication or ()
-        of_ranks |= {
-            "local_gradient_norm": report.local_gradient_norms,
-            "cosine": report.cosines,
-            "communication_seconds": [each.total for each in times],
-            "communication_exposed_seconds": [each.exposed for each in times],
-            "communication_overlapped_seconds": [each.overlapped for each in times],
-        }
+        of_ranks["local_gradient_norm"] = report.local_gradient_norms
         for name, each in of_ranks.items():
-            if not each:  # not asked for, or not known
-                continue
             values |= {
                 f"{name}/mean": sum(each) / len(each),
                 f"{name}/min": min(each),

@@ -28,7 +28,6 @@ from lightning_gradavg.rates.scaling import (
     scaled_hyperparameters,
     scaled_steps,
 )
-from lightning_gradavg.report.noise import linear_scaling_limit, optimal_lr_ratio
 
 __all__ = [
     "OPTIMIZERS",
@@ -361,11 +360,17 @@ def _advice(recipe: Recipe, gradavg: Run, stock: Run) -> tuple[Advice, ...]:
 
 
 def _noise_advice(recipe: Recipe, gradavg: Run, stock: Run, noise_scale: float) -> NoiseAdvice:
-    base, limit = recipe.global_batch_size, linear_scaling_limit(noise_scale)
+    """Return what eta(B) = eta_max / (1 + B_noise / B) says (McCandlish et al. 2018, section 2.2).
+
+    Linear scaling from B0 to B overshoots it by (B + B_noise) / (B0 + B_noise), which stays below 2 up to B = B_noise
+    whatever the base batch, and grows without bound beyond: the limit is the noise scale itself.
+    """
+    noise = as_positive("noise_scale", noise_scale)
     if recipe.optimizer != "sgd":  # which the formula is about
-        return NoiseAdvice(noise_scale, limit, None, None)
-    ratios = (optimal_lr_ratio(noise_scale, run.global_batch_size, base) for run in (gradavg, stock))
-    return NoiseAdvice(noise_scale, limit, *(recipe.lr * ratio for ratio in ratios))
+        return NoiseAdvice(noise, noise, None, None)
+    base = recipe.global_batch_size
+    ratios = ((1 + noise / base) / (1 + noise / run.global_batch_size) for run in (gradavg, stock))
+    return NoiseAdvice(noise, noise, *(recipe.lr * ratio for ratio in ratios))
 
 
 def _noise_notes(recipe: Recipe, gradavg: Run, stock: Run, noise: NoiseAdvice) -> Iterator[str]:
@@ -473,7 +478,7 @@ def make_plan(
         cluster: Where to train now.
         global_batch_size: Samples of one optimizer step from now on; None keeps the base batch.
         max_device_batch_size: Most samples that a device can hold at once; None for no limit.
-        noise_scale: The gradient noise scale in samples, as `GradientNoiseScale` measures it; None if it is not known.
+        noise_scale: The gradient noise scale in samples (examples/noise_scale.py measures it); None where unknown.
 
     Raises:
         ValueError: If `global_batch_size` or `max_device_batch_size` is below 1, `noise_scale` not finite and > 0, or

@@ -1,12 +1,12 @@
-"""Learning rates: effective = factor * schedule for every scheduler, base units in all that is saved, and no trace."""
+"""Learning rates: effective = factor * schedule within a step for every scheduler, and base values in between."""
 
 from __future__ import annotations
 
 import copy
 import io
 import math
-import pickle
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -104,9 +104,8 @@ def step(optimizer: torch.optim.Optimizer, rates: LearningRates | None = None) -
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    if rates is not None:
-        rates.advance(optimizer)
+    with rates.step(optimizer) if rates is not None else nullcontext():
+        optimizer.step()
 
 
 def step_scheduler(scheduler: Any, count: int) -> None:
@@ -118,16 +117,24 @@ def step_scheduler(scheduler: Any, count: int) -> None:
 
 def moving(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     names = ("lr", "betas", "alpha", "eps", "momentum")
-    return [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+    return [{name: copy.deepcopy(group[name]) for name in names if name in group} for group in optimizer.param_groups]
+
+
+def shown(optimizer: torch.optim.Optimizer, rates: LearningRates) -> list[dict[str, Any]]:
+    """Return what the groups hold during a step."""
+    rates.begin()
+    held = moving(optimizer)
+    rates.end()
+    return held
 
 
 def run(optimizer: Any, scheduler: Any, rates: LearningRates | None, counts: range) -> list[list[dict[str, Any]]]:
-    """Return what the groups hold after each step."""
+    """Return what the groups hold for the step that follows each one."""
     held = []
     for count in counts:
         step(optimizer, rates)
         step_scheduler(scheduler, count)
-        held.append(copy.deepcopy(moving(optimizer)))
+        held.append(moving(optimizer) if rates is None else shown(optimizer, rates))
     return held
 
 
@@ -154,11 +161,12 @@ def attached(
     return rates
 
 
-def lrs(optimizer: torch.optim.Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
+def lrs(optimizer: torch.optim.Optimizer, rates: LearningRates | None = None) -> list[float]:
+    """Return the learning rates in the groups, with `rates` during a step."""
+    return [float(group["lr"]) for group in (moving(optimizer) if rates is None else shown(optimizer, rates))]
 
 
-# What a scheduler does in base units does not depend on the scaling, except that two of them move the betas, too.
+# What a scheduler does with base values does not depend on the scaling, except that two of them move the betas, too.
 @pytest.mark.parametrize(
     ("name", "lr_scaling", "warmup"),
     [
@@ -169,11 +177,10 @@ def lrs(optimizer: torch.optim.Optimizer) -> list[float]:
     ],
 )
 def test_effective_is_factor_times_schedule(name: str, lr_scaling: str, warmup: int) -> None:
-    """Case 22: with every scheduler the groups hold, after each step, the factor times what an unscaled run holds."""
+    """Case 22: in each step the groups hold the factor times what an unscaled run holds, and its bits in between."""
     optimizer, twin = make(lr_scaling), make(lr_scaling)
     scheduler, twin_scheduler = SCHEDULERS[name](optimizer), SCHEDULERS[name](twin)
     rates = attached(optimizer, lr_scaling, 4, warmup)
-    rates.watch(scheduler)
     schedule = set()
 
     for count in range(1, STEPS + 1):
@@ -181,8 +188,7 @@ def test_effective_is_factor_times_schedule(name: str, lr_scaling: str, warmup: 
         (base,) = run(twin, twin_scheduler, None, range(count, count + 1))
 
         assert [effective(lr_scaling, 4, count, warmup, group) for group in base] == got
-        with rates.in_base_units():
-            assert base == moving(optimizer), "the schedule must see the bits of the unscaled run"
+        assert base == moving(optimizer), "the schedule must see the bits of the unscaled run"
         schedule.add(base[0]["lr"])
 
     assert len(schedule) > 1, "a schedule that does not move proves nothing"
@@ -196,12 +202,9 @@ def test_a_resume_at_another_scale_computes_its_own_factor(name: str) -> None:
     optimizer = make()
     scheduler = SCHEDULERS[name](optimizer)
     rates = attached(optimizer, "linear", 4, warmup=20)
-    rates.watch(scheduler)
     run(optimizer, scheduler, rates, range(1, 14))
     saved = io.BytesIO()
-    torch.save(
-        [rates.base_state_dict(optimizer, optimizer.state_dict()), scheduler.state_dict(), rates.state_dict()], saved
-    )
+    torch.save([optimizer.state_dict(), scheduler.state_dict(), rates.state_dict()], saved)
     saved.seek(0)
     # SWALR of torch 2.4 keeps a function in its state.
     state, scheduler_state, counters = torch.load(saved, weights_only=name != "SWALR")
@@ -209,12 +212,11 @@ def test_a_resume_at_another_scale_computes_its_own_factor(name: str) -> None:
     optimizer = make()
     scheduler = SCHEDULERS[name](optimizer)
     rates = attached(optimizer, "linear", 2, warmup=20)
-    rates.watch(scheduler)
     optimizer.load_state_dict(state)
-    rates.reload(optimizer)
     scheduler.load_state_dict(scheduler_state)
     rates.load_state_dict(counters)
-    got = [lrs(optimizer)] + [[float(g["lr"]) for g in now] for now in run(optimizer, scheduler, rates, range(14, 31))]
+    got = [lrs(optimizer, rates)]
+    got += [[float(g["lr"]) for g in now] for now in run(optimizer, scheduler, rates, range(14, 31))]
 
     expected = [
         [float(group["lr"]) * factor_at("linear", 2, count, 20) for group in now]
@@ -228,39 +230,23 @@ def test_a_resume_at_another_scale_computes_its_own_factor(name: str) -> None:
     ("name", "lr_scaling"), [*((name, "linear") for name in WITH_STATE), *((name, "adam_sde") for name in MOVES_BETA)]
 )
 def test_saved_states_are_those_of_an_unscaled_run(name: str, lr_scaling: str) -> None:
-    """The states of optimizer and scheduler hold what a stock run saves, and saving changes no group."""
+    """Between steps and within one, what is saved is what a stock run saves, and saving changes no group."""
     optimizer, twin = make(lr_scaling), make(lr_scaling)
     scheduler, twin_scheduler = SCHEDULERS[name](optimizer), SCHEDULERS[name](twin)
     rates = attached(optimizer, lr_scaling, 4, warmup=5)
-    rates.watch(scheduler)
     run(optimizer, scheduler, rates, range(1, 14))
     run(twin, twin_scheduler, None, range(1, 14))
-    before = copy.deepcopy(moving(optimizer))
+    between = optimizer.state_dict()["param_groups"]
+    rates.begin()
+    before = moving(optimizer)
 
-    state = rates.base_state_dict(optimizer, optimizer.state_dict())
+    within = rates.base_state_dict(optimizer, optimizer.state_dict())["param_groups"]
 
-    assert twin.state_dict()["param_groups"] == state["param_groups"]
+    assert twin.state_dict()["param_groups"] == between == within
     assert before == moving(optimizer)
-    assert optimizer.state_dict()["param_groups"] != state["param_groups"]
+    assert optimizer.state_dict()["param_groups"] != within
     assert twin_scheduler.state_dict() == scheduler.state_dict()
     assert {*vars(twin_scheduler)} == {*vars(scheduler)}
-
-
-@pytest.mark.parametrize("lr_scaling", ["linear", "adam_sde"])
-def test_a_resume_at_the_base_scale_needs_no_learning_rates(lr_scaling: str) -> None:
-    """A stock run, with none of this, goes on from what was saved as if the run had never been scaled."""
-    optimizer, twin, stock = make(lr_scaling), make(lr_scaling), make(lr_scaling)
-    scheduler, twin_scheduler = (SCHEDULERS["OneCycleLR"](o) for o in (optimizer, twin))
-    rates = attached(optimizer, lr_scaling, 4)
-    rates.watch(scheduler)
-    run(optimizer, scheduler, rates, range(1, 14))
-    stock_scheduler = SCHEDULERS["OneCycleLR"](stock)
-
-    stock.load_state_dict(rates.base_state_dict(optimizer, optimizer.state_dict()))
-    stock_scheduler.load_state_dict(scheduler.state_dict())
-
-    expected = run(twin, twin_scheduler, None, range(1, 31))[13:]
-    assert expected == run(stock, stock_scheduler, None, range(14, 31))
 
 
 @pytest.mark.parametrize(
@@ -269,11 +255,10 @@ def test_a_resume_at_the_base_scale_needs_no_learning_rates(lr_scaling: str) -> 
 def test_all_groups_are_scaled(lr_scaling: str, expected: list[float]) -> None:
     """Case 20: at scale 4 groups of 0.1 and 0.01 show 0.4 and 0.04, 0.2 and 0.02, or what they were."""
     optimizer = make()
-
     rates = attached(optimizer, lr_scaling, 4)
 
-    assert expected == lrs(optimizer)
-    assert 4 == rates.scale
+    assert expected == rates.of(optimizer) == lrs(optimizer, rates)
+    assert ([0.1, 0.01], 4) == (lrs(optimizer), rates.scale)
 
 
 def test_step_lr_by_hand() -> None:
@@ -281,11 +266,10 @@ def test_step_lr_by_hand() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     scheduler = lr_scheduler.StepLR(optimizer, 2, 0.1)
     rates = attached(optimizer)
-    rates.watch(scheduler)
 
-    shown = lrs(optimizer) + [now[0]["lr"] for now in run(optimizer, scheduler, rates, range(1, 5))]
+    seen = lrs(optimizer, rates) + [now[0]["lr"] for now in run(optimizer, scheduler, rates, range(1, 5))]
 
-    assert pytest.approx([0.4, 0.4, 0.04, 0.04, 0.004], rel=1e-12) == shown
+    assert pytest.approx([0.4, 0.4, 0.04, 0.04, 0.004], rel=1e-12) == seen
     assert [0.1] == scheduler.base_lrs
     assert pytest.approx([0.001]) == scheduler.get_last_lr()
 
@@ -294,13 +278,13 @@ def test_warmup_by_hand() -> None:
     """From 0.1 to 0.4 in 3 steps: 0.1, 0.2, 0.3, 0.4, then constant (Goyal et al. 2017)."""
     optimizer = make()
     rates = attached(optimizer, warmup=3)
-    shown = [lrs(optimizer)]
+    seen = [rates.of(optimizer)]
     for _ in range(5):
         step(optimizer, rates)
-        shown.append(lrs(optimizer))
+        seen.append(rates.of(optimizer))
 
-    assert pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4], rel=1e-15) == [lr for lr, _ in shown]
-    assert pytest.approx([0.01, 0.02, 0.03, 0.04, 0.04, 0.04], rel=1e-15) == [lr for _, lr in shown]
+    assert pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4], rel=1e-15) == [lr for lr, _ in seen]
+    assert pytest.approx([0.01, 0.02, 0.03, 0.04, 0.04, 0.04], rel=1e-15) == [lr for _, lr in seen]
 
 
 def test_optimizers_count_their_own_steps() -> None:
@@ -312,228 +296,194 @@ def test_optimizers_count_their_own_steps() -> None:
 
     for _ in range(3):
         step(often, rates)
-    step(seldom, rates)
+    with rates.step(seldom):
+        step(often, rates)
+        assert [0.1, 0.01] == lrs(often), "only its own step scales an optimizer"
+        rates.end()
+        assert [0.1, 0.01] == lrs(seldom), "at its first step it is where the warm-up begins"
+        assert rates.in_progress
 
-    assert [0.4, 0.2] == pytest.approx([lrs(often)[0], lrs(seldom)[0]])
-    assert {"steps": [3, 1]} == rates.state_dict()
+    assert [0.5, 0.2] == pytest.approx([rates.of(often)[0], rates.of(seldom)[0]])
+    assert {"steps": [4, 1]} == rates.state_dict()
+
+
+def test_a_step_that_fails_is_not_counted() -> None:
+    """After an error within a step the groups hold base values, and the warm-up is where it was."""
+    optimizer = make()
+    rates = attached(optimizer, warmup=4)
+    step(optimizer, rates)
+
+    with suppress(KeyError), rates.step(optimizer):
+        assert pytest.approx([0.175, 0.0175]) == lrs(optimizer)
+        raise KeyError
+
+    assert ([0.1, 0.01], {"steps": [1]}) == (lrs(optimizer), rates.state_dict())
 
 
 def test_a_changed_scale_is_computed_from_the_base() -> None:
-    """Scales that follow each other do not compound, and scale 1 gives back the very base values."""
+    """Scales that follow each other do not compound, also in the middle of a step."""
     optimizer = make("adam_sde")
     before = moving(optimizer)
     rates = attached(optimizer, "adam_sde", 4)
 
-    for scale in (2.0, 3.7, 0.3, 9.0):
+    for scale in (2.0, 3.7, 0.3, 9.0, 1.0):
+        rates.begin()
         rates.set_scale(scale)
-        assert [effective("adam_sde", scale, 0, 0, group) for group in before] == moving(optimizer)
-    rates.set_scale(1)
-
-    assert before == moving(optimizer)
+        assert before == moving(optimizer)
+        assert [effective("adam_sde", scale, 0, 0, group) for group in before] == shown(optimizer, rates)
 
 
-def test_what_others_write_is_effective() -> None:
-    """A value that a callback writes stays as written, and its base is the value / the factor in force."""
+def test_what_is_written_in_a_step_is_effective() -> None:
+    """A value that is written in a step is used as it is until the factor changes, by its base, value / factor."""
     optimizer = make()
     rates = attached(optimizer, "linear", 3, warmup=2)
     step(optimizer, rates)
     group = optimizer.param_groups[0]
+    rates.begin()
     group["lr"] = 0.7
 
-    rates.refresh()
-    assert 0.7 == group["lr"]
-    assert (
-        pytest.approx(0.35, rel=1e-15)
-        == rates.base_state_dict(optimizer, optimizer.state_dict())["param_groups"][0]["lr"]
-    )
+    saved = rates.base_state_dict(optimizer, optimizer.state_dict())["param_groups"]
+    assert pytest.approx([0.35, 0.01], rel=1e-15) == [each["lr"] for each in saved]
+    with rates.step(optimizer):
+        assert 0.7 == group["lr"]
+    assert pytest.approx([0.35, 0.01], rel=1e-15) == lrs(optimizer)
+    for _ in range(2):
+        assert pytest.approx([1.05, 0.03], rel=1e-15) == lrs(optimizer, rates)
+        step(optimizer, rates)
+
+
+def test_what_is_written_between_steps_is_a_base_value() -> None:
+    """A callback that lowers the rate between steps reads and writes base values, as a scheduler does."""
+    optimizer = make()
+    rates = attached(optimizer)
     step(optimizer, rates)
-    assert pytest.approx(1.05, rel=1e-15) == group["lr"]
-    step(optimizer, rates)
-    assert pytest.approx(1.05, rel=1e-15) == group["lr"]
-    assert pytest.approx(0.03) == lrs(optimizer)[1]
+    optimizer.param_groups[0]["lr"] *= 0.5
+    assert pytest.approx([0.2, 0.04]) == lrs(optimizer, rates)
 
 
 def test_a_written_value_keeps_its_bits() -> None:
-    """Case 24: the rate that a finder sets is used exactly, also where value / factor * factor is another number."""
+    """Case 24: a value written in a step is used exactly, also where value / factor * factor is another number."""
     value = next(v for v in (n / 1000 for n in range(1, 1000)) if v / 49 * 49 != v)
     optimizer = make()
     rates = attached(optimizer, "linear", 49)
+    rates.begin()
     for group in optimizer.param_groups:
         group["lr"] = value
 
     for _ in range(3):
-        rates.refresh()
-        step(optimizer, rates)
-
-    assert [value, value] == lrs(optimizer)
-
-
-def test_nothing_is_written_while_the_factor_stays() -> None:
-    """After the warm-up a step leaves the very objects in the groups."""
-    optimizer = make()
-    rates = attached(optimizer, "linear", 3, warmup=2)
-    for _ in range(2):
-        step(optimizer, rates)
-    held = [group["lr"] for group in optimizer.param_groups]
-
-    step(optimizer, rates)
-
-    assert all(group["lr"] is lr for group, lr in zip(optimizer.param_groups, held, strict=True))
+        with rates.step(optimizer):
+            assert [value, value] == lrs(optimizer)
+    assert value / 49 == lrs(optimizer)[0]
 
 
-def test_moments_that_others_write_are_effective() -> None:
-    """Betas and eps that a callback writes are taken by the inverse of the rule, each for itself."""
+def test_moments_that_are_written_in_a_step_are_effective() -> None:
+    """Betas and eps are taken by the inverse of the rule, each for itself."""
     optimizer = make("adam_sde")
     rates = attached(optimizer, "adam_sde", 4)
+    rates.begin()
     optimizer.param_groups[0]["eps"] = 5e-7
     optimizer.param_groups[1]["betas"] = [0.4, 0.996]
+    rates.end()
 
-    first, second = rates.base_state_dict(optimizer, optimizer.state_dict())["param_groups"]
+    first, second = moving(optimizer)
 
     assert (0.1, (0.9, 0.999)) == (first["lr"], first["betas"])
     assert pytest.approx(1e-6, rel=1e-15) == first["eps"]
     assert (0.01, 1e-8) == (second["lr"], second["eps"])
     assert pytest.approx((0.85, 0.999)) == second["betas"]
-    assert [0.4, 0.996] == optimizer.param_groups[1]["betas"]
+    assert [0.4, 0.996] == shown(optimizer, rates)[1]["betas"]
 
 
 def test_moments_without_a_base_are_refused() -> None:
-    """A beta that no base value leads to is an error that quotes it, before it would be saved."""
+    """A beta that no base value leads to is an error that quotes it, and all groups hold base values then."""
     optimizer = make("adam_sde")
+    before = moving(optimizer)
     rates = attached(optimizer, "adam_sde", 0.25)
+    rates.begin()
     optimizer.param_groups[0]["betas"] = (0.5, 0.999)
 
-    with pytest.raises(ValueError, match=r"not feasible at scale 4 with beta1=0\.5"):
-        rates.base_state_dict(optimizer, optimizer.state_dict())
+    for call in (lambda: rates.base_state_dict(optimizer, optimizer.state_dict()), rates.end):
+        with pytest.raises(ValueError, match=r"not feasible at scale 4 with beta1=0\.5"):
+            call()
+    assert before == moving(optimizer)
 
 
 def test_groups_added_later_are_scaled() -> None:
     """A group of add_param_group holds base values, its own or those of the optimizer's defaults."""
     optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=0.1)
     rates = attached(optimizer)
+    step(optimizer, rates)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5})
 
-    rates.refresh()
-
-    assert pytest.approx([0.4, 0.4, 0.4, 2.0]) == lrs(optimizer)
-    step(optimizer, rates)
-    with rates.in_base_units():
-        assert [0.1, 0.1, 0.1, 0.5] == lrs(optimizer)
-    assert pytest.approx([0.4, 0.4, 0.4, 2.0]) == lrs(optimizer)
+    assert pytest.approx([0.4, 0.4, 0.4, 2.0]) == lrs(optimizer, rates)
+    assert [0.1, 0.1, 0.1, 0.5] == lrs(optimizer)
     del optimizer.param_groups[0]
     rates.set_scale(2)
-    assert pytest.approx([0.2, 0.2, 1.0]) == lrs(optimizer)
+    assert pytest.approx([0.2, 0.2, 1.0]) == lrs(optimizer, rates)
+
+
+def test_a_group_that_begins_at_a_part_of_another_rate_is_scaled_once() -> None:
+    """A callback such as BackboneFinetuning reads 0.1 between two steps, and its group at a tenth of it gets 0.04."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    rates = attached(optimizer)
+    step(optimizer, rates)
+
+    lr = optimizer.param_groups[0]["lr"] / 10
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr})
+
+    assert pytest.approx([0.4, 0.04]) == lrs(optimizer, rates)
 
 
 def test_a_loaded_optimizer_holds_base_values() -> None:
-    """What load_state_dict put into an optimizer is base units even before reload is called."""
+    """What load_state_dict put into an optimizer is scaled like any other base value."""
     optimizer, other = make(), make()
     rates = attached(optimizer)
+    step(optimizer, rates)
     other.param_groups[0]["lr"] = 0.3
 
     optimizer.load_state_dict(other.state_dict())
 
-    assert [0.3, 0.01] == [
-        group["lr"] for group in rates.base_state_dict(optimizer, optimizer.state_dict())["param_groups"]
-    ]
-    rates.reload(optimizer)
-    assert pytest.approx([1.2, 0.04]) == lrs(optimizer)
+    assert pytest.approx([1.2, 0.04]) == lrs(optimizer, rates)
+    assert [0.3, 0.01] == lrs(optimizer)
 
 
-def test_reload_takes_values_written_in_place_as_base() -> None:
-    """An optimizer that keeps its groups when it loads is in base units after reload."""
-    optimizer = make()
-    rates = attached(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.2
+@pytest.mark.parametrize("shared", [False, True])
+def test_tensor_learning_rates_are_changed_in_place(shared: bool) -> None:
+    """A learning rate that is a tensor, which groups may share, stays the same tensor, as a scheduler leaves it."""
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=0.1)
+    tensors = [torch.tensor(0.5, dtype=torch.float64) for _ in range(2)]
+    for group, tensor in zip(optimizer.param_groups, tensors, strict=True):
+        group["lr"] = tensors[0] if shared else tensor
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    held = [group["lr"] for group in optimizer.param_groups]
+    rates = attached(optimizer, warmup=2)
+    weight = optimizer.param_groups[0]["params"][0]
 
-    rates.reload(optimizer)
-
-    assert pytest.approx([0.8, 0.16]) == lrs(optimizer)
-
-
-def test_base_units_can_be_nested() -> None:
-    """Only the outermost context writes effective values again, also after an error and a changed scale within."""
-    optimizer = make()
-    rates = attached(optimizer)
-
-    def fail() -> None:
-        with rates.in_base_units(), rates.in_base_units():
-            rates.set_scale(2)
-            rates.advance(optimizer)
-            assert [0.1, 0.01] == lrs(optimizer)
-            optimizer.param_groups[0]["lr"] = 0.3
-            raise KeyError("inner")
-
-    with rates.in_base_units():
-        with rates.in_base_units():
-            pass
-        assert [0.1, 0.01] == lrs(optimizer)
-    assert [0.4, 0.04] == lrs(optimizer)
-    with pytest.raises(KeyError, match="inner"):
-        fail()
-    assert [0.6, 0.02] == lrs(optimizer)
-
-
-def test_inner_schedulers_may_be_watched_too() -> None:
-    """SequentialLR and its inner schedulers, all watched, give the same learning rates as the outer one alone."""
-    optimizer, twin = make(), make()
-    scheduler, twin_scheduler = sequential(optimizer), sequential(twin)
-    rates = attached(optimizer, "linear", 4)
-    for watched in (*scheduler._schedulers, scheduler, scheduler):
-        rates.watch(watched)
-
-    got = run(optimizer, scheduler, rates, range(1, STEPS + 1))
-
-    base = run(twin, twin_scheduler, None, range(1, STEPS + 1))
-    assert [[4 * group["lr"] for group in now] for now in base] == [[group["lr"] for group in now] for now in got]
-    assert twin_scheduler.state_dict() == scheduler.state_dict()
-
-
-@pytest.mark.parametrize("name", WITH_STATE)
-def test_pickles_and_copies_are_of_the_own_class(name: str) -> None:
-    """A watched scheduler can be pickled and copied; both are stock schedulers, and it stays watched."""
-    optimizer, twin = make(), make()
-    scheduler = SCHEDULERS[name](optimizer)
-    original = type(scheduler)
-    rates = attached(optimizer, "linear", 4)
-    rates.watch(scheduler)
-    run(optimizer, scheduler, rates, range(1, 4))
-
-    for copied in (pickle.loads(pickle.dumps(scheduler)), copy.deepcopy(scheduler), copy.copy(scheduler)):
-        assert type(copied) is original
-        assert scheduler.state_dict() == copied.state_dict()
-    assert isinstance(scheduler, original)
-    assert original.__name__ == type(scheduler).__name__
-    twin_scheduler = SCHEDULERS[name](twin)
-    run(twin, twin_scheduler, None, range(1, 4))
-    base = run(twin, twin_scheduler, None, range(4, 9))
-    assert [[4 * group["lr"] for group in now] for now in base] == [
-        [group["lr"] for group in now] for now in run(optimizer, scheduler, rates, range(4, 9))
-    ]
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_detach_restores_everything(name: str) -> None:
-    """After detach, class, attributes and values are those of a run that was never scaled, and it goes on as such."""
-    optimizer, twin = make(), make()
-    scheduler, twin_scheduler = SCHEDULERS[name](optimizer), SCHEDULERS[name](twin)
-    rates = attached(optimizer, "linear", 4)
-    rates.watch(scheduler)
-    run(optimizer, scheduler, rates, range(1, 9))
-    run(twin, twin_scheduler, None, range(1, 9))
-
-    rates.detach()
-
-    assert type(scheduler) is type(twin_scheduler)
-    assert {*vars(twin_scheduler)} == {*vars(scheduler)}
-    assert moving(twin) == moving(optimizer)
-    expected = run(twin, twin_scheduler, None, range(9, STEPS))
-    assert expected == run(optimizer, scheduler, None, range(9, STEPS))
+    for factor, schedule in ((1, 0.5), (2.5, 0.25), (4, 0.125)):
+        before = weight.item()
+        step(optimizer, rates)
+        rates.begin()
+        written = [lr.item() for lr in held]
+        state = rates.base_state_dict(optimizer, optimizer.state_dict())["param_groups"]
+        rates.end()
+        assert [schedule] * 2 == [group["lr"].item() for group in state] == lrs(optimizer)
+        assert weight.item() == before - factor * schedule
+        assert [schedule * {1: 2.5, 2.5: 4, 4: 4}[factor]] * 2 == written
+        if not shared:
+            scheduler.step()
+        else:
+            held[0].mul_(0.5)
+    rates.begin()
+    held[0].fill_(3.0)
+    rates.end()
+    assert 0.75 == held[0].item()
+    assert 3.0 == rates.of(optimizer)[0]
+    assert all(group["lr"] is tensor for group, tensor in zip(optimizer.param_groups, held, strict=True))
 
 
 def test_optimizers_that_are_not_attached_are_refused() -> None:
-    """A step of an optimizer that is detached, or that another took the place of, is an error."""
+    """A step of an optimizer that another took the place of is an error; those that stay go on counting."""
     optimizer, other = make(), make("adam_sde")
     rates = attached(optimizer)
     step(optimizer, rates)
@@ -541,11 +491,8 @@ def test_optimizers_that_are_not_attached_are_refused() -> None:
     rates.attach([other, optimizer])
     assert {"steps": [0, 1]} == rates.state_dict()
     rates.attach([other])
-    with pytest.raises(ValueError, match=r"This SGD is not attached; attached are \['Adam'\]"):
-        rates.advance(optimizer)
-    rates.detach()
-    with pytest.raises(ValueError, match="This Adam is not attached"):
-        rates.advance(other)
+    with pytest.raises(ValueError, match=r"This SGD is not attached; attached are \['Adam'\]"), rates.step(optimizer):
+        pass
 
 
 @pytest.mark.parametrize(("lr_scaling", "scale"), [("none", 4), ("linear", 1), ("adam_sde", 1), (lambda k: 1.0, 4)])
@@ -557,21 +504,14 @@ def test_a_factor_of_one_changes_nothing(lr_scaling: Any, scale: float) -> None:
     rates = attached(optimizer, lr_scaling, scale, warmup=5)
     step(optimizer, rates)
     assert before == optimizer.param_groups
-    with rates.in_base_units():
-        assert before == optimizer.param_groups
-    rates.reload(optimizer)
-    rates.detach()
-
+    rates.begin()
     assert before == optimizer.param_groups
 
 
 def test_a_function_of_the_user_scales() -> None:
     """lr_scaling may be a function of the scale."""
     optimizer = make()
-
-    attached(optimizer, lambda scale: scale**0.75, 16)
-
-    assert pytest.approx([0.8, 0.08]) == lrs(optimizer)
+    assert pytest.approx([0.8, 0.08]) == attached(optimizer, lambda scale: scale**0.75, 16).of(optimizer)
 
 
 def test_rmsprop_follows_the_sde() -> None:
@@ -579,12 +519,11 @@ def test_rmsprop_follows_the_sde() -> None:
     optimizer = torch.optim.RMSprop([torch.nn.Parameter(torch.ones(1))], lr=0.1, alpha=0.99, eps=1e-8, momentum=0.5)
     scheduler = lr_scheduler.CyclicLR(optimizer, 0.1, 0.2, 2, base_momentum=0.3, max_momentum=0.5)
     rates = attached(optimizer, "adam_sde", 4)
-    rates.watch(scheduler)
     step(optimizer, rates)
     scheduler.step()
 
     assert [{"lr": 0.3, "alpha": 0.96, "eps": 5e-9, "momentum": 0.4}] == [
-        pytest.approx(group) for group in moving(optimizer)
+        pytest.approx(group) for group in shown(optimizer, rates)
     ]
 
 
@@ -601,8 +540,8 @@ def test_sgd_gets_no_momentum_correction(momentum: float) -> None:
         velocity = momentum * velocity + gradient
         expected -= 0.1 * (1 + 3 * min(count / 5, 1)) * velocity
         weight.grad = torch.full_like(weight, gradient)
-        optimizer.step()
-        rates.advance(optimizer)
+        with rates.step(optimizer):
+            optimizer.step()
 
         assert pytest.approx(expected, rel=1e-14) == weight.item()
         assert momentum == optimizer.param_groups[0]["momentum"]
@@ -617,16 +556,15 @@ def test_infeasible_scales_are_refused_before_anything_changes(order: str) -> No
     if order == "attach_first":
         rates.attach([optimizer])
         rates.set_scale(2)
-        shown = moving(optimizer)
         with pytest.raises(ValueError, match=r"Adam, parameter group 0: .*scale 10 .*beta1=0\.9.*below 10"):
             rates.set_scale(10)
-        assert (2, shown) == (rates.scale, moving(optimizer))
+        assert 2 == rates.scale
     else:
         rates.set_scale(10)
         with pytest.raises(ValueError, match=r"Adam, parameter group 0: .*scale 10 .*beta1=0\.9.*below 10"):
             rates.attach([optimizer])
-        assert before == moving(optimizer)
         assert {"steps": []} == rates.state_dict()
+    assert before == moving(optimizer)
 
 
 @pytest.mark.parametrize("name", MOVES_BETA)
@@ -639,37 +577,23 @@ def test_betas_that_a_schedule_will_use_are_checked(name: str) -> None:
         attached(optimizer, "adam_sde", 7)
 
 
-def test_a_schedule_that_becomes_infeasible_leaves_base_values() -> None:
-    """A scheduler that takes beta1 out of reach fails in its step, and what is saved then is in base units."""
+def test_a_schedule_that_becomes_infeasible_is_refused() -> None:
+    """Where a scheduler takes beta1 out of reach the next step fails, and all groups hold base values."""
     optimizer = make("adam_sde")
-
-    class Lowers:
-        def step(self) -> None:
-            optimizer.param_groups[1]["betas"] = (0.5, 0.999)
-
-    scheduler = Lowers()
     rates = attached(optimizer, "adam_sde", 4)
-    rates.watch(scheduler)
+    optimizer.param_groups[1]["betas"] = (0.5, 0.999)
+    before = moving(optimizer)
 
-    with pytest.raises(ValueError, match=r"scale 4 with beta1=0\.5"):
-        scheduler.step()
-
-    saved = rates.base_state_dict(optimizer, optimizer.state_dict())["param_groups"]
-    assert [(0.1, (0.9, 0.999)), (0.01, (0.5, 0.999))] == [(group["lr"], group["betas"]) for group in saved]
+    for begin in (rates.begin, lambda: rates.of(optimizer)):
+        with pytest.raises(ValueError, match=r"Adam, parameter group 1: .*scale 4 with beta1=0\.5"):
+            begin()
+    assert before == moving(optimizer)
 
 
 def test_optimizers_that_the_scaling_does_not_fit_are_refused() -> None:
     """adam_sde with SGD is refused at once, also at scale 1, so that one device says what a cluster would."""
     with pytest.raises(ValueError, match=r"SGD, parameter group 0: .*meant for Adam"):
         LearningRates("adam_sde").attach([make()])
-
-
-def test_tensor_learning_rates_are_refused() -> None:
-    """A learning rate that is a tensor, which groups of one optimizer share, is an error at once, also at scale 1."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1))
-
-    with pytest.raises(TypeError, match=r"must be a number, got tensor\(0\.1000\)\. Use lr\.item\(\)"):
-        LearningRates("linear").attach([optimizer])
 
 
 @pytest.mark.parametrize(
@@ -688,37 +612,6 @@ def test_options_are_checked(options: tuple[Any, Any], error: type[Exception], m
         LearningRates(*options)
 
 
-class Counted(OwnRecursion):
-    def __init_subclass__(cls, *, key: str) -> None:
-        """Ask every subclass for a key, as a registry of a user does."""
-
-
-class Mine(Counted, key="mine"):
-    """A scheduler in such a registry."""
-
-
-def test_what_cannot_be_watched_is_refused() -> None:
-    """Objects without a step, built-in ones, with a step of their own or watched by others: errors with a way out."""
-    optimizer = make()
-    scheduler, patched = OwnRecursion(optimizer), OwnRecursion(optimizer)
-    vars(patched)["step"] = lambda: None
-    rates, others = attached(optimizer), LearningRates("linear")
-
-    rates.watch(scheduler)
-    with pytest.raises(TypeError, match=r"OwnRecursion is watched by another LearningRates; call its detach\(\)"):
-        others.watch(scheduler)
-    with pytest.raises(TypeError, match=r"object has no method 'step' or 'step_update'\. Wrap .*\.in_base_units\("):
-        rates.watch(object())
-    with pytest.raises(
-        TypeError, match=r"This OwnRecursion holds step in the object, before .*\. Wrap .*in_base_units"
-    ):
-        rates.watch(patched)
-    with pytest.raises(TypeError, match=r"A Mine cannot be watched: .*'key'\. Wrap .*\.in_base_units\("):
-        rates.watch(Mine(optimizer))
-    with pytest.raises(TypeError, match=r"A range cannot be watched: .*\. Wrap .*\.in_base_units\("):
-        rates.watch(range(3))  # it has a `step`, and a class that Python does not let change
-
-
 def test_states_of_other_runs_and_impossible_scales_are_refused() -> None:
     """Counters of another number of optimizers, and a scale of 0, are errors that change nothing."""
     optimizer = make()
@@ -729,13 +622,14 @@ def test_states_of_other_runs_and_impossible_scales_are_refused() -> None:
     with pytest.raises(ValueError, match="scale must be finite and > 0, got 0"):
         rates.set_scale(0)
 
-    assert ({"steps": [0]}, 4.0, [0.4, 0.04]) == (rates.state_dict(), rates.scale, lrs(optimizer))
+    assert ({"steps": [0]}, 4.0, [0.4, 0.04]) == (rates.state_dict(), rates.scale, rates.of(optimizer))
 
 
 def test_a_given_state_is_copied() -> None:
     """The state that a strategy gives is used, with base values in a copy."""
     optimizer = make()
     rates = attached(optimizer)
+    rates.begin()
     given = {"state": {}, "param_groups": [{"lr": 9.0, "extra": 1}, {"lr": 9.0}]}
 
     assert [{"lr": 0.1, "extra": 1}, {"lr": 0.01}] == rates.base_state_dict(optimizer, given)["param_groups"]

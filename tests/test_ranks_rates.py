@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.tuner import Tuner
 from ranks import make_trainer
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
-from toys import Toy, same_everywhere, train
+from toys import Toy, loader, same_everywhere, train
 
-from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 from lightning_gradavg.rates.recipe import RunRecipe
 from lightning_gradavg.rules import RULES
 
@@ -180,6 +189,234 @@ def run_one_cycle(world_size: int) -> Any:
     module = OneCycle(batch=8, size=64)
     make_trainer(GradAvgStrategy(split_batches=True, max_device_batch_size=2), max_epochs=2).fit(module)
     return module.rates
+
+
+class Noting(Callback):
+    """Notes the learning rate, in units of the base value, at every moment of a run."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, set[float]] = {}
+
+    def note(self, moment: str, trainer: Any) -> None:
+        for optimizer in trainer.optimizers:
+            self.held.setdefault(moment, set()).add(round(optimizer.param_groups[0]["lr"] / 0.5, 12))
+
+
+def _noted(name: str) -> Any:
+    def hook(self: Noting, trainer: Any, *args: Any) -> None:
+        self.note(name, trainer)
+
+    return hook
+
+
+STEP = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_before_optimizer_step")
+REST = ("train_start", "train_epoch_start", "train_batch_end", "validation_batch_start", "train_epoch_end", "train_end")
+for each in (*STEP, *(f"on_{name}" for name in REST), "on_exception"):
+    setattr(Noting, each, _noted(each))
+
+
+class Moments(Toy):
+    """Toy-Lin at 0.5, with a scheduler that ends at 0.5 again; `steps` says how its optimizer steps."""
+
+    def __init__(self, how: str, noting: Noting) -> None:
+        super().__init__(lr=0.5)
+        self.noting = noting
+        self.how, self.automatic_optimization = how, how != "manual"
+
+    def configure_optimizers(self) -> Any:
+        kind = torch.optim.LBFGS if self.how == "lbfgs" else torch.optim.SGD
+        optimizer = kind(self.parameters(), lr=0.5)
+        return [optimizer], [{"scheduler": Same(optimizer), "interval": "step"}]
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        noting, optimizer = self.noting, cast(Any, self.optimizers())
+        noting.note("training_step", self.trainer)
+        self.trainer.strategy.batch_to_device(batch)  # as a callback may do at any time
+        if self.how == "none":
+            return None
+        if self.how == "raises" and batch_idx == 1:
+            raise KeyError(self.how)
+        if self.how == "manual":
+            optimizer.zero_grad()
+            self.manual_backward(self.losses(batch).mean())
+            optimizer.step(lambda: noting.note("step", self.trainer))
+            self.lr_schedulers().step()
+        return self.losses(batch).mean() if self.how != "manual" else None
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if self.how == "skips" and batch_idx % 2:
+            optimizer_closure()
+            return
+        self.noting.note("optimizer_step", self.trainer)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.noting.note("stepped", self.trainer)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        if self.how == "start raises":
+            raise KeyError(self.how)
+        return -1 if self.how == "ends the epoch" and batch_idx == 1 else None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Keep no gradient: there may be none."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.trainer.strategy.batch_to_device(args[1])
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        """Compute nothing."""
+
+
+class Same(lr_scheduler.LRScheduler):
+    """Multiplies the rate in the group by 1, and notes what it found there."""
+
+    seen: ClassVar[set[float]] = set()
+
+    def get_lr(self) -> Any:
+        Same.seen |= {group["lr"] for group in self.optimizer.param_groups}
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def moments(how: str, folder: str, **options: Any) -> Any:
+    """Body: train, and return what the groups held at every moment, what the scheduler saw, and the saved rates."""
+    Same.seen = set()
+    noting, strategy = Noting(), GradAvgStrategy(lr_scaling="linear")
+    saving = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, save_on_exception=True)
+    trainer = make_trainer(
+        strategy,
+        **{**TRAINER, "max_epochs": 2, "val_check_interval": 2, "enable_checkpointing": True, **options},
+        callbacks=[noting, saving],
+    )
+    data = loader([[1.0]] * 4)
+    with suppress(KeyError):
+        trainer.fit(Moments(how, noting), data, data)
+    saved = [torch.load(file)["optimizer_states"][0]["param_groups"][0]["lr"] for file in Path(folder).glob("*.ckpt")]
+    return noting.held, Same.seen, {*saved}, trainer.optimizers[0].param_groups[0]["lr"]
+
+
+BACKWARD = {"on_before_zero_grad", "on_before_backward"}
+
+
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+@pytest.mark.parametrize(
+    ("how", "options", "further_at_rest"),
+    [
+        ("sgd", {}, set()),
+        ("lbfgs", {}, set()),
+        ("none", {}, set()),
+        ("ends the epoch", {}, set()),
+        ("raises", {}, {"on_exception"}),
+        ("start raises", {}, set()),
+        ("manual", {}, {"training_step", *BACKWARD}),
+        # The backward of a batch in which the optimizer does not step is seen at rest.
+        ("sgd", {"accumulate_grad_batches": 2}, BACKWARD),
+        ("skips", {}, BACKWARD),
+    ],
+)
+def test_the_factor_is_in_force_from_a_batch_to_the_step(world, tmp_path, how, options, further_at_rest):
+    """In a step all see the doubled rate; in between callbacks, schedulers and checkpoints see the base value."""
+    at_rest = {f"on_{name}" for name in REST} | {"stepped"} | further_at_rest
+    for held, seen, saved, left in world(2).run(moments, how, str(tmp_path), **options):
+        assert {"on_train_start", "on_train_batch_start"} <= held.keys()
+        for name, values in held.items():
+            assert (1.0 if name in at_rest else 2.0) in values, name
+            assert 1 == len(values) or name in BACKWARD, name
+        assert {0.5} == seen
+        assert saved == (set() if how == "start raises" and not saved else {0.5})
+        assert 0.5 == left
+
+
+class Logged(Toy):
+    """Toy-Lin at 0.1 that logs its learning rate."""
+
+    def __init__(self, manual: bool) -> None:
+        super().__init__(lr=0.1)
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            self.log("logged", self.optimizers().param_groups[0]["lr"])
+            return super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.losses(batch).mean())
+        optimizer.step()
+        return None
+
+
+class Lines(Logger):
+    """Keeps what is logged by name."""
+
+    name, version = "lines", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, list[float]] = {}
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Forget them."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        for name, value in metrics.items():
+            self.values.setdefault(name, []).append(value)
+
+
+def logged(manual: bool) -> Any:
+    """Body: what Lightning's monitor, ours, the module and the line at the start show of a warm-up from 0.1 to 0.3."""
+    lines, strategy = Lines(), GradAvgStrategy(lr_scaling="linear", base_batch_size=2, lr_warmup_steps=2)
+    options = {**TRAINER, "max_epochs": 2, "log_every_n_steps": 1, "logger": lines}
+    trainer = make_trainer(strategy, **options, callbacks=[LearningRateMonitor(), GradAvgMonitor(1)])
+    module = Logged(manual)
+    trainer.fit(module, DataLoader(torch.ones(6, dtype=torch.float64), batch_size=3))
+    return lines.values, strategy._start_line()
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_monitors_and_the_start_line_show_the_effective_rate(world, manual):
+    """Scale 3, a warm-up of 2 steps, 2 epochs of 2 steps: 0.1, 0.2, 0.3, 0.3, also where an epoch begins."""
+    for values, line in world(2).run(logged, manual):
+        for name in ("lr-SGD", "gradavg/lr/group_0", *([] if manual else ["logged"])):
+            expected = [0.1, 0.1, 0.2, 0.3, 0.3, 0.3] if name == "lr-SGD" else [0.1, 0.2, 0.3, 0.3]
+            assert [approx(lr, 1e-6) for lr in expected] == values[name], name
+        assert line.endswith("; scale 3, learning rate x 3, at first 0.3"), line
+
+
+def swa() -> list[float]:
+    """Body: the rate of every step of an epoch at 0.1 and two of averaging at 0.05."""
+    module = Scheduled(size=8)
+    callbacks = [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)]
+    strategy = GradAvgStrategy(lr_scaling="linear")
+    make_trainer(strategy, **{**TRAINER, "max_epochs": 3}, callbacks=callbacks).fit(module)
+    return [rate for rate, _ in module.rates]
+
+
+@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+def test_the_rate_of_weight_averaging_is_a_base_rate(world):
+    """On 2 ranks `swa_lrs=0.05` trains at 0.1, after 0.2."""
+    for rates in world(2).run(swa):
+        assert [approx(0.2)] * 4 == rates[:4]
+        assert [approx(0.1)] * 4 == rates[-4:]
+
+
+class StepsEarly(Scheduled):
+    """Steps a scheduler of its own in the forward."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        self.kept.step()
+        return super().training_step(batch, batch_idx)
+
+
+def steps_early() -> None:
+    module = StepsEarly("ExponentialLR", outside=True)
+    make_trainer(GradAvgStrategy(lr_scaling="linear"), **TRAINER).fit(module)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_scheduler_within_a_step_is_refused(world):
+    """One that steps where groups hold scaled values would compute with them: an error on all ranks, with advice."""
+    for error in world(2).run_expecting_errors(steps_early):
+        assert "RuntimeError" == error.type_name
+        assert error.message.startswith("a ExponentialLR stepped between the arrival of a batch and")
+        assert "Step it after the optimizer, as in on_train_batch_end" in error.message
 
 
 def run_scheduled_window() -> Any:

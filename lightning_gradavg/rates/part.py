@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_gradavg.lightning_internals import finds_learning_rate
+from lightning_gradavg.lightning_internals import TrainingLoop, finds_learning_rate, last_rates
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.rates.groups import LearningRates
 from lightning_gradavg.rates.recipe import RunRecipe
@@ -33,9 +36,11 @@ class Rates(Part):
         self._sizes: list[int | None] = []
         self._accumulation = 1
         self._loaded: Saved | None = None
+        self._optimizers: Sequence[Optimizer] = ()
 
-    def setup_optimizers(self, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
-        """Take the optimizers of the run, and the schedulers that Lightning steps."""
+    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Take the optimizers of the run."""
+        self._optimizers = optimizers
 
     def prepare_loaders(self, stage: str) -> None:
         """Forget the sizes of earlier training loaders."""
@@ -50,33 +55,41 @@ class Rates(Part):
         self._accumulation = accumulation
         self.recipe.set_batch(self._sizes, world_size=self.run.world.size, accumulation=accumulation)
 
-    def begin(self, schedulers: Sequence[Any], accumulation: int) -> list[str]:
+    def begin(self, accumulation: int) -> list[str]:
         """Begin training, and return what does not fit together in the recipe.
+
+        Args:
+            accumulation: Loader batches per optimizer step.
 
         Raises:
             ValueError: If the checkpoint that is resumed was trained under another recipe.
         """
-        self.follow(schedulers, accumulation)
+        self._follow(accumulation)
         self._compare()
         return self.recipe.contradictions(self.run.num_nodes)
 
-    def follow(self, schedulers: Sequence[Any], accumulation: int) -> None:  # for those who scale
-        """Follow what may have changed since the last batch.
+    def arrive(self, batch: Any, accumulation: int) -> None:
+        """Begin a batch: follow what may have changed since the last one."""
+        self._follow(accumulation)
 
-        Args:
-            schedulers: Those that Lightning steps.
-            accumulation: Loader batches per optimizer step.
-        """
+    def _follow(self, accumulation: int) -> None:
         if accumulation != self._accumulation:
             self._set_batch(accumulation)
 
-    def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:  # likewise
+    def end(self) -> None:
+        """End a step in which something failed."""
+
+    def learning_rates(self) -> tuple[float, ...]:
+        """Return those that the step in progress uses, or else the next one, of every group of every optimizer."""
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return tuple(float(group["lr"]) for group in groups if "lr" in group)
+
+    def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state as it is saved."""
         return state
 
-    def load_optimizers(self, saved: Saved | None, load: Callable[[], None]) -> None:  # likewise
-        """Have optimizers load their states."""
-        load()
+    def load_optimizers(self, saved: Saved | None) -> None:
+        """Go on from a checkpoint, whose states of optimizers are about to be loaded."""
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save the recipe."""
@@ -107,87 +120,184 @@ class Rates(Part):
 
 
 class ScaledRates(Rates):
-    """Has optimizers hold effective learning rates, and their schedulers compute in base units."""
+    """Has optimizers hold effective learning rates from the arrival of a batch until they have stepped.
+
+    In manual optimization, where the user decides when a step begins, they hold them until `training_step` begins, and
+    within every `step`.
+    """
 
     def __init__(self, recipe: RunRecipe, *, allow_change: bool) -> None:
         super().__init__(recipe, allow_change=allow_change, may_differ=False)
         self._rates = LearningRates(recipe.lr_scaling, recipe.lr_warmup_steps)
         self._finds_lr = False
+        self._schedulers: dict[LRScheduler, Any] = {}
+        self._hook, self._monitors = ExitStack(), ExitStack()
 
     def setup(self, run: Run) -> None:
         """Let go of an earlier run: not at its end, after which a checkpoint can still be saved."""
         super().setup(run)
-        self._rates.detach()
+        self.end()
+        self._rates.attach(())
 
-    def setup_optimizers(self, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
-        """Let the optimizers hold effective values, and their schedulers compute in base units."""
-        self._optimizers = optimizers
+    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Take the optimizers, whose groups hold base values."""
+        super().setup_optimizers(optimizers)
         self._rates.attach(optimizers)
-        self._watch([*schedulers, *self._kept_by_user()])
 
     def _set_batch(self, accumulation: int) -> None:
         super()._set_batch(accumulation)
         self._rates.set_scale(self.recipe.batch.scale)
 
-    def begin(self, schedulers: Sequence[Any], accumulation: int) -> list[str]:
-        """Begin training, and return what does not fit together in the recipe."""
-        messages = super().begin(schedulers, accumulation)
-        self._watch(self._kept_by_user())
-        return messages
-
-    def follow(self, schedulers: Sequence[Any], accumulation: int) -> None:
-        """Follow the window, new schedulers, and Lightning's search for a learning rate."""
+    def _follow(self, accumulation: int) -> None:
         found, self._finds_lr = self._finds_lr, finds_learning_rate(self.run.trainer)
         if found and not self._finds_lr:
             # The learning rate was found with this global batch: scaling it again would count the batch twice.
             self.recipe.found_here()
             self._set_batch(accumulation)
-        super().follow(schedulers, accumulation)
-        # A callback may have replaced a scheduler, as StochasticWeightAveraging does.
-        self._watch(schedulers)
+        super()._follow(accumulation)
 
-    def _watch(self, schedulers: Iterable[Any]) -> None:
-        for scheduler in schedulers if not self._finds_lr else ():
-            self._rates.watch(scheduler)
+    def arrive(self, batch: Any, accumulation: int) -> None:
+        """Begin a batch, and with it a step."""
+        # Callbacks may move batches at any time; of a batch that is None Lightning calls no hook.
+        if not TrainingLoop(self.run.trainer.fit_loop).between_batches or batch is None:
+            return
+        self._end()
+        super().arrive(batch, accumulation)
+        self._schedulers = {scheduler: last_rates(scheduler) for scheduler in self._known_schedulers()}
+        self._begin()
+        self._heed_skipping()
 
-    def _kept_by_user(self) -> Iterator[LRScheduler]:
-        """Yield the schedulers that the module or a callback keeps, to step them itself."""
-        callbacks = self.run.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        values = chain.from_iterable(vars(owner).values() for owner in (self.run.module, *callbacks))
-        for item in chain.from_iterable(value if isinstance(value, list) else [value] for value in values):
+    def _known_schedulers(self) -> Iterator[LRScheduler]:
+        """Yield the schedulers that Lightning steps, and those that the module or a callback keeps."""
+        trainer = self.run.trainer
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        kept = chain.from_iterable(vars(owner).values() for owner in (self.run.module, *callbacks))
+        items = chain.from_iterable(value if isinstance(value, list) else [value] for value in kept)
+        for item in chain(items, (config.scheduler for config in trainer.lr_scheduler_configs)):
             if isinstance(item, LRScheduler) and item.optimizer in self._optimizers:
                 yield item
+
+    def _heed_skipping(self) -> None:
+        """End the step of a batch that `on_train_batch_start` skips: Lightning tells nobody, and steps schedulers."""
+        module = self.run.module
+        if not is_overridden("on_train_batch_start", module):
+            return
+        hook = module.on_train_batch_start
+
+        def on_train_batch_start(*args: Any, **kwargs: Any) -> Any:
+            self._hook.close()
+            response = hook(*args, **kwargs)
+            if response == -1:
+                self._end()
+            return response
+
+        self._hook.enter_context(_replaced(module, on_train_batch_start))
+
+    def begin(self, accumulation: int) -> list[str]:
+        """Begin training, and return what does not fit together in the recipe."""
+        messages = super().begin(accumulation)
+        for callback in self.run.trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+            if isinstance(callback, LearningRateMonitor):
+                self._monitors.enter_context(_replaced(callback, self._in_force(callback.on_train_epoch_start)))
+        return messages
+
+    def _in_force(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook that sees effective values, although no step is in progress."""
+
+        def on_train_epoch_start(*args: Any, **kwargs: Any) -> None:
+            self._begin()
+            try:
+                hook(*args, **kwargs)
+            finally:
+                self._rates.end()
+
+        return on_train_epoch_start
+
+    def _begin(self) -> None:
+        if not self._finds_lr:
+            self._rates.begin()
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Surround a training step, within an optimizer step or not, as where the window goes on."""
+        if not self.run.module.automatic_optimization:
+            self._end()
+        else:
+            self._begin()
+        try:
+            yield
+        finally:
+            self._end()
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         """Have a step use effective values, and count it."""
         if self._finds_lr:
             return step()
-        self._rates.refresh()
-        result = step()
-        self._rates.advance(optimizer)
+        with self._rates.step(optimizer):
+            result = step()
+        self._end()
         return result
+
+    def _end(self) -> None:
+        """End what is not within an optimizer step."""
+        self._rates.end()
+        if self._rates.in_progress:
+            return
+        stepped = [type(each).__name__ for each, last in self._schedulers.items() if last_rates(each) is not last]
+        self._schedulers = {}
+        if stepped:
+            raise RuntimeError(
+                f"a {stepped[0]} stepped between the arrival of a batch and the end of the optimizer's step, where"
+                " parameter groups hold the learning rate as lr_scaling has scaled it. Step it after the optimizer, as"
+                " in on_train_batch_end, or return it from configure_optimizers."
+            )
+
+    def end(self) -> None:
+        """End a step in which something failed."""
+        self._hook.close()
+        self._schedulers = {}
+        self._rates.end()
+
+    def learning_rates(self) -> tuple[float, ...]:
+        """Return those that the step in progress uses, or else the next one, of every group of every optimizer."""
+        return tuple(float(lr) for optimizer in self._optimizers for lr in self._rates.of(optimizer))
 
     def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state with base values in it."""
         return self._rates.base_state_dict(optimizer, state) if state else state
 
-    def load_optimizers(self, saved: Saved | None, load: Callable[[], None]) -> None:
-        """Have optimizers load their states, which hold base values, and go on with effective ones."""
+    def load_optimizers(self, saved: Saved | None) -> None:
+        """Go on with the warm-up where the checkpoint's run was."""
         warmed_up = (saved or {}).get("rates")
         if warmed_up is not None:
             self._rates.load_state_dict(warmed_up)
-        load()
-        for optimizer in self._optimizers:
-            self._rates.reload(optimizer)
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save the recipe, and how far the warm-up is."""
         super().save(saved, checkpoint)
         saved["rates"] = self._rates.state_dict()
 
+    def teardown(self) -> None:
+        """Let go of callbacks."""
+        self._monitors.close()
+
     def describe(self) -> str:
-        """Return the scale, and what it makes of the learning rate."""
-        return f"; scale {self.recipe.batch.scale:g}, learning rate x {self.recipe.lr_scale:g}"
+        """Return the scale, and what it makes of the learning rates."""
+        rates = ", ".join(f"{lr:g}" for lr in dict.fromkeys(self.learning_rates()))
+        return f"; scale {self.recipe.batch.scale:g}, learning rate x {self.recipe.lr_scale:g}, at first {rates}"
+
+
+@contextmanager
+def _replaced(owner: Any, hook: Callable[..., Any]) -> Iterator[None]:
+    """Have an object call a function instead of its hook of that name."""
+    own, name = vars(owner), hook.__name__
+    before = {name: own[name]} if name in own else {}
+    own[name] = hook
+    try:
+        yield
+    finally:
+        del own[name]
+        own.update(before)
 
 
 def rates_of(recipe: RunRecipe, *, allow_change: bool, may_differ: bool) -> Rates:

@@ -1,17 +1,17 @@
 """Learning rate and batch size: what a change of the global batch asks of the optimizer.
 
-The *scale* `k = B / B0` is the ratio of the global batch `B`, all samples of one optimizer step over ranks and window,
-to the base batch `B0` that the learning rate was tuned for. A *scaling* is a choice of the factor `f(k)` of the
-learning rate.
+The *scale* `k = B / B0` is the ratio of the global batch, all samples of one optimizer step over ranks and window, to
+the base batch that the learning rate was tuned for. A *scaling* is a choice of the factor `f(k)` of the learning rate.
+All suppose a gradient that is a mean over the global batch.
 
 Sources: linear and gradual warm-up, Goyal et al. 2017 (arXiv 1706.02677); square root, Krizhevsky 2014 (arXiv
-1404.5997); Adam and RMSprop, Malladi et al. 2022 (arXiv 2205.10287). All suppose a gradient that is a mean over
-the global batch.
+1404.5997); Adam and RMSprop, Malladi et al. 2022 (arXiv 2205.10287).
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -63,14 +63,10 @@ def _one(scale: float) -> float:
     return 1.0
 
 
-def _itself(scale: float) -> float:
-    return scale
-
-
 SCALINGS: Mapping[str, Scaling] = MappingProxyType(
     {
         "none": Scaling("none", _one, False, "lr"),
-        "linear": Scaling("linear", _itself, False, "k * lr"),
+        "linear": Scaling("linear", operator.pos, False, "k * lr"),
         "sqrt": Scaling("sqrt", math.sqrt, False, "sqrt(k) * lr"),
         "adam_sde": Scaling("adam_sde", math.sqrt, True, "sqrt(k) * lr, 1 - k * (1 - beta), eps / sqrt(k)"),
     }
@@ -154,12 +150,9 @@ def _smoothing(hyperparameters: Mapping[str, Any]) -> dict[str, float]:
 
 
 def scale_limit(hyperparameters: Mapping[str, Any]) -> Fraction:
-    """Return the scale that `lr_scaling="adam_sde"` must stay below: 1 / (1 - the smallest smoothing constant).
+    """Return the scale that `"adam_sde"` must stay below, 1 / (1 - the smallest smoothing constant), but for scale 1.
 
-    It is exact: 10 for `betas=(0.9, 0.999)`, 100 for RMSprop's `alpha=0.99`. Scale 1 is feasible whatever the limit.
-
-    Args:
-        hyperparameters: An optimizer's parameter group, with `betas` or `alpha`, and `eps`.
+    It is exact: 10 for `betas=(0.9, 0.999)`, 100 for RMSprop's `alpha=0.99`.
 
     Raises:
         ValueError: If the parameter group is not one of Adam or RMSprop, or a smoothing constant is not in [0, 1).
@@ -184,24 +177,19 @@ def _sde_smoothing(scale: float, hyperparameters: Mapping[str, Any]) -> dict[str
 def scaled_hyperparameters(
     lr_scaling: str | ScaleFunction | Scaling, scale: float, hyperparameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the hyperparameters that `lr_scaling` governs, at `scale`.
+    """Return the hyperparameters that `lr_scaling` governs, at `scale`, by name.
 
     `"adam_sde"` keeps the stochastic differential equation of Adam or RMSprop (Malladi et al. 2022, arXiv 2205.10287):
     lr' = sqrt(k) * lr, 1 - beta' = k * (1 - beta) for every beta (RMSprop: `alpha`), eps' = eps / sqrt(k) with eps
     outside the square root as in `torch.optim`. Weight decay is not part of it: see `decoupled_weight_decay`.
 
-    Applying `k` and then `1 / k` returns the original values to 1e-15 relative. The exception is a smoothing constant
-    taken to `k < 1` first: it moves so near to 1 that float64 itself leaves an error of up to 1e-15 / k.
+    Applying `k` and then `1 / k` returns the original values to 1e-15 relative, but for a smoothing constant that was
+    taken to `k < 1` first: so near to 1 float64 itself leaves an error of up to 1e-15 / k.
 
     Args:
         lr_scaling: A key of `SCALINGS`, a function `scale -> factor`, or a `Scaling`.
         scale: Global batch over base batch, finite and > 0.
-        hyperparameters: An optimizer's parameter group in base units. `lr` is needed; `"adam_sde"` also needs `betas`
-            (Adam) or `alpha` (RMSprop), and `eps`. Other keys are ignored.
-
-    Returns:
-        The new values by name: nothing for `"none"`, `lr` for `"linear"`, `"sqrt"` and functions, and `lr`, `eps` and
-        `betas` or `alpha` for `"adam_sde"`. At scale 1 the values of a named scaling are the given ones.
+        hyperparameters: An optimizer's parameter group with base values.
 
     Raises:
         ValueError: If `lr` is missing; if `"adam_sde"` meets an optimizer without smoothing constants, or a scale of
@@ -234,8 +222,7 @@ def warmup_factor(factor: float, step: int, warmup_steps: int) -> float:
 def scaled_steps(steps: int, scale: float) -> int:
     """Return how many steps at `scale` see as many samples as `steps` base steps: steps / k, rounded half up.
 
-    This holds for everything that is counted in steps: the length of a schedule, its milestones and its warm-up
-    (Goyal et al. 2017; Malladi et al. 2022 for SDE time). At least 1, unless `steps` is 0.
+    This holds for a schedule's length, milestones and warm-up. At least 1, unless `steps` is 0.
 
     Raises:
         ValueError: If `steps` is negative, or `scale` is not finite and > 0.
@@ -247,10 +234,8 @@ def scaled_steps(steps: int, scale: float) -> int:
 def decoupled_weight_decay(weight_decay: float, scale: float, factor: float) -> float:
     """Return the decoupled weight decay that keeps the decay per sample: weight_decay * k / f.
 
-    A derivation of this project and not in any of the cited papers. An AdamW step decays the weights by
-    lr * weight_decay, and one step at scale k stands for k base steps, so lr' * weight_decay' = k * lr * weight_decay.
-    With `"linear"` that is the unchanged value, as Goyal et al. 2017 keep it; with `"sqrt"` and `"adam_sde"` it grows
-    by sqrt(k).
+    A derivation of this project, in none of the cited papers. An AdamW step decays the weights by lr * weight_decay,
+    and one step at scale k stands for k base steps, so lr' * weight_decay' = k * lr * weight_decay.
     """
     return weight_decay * scale / factor
 
@@ -282,12 +267,7 @@ def global_batch_size(
 ) -> int:
     """Return the samples of one optimizer step, over ranks and window.
 
-    Args:
-        loader_batch_size: The `batch_size` of the `DataLoader`.
-        world_size: Ranks that take a batch of their own from the loader.
-        accumulate_grad_batches: Loader batches per optimizer step and rank. The micro-batches into which
-            `max_device_batch_size` cuts a loader batch do not count: they hold the same samples.
-        split_batches: True where all ranks share each loader batch; the world size then does not enter.
+    With `split_batches` the ranks share each loader batch, and their number does not enter.
 
     Raises:
         ValueError: If a count is below 1.
@@ -311,9 +291,7 @@ def batch_scale(
     """Return the global batch of a run, counted as in `global_batch_size`, and the base batch.
 
     Without `base_batch_size` the base run is this script, with the same loader and accumulation, on `base_world_size`
-    ranks: where every rank has its own loader batch the scale is world_size / base_world_size, and with
-    `split_batches` it is 1, because there the global batch does not depend on the number of ranks. Only
-    `base_batch_size`, which wins over `base_world_size`, can say that the base run accumulated differently.
+    ranks: the scale is world_size / base_world_size, and with `split_batches` 1.
 
     Raises:
         ValueError: If a count is below 1, or `base_world_size` is given for a run with `split_batches`, where it could
@@ -343,15 +321,9 @@ def contradictions(
 
     - `"counted_twice"`: a summed gradient grows with the batch by itself, `"sum"` by the scale, `"mean_of_node_sums"`
       by the batch of a node, `"sum_of_node_means"` by the number of nodes; a scaled learning rate counts that again.
-      Other rules, a user's own among them, are taken to be means. The base run is taken to be one on a single node.
+      Other rules are taken to be means, and the base run to be one on a single node.
     - `"unchanged_batch"`: the global batch is the base batch, so that there is nothing to scale.
     - `"base_above_global"`: the base batch is the larger one, so that the learning rate becomes smaller.
-
-    Args:
-        rule_name: `Rule.name` of the reduction.
-        lr_scaling: A key of `SCALINGS`, a function `scale -> factor`, or a `Scaling`; with `"none"` all fits.
-        batch: What `batch_scale` returns.
-        nodes: Nodes of this run.
     """
     scaling = resolve_scaling(lr_scaling)
     scale, factor = batch.scale, scale_factor(scaling, batch.scale)

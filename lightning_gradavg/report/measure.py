@@ -8,35 +8,31 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from lightning_gradavg.reduction.sums import SUM_DTYPES, as_real
+from lightning_gradavg.reduction.sums import SUM_DTYPES
 
 __all__ = ["LocalGradients", "squared_norm"]
 
 
 class LocalGradients:
-    """Sees every parameter's accumulated gradient during a backward, before DDP takes it to the other ranks.
+    """Measures every parameter's accumulated gradient during a backward, before DDP takes it to the other ranks.
 
     A hook that torch runs within `AccumulateGrad` comes before DDP's own, which runs after it. Nothing is changed.
 
     Args:
         parameters: The parameters.
-        copies: Whether to keep copies, for the angle to the reduced gradient; without, only norms are kept.
         accumulated: Whether the parameters hold the gradients of earlier micro-batches of the window.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, copies: bool, accumulated: bool) -> None:
-        self._parameters = parameters
-        self._copies = copies
-        self._accumulated = accumulated
-        self._seen: dict[nn.Parameter, Tensor] = {}
+    def __init__(self, parameters: Sequence[nn.Parameter], *, accumulated: bool) -> None:
+        self._parameters, self._accumulated = parameters, accumulated
+        self._squares: dict[Tensor, Tensor] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> None:
-        if self._accumulated:
-            # For the parameters that this backward does not reach.
-            for parameter in self._parameters:
+        for parameter in self._parameters:
+            if self._accumulated:  # for the parameters that this backward does not reach
                 self._see(parameter)
-        self._handles = [parameter.register_post_accumulate_grad_hook(self._see) for parameter in self._parameters]
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._see))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -45,21 +41,12 @@ class LocalGradients:
             handle.remove()
 
     def _see(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
         if parameter.grad is not None:
-            gradient = parameter.grad.detach()
-            self._seen[parameter] = gradient.clone() if self._copies else squared_norm([gradient])
+            self._squares[parameter] = squared_norm([parameter.grad.detach()])
 
     def squared_norm(self, device: torch.device) -> Tensor:
         """Return the squared norm over all parameters, a 0-dim float64 tensor on `device`."""
-        if self._copies:
-            return squared_norm(self._seen.values(), device)
-        return _total(self._seen.values(), device)
-
-    def product(self, device: torch.device) -> Tensor:
-        """Return the inner product of the copies with the gradients that the parameters have now, a float64 tensor."""
-        pairs = ((local, parameter.grad) for parameter, local in self._seen.items())
-        return _total((_product(local, now) for local, now in pairs if now is not None), device)
+        return _total(self._squares.values(), device)
 
 
 def squared_norm(gradients: Iterable[Tensor | None], device: torch.device | None = None) -> Tensor:
@@ -77,10 +64,3 @@ def _norm(gradient: Tensor) -> Tensor:
         gradient = gradient.coalesce().values()
     norm: Tensor = torch.linalg.vector_norm(gradient, dtype=SUM_DTYPES[gradient.dtype])
     return norm
-
-
-def _product(one: Tensor, other: Tensor) -> Tensor:
-    if one.is_sparse or other.is_sparse:
-        return (one * other).coalesce().values().double().sum()
-    one, other = (as_real(tensor.to(SUM_DTYPES[tensor.dtype])).reshape(-1) for tensor in (one, other))
-    return torch.dot(one, other).double()

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from lightning_gradavg.part import Part, Run
-from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction.loss import WeighedLoss, loss_terms
-from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Window
+from lightning_gradavg.reduction.weigh import WeighedLoss
+from lightning_gradavg.reduction.weights import WHOLE_LOSS, MicroBatch, loss_terms
+from lightning_gradavg.reduction.window import Window
 from lightning_gradavg.report.measure import LocalGradients, squared_norm
-from lightning_gradavg.report.rank_measurement import (
-    ObservedMicroBatch,
-    RankMeasurement,
-    measure_rank,
-    spread_of,
-    term_reports,
-)
-from lightning_gradavg.report.report import StepReport
-from lightning_gradavg.rules import RULES, Rule
-from lightning_gradavg.timers import DDPTimers
+from lightning_gradavg.report.report import ObservedMicroBatch, RankMeasurement, StepReport, measure_rank
+from lightning_gradavg.rules import Rule
 from lightning_gradavg.tree import batch_samples
 
 __all__ = ["Reports"]
@@ -36,16 +27,12 @@ class _Observation:
     """An optimizer step that is being observed.
 
     Attributes:
-        copies: Whether to keep copies of the local gradients.
-        timers: DDP's own, started.
         losses: What is known of losses, by the identity of their weighed form.
         micro_batches: What is known of those whose backward has been, and
         weights: their weights.
         local: The local gradients of the last backward.
     """
 
-    copies: bool
-    timers: DDPTimers
     losses: dict[int, ObservedMicroBatch] = field(default_factory=dict)
     micro_batches: list[ObservedMicroBatch] = field(default_factory=list)
     weights: list[MicroBatch] = field(default_factory=list)
@@ -62,7 +49,7 @@ class Reports(Part):
 
     def __init__(self, rule: Rule, *, crosses_ranks: bool) -> None:
         self._rule, self._crosses_ranks = rule, crosses_ranks
-        self._asked_copies: bool | None = None
+        self._asked = False
         self._observation: _Observation | None = None
         self._within_window = False
         self._report: StepReport | None = None
@@ -72,14 +59,14 @@ class Reports(Part):
         super().setup(run)
         self._observation, self._within_window = None, False
 
-    def observe_next_step(self, *, copies: bool) -> None:
+    def observe_next_step(self) -> None:
         """Observe the step whose window begins next."""
-        self._asked_copies = copies
+        self._asked = True
 
     @property
     def observing(self) -> bool:
         """Whether a step that was asked for has not been reported yet."""
-        return self._asked_copies is not None or self._observation is not None
+        return self._asked or self._observation is not None
 
     def report(self) -> StepReport:
         """Return what was observed of the last observed step, the same on all ranks.
@@ -95,18 +82,13 @@ class Reports(Part):
         return self._report
 
     def begin_step(self) -> None:
-        """Begin to observe where that is asked for: before the forward, at which DDP decides whether it takes times."""
-        copies = self._asked_copies
-        if copies is not None and not self._within_window and self.run.model is not None:
-            self._observation, self._asked_copies = _Observation(copies, DDPTimers(self.run.model)), None
-            self._observation.timers.start()
+        """Begin to observe where that is asked for."""
+        if self._asked and not self._within_window and self.run.model is not None:
+            self._observation, self._asked = _Observation(), False
 
     def postpone(self) -> None:
         """Observe the next step instead of one that is left out."""
-        observation, self._observation = self._observation, None
-        if observation is not None:
-            observation.timers.stop()
-            self._asked_copies = observation.copies
+        self._asked, self._observation = self.observing, None
 
     def weighed(self, loss: Any, weighed: WeighedLoss, samples: float | None, batch: Any) -> None:
         """Note a loss that was weighed.
@@ -147,13 +129,11 @@ class Reports(Part):
         if not last:
             yield
             return
-        several = len(observation.weights) > 1
-        observation.local = LocalGradients(self._parameters, copies=observation.copies, accumulated=several)
+        observation.local = LocalGradients(self._parameters, accumulated=len(observation.weights) > 1)
         try:
             with observation.local:
                 yield
         except BaseException:
-            observation.timers.stop()
             self._observation = None
             raise
 
@@ -166,83 +146,26 @@ class Reports(Part):
         """Whether a step is observed whose last backward has been."""
         return self._observation is not None and self._observation.local is not None
 
-    def end_window(self, closed: tuple[Window, float] | None, optimizers: Sequence[Optimizer], **facts: Any) -> None:
+    def end_window(self, window: Window, *, loss_scale: float, **facts: Any) -> None:
         """Report the step, with its gradients reduced and nothing added to them. A collective operation if observed.
 
         Args:
-            closed: The window, and what its losses were divided by; None under stock DDP.
-            optimizers: Those of the run.
-            facts: `lr_scale`, and `loss_scale`: what the losses were multiplied by for half precision.
+            window: The window.
+            loss_scale: What the losses were multiplied by for half precision.
+            facts: `learning_rates` and `lr_scale`.
         """
         observation, self._observation = self._observation, None
         if observation is None or observation.local is None:
             return
-        device, local = self.run.device, observation.local
-        window, divisor = self._window_of(observation, closed)
-        total = squared_norm([parameter.grad for parameter in self._parameters], device)
-        loss_scale = facts["loss_scale"] ** 2
-        measured = measure_rank(
-            window,
-            observation.micro_batches[-window.length :],
-            divisor=divisor,
-            squared_norm=float(local.squared_norm(device)) / loss_scale,
-            product=float(local.product(device)) / loss_scale if observation.copies else math.nan,
-            communication=observation.timers.read(),
-        )
-        rows = World.of(self.run.ddp.process_group).gather_floats(measured.pack())
-        ranks = [RankMeasurement.unpack(row, len(window.terms)) for row in rows]
-        self._report = self._report_of(
-            window.terms, ranks, float(total) / loss_scale, observation.copies, optimizers, facts["lr_scale"]
-        )
-
-    def _window_of(self, observation: _Observation, closed: tuple[Window, float] | None) -> tuple[Window, float]:
-        """Return the window that was just reduced, and what its losses were divided by."""
-        by_hand = self._rule == RULES["mean"] and not self.run.module.automatic_optimization
-        if closed is None:
-            window = Window(self._rule, self.run.places, World.of(self.run.ddp.process_group).rank)
-            for micro_batch in observation.weights:
-                window.add(micro_batch)
-            closed = window, window.length if by_hand else self.run.trainer.accumulate_grad_batches
-        window, divisor = closed
-        if by_hand:
-            observation.micro_batches = [
-                ObservedMicroBatch(_times(seen.losses, window.length), seen.samples)
-                for seen in observation.micro_batches
+        device, seen = self.run.device, observation.micro_batches[-window.length :]
+        if window.loss_divisor is None:
+            seen = [
+                ObservedMicroBatch({name: loss * window.length for name, loss in each.losses.items()}, each.samples)
+                for each in seen
             ]
-        return window, divisor
-
-    def _report_of(
-        self,
-        names: tuple[str, ...],
-        ranks: list[RankMeasurement],
-        total: float,
-        has_cosines: bool,
-        optimizers: Sequence[Optimizer],
-        lr_scale: float,
-    ) -> StepReport:
-        norm, own = math.sqrt(total), [math.sqrt(rank.squared_norm) for rank in ranks]
-        products = [(rank.product, norm * length) for rank, length in zip(ranks, own, strict=True)]
-        cosines = tuple(product / lengths if lengths > 0 else math.nan for product, lengths in products)
-        times = tuple(rank.communication for rank in ranks)
-        return StepReport(
-            step=self.run.trainer.global_step,
-            rule=self._rule.name,
-            formula=self._rule.formula,
-            terms=term_reports(names, ranks),
-            world_size=len(ranks),
-            micro_batches=tuple(int(rank.micro_batches) for rank in ranks),
-            samples=tuple(None if math.isnan(rank.samples) else rank.samples for rank in ranks),
-            gradient_norm=norm,
-            local_gradient_norms=tuple(own),
-            cosines=cosines if has_cosines else None,
-            learning_rates=tuple(
-                float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group
-            ),
-            lr_scale=lr_scale,
-            communication=times if all(time.total for time in times) else None,
-            spread=None if self._crosses_ranks else spread_of(ranks, total),
-        )
-
-
-def _times(losses: Mapping[str, Tensor], factor: int) -> dict[str, Tensor]:
-    return {name: loss * factor for name, loss in losses.items()}
+        total = float(squared_norm([parameter.grad for parameter in self._parameters], device)) / loss_scale**2
+        own = float(observation.local.squared_norm(device)) / loss_scale**2
+        measured = measure_rank(window, seen, divisor=float(window.divided_by), squared_norm=own)
+        rows = window.world.gather_floats(measured.pack())
+        ranks = [RankMeasurement.unpack(row, len(window.terms)) for row in rows]
+        self._report = StepReport.of(self._rule, window.terms, ranks, total, step=self.run.trainer.global_step, **facts)

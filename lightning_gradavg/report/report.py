@@ -8,14 +8,23 @@ them, over the ranks and with the whole accumulation window of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from lightning_gradavg.report.noise import GradientSpread
-from lightning_gradavg.timers import Communication
+from torch import Tensor
 
-__all__ = ["StepReport", "TermReport"]
+from lightning_gradavg.reduction.weights import MOST_TERMS, WHOLE_LOSS
+from lightning_gradavg.reduction.window import Window
+from lightning_gradavg.rules import Rule, Share
 
+__all__ = ["SUMMED_LOSSES", "ObservedMicroBatch", "RankMeasurement", "StepReport", "TermReport", "measure_rank"]
+
+SUMMED_LOSSES = ("sum", "normalized_sum", "mean_of_node_sums")
+"""The rules that are meant for losses that are sums over the samples; every other is for means."""
+
+_PER_TERM = 4
 _VALUES_SHOWN = 16
 
 
@@ -40,7 +49,7 @@ class TermReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What was observed of one optimizer step, the same on all ranks. As text it has no times: a rerun prints it again.
+    """What was observed of one optimizer step, the same on all ranks, and in a rerun.
 
     Attributes:
         step: `trainer.global_step` before the step.
@@ -54,12 +63,8 @@ class StepReport:
         local_gradient_norms: Norm of each rank's own gradient `g_r`: of the mean over its window, each micro-batch with
             its multiplier, or of the sum under the rules that are meant for sum losses. Where the loss has several
             terms there is no such gradient: it is that of the rank's summand of `g`, times the number of ranks.
-        cosines: Of the angle between each rank's own gradient and the reduced one; None where they were not asked for,
-            NaN where a norm is 0.
         learning_rates: In force at the step, of every parameter group of every optimizer.
         lr_scale: What `lr_scaling` multiplies the learning rate by after the warm-up.
-        communication: Of each rank's last backward, by DDP's timers; None where DDP kept no times.
-        spread: What the noise scale is estimated from; None where the batch sizes or the local gradients are not known.
     """
 
     step: int
@@ -71,11 +76,33 @@ class StepReport:
     samples: tuple[float | None, ...]
     gradient_norm: float
     local_gradient_norms: tuple[float, ...]
-    cosines: tuple[float, ...] | None
     learning_rates: tuple[float, ...]
     lr_scale: float
-    communication: tuple[Communication, ...] | None
-    spread: GradientSpread | None
+
+    @classmethod
+    def of(
+        cls, rule: Rule, names: Sequence[str], ranks: Sequence[RankMeasurement], squared_norm: float, **facts: Any
+    ) -> StepReport:
+        """Return the report that the measurements of all ranks make.
+
+        Args:
+            rule: The reduction rule.
+            names: Those of the loss terms.
+            ranks: The measurements, in the order of the ranks.
+            squared_norm: `|g|^2`.
+            facts: `step`, `learning_rates` and `lr_scale`.
+        """
+        return cls(
+            rule=rule.name,
+            formula=rule.formula,
+            terms=tuple(_term(name, [rank.terms[index] for rank in ranks]) for index, name in enumerate(names)),
+            world_size=len(ranks),
+            micro_batches=tuple(int(rank.micro_batches) for rank in ranks),
+            samples=tuple(None if math.isnan(rank.samples) else rank.samples for rank in ranks),
+            gradient_norm=math.sqrt(squared_norm),
+            local_gradient_norms=tuple(math.sqrt(rank.squared_norm) for rank in ranks),
+            **facts,
+        )
 
     @property
     def loss(self) -> float:
@@ -115,38 +142,113 @@ class StepReport:
         return self.terms[0]
 
     def __str__(self) -> str:
-        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
-        lines = [f"step {self.step}: reduction={self.rule!r}, g = {self.formula}, {ranks}"]
-        rows: list[tuple[str, str]] = []
-        for term in self.terms:
-            of_term = f" of {term.name}" if term.name else ""
-            rows += [
-                (f"loss{of_term}", _number(term.loss)),
-                (f"weights{of_term}", _numbers(term.weights)),
-                (f"multipliers{of_term}", _numbers(term.multipliers)),
-                (f"Z{of_term}", _number(term.normalizer)),
-            ]
         size = self.global_batch_size
+        rows: list[tuple[str, Any]] = []
+        for term in self.terms:
+            values = {"loss": term.loss, "weights": term.weights, "multipliers": term.multipliers, "Z": term.normalizer}
+            rows += [(f"{name} of {term.name}" if term.name else name, value) for name, value in values.items()]
         rows += [
             ("global batch", "unknown" if size is None else f"{_number(size)} samples"),
-            ("micro-batches", _numbers(self.micro_batches)),
-            ("gradient norm", _number(self.gradient_norm)),
-            ("local gradient norms", _numbers(self.local_gradient_norms)),
+            ("micro-batches", self.micro_batches),
+            ("gradient norm", self.gradient_norm),
+            ("local gradient norms", self.local_gradient_norms),
+            ("learning rates", self.learning_rates),
         ]
-        if self.cosines is not None:
-            rows.append(("cosines to the gradient", _numbers(self.cosines)))
-        rows.append(("learning rates", _numbers(self.learning_rates)))
+        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+        lines = [f"step {self.step}: reduction={self.rule!r}, g = {self.formula}, {ranks}"]
         width = max(len(name) for name, _ in rows)
-        lines += [f"  {name:<{width}}  {text}" for name, text in rows]
-        return "\n".join(lines)
+        return "\n".join(lines + [f"  {name:<{width}}  {_text(value)}" for name, value in rows])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    values = tuple(value) if isinstance(value, Iterable) else (value,)
+    if len(values) <= _VALUES_SHOWN:
+        return ", ".join(map(_number, values))
+    return f"{_number(min(values))} to {_number(max(values))}, {len(values)} values"
 
 
 def _number(value: float) -> str:
     return f"{value:.10g}" if float(value).is_integer() else f"{value:.6g}"
 
 
-def _numbers(values: Iterable[float]) -> str:
-    values = tuple(values)
-    if len(values) <= _VALUES_SHOWN:
-        return ", ".join(map(_number, values))
-    return f"{_number(min(values))} to {_number(max(values))}, {len(values)} values"
+@dataclass(frozen=True)
+class ObservedMicroBatch:
+    """What is known of one micro-batch.
+
+    Attributes:
+        losses: The undivided loss terms by name, detached.
+        samples: Its samples; NaN where the batch does not tell.
+    """
+
+    losses: Mapping[str, Tensor]
+    samples: float
+
+
+class RankMeasurement(NamedTuple):
+    """What one rank tells the others of an observed step, in float64.
+
+    Attributes:
+        micro_batches: Length of its window.
+        samples: Samples of its window; NaN where a batch does not tell.
+        squared_norm: `|g_r|^2`.
+        terms: Of each loss term: the sum of multiplier times loss, `n_r`, `w_r` and `z_r`.
+    """
+
+    micro_batches: float
+    samples: float
+    squared_norm: float
+    terms: tuple[tuple[float, ...], ...]
+
+    def pack(self) -> list[float]:
+        """Return numbers whose count is the same for any loss."""
+        of_terms = [number for term in self.terms for number in term]
+        return [*self[:-1], *of_terms, *[0.0] * (_PER_TERM * MOST_TERMS - len(of_terms))]
+
+    @classmethod
+    def unpack(cls, numbers: Sequence[float], terms: int) -> RankMeasurement:
+        """Return what `pack` packed, of a loss with that many terms."""
+        micro_batches, samples, norm, *rest = numbers
+        of_terms = tuple(tuple(rest[_PER_TERM * index :][:_PER_TERM]) for index in range(terms))
+        return cls(micro_batches, samples, norm, of_terms)
+
+
+def measure_rank(
+    window: Window, micro_batches: Sequence[ObservedMicroBatch], *, divisor: float, squared_norm: float
+) -> RankMeasurement:
+    """Return one rank's measurement.
+
+    The accumulated gradient is `G = S / D` with `S = sum of w_m g_m` over the window, as in
+    `lightning_gradavg.reduction.window`, and the rank's own gradient is `g_r = S / w_r`, with `w_r` the sum of the
+    multipliers for mean losses and their mean for sum losses. With several terms `G` is the rank's summand of `g`
+    times the number of ranks already.
+
+    Args:
+        window: The rank's window.
+        micro_batches: What is known of its micro-batches, in order.
+        divisor: `D`, what the losses were divided by.
+        squared_norm: `|G|^2`.
+    """
+    terms = []
+    for name in window.terms:
+        shares = [Share(*map(float, share)) for share in window.shares(name)]
+        multipliers = [share.multiplier for share in shares]
+        loss = sum(w * float(seen.losses[name]) for w, seen in zip(multipliers, micro_batches, strict=True) if w > 0)
+        weight = sum(float(micro_batch.weights.get(name, 0.0)) for micro_batch in window.micro_batches)
+        multiplier = sum(multipliers) / (len(multipliers) if window.rule.name in SUMMED_LOSSES else 1)
+        terms.append((loss, weight, multiplier, sum(share.normalizer for share in shares)))
+    factor = 1.0
+    if window.terms == (WHOLE_LOSS,):
+        own = terms[0][2]
+        factor = divisor / own if own > 0 else 0.0
+    # Selected, not multiplied: the gradient of a rank that contributes nothing may be NaN.
+    squared_norm = squared_norm * factor**2 if factor else 0.0
+    return RankMeasurement(window.length, sum(seen.samples for seen in micro_batches), squared_norm, tuple(terms))
+
+
+def _term(name: str, ranks: Sequence[Sequence[float]]) -> TermReport:
+    """Return a loss term from the measurements of all ranks; one that nobody has any weight of is 0."""
+    losses, weights, multipliers, normalizers = zip(*ranks, strict=True)
+    normalizer = sum(normalizers)
+    return TermReport(name, sum(losses) / normalizer if normalizer > 0 else 0.0, weights, multipliers, normalizer)

@@ -1,0 +1,77 @@
+"""How large may the batch become? The gradient noise scale, estimated from what the ranks' gradients already tell.
+
+`python examples/noise_scale.py` trains with two processes that share batches of 9 samples. The noise scale is
+tr(Sigma) / |G|^2, with Sigma the covariance of single samples' gradients and G their mean (McCandlish et al. 2018,
+arXiv 1812.06162). Here it is known: a sample's gradient is the sample itself, drawn around (1, 1, 1, 1) with deviation
+3 in each direction, so that it is 4 * 9 / 4 = 9. Give what you find to `gradavg plan --noise-scale`.
+"""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gradavg import GradAvgStrategy
+
+QUIET: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+
+class NoiseScale(Callback):
+    """Estimates the noise scale in samples, at every n-th step, under a reduction that is the mean over the samples.
+
+    With b_r of B samples on each of W ranks, A = sum(b_r / B |g_r|^2) and N = |g|^2,
+    (A - N) B / (W - 1) is an estimate of tr(Sigma) without bias, and (W N - A) / (W - 1) one of |G|^2. Each of the two
+    is averaged: the mean of their ratios is biased.
+    """
+
+    def __init__(self, every_n_steps: int = 1) -> None:
+        self.every, self.trace, self.squared_gradient, self.asked = every_n_steps, 0.0, 0.0, False
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.global_step % self.every == 0 and not strategy.observing:
+            strategy.observe_next_step()
+            self.asked = True
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        strategy: Any = trainer.strategy
+        if not self.asked or strategy.observing:
+            return
+        self.asked, report = False, strategy.report()
+        norms = [(b, norm) for b, norm in zip(report.samples, report.local_gradient_norms, strict=True) if b]
+        total, ranks, squared = report.global_batch_size, len(norms), report.gradient_norm**2
+        if ranks > 1:  # the gradient of a single rank has no spread
+            mean_of_squares = sum(b / total * norm**2 for b, norm in norms)
+            self.trace += (mean_of_squares - squared) * total / (ranks - 1)
+            self.squared_gradient += (ranks * squared - mean_of_squares) / (ranks - 1)
+
+    def value(self) -> float:
+        """Return the noise scale; NaN while an average is not above 0, which takes more steps."""
+        return self.trace / self.squared_gradient if min(self.trace, self.squared_gradient) > 0 else float("nan")
+
+
+class Linear(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return (batch[0] @ self.w).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def main() -> None:
+    noise, strategy = NoiseScale(), GradAvgStrategy(split_batches=True)
+    samples = 1 + 3 * torch.randn(9 * 1000, 4, generator=torch.Generator().manual_seed(0))
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, callbacks=[noise], **QUIET)
+    trainer.fit(Linear(), DataLoader(TensorDataset(samples), batch_size=9))
+    if trainer.is_global_zero:
+        print(f"noise scale {noise.value():.2f} samples, of {trainer.global_step} steps; by definition 9")
+
+
+if __name__ == "__main__":
+    main()
