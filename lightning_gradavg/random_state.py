@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
+from hashlib import blake2b
 from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["RandomState", "random_state", "restore_random_state", "same_random_state"]
+__all__ = ["RandomState", "forked", "random_state", "restore_random_state", "same_random_state"]
 
 RandomState: TypeAlias = tuple[torch.Tensor, Any, Any]
 """States of torch's, Python's and NumPy's global generators, as values that `torch.load(weights_only=True)` reads."""
@@ -39,3 +40,16 @@ def same_random_state(one: RandomState, other: RandomState) -> bool:
     """Return whether two states draw the same; where one was taken before NumPy was imported, from the other two."""
     same_numpy = None in (one[2], other[2]) or one[2] == other[2]
     return torch.equal(one[0], other[0]) and one[1] == other[1] and same_numpy
+
+
+def forked(state: RandomState, stream: int) -> RandomState:
+    """Return states that follow from that of torch's generator, from which each stream draws numbers of its own."""
+    digest = blake2b(state[0].numpy().tobytes() + str(stream).encode(), digest_size=24).digest()
+    for_torch, for_python, for_numpy = (int.from_bytes(digest[start : start + 8], "little") for start in (0, 8, 16))
+    numpy = sys.modules.get("numpy")
+    words = [for_numpy & 0xFFFFFFFF, for_numpy >> 32]  # NumPy takes words of 32 bits
+    return (
+        torch.Generator().manual_seed(for_torch).get_state(),
+        random.Random(for_python).getstate(),
+        _plain(numpy.random.RandomState(words).get_state(legacy=False)) if numpy else None,
+    )

@@ -1,237 +1,147 @@
-"""DataParallel as Lightning 1.x used it, on one process of the CPU and in plain PyTorch: the reference of
-`GradAvgStrategy(equivalent_to="data_parallel")`. Nothing here is computed by the package.
+"""DataParallel by hand, in plain PyTorch on one process: chunk the batch, call the module on each chunk, take the mean.
 
-Copies between devices are left out of `torch/nn/parallel/{scatter_gather,replicate,data_parallel}.py`; the rest is
-done as there, and checked against it in `test_data_parallel.py`. With one replica it is training on a single device.
+The reference of `equivalent_to="data_parallel"`, and with one replica that of `"single_device"`. Of the package it uses
+the seeds of the replicas' random numbers alone. What a Trainer made of the same modules is noted by `fit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import Strategy
 from ranks import make_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.func import functional_call
+from torch.utils.data import DataLoader
 
-__all__ = [
-    "BATCH_SIZES",
-    "MODELS",
-    "Labels",
-    "Model",
-    "Nested",
-    "NestedRows",
-    "Point",
-    "Run",
-    "assert_same_run",
-    "fit",
-    "gather",
-    "loader",
-    "num_samples",
-    "replicate",
-    "scatter",
-    "train",
-]
+from lightning_gradavg.replicas.random_streams import ReplicaStreams
 
-M = TypeVar("M", bound=nn.Module)
-State = dict[str, Tensor]
+__all__ = ["MODELS", "Numbers", "Rows", "Run", "assert_same_run", "fit", "joined", "loader", "mapped", "train"]
 
-BATCH_SIZES = (16, 15, 5, 1)
-"""Sizes of the loader batches, in turn; 4 replicas get 4 4 4 4, 4 4 4 3, 2 2 1 and 1 samples."""
-
-
-def scatter(batch: Any, num_replicas: int) -> list[Any]:
-    """Return the parts of a batch that replicas get: as `torch.nn.parallel.scatter`, and dataclasses, too.
-
-    There may be fewer than `num_replicas`, as `torch.chunk` makes fewer. What is no tensor is shared.
-    """
-    if isinstance(batch, Tensor):
-        return list(batch.chunk(num_replicas))
-    if is_dataclass(batch) and not isinstance(batch, type):
-        names = [one.name for one in fields(batch)]
-        columns = zip(*(scatter(getattr(batch, name), num_replicas) for name in names), strict=False)
-        return [replace(batch, **dict(zip(names, column, strict=True))) for column in columns]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return [type(batch)(*part) for part in zip(*(scatter(one, num_replicas) for one in batch), strict=False)]
-    if isinstance(batch, (list, tuple)) and batch:
-        return [type(batch)(part) for part in zip(*(scatter(one, num_replicas) for one in batch), strict=False)]
-    if isinstance(batch, dict) and batch:
-        columns = zip(*(scatter(one, num_replicas) for one in batch.values()), strict=False)
-        return [type(batch)(zip(batch, column, strict=True)) for column in columns]
-    return [batch] * num_replicas
-
-
-def replicate(module: M, num_replicas: int) -> list[M]:
-    """Return replicas: their parameters pass gradients on to the module's; those after the first have own buffers."""
-    replicas = []
-    for number in range(num_replicas):
-        parameters = {parameter: parameter.clone() for parameter in module.parameters()}
-        buffers = {buffer: buffer.clone() if number else buffer for buffer in module.buffers()}
-        copies = {one: one._replicate_for_data_parallel() for one in module.modules()}
-        for one, copy in copies.items():
-            for name, child in one._modules.items():
-                copy._modules[name] = None if child is None else copies[child]
-            for name, parameter in one._parameters.items():
-                # A copy is no leaf, so it is a plain attribute of the replica.
-                setattr(copy, name, None if parameter is None else parameters[parameter])
-            for name, buffer in one._buffers.items():
-                copy._buffers[name] = None if buffer is None else buffers[buffer]
-        replicas.append(copies[module])
-    return replicas
-
-
-def gather(outputs: Sequence[Any]) -> Any:
-    """Return the replicas' outputs as one: as `torch.nn.parallel.gather`, after Lightning 1.x made numbers tensors."""
-    first = outputs[0]
-    if first is None:
-        return None
-    if isinstance(first, (bool, int, float)):
-        return torch.tensor(outputs)
-    if isinstance(first, Tensor):
-        return torch.cat([output.reshape(1) if output.ndim == 0 else output for output in outputs])
-    if isinstance(first, dict):
-        return type(first)((key, gather([output[key] for output in outputs])) for key in first)
-    gathered = [gather(column) for column in zip(*outputs, strict=True)]
-    return type(first)(*gathered) if hasattr(first, "_fields") else type(first)(gathered)
-
-
-def num_samples(batch: Any) -> int:
-    """Return the length of the first tensor."""
-    if isinstance(batch, Tensor):
-        return len(batch)
-    for item in batch.values() if isinstance(batch, dict) else batch:
-        if isinstance(item, (Tensor, dict, list, tuple)):
-            return num_samples(item)
-    raise AssertionError(f"no tensor in {batch!r}")
+BATCH_SIZES, SEED = (16, 15, 5, 1), 5
+"""Sizes of the loader batches, in turn; 4 replicas get 4 4 4 4, 4 4 4 3, 2 2 1 and 1 samples. The seed of a run."""
 
 
 @dataclass
 class Run:
-    """What a run showed.
+    """The gradients before each optimizer step; the loss and the buffers of each loader batch; the state in the end."""
 
-    Attributes:
-        gradients: Before each optimizer step, by the parameters' names.
-        losses: The loss of each loader batch.
-        replica_losses: The loss of each replica, per loader batch; empty where the module has a training_step_end.
-        buffers: After each loader batch.
-        weights: After the last step, with the buffers.
-    """
-
-    gradients: list[State] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    replica_losses: list[list[float]] = field(default_factory=list)
-    buffers: list[State] = field(default_factory=list)
-    weights: State = field(default_factory=dict)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+    def note_gradients(self, module: nn.Module) -> None:
+        named = module.named_parameters()
+        self.gradients.append({name: one.grad.to_dense().clone() for name, one in named if one.grad is not None})
+
+    def note_buffers(self, module: nn.Module) -> None:
+        self.buffers.append({name: buffer.clone() for name, buffer in module.named_buffers()})
+
+    def end(self, module: nn.Module) -> Run:
+        self.weights = {name: value.clone() for name, value in module.state_dict().items()}
+        return self
 
 
-class _Loss(NamedTuple):
-    value: Tensor
-    weight: float
-    of_replicas: list[float]
+def mapped(function: Callable[..., Any], *trees: Any) -> Any:
+    """Return nested containers of what a function makes of the tensors and numbers at the same place of each tree."""
+    first = trees[0]
+    if isinstance(first, (Tensor, float, int)):
+        return function(*trees)
+    if isinstance(first, dict):
+        return type(first)((key, mapped(function, *(tree[key] for tree in trees))) for key in first)
+    if isinstance(first, (list, tuple)):
+        items = [mapped(function, *column) for column in zip(*trees, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    return first
 
 
-def _loss(module: Any, batch: Any, batch_idx: int, num_replicas: int, *, mean_of_replicas: bool) -> _Loss:
-    parts = scatter(batch, num_replicas)
-    replicas = replicate(module, len(parts))
-    outputs = [one.training_step(part, batch_idx) for one, part in zip(replicas, parts, strict=True)]
-    if hasattr(module, "training_step_end"):
-        output = module.training_step_end(gather(outputs))
-        return _Loss(output["loss"] if isinstance(output, dict) else output, num_samples(batch), [])
-    outputs = [output if isinstance(output, dict) else {"loss": output} for output in outputs]
-    losses = [output["loss"] for output in outputs]
-    values = [loss.item() for loss in losses]
-    if mean_of_replicas:
-        return _Loss(torch.stack(losses).mean(), 1.0, values)
-    weights = [float(output.get("weight", num_samples(part))) for output, part in zip(outputs, parts, strict=True)]
-    weighted = [weight * loss for weight, loss in zip(weights, losses, strict=True)]
-    return _Loss(torch.stack(weighted).sum() / sum(weights), sum(weights), values)
+class Step(nn.Module):
+    """Has `functional_call` call a training step."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module.training_step(*args)
 
 
-def train(
-    module: LightningModule,
-    batches: Iterable[Any],
-    num_replicas: int,
-    *,
-    epochs: int = 1,
-    accumulate: int = 1,
-    mean_of_replicas: bool = False,
-) -> Run:
-    """Train a module, whose `training_step`, `training_step_end` and `configure_optimizers` are used, with replicas.
+def joined(*outputs: Any) -> Tensor:
+    return torch.cat([torch.atleast_1d(torch.as_tensor(output)) for output in outputs])
 
-    Args:
-        module: The module, which ends with the trained weights.
-        batches: The loader batches of an epoch.
-        num_replicas: R.
-        epochs: Passes over the batches.
-        accumulate: Loader batches of one optimizer step, whose losses are averaged by their weights; at the end of an
-            epoch, the last ones, however few.
-        mean_of_replicas: True for the mean over the replicas' losses, as in Lightning 1.x. Otherwise their mean by
-            their samples, or by the `"weight"` that `training_step` returned.
-    """
-    run = Run()
-    optimizer: Any = module.configure_optimizers()
-    module.train()
-    loader_batches = list(batches)
+
+def train(module: Any, batches: Iterable[Any], replicas: int, *, epochs: int = 1, accumulate: int = 1) -> Run:
+    """Train a module with replicas; windows of loader batches are means by their weights, however short the last."""
+    run, optimizer, loader_batches = Run(), module.configure_optimizers(), list(batches)
+    streams, step, index = ReplicaStreams(SEED, torch.device("cpu")), Step(module.train()), 0
+    vars(module)["log"] = lambda *_, **__: None
     for _ in range(epochs):
         for start in range(0, len(loader_batches), accumulate):
-            optimizer.zero_grad()
-            weights: list[float] = []
+            total, of_all = torch.zeros(()), 0.0
             for batch_idx, batch in enumerate(loader_batches[start : start + accumulate], start):
-                loss = _loss(module, batch, batch_idx, num_replicas, mean_of_replicas=mean_of_replicas)
-                weights.append(loss.weight)
-                # Relative to the first weight, so that a window of one batch has the gradient of its very loss.
-                (loss.value * (loss.weight / weights[0])).backward()
-                run.losses.append(loss.value.item())
-                run.replica_losses.append(loss.of_replicas)
-                run.buffers.append({name: buffer.clone() for name, buffer in module.named_buffers()})
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad /= sum(weights) / weights[0]
-            run.gradients.append(
-                {name: one.grad.to_dense().clone() for name, one in module.named_parameters() if one.grad is not None}
-            )
+                outputs, weights, size = [], [], samples(batch)
+                before = {f"module.{name}": buffer.clone() for name, buffer in module.named_buffers()}
+                for replica, rows in enumerate(torch.arange(size).chunk(replicas)):
+                    # Replica 0's buffers are the module's own.
+                    buffers = {name: buffer.clone() for name, buffer in before.items()} if replica else {}
+                    part = mapped(lambda leaf, rows=rows: leaf[rows] if isinstance(leaf, Tensor) else leaf, batch)
+                    with streams.of(index, replica):
+                        output = functional_call(step, buffers, (part, batch_idx))
+                    outputs.append(output)
+                    weights.append(float(output["weight"]) if "weight" in named(output) else len(rows))
+                if hasattr(module, "training_step_end"):
+                    outputs, weights = [module.training_step_end(mapped(joined, *outputs))], [size]
+                losses = [weight * named(output)["loss"] for weight, output in zip(weights, outputs, strict=True)]
+                loss = torch.stack(losses).sum()
+                total, of_all, index = total + loss, of_all + sum(weights), index + 1
+                run.losses.append(loss.item() / sum(weights))
+                run.note_buffers(module)
+            optimizer.zero_grad()
+            (total / of_all).backward()
+            run.note_gradients(module)
             optimizer.step()
-    run.weights = {name: value.clone() for name, value in module.state_dict().items()}
-    return run
+    return run.end(module)
+
+
+def samples(batch: Any) -> int:
+    sizes: list[int] = []
+    mapped(lambda leaf: sizes.append(len(leaf)) if isinstance(leaf, Tensor) else None, batch)
+    return sizes[0]
+
+
+def named(output: Any) -> dict[str, Any]:
+    return output if isinstance(output, dict) else {"loss": output}
 
 
 class Model(LightningModule):
-    """A small model on 37 fixed samples; `losses` gets the value of each `training_step_end`, where there is one.
-
-    `replica_losses` gets that of each `training_step` while `notes` is true.
-    """
+    """A small model on 37 fixed samples; `losses` gets the value of each `training_step_end`, where there is one."""
 
     lr = 0.05
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        torch.manual_seed(5)
+        torch.manual_seed(SEED)
         self.losses: list[float] = []
-        self.replica_losses: list[list[float]] = []
-        self.notes = False
-        self.build()
+        self.net = self.build()
         self.to(dtype)
 
-    def build(self) -> None:
-        raise NotImplementedError
-
-    def data(self) -> Dataset[Any]:
-        raise NotImplementedError
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
 
     def draw(self, *size: int) -> Tensor:
         """Return the same random numbers on every call of a size."""
         return torch.randn(37, *size, generator=torch.Generator().manual_seed(sum(size)), dtype=self.dtype)
 
-    def note(self, loss: Tensor, weight: int) -> Tensor:
-        """Remember and return the loss of a replica, and log it where there is a Trainer."""
-        if self.notes:
-            self.replica_losses[-1].append(loss.item())
-        if self._trainer is not None:
-            self.log("loss", loss, sync_dist=True, batch_size=weight)
+    def data(self) -> Any:
+        return list(zip(self.draw(5), self.draw(4), strict=True))
+
+    def logged(self, loss: Tensor, weight: int) -> Tensor:
+        self.log("loss", loss, sync_dist=True, batch_size=weight)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -239,82 +149,51 @@ class Model(LightningModule):
 
 
 class CNN(Model):
-    """Two convolutions with batch norm; each replica has a loss of its own."""
+    """Convolutions with batch norm and dropout; each replica has a loss of its own."""
 
-    def build(self) -> None:
-        self.network = nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1),
-            nn.BatchNorm2d(4),
-            nn.Tanh(),
-            nn.Conv2d(4, 4, 3, stride=2, padding=1),
-            nn.BatchNorm2d(4),
-            nn.Tanh(),
-            nn.Flatten(),
-            nn.Linear(16, 3),
+    dropout = 0.3
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(
+            *(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Dropout(self.dropout)),
+            *(nn.Conv2d(4, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)),
         )
 
-    def data(self) -> Dataset[Any]:
-        return TensorDataset(self.draw(1, 4, 4), torch.arange(37) % 3)
+    def data(self) -> Any:
+        return list(zip(self.draw(1, 4, 4), torch.arange(37) % 3, strict=True))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        return self.note(nn.functional.cross_entropy(self.network(x), y), len(x))
+        return self.logged(nn.functional.cross_entropy(self.net(batch[0]), batch[1]), len(batch[0]))
+
+
+class PlainCNN(CNN):
+    """Without dropout, whose numbers are the ranks' own under single_device."""
+
+    dropout = 0.0
 
 
 class Masked(Model):
     """Each replica returns the mean over its masked values, and their number as its weight."""
 
-    def build(self) -> None:
-        self.network = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
-
-    def data(self) -> Dataset[Any]:
-        return TensorDataset(self.draw(5), self.draw(4))
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, mask = batch[0], batch[1] > batch[1].mean(dim=1, keepdim=True)  # 1 to 3 of 4 values of each sample
-        loss = self.network(x)[mask].square().mean()
-        return {"loss": self.note(loss, int(mask.sum())), "weight": mask.sum()}
+        return {"loss": self.logged(self.net(x)[mask].square().mean(), int(mask.sum())), "weight": mask.sum()}
 
 
 class Sparse(Model):
-    """An embedding with sparse gradients."""
+    """An embedding with sparse gradients, of which SGD takes no weight decay."""
 
-    def build(self) -> None:
-        self.embedding = nn.Embedding(37, 4, sparse=True)
-        self.head = nn.Linear(4, 1)
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(37, 4, sparse=True), nn.Linear(4, 1))
 
     def data(self) -> Any:
         return list(torch.arange(37))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.note(self.head(self.embedding(batch)).tanh().square().mean(), len(batch))
+        return self.logged(self.net(batch).tanh().square().mean(), len(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)  # which takes no weight decay of sparse gradients
-
-
-class Contrastive(Model):
-    """Two towers, whose features of the whole batch meet in `training_step_end`, above a learned temperature."""
-
-    def build(self) -> None:
-        self.a = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
-        self.b = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-        self.log_scale = nn.Parameter(torch.tensor(1.0))
-
-    def data(self) -> Any:
-        return list(zip(self.draw(5), self.draw(6), strict=True))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        a, b = batch
-        return nn.functional.normalize(self.a(a)), nn.functional.normalize(self.b(b))
-
-    def training_step_end(self, outputs: Any) -> Tensor:
-        a, b = outputs
-        logits = self.log_scale.exp() * a @ b.T
-        target = torch.arange(len(a), device=a.device)
-        loss = (nn.functional.cross_entropy(logits, target) + nn.functional.cross_entropy(logits.T, target)) / 2
-        self.losses.append(loss.item())
-        return loss
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 class Point(NamedTuple):
@@ -322,78 +201,59 @@ class Point(NamedTuple):
     y: Any
 
 
-@dataclass
-class Labels:
-    target: Any
-    unit: str
-
-
-def collate_nested(samples: Sequence[tuple[Tensor, Tensor, Tensor]]) -> dict[str, Any]:
-    """Return a batch of dicts, lists, tuples, named tuples and dataclasses, with things that are no tensors."""
-    x, y, target = (torch.stack(column) for column in zip(*samples, strict=True))
-    return {"points": [Point(x, (y, "shared"))], "labels": Labels(target, "metre"), "none": None, "factor": 0.5}
-
-
-class Nested(Model):
-    """Nested batches and outputs, with a tensor without dimension and a number, of which each replica has its own."""
+class Rows(Model):
+    """The loss is that of nested outputs of all replicas, in which rows meet across replicas; a buffer counts steps."""
 
     seen: Tensor
 
-    def build(self) -> None:
-        self.network = nn.Sequential(nn.Linear(7, 8), nn.Tanh(), nn.Linear(8, 2))
+    def build(self) -> nn.Module:
         self.register_buffer("seen", torch.zeros(()))
-
-    def data(self) -> Any:
-        return list(zip(self.draw(3), self.draw(4), self.draw(2), strict=True))
+        return super().build()
 
     def step_of(self, x: Tensor) -> int:
         """Return by how much the buffer grows."""
-        return len(x)
-
-    def numbers(self, prediction: Tensor) -> dict[str, Any]:
-        """Return what a replica has one of: a square of a mean, and how many samples it has."""
-        return {"penalty": prediction.mean() ** 2, "count": len(prediction)}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        (point,), labels = batch["points"], batch["labels"]
-        x, (y, shared) = point
-        assert (shared, labels.unit, batch["none"]) == ("shared", "metre", None)
-        self.seen += self.step_of(x)
-        # Of the buffer as this replica has it.
-        prediction = self.network(torch.cat([x, y], dim=1)) * (1 + self.seen / 1000)
-        errors = batch["factor"] * (prediction - labels.target)
-        return {"points": [Point(prediction[:, 0], (errors,))], **self.numbers(prediction)}
-
-    def training_step_end(self, outputs: Any) -> Any:
-        ((predictions, (errors,)),) = outputs["points"]
-        count, penalty = outputs["count"], outputs["penalty"]
-        assert penalty.shape == count.shape
-        assert len(predictions) == len(errors) == count.sum()
-        # Products of rows across replicas, and numbers in the order of the replicas.
-        across = (predictions[:, None] * predictions[None]).mean()
-        order = torch.arange(1, len(penalty) + 1).to(penalty) / len(penalty)
-        loss = errors.square().mean() + 0.1 * across + (order * penalty).sum() / order.sum()
-        self.losses.append(loss.item())
-        return {"loss": loss, "errors": errors.detach()}
-
-
-class NestedRows(Nested):
-    """The same with rows alone, of which one device has as many as all replicas, and a buffer that counts steps."""
-
-    def step_of(self, x: Tensor) -> int:
         return 1
 
-    def numbers(self, prediction: Tensor) -> dict[str, Any]:
-        return {"penalty": prediction.mean(dim=1) ** 2, "count": torch.ones(len(prediction), dtype=torch.long)}
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += self.step_of(batch[0])
+        predicted = self.net(batch[0]) * (1 + self.seen / 1000)  # of the buffer as this replica has it
+        return {"points": [Point(predicted[:, 0], (predicted - batch[1],))], "none": None}
+
+    def loss(self, outputs: Any) -> Tensor:
+        ((x, (errors,)),) = outputs["points"]
+        loss: Tensor = errors.square().mean() + 0.1 * (x[:, None] * x[None]).mean()
+        return loss
+
+    def training_step_end(self, outputs: Any) -> Any:
+        loss = self.loss(outputs)
+        self.losses.append(loss.item())
+        return {"loss": loss, "outputs": outputs["points"]}
+
+
+class Numbers(Rows):
+    """A replica has one of some numbers: a square of a mean, and how many samples it has, which the buffer adds up."""
+
+    def step_of(self, x: Tensor) -> int:
+        return len(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        return {**outputs, "penalty": outputs["points"][0].x.mean() ** 2, "count": len(batch[0])}
+
+    def loss(self, outputs: Any) -> Tensor:
+        penalty, count = outputs["penalty"], outputs["count"]
+        assert len(outputs["points"][0].x) == count.sum()
+        order = torch.arange(1, len(penalty) + 1).to(penalty) / len(penalty)
+        return super().loss(outputs) + (order * penalty * count).sum() / count.sum()
 
 
 MODELS: dict[str, type[Model]] = {
     "cnn": CNN,
+    "plain cnn": PlainCNN,
     "masked": Masked,
     "sparse": Sparse,
-    "contrastive": Contrastive,
-    "nested": Nested,
-    "nested rows": NestedRows,
+    "rows": Rows,
+    "numbers": Numbers,
 }
 
 
@@ -401,83 +261,43 @@ def loader(model: Model) -> DataLoader[Any]:
     """Return 20 batches of the sizes above, of all samples in another order each time."""
     order = torch.Generator().manual_seed(3)
     batches = [part.tolist() for _ in range(5) for part in torch.randperm(37, generator=order).split(BATCH_SIZES)]
-    collate = collate_nested if isinstance(model, Nested) else None
-    return DataLoader(model.data(), batch_sampler=batches, collate_fn=collate)
+    return DataLoader(model.data(), batch_sampler=batches)
 
 
-class _Observer(Callback):
+class Observer(Callback):
     """Notes of a run in a Trainer what `train` notes."""
 
     def __init__(self) -> None:
         self.run = Run()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        data = trainer.strategy._batches
-        pl_module.notes = data is None or not data.chunk.stand_in
-        pl_module.replica_losses.append([])
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        pl_module.notes = False  # a training_step that runs again in the backward is the same one
-
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        named = pl_module.named_parameters()
-        gradients = {name: one.grad.to_dense().clone() for name, one in named if one.grad is not None}
-        self.run.gradients.append(gradients)
+        self.run.note_gradients(pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        self.run.buffers.append({name: buffer.clone() for name, buffer in pl_module.named_buffers()})
-        if "loss" in trainer.callback_metrics:
-            self.run.losses.append(trainer.callback_metrics["loss"].item())
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.run.losses += pl_module.losses
-        self.run.replica_losses = pl_module.replica_losses
-        self.run.weights = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        self.run.note_buffers(pl_module)
+        self.run.losses += [trainer.callback_metrics["loss"].item()] if "loss" in trainer.callback_metrics else []
 
 
-def fit(model: Model, strategy: Strategy, batches: Iterable[Any], **options: Any) -> Run:
+def fit(model: Model, strategy: Strategy, **options: Any) -> Run:
     """Train a model in a Trainer, in a rank body, and return what this rank saw."""
-    observer = _Observer()
-    trainer = make_trainer(strategy, callbacks=[observer], **{"max_epochs": 1, **options})
-    trainer.fit(model, batches)
-    return observer.run
+    observer = Observer()
+    make_trainer(strategy, callbacks=[observer], **{"max_epochs": 1, **options}).fit(model, loader(model))
+    observer.run.losses = model.losses or observer.run.losses
+    return observer.run.end(model)
 
 
-def assert_same_run(
-    ranks: Sequence[Run],
-    expected: Run,
-    tolerance: float,
-    after: float | None = None,
-    *,
-    replicas: bool = True,
-    losses: bool = True,
-) -> None:
+def assert_same_run(ranks: Sequence[Run], expected: Run, tolerance: float, after: float | None = None) -> None:
     """Assert that all ranks hold the same bits, and that they are those of the reference within the tolerance.
 
-    Args:
-        ranks: What the ranks saw, in rank order.
-        expected: What the reference showed.
-        tolerance: Relative, and absolute where a value is below 1. What is logged is in float32: 1e-6 there at best.
-        after: The tolerance of buffers and weights after the first step; the same by default.
-        replicas: Whether the ranks' replicas, one rank's after the other's, are those of the reference.
-        losses: Whether the loss of a batch, that is logged where replicas have losses, is that of the reference.
+    The tolerance is relative, and absolute below 1; `after` is that of buffers and weights after the first step. What
+    is logged is in float32: 1e-6 there at best.
     """
-    first = ranks[0]
+    first, close = ranks[0], torch.testing.assert_close
     for other in ranks[1:]:
-        torch.testing.assert_close(other.gradients, first.gradients, rtol=0, atol=0)
-        torch.testing.assert_close(other.buffers, first.buffers, rtol=0, atol=0)
-        torch.testing.assert_close(other.weights, first.weights, rtol=0, atol=0)
-        assert other.losses == first.losses
-    close: dict[str, Any] = {"rtol": tolerance, "atol": tolerance}
-    torch.testing.assert_close(first.gradients[0], expected.gradients[0], **close)
-    assert len(first.gradients) == len(expected.gradients)
-    of_replicas = [[one for rank in ranks for one in rank.replica_losses[step]] for step in range(len(first.buffers))]
-    of_losses = max(tolerance, 1e-6) if any(of_replicas) else tolerance
-    if losses:
-        torch.testing.assert_close(first.losses, expected.losses, rtol=of_losses, atol=of_losses)
-    if replicas:
-        torch.testing.assert_close(of_replicas, expected.replica_losses, **close)
-    torch.testing.assert_close(first.buffers[:1], expected.buffers[:1], **close)
-    close = dict.fromkeys(close, after or tolerance)
-    torch.testing.assert_close(first.buffers, expected.buffers, **close)
-    torch.testing.assert_close(first.weights, expected.weights, **close)
+        close(vars(other), vars(first), rtol=0, atol=0)
+    later = after or tolerance
+    close(first.gradients[0], expected.gradients[0], rtol=tolerance, atol=tolerance)
+    close(first.buffers[:1], expected.buffers[:1], rtol=tolerance, atol=tolerance)
+    close(first.losses, expected.losses, rtol=max(later, 1e-6), atol=max(later, 1e-6))
+    for name in ("gradients", "buffers", "weights"):
+        close(getattr(first, name), getattr(expected, name), rtol=later, atol=later)

@@ -6,6 +6,7 @@ import random
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -14,8 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch.utilities import CombinedLoader
-from lockstep import Loop, Taken, epochs, global_batches, in_one_world, on_ranks, plain, splitter_of, take_all, taken_of
+from lockstep import Taken, epochs, global_batches, in_one_world, on_ranks, plain, take_all
 from torch import Tensor
 from torch.nn.parallel import scatter
 from torch.nn.parallel._functions import Scatter
@@ -31,7 +31,7 @@ from torch.utils.data import (
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_gradavg.batches.chunks import Piece, Split, chunk_bounds, require_same_reach
-from lightning_gradavg.batches.loader import BatchSplitter
+from lightning_gradavg.batches.loader import BatchSplitter, Pass
 from lightning_gradavg.tree import batch_samples, data_digest, slice_batch
 
 
@@ -97,12 +97,11 @@ class TestArithmetic:
             chunk_bounds(size, parts)
 
     def test_replicas_are_shared_out_in_order(self) -> None:
-        """With 4 replicas, rank r of W has the r-th chunk of them in one micro-batch, for every W: 2, 2, 0 of 3."""
+        """With 4 replicas, rank r of W has the r-th chunk of them, for every W: 2, 2, 0 of 3."""
         shared_out = {1: [4], 2: [2, 2], 3: [2, 2, 0], 4: [1, 1, 1, 1], 6: [1, 1, 1, 1, 0, 0]}
         for world_size, replicas in shared_out.items():
             splits = [Split(rank, world_size, replicas=4) for rank in range(world_size)]
-            assert [1] * world_size == [split.count(None) for split in splits]
-            chunks = [chunk for split in splits for chunk in split.cut(10, 1)]
+            chunks = [split.cut(10) for split in splits]
 
             assert replicas == [len(chunk.pieces) for chunk in chunks]
             pieces = [piece for chunk in chunks for piece in chunk.pieces]
@@ -111,23 +110,20 @@ class TestArithmetic:
 
     def test_replicas_without_samples_are_left_out(self) -> None:
         """Case 27: of 5 samples in 4 replicas, one is empty: rank 1 of 2 has the third alone, and all ranks know."""
-        first, second = (Split(rank, 2, replicas=4).cut(5, 1)[0] for rank in range(2))
+        first, second = (Split(rank, 2, replicas=4).cut(5) for rank in range(2))
 
         assert ((Piece(0, 0, 2), Piece(1, 2, 4)), (Piece(2, 4, 5),)) == (first.pieces, second.pieces)
         assert (3, 3) == (first.batch_replicas, second.batch_replicas)
         assert (4, 1) == (first.samples, second.samples)
 
-    def test_micro_batches_of_a_rank_are_as_even_as_can_be(self) -> None:
-        """A chunk of 10 in micro-batches of at most 4 is 3, 3, 4: none is left with a single sample for batch norm."""
-        split = Split(max_samples=4)
+    def test_parts_of_a_chunk_are_as_even_as_can_be(self) -> None:
+        """A chunk of 10 in parts of at most 4 is 3, 3, 4: none is left with a single sample for batch norm."""
+        assert (Piece(0, 0, 3), Piece(1, 3, 6), Piece(2, 6, 10)) == Split(max_samples=4).cut(10).pieces
 
-        assert [3, 3, 4] == [chunk.samples for chunk in split.cut(10, split.count(10))]
-
-    def test_stand_ins_come_first(self) -> None:
-        """Of a short batch, the micro-batches that nobody needs come before those with samples."""
-        split = Split(world_size=2, max_samples=2)
-
-        assert [(0, 0), (0, 0), (2, 2)] == [(chunk.samples, chunk.ranks) for chunk in split.cut(4, split.count(12))]
+    def test_parts_of_all_ranks_have_numbers_of_their_own(self) -> None:
+        """Each draws random numbers of its own; the first of a rank has its number."""
+        pieces = [piece for rank in range(2) for piece in Split(rank, 2, max_samples=2).cut(8).pieces]
+        assert [Piece(0, 0, 2), Piece(2, 2, 4), Piece(1, 4, 6), Piece(3, 6, 8)] == pieces
 
 
 class TestCases:
@@ -185,7 +181,7 @@ class TestCases:
         ]
         assert [14 / 3, 16, 43.5] == pytest.approx(gradients, rel=1e-12)
         assert [[1, 2, 3], [4], [5, 6, 7, 8]] == global_batches(ranks)
-        assert [1, 1] == [sampler.asked for sampler in samplers]
+        assert [1, 0] == [sampler.asked for sampler in samplers], "rank 0's order counts"
 
     def test_case_39_a_custom_sampler_is_kept(self) -> None:
         """Case 39: a sampler that always returns index 3 gives gradient 16 on every step, and the log names it."""
@@ -245,9 +241,9 @@ class TestOrder:
             return DataLoader(torch.arange(20), batch_size=6, shuffle=True)  # type: ignore[arg-type]  # a tensor will do
 
         def body(splitter: BatchSplitter) -> list[Taken]:
-            iterator = iter(splitter.wrap(make()))
+            batches = Pass(splitter.wrap(make()))
             torch.rand(3 + splitter.split.rank)
-            return [Taken(batch, taken_of(iterator)) for batch in iterator]
+            return [Taken(batch, behind.chunk) for batch, behind in batches]
 
         torch.manual_seed(7)
         batches = iter(make())
@@ -274,9 +270,8 @@ class TestOrder:
             random.seed(rank)
             np.random.seed(rank)  # noqa: NPY002  # likewise
             taken = []
-            iterator = iter(splitter.wrap(DataLoader(range(100), batch_sampler=Lazy())))  # type: ignore[arg-type]
-            for batch in iterator:
-                taken.append(Taken(batch, taken_of(iterator)))
+            for batch, behind in Pass(splitter.wrap(DataLoader(range(100), batch_sampler=Lazy()))):  # type: ignore[arg-type]
+                taken.append(Taken(batch, behind.chunk))
                 torch.rand(rank + 1), random.random(), np.random.random(rank + 1)  # noqa: NPY002  # as dropout does
             return taken
 
@@ -299,29 +294,56 @@ class TestOrder:
         assert expected == global_batches([taken for (taken,) in ranks])
         assert torch.equal(made[0].get_state(), made[1].get_state())
 
-    def test_another_order_on_one_rank_is_an_error_on_all(self) -> None:
-        """Generators with different seeds are found at the first batch, by every rank, with advice."""
-        seeds = iter([1, 2, 2] * 2)
+    def test_rank_0_decides_where_the_samplers_of_ranks_differ(self) -> None:
+        """Generators with different seeds, or batches that depend on the rank: all take those of rank 0."""
 
-        def make() -> DataLoader[Any]:
-            generator = torch.Generator().manual_seed(next(seeds))
+        def shuffled(rank: int) -> DataLoader[Any]:
+            generator = torch.Generator().manual_seed(rank)
             return DataLoader(range(40), batch_size=4, shuffle=True, generator=generator)  # type: ignore[arg-type]
 
-        errors = on_ranks(3, epochs(make))
+        def fixed(rank: int) -> DataLoader[Any]:
+            return DataLoader(range(40), batch_sampler=Fixed([[step, rank] for step in range(9)]))  # type: ignore[arg-type]
 
-        for error in errors:
-            assert isinstance(error, RuntimeError)
-            assert "not yield the same batches on all ranks: found at batch 1 of" in str(error)
-            assert "sharded_by_rank = True" in str(error)
+        for make in (shuffled, fixed):
+            ranks = on_ranks(3, lambda splitter, make=make: take_all(splitter.wrap(make(splitter.split.rank))))  # type: ignore[misc]
+            assert plain(make(0)) == global_batches(ranks)
 
-    def test_a_late_difference_is_found(self) -> None:
-        """A sampler that differs from batch 5 on is found at batch 8, one of those that are compared."""
+    def test_an_error_of_the_sampler_is_raised_on_all_ranks(self) -> None:
+        """What rank 0's sampler raises after two batches ends the pass of all ranks, with its words."""
+
+        class Failing(Fixed):
+            def __iter__(self) -> Iterator[Any]:
+                yield from super().__iter__()
+                raise KeyError("out of batches")
 
         def body(splitter: BatchSplitter) -> Any:
-            batches = [[step, step] for step in range(4)] + [[4, splitter.split.rank] for _ in range(6)]
-            return epochs(lambda: DataLoader(range(9), batch_sampler=Fixed(batches)))(splitter)  # type: ignore[arg-type]
+            return take_all(splitter.wrap(DataLoader(range(9), batch_sampler=Failing([[0, 1], [2]]))))  # type: ignore[arg-type]
 
-        assert all("found at batch 8 of" in str(error) for error in on_ranks(2, body))
+        first, second = on_ranks(2, body, raises=(KeyError, RuntimeError))
+        assert (KeyError, RuntimeError) == (type(first), type(second))
+        assert "the batch sampler of rank 0, whose order counts, raised KeyError('out of batches')" in str(second)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("generator", [None, 5])
+    def test_no_two_ranks_augment_alike(self, generator: int | None) -> None:
+        """Sample k of every chunk draws numbers of its own, in this process and in workers, whatever the seeds."""
+
+        class Noise(Dataset[Any]):
+            def __len__(self) -> int:
+                return 8
+
+            def __getitem__(self, index: int) -> Any:
+                return torch.rand(())
+
+        def body(splitter: BatchSplitter, workers: int) -> list[float]:
+            own = None if generator is None else torch.Generator().manual_seed(generator)
+            loader = DataLoader(Noise(), batch_size=8, num_workers=workers, generator=own)
+            (taken,) = take_all(splitter.wrap(loader))
+            return taken.batch.tolist()  # type: ignore[no-any-return]
+
+        for workers in (0, 1):
+            ranks = on_ranks(4, partial(body, workers=workers), seeds=[7, 7, 7, 7])
+            assert 8 == len({number for rank in ranks for number in rank})
 
     def test_streams_of_different_length_end_in_an_error_on_all_ranks(self) -> None:
         """Where no length is known, a rank that ends early and one that goes on meet, instead of waiting for ever."""
@@ -464,7 +486,7 @@ class TestMapStyle:
 
         split = in_one_world(loader)
 
-        read = vars(split.source.loader)
+        read = vars(split.read)
         assert before == vars(loader)
         assert {"batch_sampler", "_iterator"} == {name for name in read if read[name] is not before[name]}
         assert read["_iterator"] is None, "its workers are its own"
@@ -516,7 +538,10 @@ class TestMapStyle:
         data = torch.arange(8)
         sampler = DistributedSampler(data, num_replicas=2, rank=0)  # type: ignore[arg-type, var-annotated]
 
-        with pytest.raises(ValueError, match=r"DistributedSampler for 2 replicas.*split_batches=False"):
+        with pytest.raises(
+            ValueError,
+            match=r"DistributedSampler for 2 replicas.*leave split_batches, equivalent_to and num_replicas out",
+        ):
             in_one_world(DataLoader(data, sampler=sampler))  # type: ignore[arg-type]  # a tensor will do
 
     def test_a_loader_that_one_rank_cannot_split_is_an_error_on_all(self) -> None:
@@ -581,13 +606,12 @@ class TestIterables:
                 return self
 
         loader = in_one_world(DataLoader(Stream(3), batch_size=4, collate_fn=lambda _: Pinnable()))
-        inside = loader.source
         next(iter(loader))
 
-        sent = pin_memory(inside.loader.collate_fn([1, 2, 3]))
+        sent = pin_memory(loader.read.collate_fn([1, 2, 3]))
 
-        assert (3, data_digest((3, 1, 3))) == (sent.samples, sent.key)
-        assert [True] == [batch.pinned for batch in sent.parts]
+        assert (3, data_digest((3, 1, 3))) == (sent.rows, sent.key)
+        assert sent.part.pinned
 
     def test_loaders_without_batching_are_iterables_of_batches(self) -> None:
         """With `batch_size=None` the dataset's own batches are split, map-style and iterable-style."""
@@ -627,15 +651,16 @@ class TestIterables:
             (len(rank), len({sample for batch in rank for sample in batch})) for rank in on_ranks(2, body)
         ]
 
-    def test_sharded_data_is_cut_into_micro_batches(self) -> None:
-        """With a limit of samples, each rank's own batch is cut, into equally many micro-batches on all ranks."""
+    def test_sharded_data_is_cut_into_parts(self) -> None:
+        """With a limit of samples, each rank's own batch is computed in parts."""
 
-        def body(splitter: BatchSplitter) -> list[list[int]]:
+        def body(splitter: BatchSplitter) -> Any:
             loader = DataLoader(range(6), batch_size=4)  # type: ignore[arg-type, var-annotated]  # a range will do
             vars(loader)["sharded_by_rank"] = True
-            return real(take_all(splitter.wrap(loader)))
+            taken = take_all(splitter.wrap(loader))
+            return [(each.batch.tolist(), len(each.chunk.pieces)) for each in taken]
 
-        assert [[[0, 1], [2, 3], [4, 5]]] * 2 == on_ranks(2, body, max_samples=2)
+        assert [[([0, 1, 2, 3], 2), ([4, 5], 1)]] * 2 == on_ranks(2, body, max_samples=2)
 
 
 class Pair(NamedTuple):
@@ -788,48 +813,37 @@ class TestCollated:
         assert {16} == {len(data_digest(value)) for value in values}
 
 
-class TestMicroBatches:
-    def test_no_rank_ever_holds_more(self) -> None:
-        """With a limit of 3, batches of 20 over 2 ranks come in 4 micro-batches of at most 3, and so does the rest."""
+class Graph:
+    """A batch that cannot be cut."""
+
+    def __init__(self, samples: list[int]) -> None:
+        self.samples = samples
+
+    def to(self, device: Any) -> Graph:
+        return self
+
+
+class TestParts:
+    def test_a_loader_yields_whole_chunks(self) -> None:
+        """With a limit of 3, batches of 20 over 2 ranks are 4 parts of at most 3, of one batch for Lightning."""
 
         def body(splitter: BatchSplitter) -> Any:
             loader = splitter.wrap(DataLoader(range(50), batch_size=20))  # type: ignore[arg-type]  # a range will do
             taken = take_all(loader)
-            assert len(taken) == len(loader) == 12
-            return splitter.progress.micro_batches, max(len(each.batch) for each in taken), taken
+            assert len(taken) == len(loader) == 3
+            return taken
 
         ranks = on_ranks(2, body, max_samples=3)
 
-        assert [(4, 3), (4, 3)] == [rank[:2] for rank in ranks]
-        expected = [list(range(20)), list(range(20, 40)), list(range(40, 50))]
-        assert expected == global_batches([rank[2] for rank in ranks])
+        parts = [[stop - start for _, start, stop in each.chunk.pieces] for rank in ranks for each in rank]
+        assert [[2, 3, 2, 3], [2, 3, 2, 3], [2, 3]] * 2 == parts
+        assert [list(range(20)), list(range(20, 40)), list(range(40, 50))] == global_batches(ranks)
 
-    def test_all_loaders_of_a_run_have_the_same_number(self) -> None:
-        """The loader that needs most decides, because one step takes a batch of each."""
-        splitter = splitter_of(Split(max_samples=2))
-        large, small = (splitter.wrap(DataLoader(range(8), batch_size=size)) for size in (8, 2))  # type: ignore[arg-type]
-
-        assert 4 == splitter.progress.micro_batches
-        assert (4, 16) == (len(large), len(small))
-        assert [0, 0, 0, 2] == [each.chunk.samples for each in take_all(small)[:4]]
-
-    def test_unknown_batch_sizes_are_refused(self) -> None:
-        """A batch sampler that does not tell its largest batch gets an error that says what to do."""
-        loader = DataLoader(range(4), batch_sampler=Fixed([[0]]))  # type: ignore[arg-type, var-annotated]  # duck-typed
-
-        with pytest.raises(ValueError, match=r"max_device_batch_size=2.*largest batch of DataLoader.*`batch_size`"):
-            in_one_world(loader, max_samples=2)
-
-    def test_a_batch_sampler_may_tell_its_largest_batch(self) -> None:
-        """An attribute `batch_size` is enough, and a larger batch is an error, not a larger micro-batch."""
-        sampler = Fixed([[0], [1, 2, 3, 4], [5, 6, 7, 8, 9]])
-        vars(sampler)["batch_size"] = 4
-        loader = in_one_world(DataLoader(range(10), batch_sampler=sampler), max_samples=2)  # type: ignore[arg-type]
-        batches = iter(loader)
-
-        assert [[0], [0], [1, 2], [3, 4]] == [next(batches).tolist() for _ in range(4)]
-        with pytest.raises(ValueError, match=r"of 5 samples makes 3 micro-batches.*promised at most 2"):
-            next(batches)
+    def test_what_cannot_be_cut_is_collated_in_parts(self) -> None:
+        """The user's collate_fn makes a graph of each part."""
+        loader = in_one_world(DataLoader(range(5), batch_size=5, collate_fn=Graph), max_samples=2)  # type: ignore[arg-type]
+        (batch,) = loader
+        assert [[0], [1, 2], [3, 4]] == [graph.samples for graph in batch]
 
 
 class TestStandIns:
@@ -847,11 +861,11 @@ class TestStandIns:
             assert norm.running_mean is not None
             return trained, norm.running_mean
 
-        ranks = on_ranks(4, body, max_samples=3)
+        ranks = on_ranks(4, body)
 
-        assert [[2, 3, 2]] * 3 + [[2, 3, 0]] == [trained for trained, _ in ranks]
+        assert [[5, 2]] * 3 + [[5, 0]] == [trained for trained, _ in ranks]
         reference = torch.nn.BatchNorm1d(3, dtype=torch.float64)
-        for own in (data[:2], data[2:5], data[20:22]):
+        for own in (data[:5], data[20:22]):
             reference(own)
         assert reference.running_mean is not None
         assert torch.equal(reference.running_mean, ranks[0][1])
@@ -860,11 +874,9 @@ class TestStandIns:
         """A step of one loader's samples and another's stand-in has no right weight; every rank says so."""
 
         def body(splitter: BatchSplitter) -> None:
-            loaders = [splitter.wrap(DataLoader(range(size), batch_size=4)) for size in (8, 5)]  # type: ignore[arg-type]
-            combined = CombinedLoader(loaders)
-            splitter.progress.loop = Loop(combined)
-            for _ in combined:
-                require_same_reach([chunk for chunk in splitter.progress.take() if chunk is not None], None)
+            passes = [Pass(splitter.wrap(DataLoader(range(size), batch_size=4))) for size in (8, 5)]  # type: ignore[arg-type]
+            for row in zip(*passes, strict=True):
+                require_same_reach([behind.chunk for _, behind in row], None)
 
         errors = on_ranks(2, body)
 

@@ -14,12 +14,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
-from lockstep import Loop, in_one_world, splitter_of, take_all
+from lockstep import Loop, in_one_world, numbered, splitter_of, take_all
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_gradavg.batches.chunks import Chunk, Split
-from lightning_gradavg.batches.loader import BatchSplitter
+from lightning_gradavg.batches.progress import Progress
 from lightning_gradavg.lightning_internals import TrainingLoop
 
 
@@ -33,12 +33,15 @@ class Stream(IterableDataset[int]):
         return iter(range(4))
 
 
-def _rows(fetcher: _DataFetcher, splitter: BatchSplitter, steps: int) -> list[tuple[Any, list[Chunk | None]]]:
+def _rows(fetcher: _DataFetcher, progress: Progress, loop: Loop, steps: int) -> list[tuple[Any, list[Chunk | None]]]:
     """Read as the training loop does, and note what stands behind every batch."""
     rows: list[tuple[Any, list[Chunk | None]]] = []
     while not fetcher.done and len(rows) < steps:
         batch, _, _ = next(fetcher)
-        rows.append((batch, splitter.progress.take()))
+        loop.count.ready = len(rows) + 1
+        for _ in range(2):  # asked twice, it is the same
+            chunks = [each and each.chunk for each in progress.in_training()]
+        rows.append((batch, chunks))
         _look(fetcher.combined_loader.flattened)
     return rows
 
@@ -80,14 +83,15 @@ class TestInLightning:
         self, mode: Any, sized: bool, sizes: tuple[int, ...], rank: int
     ) -> None:
         """Fetched ahead or not, cycled, exhausted, left early, looked at between: every batch meets its own chunk."""
-        splitter = splitter_of(Split(rank, 3))
+        splitter, loop = splitter_of(Split(rank, 3)), Loop()
+        progress = Progress(loop, lambda: 1)
         loaders = []
         for start, size in zip((0, 100), sizes, strict=False):
             batches = torch.arange(start, start + size).split(4)
-            loaders.append(splitter.wrap(list(batches) if sized else Unsized(batches)))
+            loaders.append(numbered(list(batches) if sized else Unsized(batches), splitter, progress))
         fetcher = _PrefetchDataFetcher()
         fetcher.setup(CombinedLoader(loaders, mode))
-        splitter.progress.loop = Loop(fetcher.combined_loader)
+        loop.read(fetcher.combined_loader)
         lengths = [-(-size // 4) for size in sizes]
         expected = min(lengths) if mode == "min_size" else max(lengths)
 
@@ -96,7 +100,7 @@ class TestInLightning:
             _look(loaders)
             if epoch > 0:
                 iter(fetcher)
-            rows = _rows(fetcher, splitter, steps)
+            rows = _rows(fetcher, progress, loop, steps)
 
             assert len(rows) == min(steps, expected)
             assert all(map(_matches, rows))
@@ -115,7 +119,7 @@ class TestInLightning:
                 self.at = state["at"]
 
         resumable = Resumable()
-        loader = in_one_world(resumable)
+        loader = numbered(resumable, splitter_of(Split()))
         assert isinstance(loader, _Stateful)
 
         combined = CombinedLoader([loader])
@@ -188,15 +192,13 @@ class _SplitStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        self.splitter.progress.loop = TrainingLoop(trainer.fit_loop)
+        self.progress = Progress(TrainingLoop(trainer.fit_loop), lambda: 1)
 
     def process_dataloader(self, dataloader: object) -> object:
-        return self.splitter.wrap(dataloader)
+        return numbered(dataloader, self.splitter, self.progress)
 
-    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        self.chunks.append(next(chunk for chunk in self.splitter.progress.take() if chunk is not None))
-        return super().batch_to_device(batch, *args, **kwargs)
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.chunks.append(next(each.chunk for each in self.progress.in_training() if each is not None))
 
 
 class _Module(LightningModule):

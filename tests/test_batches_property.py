@@ -47,47 +47,41 @@ def test_chunks_are_those_of_torch(size: int, parts: int) -> None:
     assert list(range(size)) == [item for chunk in chunks for item in chunk]
 
 
-@given(size=sizes, larger=sizes, world_size=worlds, replicas=st.none() | st.integers(1, 8), limit=limits)
-def test_micro_batches_cover_the_batch_once(
-    size: int, larger: int, world_size: int, replicas: int | None, limit: int | None
-) -> None:
-    """Of any batch up to the largest, the ranks' micro-batches hold every sample once, in order, and never too many."""
+@given(size=sizes, world_size=worlds, replicas=st.none() | st.integers(1, 8), limit=limits)
+def test_pieces_cover_the_batch_once(size: int, world_size: int, replicas: int | None, limit: int | None) -> None:
+    """The ranks' pieces hold every sample once, in order, and never too many."""
     limit = limit if replicas is None else None
     splits = [Split(rank, world_size, replicas, limit) for rank in range(world_size)]
-    count = splits[0].count(max(size, larger))
 
-    cuts = [split.cut(size, count) for split in splits]
+    chunks = [split.cut(size) for split in splits]
 
-    real = [chunk for cut in cuts for chunk in cut if not chunk.stand_in]
-    assert list(range(size)) == [sample for chunk in real for sample in range(chunk.start, chunk.stop)]
+    pieces = [piece for chunk in chunks for piece in chunk.pieces]
+    assert list(range(size)) == [sample for _, start, stop in pieces for sample in range(start, stop)]
+    assert len(pieces) == len({piece.replica for piece in pieces})
     bounds = chunk_bounds(size, replicas or world_size)
-    for chunk in (chunk for cut in cuts for chunk in cut):
+    for rank, chunk in enumerate(chunks):
         assert 0 <= chunk.start < chunk.stop <= size
-        assert limit is None or chunk.stop - chunk.start <= limit
+        assert limit is None or all(stop - start <= limit for _, start, stop in chunk.pieces)
         assert chunk.samples == (0 if chunk.stand_in else chunk.stop - chunk.start)
         if chunk.pieces:
             assert (chunk.start, chunk.stop) == (chunk.pieces[0].start, chunk.pieces[-1].stop)
         assert chunk.stand_in == (not chunk.pieces)
         for piece in chunk.pieces:
-            assert bounds[piece.replica][0] <= piece.start < piece.stop <= bounds[piece.replica][1]
+            replica = piece.replica if replicas is not None else rank
+            assert bounds[replica][0] <= piece.start < piece.stop <= bounds[replica][1]
         assert sum(stop > start for start, stop in bounds) == chunk.batch_replicas
         if chunk.stand_in and min(size, limit or size) > 1:
             assert chunk.stop - chunk.start >= 2
-    for index, position in enumerate(zip(*cuts, strict=True)):
-        having = [not chunk.stand_in for chunk in position]
-        assert {(index, count, size, sum(having))} == {
-            (chunk.index, chunk.count, chunk.batch_samples, chunk.ranks) for chunk in position
-        }
-        assert having[0] or not any(having), "rank 0 has samples wherever any rank has"
-    assert not cuts[0][-1].stand_in
+    having = sum(not chunk.stand_in for chunk in chunks)
+    assert {(size, having)} == {(chunk.batch_samples, chunk.ranks) for chunk in chunks}
+    assert not chunks[0].stand_in
 
 
 @given(size=st.integers(1, 20), replicas=st.integers(1, 6), world_size=st.integers(1, 6))
 def test_replicas_are_the_chunks_of_torch(size: int, replicas: int, world_size: int) -> None:
-    """Whatever the world, the ranks' pieces in order are the chunks of `torch.chunk`, a rank's in one micro-batch."""
+    """Whatever the world, the ranks' pieces in order are the chunks of `torch.chunk`."""
     splits = [Split(rank, world_size, replicas) for rank in range(world_size)]
-    assert {1} == {split.count(None) for split in splits}
-    chunks = [chunk for split in splits for chunk in split.cut(size, 1)]
+    chunks = [split.cut(size) for split in splits]
 
     pieces = [piece for chunk in chunks for piece in chunk.pieces]
 

@@ -119,25 +119,6 @@ def test_replicas_are_cut_out_of_the_batches_of_a_plain_loader(kind: str) -> Non
             assert expected[epoch] == [[piece for taken in step for piece in pieces(taken)] for step in steps]
 
 
-def test_a_limit_of_samples_cuts_the_same_batches() -> None:
-    """With max_device_batch_size, the micro-batches of 2 ranks are parts of the batches of a plain loader, too."""
-    loader = LOADERS["map"]()
-    seed_all(7)
-    expected = [rows(batch, 0, BATCH) for batch in loader]
-
-    def body(splitter: BatchSplitter) -> list[Taken]:
-        seed_all(7)
-        return take_all(whole(splitter).wrap(LOADERS["map"]()))
-
-    ranks = on_ranks(2, body, max_samples=3)
-
-    for batch, want in enumerate(expected):
-        parts = [each for rank in ranks for each in rank[2 * batch : 2 * batch + 2] if not each.chunk.stand_in]
-        assert all(each.chunk.samples <= 3 for each in parts)
-        got = [rows(each.batch, 0, BATCH) for each in parts]
-        assert want == [[sample for part in got for sample in part[column]] for column in range(3)]
-
-
 class Mixing(DataLoader[Any]):
     def __iter__(self) -> Any:
         return (batch.flip(0) for batch in super().__iter__())
@@ -273,9 +254,9 @@ def test_sharded_data_has_no_replicas(options: dict[str, Any]) -> None:
 
 
 def test_batches_without_samples_are_refused() -> None:
-    """An empty batch of indices is an error before it is collated, and so is a collated batch that cannot be cut."""
+    """An empty batch of indices is an error before it is collated, and so is one of a stream that cannot be cut."""
     empty = DataLoader(Augmented(), batch_sampler=[[0], []], collate_fn=pad_and_mix)
-    ragged = DataLoader(Augmented(), batch_size=4, collate_fn=lambda samples: [noise for _, noise in samples])
+    ragged = [[torch.zeros(size) for size in (1, 2, 3, 4)]]
 
     with pytest.raises(ValueError, match="a loader batch has no samples: leave out empty batches"):
         take_all(in_one_world(empty, whole=True))
@@ -294,3 +275,41 @@ def test_a_subclass_that_does_not_read_its_batch_sampler_is_refused(more: bool) 
 
     with pytest.raises(RuntimeError, match=f"Odd yielded {'more' if more else 'fewer'} batches"):
         take_all(in_one_world(Odd(range(8), batch_size=2), whole=True))
+
+
+class Graphs:
+    """What a graph library collates: it has no rows, and is moved as one."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = list(samples)
+
+    def to(self, device: Any) -> Graphs:
+        return self
+
+
+@pytest.mark.parametrize("replicas", [None, 4])
+def test_what_cannot_be_cut_is_collated_apart(replicas: int | None) -> None:
+    """Batches of 8 graphs on 2 ranks: each rank, and each of 4 replicas, has its own samples, collated by the user."""
+
+    def body(splitter: BatchSplitter) -> Any:
+        return take_all(whole(splitter).wrap(DataLoader(range(16), batch_size=8, collate_fn=Graphs)))  # type: ignore[arg-type]
+
+    ranks = on_ranks(2, body, replicas=replicas)
+    for step in range(2):
+        parts = [part for rank in ranks for part in (rank[step].batch if replicas else [rank[step].batch])]
+        size = 8 // len(parts)
+        assert len(parts) == (replicas or 2)
+        assert all(isinstance(part, Graphs) for part in parts)
+        expected = [list(range(8 * step + size * index, 8 * step + size * (index + 1))) for index in range(len(parts))]
+        assert expected == [part.samples for part in parts]
+
+
+def test_apart_nothing_may_be_drawn() -> None:
+    """A collate_fn that draws over graphs would draw other numbers for each replica: it is refused."""
+
+    def drawing(samples: list[Any]) -> Graphs:
+        torch.rand(())
+        return Graphs(samples)
+
+    with pytest.raises(ValueError, match=r"Graphs cannot be cut into replicas.*collate_fn draws random numbers"):
+        take_all(in_one_world(DataLoader(range(4), collate_fn=drawing), whole=True))  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torchmetrics import CatMetric
 
-from lightning_gradavg.evaluation.dealt import EvaluationLoader, compare_streams, ranks_having
+from lightning_gradavg.evaluation.dealt import EvaluationLoader, compare_streams
 from lightning_gradavg.evaluation.logged import complete_states, describe
 from lightning_gradavg.ranks import World
 
@@ -28,7 +28,7 @@ class Stream(IterableDataset[int]):
 
 
 def wrapped(loader: Any, rank: int, size: int, **options: Any) -> EvaluationLoader:
-    defaults: dict[str, Any] = {"kept": False, "limit": None, "lengths": None, "group": lambda: None}
+    defaults: dict[str, Any] = {"kept": False, "limit": None, "lengths": None}
     return EvaluationLoader(loader, World(None, rank, size), **(defaults | options))
 
 
@@ -46,9 +46,6 @@ def test_every_batch_of_one_process_is_dealt_once(make, size, batch, world_size,
     if limit is None:
         per_rank = -(-size // world_size)
         assert -(-per_rank // batch) == max(map(len, of_ranks))
-    lengths = [len(one) for one in of_ranks]
-    for index in range(max(lengths)):
-        assert tuple(range(min(world_size, len(alone) - index * world_size))) == ranks_having(lengths, index)
 
 
 def test_the_loader_is_the_users():

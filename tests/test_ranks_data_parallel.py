@@ -23,8 +23,7 @@ from lightning_gradavg import GradAvgStrategy
 pytestmark = pytest.mark.filterwarnings("ignore:num_replicas=. leaves . of . ranks without a replica")
 
 # Of one step, and of 20: batch norm amplifies a rounding, in the reference as here.
-TOLERANCES = {torch.float32: (1e-6, 5e-6), torch.float64: (1e-12, 1e-12)}
-LEGACY = {"reduction": "mean_of_replica_losses"}
+TOLERANCES = {torch.float32: (1e-6, 2e-5), torch.float64: (1e-12, 1e-12)}
 
 
 def approx(value, tolerance=1e-12):
@@ -36,62 +35,47 @@ class Place(NamedTuple):
     world_size: int
 
 
-class Config(NamedTuple):
-    recompute: bool = False
-    accumulate: int = 1
+OWN_LOSSES, OF_ALL = ["cnn", "masked", "sparse"], ["rows", "numbers"]
+PLACES = [Place(4, 1), Place(4, 2), Place(4, 3), Place(4, 4), Place(3, 1), Place(3, 3), Place(3, 4)]
+WINDOWS = [1, 2, 3]  # of 20 loader batches, so that the last window of 3 is a short one
 
 
-NAMES = ["cnn", "masked", "sparse", "contrastive", "nested"]
-PLACES = [Place(4, 1), Place(4, 2), Place(4, 4), Place(3, 1), Place(3, 3), Place(3, 4)]
-# Of 20 loader batches, so that the last window of 3 is a short one.
-CONFIGS = [Config(recompute, accumulate) for recompute in (False, True) for accumulate in (1, 2, 3)]
-
-
-def fit_as(name: str, dtype: torch.dtype, num_replicas: int, config: Config, **strategy: Any) -> Any:
+def fit_as(name: str, dtype: torch.dtype, num_replicas: int, accumulate: int) -> Any:
     """Body: 20 optimizer steps."""
-    model, accumulate = MODELS[name](dtype), config.accumulate
-    ours = GradAvgStrategy(
-        equivalent_to="data_parallel", num_replicas=num_replicas, recompute_replicas=config.recompute, **strategy
-    )
-    run = fit(model, ours, loader(model), max_epochs=accumulate, accumulate_grad_batches=accumulate)
+    strategy = GradAvgStrategy(equivalent_to="data_parallel", num_replicas=num_replicas)
+    run = fit(MODELS[name](dtype), strategy, max_epochs=accumulate, accumulate_grad_batches=accumulate)
     return dist.get_rank(), run
 
 
 @cache
-def reference(name: str, dtype: torch.dtype, num_replicas: int, accumulate: int, mean_of_replicas: bool) -> Run:
+def reference(name: str, dtype: torch.dtype, num_replicas: int, accumulate: int) -> Run:
     model = MODELS[name](dtype)
-    options: Any = {"accumulate": accumulate, "epochs": accumulate, "mean_of_replicas": mean_of_replicas}
-    return train(model, loader(model), num_replicas, **options)
+    return train(model, loader(model), num_replicas, accumulate=accumulate, epochs=accumulate)
 
 
-def compare(world: Any, place: Place, name: str, dtype: torch.dtype, config: Config, **strategy: Any) -> None:
-    ranks = world(place.world_size).run(fit_as, name, dtype, place.num_replicas, config, **strategy)
+def compare(world: Any, place: Place, name: str, dtype: torch.dtype, accumulate: int) -> None:
+    ranks = world(place.world_size).run(fit_as, name, dtype, place.num_replicas, accumulate)
     assert list(range(place.world_size)) == [rank for rank, _ in ranks]
-    legacy = strategy == LEGACY
-    expected = reference(name, dtype, place.num_replicas, config.accumulate, legacy)
-    # What is logged is a mean over samples whatever the reduction is.
-    assert_same_run([run for _, run in ranks], expected, *TOLERANCES[dtype], losses=not legacy)
+    expected = reference(name, dtype, place.num_replicas, accumulate)
+    assert_same_run([run for _, run in ranks], expected, *TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize(("name", "place", "config"), grid(NAMES, PLACES, CONFIGS), ids=str)
-def test_equals_data_parallel_in_float64(world, name, place, config):
-    """20 steps on batches of 16, 15, 5 and 1 show the gradients, losses, buffers and weights of R replicas.
-
-    So they do with replicas kept or computed again, and with windows of one loader batch or more.
-    """
-    compare(world, place, name, torch.float64, config)
+@pytest.mark.parametrize(("name", "place", "accumulate"), grid(OWN_LOSSES, PLACES, WINDOWS), ids=str)
+def test_equals_data_parallel_in_float64(world, name, place, accumulate):
+    """20 steps on batches of 16, 15, 5 and 1 show the gradients, losses, buffers and weights of R replicas."""
+    compare(world, place, name, torch.float64, accumulate)
 
 
-@pytest.mark.parametrize(("name", "place"), grid(NAMES, PLACES, strength=1), ids=str)
+@pytest.mark.parametrize(("name", "size", "accumulate"), grid(OF_ALL, [1, 2, 3, 4], WINDOWS), ids=str)
+def test_the_loss_of_all_outputs_equals_data_parallel(world, name, size, accumulate):
+    """So do as many ranks as replicas with the loss of `training_step_end`."""
+    compare(world, Place(size, size), name, torch.float64, accumulate)
+
+
+@pytest.mark.parametrize(("name", "place"), grid(OWN_LOSSES, PLACES, strength=1), ids=str)
 def test_equals_data_parallel_in_float32(world, name, place):
     """The same within the rounding of float32."""
-    compare(world, place, name, torch.float32, Config())
-
-
-@pytest.mark.parametrize(("place", "config"), grid(PLACES, [Config(False, 1), Config(True, 2)], strength=1), ids=str)
-def test_mean_of_replica_losses_is_the_default_of_lightning_1(world, place, config):
-    """With `reduction="mean_of_replica_losses"` every replica of a loader batch has the same say, however small."""
-    compare(world, place, "cnn", torch.float64, config, **LEGACY)
+    compare(world, place, name, torch.float32, 1)
 
 
 class Line(LightningModule):
@@ -134,28 +118,21 @@ def line_gradient(name: str, xs: int, **strategy: Any) -> list[float]:
     return model.gradients
 
 
-@pytest.mark.parametrize("num_replicas", [None, 2, 3, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_loss_over_the_outputs_of_all(world, world_size, num_replicas):
-    """Case 26: the variance of 1..4 has gradient 2.5 and that of 1..5 has 4.0, for any ranks and replicas."""
+def test_loss_over_the_outputs_of_all(world, world_size):
+    """Case 26: the variance of 1..4 has gradient 2.5 and that of 1..5 has 4.0, for any ranks."""
     for xs, gradient in ((4, 2.5), (5, 4.0)):
-        ranks = world(world_size).run(line_gradient, "variance", xs, num_replicas=num_replicas)
+        ranks = world(world_size).run(line_gradient, "variance", xs)
         assert [[approx(gradient)]] * world_size == ranks
 
 
 @pytest.mark.parametrize(
     ("xs", "reduction", "gradient"),
-    [
-        (5, "mean", 11.0),
-        (5, "weighted_mean", 11.0),
-        (5, "mean_of_replica_losses", (14 / 3 + 41 / 2) / 2),
-        (1, "mean", 1.0),
-        (1, "mean_of_replica_losses", 1.0),
-    ],
+    [(5, "mean", 11.0), (5, "weighted_mean", 11.0), (1, "mean", 1.0)],
 )
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_replicas_of_unequal_size(world, world_size, xs, reduction, gradient):
-    """Case 27: 1..5 on 2 replicas has gradient 11, and 12.5833 as Lightning 1.x's mean of means; 1 alone has 1."""
+    """Case 27: 1..5 on 2 replicas has gradient 11; 1 alone has 1."""
     ranks = world(world_size).run(line_gradient, "line", xs, num_replicas=2, reduction=reduction)
     assert [[approx(gradient)]] * world_size == ranks
 
@@ -226,10 +203,10 @@ class InfoNCE(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def contrast(num_replicas: int, recompute: bool, accumulate: int) -> Any:
+def contrast(accumulate: int) -> Any:
     """Body: one step on the same batch, as often as the window is long."""
     model = InfoNCE()
-    strategy = GradAvgStrategy(equivalent_to="data_parallel", num_replicas=num_replicas, recompute_replicas=recompute)
+    strategy = GradAvgStrategy(equivalent_to="data_parallel")
     rows = (torch.tensor(ROWS_A, dtype=torch.float64), torch.tensor(ROWS_B, dtype=torch.float64))
     data = TensorDataset(*(torch.cat([one] * accumulate) for one in rows))
     trainer = make_trainer(strategy, max_epochs=1, accumulate_grad_batches=accumulate)
@@ -237,27 +214,15 @@ def contrast(num_replicas: int, recompute: bool, accumulate: int) -> Any:
     return model.losses, model.gradients
 
 
-def check_contrast(ranks: Any, accumulate: int) -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_contrastive_loss_of_the_whole_batch(world, world_size, accumulate):
+    """Case 43: in training_step_end the loss is 0.6918260226, and the gradient of M is as computed by hand."""
     gradient = torch.tensor([[-0.34945875, -0.21453436], [0.00286419, -0.34827028]], dtype=torch.float64)
-    for losses, gradients in ranks:
+    for losses, gradients in world(world_size).run(contrast, accumulate):
         assert [approx(0.6918260226, 1e-9)] * accumulate == losses
         assert len(gradients) == 1
         torch.testing.assert_close(gradients[0], gradient, rtol=0, atol=1e-8)
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_contrastive_loss_of_the_whole_batch(world, world_size, num_replicas):
-    """Case 43: in training_step_end the loss is 0.6918260226, and the gradient of M is as computed by hand."""
-    check_contrast(world(world_size).run(contrast, num_replicas, False, 1), 1)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_features_computed_again(world, world_size, accumulate):
-    """Case 44: replicas that are computed again one by one have parts of the gradient that add up to the full one."""
-    for num_replicas in (2, 4):
-        check_contrast(world(world_size).run(contrast, num_replicas, True, accumulate), accumulate)
 
 
 class Noisy(LightningModule):
@@ -281,11 +246,11 @@ class Noisy(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.001, momentum=0.9)
 
 
-def fit_noisy(seed: int, recompute: bool) -> Any:
+def fit_noisy(seed: int) -> Any:
     """Body: 8 steps on batches of 16 and one of 5, whose samples are numbered in their first column."""
     seed_everything(seed, verbose=False)
     model = Noisy()
-    strategy = GradAvgStrategy(equivalent_to="data_parallel", num_replicas=4, recompute_replicas=recompute)
+    strategy = GradAvgStrategy(equivalent_to="data_parallel", num_replicas=4)
     x = torch.arange(3 * 37, dtype=torch.float64).reshape(37, 3) / torch.tensor([3.0, 40.0, 50.0])
     trainer = make_trainer(strategy, max_epochs=3)
     trainer.fit(model, DataLoader(TensorDataset(x), batch_size=16))
@@ -298,17 +263,17 @@ def merged(ranks: Any) -> dict[int, list[float]]:
 
 def test_random_numbers_of_replicas(world):
     """Case 41: noise and dropout are those of the replica, and not of the rank that computes it, and repeat exactly."""
-    expected = world(1).run(fit_noisy, 7, False)
+    expected = world(1).run(fit_noisy, 7)
     firsts = [start + offset for start in (0, 16) for offset in (0, 4, 8, 12)] + [32, 34, 36]
     drawn = merged(expected)
     assert set(firsts) == set(drawn)
     for generator in range(3):
         assert len(firsts) == len({numbers[generator] for numbers in drawn.values()})
-    for world_size, recompute in ((1, False), (1, True), (2, False), (2, True), (3, False), (4, False)):
-        ranks = world(world_size).run(fit_noisy, 7, recompute)
+    for world_size in (1, 2, 3, 4):
+        ranks = world(world_size).run(fit_noisy, 7)
         assert drawn == merged(ranks)
         for _, weights, steps in ranks:
             assert steps == 9
             torch.testing.assert_close(weights, expected[0][1], rtol=1e-12, atol=1e-12)
-    other = merged(world(2).run(fit_noisy, 8, False))
+    other = merged(world(2).run(fit_noisy, 8))
     assert all(drawn[first][0] != other[first][0] for first in firsts)

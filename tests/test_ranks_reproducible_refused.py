@@ -26,12 +26,9 @@ def of_replicas(replicas: int = 4, **options: Any) -> GradAvgStrategy:
     [
         ({"num_replicas": None}, "reproducible=True needs num_replicas, .*, got None. Give a number"),
         ({"equivalent_to": "single_device"}, "equivalent_to='single_device' contradicts reproducible=True"),
-        ({"wire_dtype": "bfloat16"}, "wire_dtype='bfloat16' contradicts reproducible=True: it rounds"),
-        ({"node_aware": True}, "node_aware=True contradicts reproducible=True: it sums node by node"),
         ({"ddp_comm_hook": print}, "ddp_comm_hook=<built-in function print> contradicts reproducible=True"),
         ({"ddp_comm_wrapper": print}, "ddp_comm_wrapper=<built-in function print> contradicts reproducible=True"),
         ({"static_graph": True}, "static_graph=True contradicts reproducible=True: it expects one backward"),
-        ({"process_group": dist.GroupMember.NON_GROUP_MEMBER}, "process_group=.* contradicts reproducible=True"),
         ({"split_batches": False}, "split_batches=False contradicts equivalent_to='data_parallel'"),
         ({"max_device_batch_size": 4}, "max_device_batch_size=4 contradicts equivalent_to='data_parallel'"),
         ({"reduction": "mean_of_node_sums"}, "reduction='mean_of_node_sums' contradicts equivalent_to"),
@@ -46,7 +43,7 @@ def test_options_that_contradict(options, message):
 
 def test_it_is_data_parallel():
     """It asks for the run of DataParallel, and takes whatever says so already."""
-    said = of_replicas(equivalent_to="data_parallel", node_aware=False, split_batches=True, static_graph=False)
+    said = of_replicas(equivalent_to="data_parallel", split_batches=True, static_graph=False)
     for strategy in (of_replicas(), said):
         assert "data_parallel" == strategy._rates.recipe.equivalent_to
 

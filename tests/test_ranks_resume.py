@@ -159,7 +159,7 @@ def batches_counted(path: str, limit: int | None, epochs: int, resume: str | Non
 
 
 def test_a_checkpoint_written_after_training_counts_as_one_within_it(world, tmp_path):
-    """7 loader batches in 2 micro-batches each are 14; resumed without, they are 7 of 14 loader batches."""
+    """7 loader batches are 7, in parts of a sample and whole; resumed for another epoch, they are 7 of 14."""
     first, second = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
-    assert [14, 14] == world(2).run(batches_counted, first, 1, 1)
+    assert [7, 7] == world(2).run(batches_counted, first, 1, 1)
     assert [14, 14] == world(2).run(batches_counted, second, None, 2, first)

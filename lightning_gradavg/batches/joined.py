@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
+from lightning_gradavg.batches.numbers import Numbers
 from lightning_gradavg.device import Tally
 from lightning_gradavg.faults.drift import SameData
+from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.loaders import LoaderWrapper, length_of, user_loader
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import data_digest
 
-__all__ = ["JoinedLoader", "join", "taken"]
+__all__ = ["Fetched", "JoinedLoader", "fetched_now", "join"]
 
 _END = object()
 _COMPARED = 3
@@ -31,7 +32,7 @@ _COMPARED = 3
 
 
 class Fetched(NamedTuple):
-    """What is known of a batch that waits to be trained on: whether it is the rank's own, and what all ranks have."""
+    """What stands behind a batch: whether it is the rank's own, and what all ranks have."""
 
     own: bool
     tally: Tally
@@ -41,12 +42,11 @@ class JoinedIterator(Iterator[Any]):
     """One pass over a joined loader. A collective operation."""
 
     def __init__(self, loader: JoinedLoader) -> None:
-        self._loader, self._items = loader, iter(loader.read)
-        self._pending: deque[Fetched] = deque()
+        self.loader, self._items = loader, iter(loader.read)
         self._begun = False
 
     def __next__(self) -> Any:
-        loader, begins = self._loader, not self._begun
+        loader, begins = self.loader, not self._begun
         batch, self._begun = next(self._items, _END), True
         own = batch is not _END
         if own:
@@ -63,12 +63,9 @@ class JoinedIterator(Iterator[Any]):
                 raise StopIteration
             if lacking > 0:
                 loader.lend()
-        self._pending.append(Fetched(own, tally))
+        if self in loader.loop.iterators:
+            loader.behind.note(loader.loop, Fetched(own, tally))
         return loader.last
-
-    def take(self) -> Fetched | None:
-        """Return what is known of the oldest batch that was not taken yet; None where there is none."""
-        return self._pending.popleft() if self._pending else None
 
 
 class JoinedLoader(LoaderWrapper):
@@ -78,16 +75,19 @@ class JoinedLoader(LoaderWrapper):
         loader: The user's loader.
         world: All ranks.
         device: Where the process group takes tensors from.
+        loop: The training loop that reads it.
         length: Number of batches of the rank that has most; None where a rank cannot tell.
 
     Attributes:
         last: The batch that was read last.
         compared: How many batches were compared with those of other ranks.
+        behind: What stands behind its batches.
     """
 
-    def __init__(self, loader: Any, world: World, device: torch.device, length: int | None) -> None:
+    def __init__(self, loader: Any, world: World, device: torch.device, loop: TrainingLoop, length: int | None) -> None:
         super().__init__(loader, read=loader, shown=loader, alike=False)
-        self.read, self.device, self._world, self._length = loader, device, world, length
+        self.read, self.device, self.loop, self._world, self._length = loader, device, loop, world, length
+        self.behind = Numbers()
         self.last: Any = _END
         self.compared, self._same = 0, SameData()
 
@@ -131,13 +131,14 @@ def _named(loader: Any) -> str:
     return type(loader).__name__ + (f" over {type(dataset).__name__}" if dataset is not None else "")
 
 
-def join(loader: Any, world: World, device: torch.device) -> Any:
+def join(loader: Any, world: World, device: torch.device, loop: TrainingLoop) -> Any:
     """Return a user's loader, joined unless it is known to have as many batches on all ranks. A collective operation.
 
     Args:
         loader: The loader, or a joined one.
         world: All ranks.
         device: Where the process group takes tensors from.
+        loop: The training loop that reads it.
     """
     loader = user_loader(loader)
     # What a stream says of its length need not be so.
@@ -146,26 +147,23 @@ def join(loader: Any, world: World, device: torch.device) -> Any:
     known = math.inf not in lengths
     if world.size == 1 or (known and len(set(lengths)) == 1):
         return loader
-    return JoinedLoader(loader, world, device, int(max(lengths)) if known else None)
+    return JoinedLoader(loader, world, device, loop, int(max(lengths)) if known else None)
 
 
-def taken(iterators: Sequence[Any], world_size: int) -> tuple[bool, int]:
-    """Return whether the batch to train on now is the rank's own, and how many ranks have none.
-
-    Args:
-        iterators: Those of the training loop.
-        world_size: Number of ranks.
+def fetched_now(loop: TrainingLoop, world_size: int) -> tuple[bool, int]:
+    """Return whether the batch in training is the rank's own, and how many ranks have none.
 
     Raises:
         RuntimeError: On all ranks, if there are other loaders beside one that has fewer batches on some.
     """
-    fetched = [each.take() for each in iterators if isinstance(each, JoinedIterator)]
-    having = [(each.own, each.tally.read()[0]) for each in fetched if each is not None]
-    missing = max((world_size - count for _, count in having), default=0)
-    if missing > 0 and len(iterators) > 1:
+    number = loop.ready - 1
+    joined = [each.loader for each in loop.iterators if isinstance(each, JoinedIterator)]
+    fetched = [loader.behind[number] for loader in joined if number in loader.behind]
+    missing = max((world_size - each.tally.read()[0] for each in fetched), default=0)
+    if missing > 0 and len(loop.iterators) > 1:
         raise RuntimeError(
-            f"one of the {len(iterators)} train loaders has no more batches on {missing} of {world_size} ranks: no"
+            f"one of the {len(loop.iterators)} train loaders has no more batches on {missing} of {world_size} ranks: no"
             " weight of the step can count one loader and not the other. Give all ranks the same number of batches, or"
             " read them by one loader."
         )
-    return all(own for own, _ in having), missing
+    return all(each.own for each in fetched), missing

@@ -1,92 +1,436 @@
 """Training loaders whose batches are the global batches: every rank gets its own chunk of each.
 
-`BatchSplitter.wrap(loader)` returns a `SplitLoader`, an iterable of this rank's micro-batches. The user's
-samplers are asked as they are, on every rank, and what they yield is split, see `lightning_gradavg.batches.sources`.
+`BatchSplitter.wrap(loader)` returns a `SplitLoader`. Its batches are cut
+
+* at the indices, of a map-style dataset: rank 0 asks its samplers and sends what they yield to all ranks, in blocks, so
+  that a rank loads its own samples only;
+* at the samples, of an iterable-style dataset, which every rank reads: before they are collated, in the worker where
+  there are workers;
+* as they come, of an iterable of batches, or with `batch_size=None`.
+
+Where the batches are to be those of one process with all that random numbers, padding and mixing make of them
+(`whole`), every rank loads and collates whole batches and takes its part: datasets then draw from the random state of
+rank 0, in the main process and in workers. That costs each rank the reading of all samples, so loaders that cannot tell
+the difference are still split at their indices. What cannot be cut once it is collated, such as a batch of graphs, is
+collated anew from the rank's own samples.
+
 Iterating is a collective operation: all ranks do it, or none.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
-from lightning_gradavg.batches.chunks import Split
-from lightning_gradavg.batches.order import require_alike
-from lightning_gradavg.batches.progress import LoaderState, PassedLoader, Progress, SplitIterator
-from lightning_gradavg.batches.sources import source_of
-from lightning_gradavg.loaders import distributed_sampler, is_sharded, keeps_state, loader_batch_size, user_loader
+from lightning_gradavg.batches.chunks import EMPTY_BATCH, Chunk, Split, even_parts
+from lightning_gradavg.batches.place import Behind, LoaderState, Mark, Order, PassState, require_alike
+from lightning_gradavg.lightning_internals import cloned
+from lightning_gradavg.loaders import LoaderWrapper, distributed_sampler, is_sharded, loader_batch_size, user_loader
+from lightning_gradavg.random_state import random_state, same_random_state
 from lightning_gradavg.ranks import World
+from lightning_gradavg.tree import batch_samples, data_digest, leaves, slice_batch
 
-__all__ = ["BatchSplitter", "ResumableSplitLoader", "SplitLoader", "StatefulSplitLoader"]
+__all__ = ["Apart", "BatchSplitter", "Pass", "SplitLoader"]
+
+_END = object()
+_BLOCK = 256
+"""Batches of indices that are sent at once, where the sampler draws no random numbers and sees nothing of training."""
+
+# They draw from a global generator for their first index only, whatever happens between the batches.
+_DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+# Their items are what they hold. A subclass may draw.
+_DRAW_NOTHING = (TensorDataset, Tensor, list, tuple, range)
 
 
-class SplitLoader(PassedLoader):
-    """A training loader that yields this rank's micro-batches of the user's batches.
+class Apart(list[Any]):
+    """The pieces of a rank's chunk, each collated on its own, because what holds all of them cannot be cut."""
 
-    All other attributes are those of the user's loader. `len()` is the number of micro-batches per epoch: those of the
-    user's loader times `Progress.micro_batches`. No checkpoint holds where training stands in it: where every rank
-    reads data of its own, rank 0, which saves, knows nothing of the others.
+
+class _Collated(NamedTuple):
+    """A batch as it comes out of a worker: its rows, a digest of what all ranks have of it, and this rank's part."""
+
+    rows: int
+    key: bytes
+    part: Any
+
+
+@dataclass(frozen=True)
+class _Collate:
+    """Collates this rank's part of a list of samples; of the whole batch if `whole`. Sent to worker processes."""
+
+    collate: Callable[[list[Any]], Any]
+    split: Split
+    whole: bool
+
+    def __call__(self, samples: list[Any]) -> _Collated:
+        key = data_digest((len(samples), samples[0], samples[-1]))
+        if self.whole:
+            before = random_state()
+            batch = self.collate(samples)
+            rows = _rows(batch, len(samples))
+            if rows is not None:
+                return _Collated(rows, data_digest(batch), _cut(batch, self.split.cut(rows)))
+            if not same_random_state(before, random_state()):
+                raise ValueError(
+                    f"a batch of type {type(batch).__name__} cannot be cut into replicas, so each is to be collated on"
+                    " its own, but collate_fn draws random numbers, which would be others than those of the whole"
+                    " batch. Draw them in the dataset or in training_step."
+                )
+        return _Collated(len(samples), key, self._own(self.split.cut(len(samples)), samples))
+
+    def _own(self, chunk: Chunk, samples: list[Any]) -> Any:
+        if self.whole and len(chunk.pieces) > 1:
+            return Apart(self.collate(samples[piece.start : piece.stop]) for piece in chunk.pieces)
+        return self.collate(samples[chunk.start : chunk.stop])
+
+
+@dataclass(frozen=True)
+class _CollateParts:
+    """Collates this rank's samples of a batch, in parts where a batch cannot be cut. Sent to worker processes."""
+
+    collate: Callable[[list[Any]], Any]
+    most: int
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch, count = self.collate(samples), -(-len(samples) // self.most)
+        if count == 1 or _rows(batch, len(samples)) is not None:
+            return batch
+        return Apart(self.collate(samples[start:stop]) for start, stop in even_parts(0, len(samples), count))
+
+
+def _rows(batch: Any, samples: int) -> int | None:
+    """Return how many rows a collated batch can be cut into, so many for each sample; None if it cannot be cut."""
+    if any(hasattr(leaf, "to") and not isinstance(leaf, Tensor) for _, leaf in leaves(batch)):
+        return None  # such as a graph, which would be shared
+    try:
+        rows = batch_samples(batch)
+    except ValueError:
+        return None
+    return rows if rows % samples == 0 else None
+
+
+def _cut(batch: Any, chunk: Chunk) -> Any:
+    return slice_batch(batch, chunk.start, chunk.stop)
+
+
+class _Noted(NamedTuple):
+    """What was noted of a batch when its indices were asked for; no mark where it is only passed over."""
+
+    chunk: Chunk | None
+    mark: Mark | None
+    samples: int
+
+
+class _Sampler:
+    """The batch sampler of a copy of the loader: what rank 0's yields, on every rank whole or its own part of it.
+
+    Args:
+        batch_sampler: The user's.
+        loader: The loader that it is one of.
+
+    Attributes:
+        order: The order of the next pass.
+        noted: What is noted in it of the batches that the copy of the loader has still to yield.
     """
 
-    def __init__(self, loader: Any, splitter: BatchSplitter, *, sharded: bool) -> None:
-        kind, progress = source_of(loader, whole=splitter.whole_batches), splitter.progress
-        source = kind(loader, splitter.split_of(sharded=sharded), lambda: progress.micro_batches)
-        # Seeded by its rank, a worker might read in another order.
-        super().__init__(loader, source, World() if sharded else splitter.world, alike=kind.alike and not sharded)
-        self._splitter, self._progress, self._sharded = splitter, progress, sharded
-        if isinstance(loader, DataLoader):
-            self.worker_init_fn = loader.worker_init_fn
+    order: Order
+    noted: deque[_Noted]
 
-    def __iter__(self) -> SplitIterator:
-        return SplitIterator(self, self._progress)
+    def __init__(self, batch_sampler: Any, loader: SplitLoader) -> None:
+        self._batch_sampler, self._loader = batch_sampler, loader
+        inner = getattr(batch_sampler, "sampler", None)
+        self.draws_once = type(batch_sampler) is BatchSampler and type(inner) in _DRAW_ONCE
 
     def __len__(self) -> int:
-        return len(self.source)
+        return len(self._batch_sampler)
 
-    def describe(self) -> str:
-        """Return one line that says what is done with the loader."""
-        if self._sharded:
-            return f"{type(self.loader).__name__}: every rank trains on its own batches (sharded_by_rank is set)"
-        split = self._splitter.split
-        most = f", in {self._progress.micro_batches} micro-batches of at most {split.max_samples} samples per rank"
-        return (
-            f"{self.source.name}: used as it is, its batches are the global batches, in {split.chunks} chunks"
-            f" on {split.world_size} ranks{most if split.max_samples else ''}; {self.source.reads}"
+    def __iter__(self) -> Iterator[Any]:
+        order = self.order
+        with order.drawing():
+            order.agree("made")
+            batches = iter(self._batch_sampler) if order.world.rank == 0 else iter(())
+        share = self._whole if self._loader.whole else self._own
+        return share(self._asked(batches, order), order, self.noted)
+
+    def _asked(self, batches: Iterator[Any], order: Order) -> Iterator[Any]:
+        """Yield what rank 0's sampler yields, on all ranks."""
+        size = 1
+        order.agree("first")
+        while True:
+            block, error, drawn = [], None, None
+            if order.world.rank == 0:
+                with order.drawing():
+                    before = order.common
+                    try:
+                        block = list(map(_listed, islice(batches, size)))
+                    except Exception as raised:  # noqa: BLE001  # the other ranks would wait for it
+                        error = raised
+                    drawn = (before, order.common) if size == 1 else None
+            block, message, drawn = order.world.from_first((block, error and repr(error), drawn))
+            if drawn is not None:
+                order.follow(*drawn)
+            yield from block
+            if message:
+                raise error or RuntimeError(f"the batch sampler of rank 0, whose order counts, raised {message}")
+            if len(block) < size:
+                return
+            size = min(2 * size, _BLOCK) if self.draws_once else 1
+
+    def _own(self, batches: Iterator[Any], order: Order, noted: deque[_Noted]) -> Iterator[Any]:
+        for indices in batches:
+            mark = order.note(data_digest(indices), len(indices))
+            if mark is not None:
+                chunk = self._loader.cut(len(indices))
+                noted.append(_Noted(chunk, mark, len(indices)))
+                yield indices[chunk.start : chunk.stop]
+
+    def _whole(self, batches: Iterator[Any], order: Order, noted: deque[_Noted]) -> Iterator[Any]:
+        """Pass over batches at their indices, so that they are not loaded again.
+
+        Except where samples are loaded in this process and the sampler may draw between them: its draws then depend on
+        theirs.
+        """
+        in_process = self._loader.loader.num_workers == 0
+        for indices in batches:
+            mark = order.note(data_digest(indices), len(indices))
+            if mark is not None or (in_process and not self.draws_once):
+                noted.append(_Noted(None, mark, len(indices)))
+                yield indices
+            elif in_process and not order.behind:
+                # After the draws of the samples that were loaded then and are not now.
+                order.go_on()
+
+
+def _listed(indices: Any) -> list[Any]:
+    listed: list[Any] = indices.tolist() if isinstance(indices, Tensor) else list(indices)
+    if not listed:
+        raise ValueError(EMPTY_BATCH)
+    return listed
+
+
+class _Cutter:
+    """Cuts the batches of one pass over a split loader.
+
+    Making it is a collective operation, and so is each step of it.
+
+    Args:
+        loader: The loader.
+        start: Where it starts; None at its beginning.
+        begun: The state of a pass that began there before and is gone through again.
+
+    Attributes:
+        order: Its order.
+    """
+
+    def __init__(self, loader: SplitLoader, start: LoaderState | None = None, begun: PassState | None = None) -> None:
+        self._loader = loader
+        order = self.order = Order(loader.loader, loader.world, start, begun, shared=loader.alike)
+        self._drawing = order.drawing if order.shared or order.forks else nullcontext
+        self._noted: deque[_Noted] = deque()
+        loader.begin(order, self._noted)
+        with order.drawing():
+            self._batches = iter(loader.read)
+            if loader.sampler is None:
+                order.agree("made")
+        if not order.shared:
+            order.follow(order.begun, order.world.from_first(order.common))
+
+    def cut(self) -> Iterator[tuple[Any, Behind]]:
+        """Yield this rank's parts of the batches, each with what stands behind it."""
+        order, loader, found = self.order, self._loader, 0
+        open_batch = self._of_stream if loader.sampler is None else self._of_indices
+        if order.shared:
+            order.agree("first")
+        while True:
+            before = order.common
+            with self._drawing():
+                batch = next(self._batches, _END)
+            if batch is _END:
+                break
+            part, chunk, mark, key = open_batch(batch)
+            if mark is not None:
+                found += 1
+                if key is not None and found & (found - 1) == 0:
+                    self._require_same(key, found)
+                yield part, Behind(chunk, mark, before, order)
+        if loader.sampler is None:
+            order.compare(f"the end after batch {order.mark.batches}")
+        elif self._noted:
+            raise loader.mismatch("fewer")
+        order.finish()
+
+    def _of_stream(self, batch: Any) -> tuple[Any, Chunk, Mark | None, bytes | None]:
+        loader = self._loader
+        if not isinstance(batch, _Collated):
+            rows = batch_samples(batch)
+            batch = _Collated(rows, data_digest(batch), _cut(batch, loader.cut(rows)))
+        return batch.part, loader.cut(batch.rows), self.order.note(batch.key, batch.rows, compares=True), None
+
+    def _of_indices(self, batch: Any) -> tuple[Any, Chunk, Mark | None, bytes | None]:
+        loader = self._loader
+        if not self._noted:
+            raise loader.mismatch("more")
+        chunk, mark, samples = self._noted.popleft()
+        if chunk is not None:
+            return batch, chunk, mark, None
+        if not isinstance(batch, _Collated):  # of a loader with an `__iter__` of its own
+            rows = batch_samples(batch)
+            if rows % samples != 0:
+                raise ValueError(
+                    f"a batch of {samples} samples of {loader.name} has {rows} rows along dimension 0, along which it"
+                    " would be cut into replicas. Have its __iter__ put the samples along dimension 0 of all tensors,"
+                    " the same number of rows for each."
+                )
+            batch = _Collated(rows, data_digest(batch), _cut(batch, loader.cut(rows)))
+        return batch.part, loader.cut(batch.rows), mark, batch.key
+
+    def _require_same(self, key: bytes, found: int) -> None:
+        name = self._loader.name
+        require_alike(
+            self.order.world,
+            key,
+            f"the ranks read other samples for the same indices: found at batch {found} that {name} read in"
+            " this epoch. With equivalent_to= or num_replicas= every rank reads the whole batch and takes its part."
+            " Have the dataset and collate_fn draw from the global generators of torch, random or NumPy, which are"
+            " those of rank 0, or from one that is seeded alike on every rank.",
         )
 
 
-class ResumableSplitLoader(SplitLoader):
-    """A split loader whose place a checkpoint holds, in loader batches and samples of the global order.
+class Pass(Iterator[tuple[Any, Behind]]):
+    """One pass over a split loader: this rank's parts of the batches, each with what stands behind it.
 
-    What was taken is not loaded again where the samples have indices. Of an iterable-style dataset, and of an iterable
-    of batches, it has to be read again and is dropped.
+    Making it is a collective operation, and so is each step of it. No cycle of references holds it, so worker processes
+    end with it, and not whenever the garbage collector runs.
+
+    Args:
+        loader: The loader.
+        start: Where it starts; None at its beginning.
+        begun: The state of a pass that began there before and is gone through again.
+
+    Attributes:
+        order: Its order.
     """
 
-    resumable = True
+    def __init__(self, loader: SplitLoader, start: LoaderState | None = None, begun: PassState | None = None) -> None:
+        cutter = _Cutter(loader, start, begun)
+        self.order, self._items = cutter.order, cutter.cut()
 
-    def state_dict(self) -> LoaderState:
-        """Return where training stands: the same on all ranks, for any world size and any size of micro-batches.
-
-        Samples of an incomplete window count as not taken: its gradients are not in a checkpoint, so it is repeated.
-        """
-        return self._progress.state_of(self)
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Have the next pass go on from there."""
-        self._progress.go_on(self, state_dict)
+    def __next__(self) -> tuple[Any, Behind]:
+        return next(self._items)
 
 
-class StatefulSplitLoader(SplitLoader):
-    """A split loader whose user's loader keeps its place itself; only then Lightning may see these two methods."""
+class SplitLoader(LoaderWrapper):
+    """A training loader that yields this rank's parts of the user's batches.
 
-    def state_dict(self) -> Any:
-        """Return what the user's loader returns."""
-        return self.source.loader.state_dict()
+    All other attributes are those of the user's loader.
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Give the user's loader its state."""
-        self.source.loader.load_state_dict(state_dict)
+    Args:
+        loader: The user's loader.
+        splitter: How it is split.
+        sharded: Whether every rank reads its own part of the data. Its batches are then only cut into pieces, and
+            no checkpoint holds where training stands in it: rank 0, which saves, knows nothing of the others.
+
+    Attributes:
+        whole: Whether every rank loads whole batches and takes its part of them.
+        alike: Whether all ranks draw the same random numbers as they read.
+        world: The ranks that read the same batches.
+        read: What is iterated: the user's iterable, or a copy of a `DataLoader`.
+        sampler: Its batch sampler, where batches are split at their indices.
+    """
+
+    def __init__(self, loader: Any, splitter: BatchSplitter, *, sharded: bool) -> None:
+        self._splitter, self.sharded = splitter, sharded
+        self._split = splitter.split_of(sharded=sharded)
+        collates = isinstance(loader, DataLoader) and loader.batch_sampler is not None
+        streams = not collates or isinstance(loader.dataset, IterableDataset)
+        self.whole = splitter.whole_batches and (streams or not _may_be_read_in_parts(loader))
+        self.sampler = None if streams else _Sampler(loader.batch_sampler, self)
+        self.alike = (streams or self.whole) and not sharded
+        self.world = World() if sharded else splitter.world
+        # A loader with an `__iter__` of its own expects what the user's collate_fn returns.
+        self._plain = collates and type(loader).__iter__ is DataLoader.__iter__
+        self._collates = self._plain and (streams or self.whole)
+        replaced: dict[str, Any] = {} if streams else {"batch_sampler": self.sampler}
+        if not self.alike and self.world.rank > 0:
+            replaced["generator"] = None  # the seed of workers is drawn from a stream of the rank's own
+        self.read: Any = cloned(loader, **replaced) if isinstance(loader, DataLoader) else loader
+        # Seeded by its rank, a worker might read in another order.
+        super().__init__(loader, read=self.read, shown=loader, alike=self.alike)
+        if isinstance(loader, DataLoader):
+            self.worker_init_fn = loader.worker_init_fn
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch for batch, _ in Pass(self))
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def cut(self, samples: int) -> Chunk:
+        """Return this rank's part of a loader batch."""
+        return self._split.cut(samples)
+
+    def begin(self, order: Order, noted: deque[_Noted]) -> None:
+        """Have the next iterator of what is read follow an order, and note what it asks for."""
+        most = self._split.max_samples
+        if self._collates:
+            self.read.collate_fn = _Collate(self.loader.collate_fn, self._split, self.whole)
+        elif self._plain and most is not None:
+            self.read.collate_fn = _CollateParts(self.loader.collate_fn, most)
+        if self.sampler is not None:
+            self.sampler.order, self.sampler.noted = order, noted
+
+    @property
+    def seeded(self) -> bool:
+        """Whether there are worker processes that outlive the epoch, so that the next pass draws no seed for them."""
+        return bool(getattr(self.loader, "persistent_workers", False) and self._iterator is not None)
+
+    @property
+    def name(self) -> str:
+        """What the user knows the loader by."""
+        return type(self.loader).__name__
+
+    def describe(self) -> str:
+        """Return one line that says what is done with the loader."""
+        if self.sharded:
+            return f"{self.name}: every rank trains on its own batches (sharded_by_rank is set)"
+        split, name = self._split, self.name
+        if self.sampler is not None:
+            samplers = f"{type(self.loader.batch_sampler).__name__} and {type(self.loader.sampler).__name__}"
+            name = f"{name} with its {samplers}"
+        limited = f", in parts of at most {split.max_samples} samples" if split.max_samples else ""
+        return (
+            f"{name}: used as it is, its batches are the global batches, in {split.chunks} chunks on"
+            f" {split.world_size} ranks{limited};"
+            f" {'every rank reads whole batches' if self.alike else 'each rank loads its own samples only'}"
+        )
+
+    def mismatch(self, what: str) -> RuntimeError:
+        """Return the error of a loader that yields more or fewer batches than it asks for."""
+        return RuntimeError(
+            f"{self.name} yielded {what} batches than its batch_sampler was asked for, so split_batches=True"
+            " cannot tell which samples a batch holds. Use a loader whose __iter__ yields one batch per batch of"
+            " indices, or wrap it in an iterable of your own, whose batches are split once they are collated."
+        )
 
 
 class BatchSplitter:
@@ -95,57 +439,51 @@ class BatchSplitter:
     Args:
         split: How loader batches are split, and which part is this rank's.
         world: The ranks that share the batches.
-        progress: Where training stands in the loaders.
         whole_batches: Whether every rank reads whole batches, so that random numbers, padding and mixing are those of
             one process, unless a loader is known to be the same without.
     """
 
-    def __init__(self, split: Split, world: World, progress: Progress, *, whole_batches: bool = False) -> None:
-        self.split, self.world, self.progress, self.whole_batches = split, world, progress, whole_batches
+    def __init__(self, split: Split, world: World, *, whole_batches: bool = False) -> None:
+        self.split, self.world, self.whole_batches = split, world, whole_batches
 
     def split_of(self, *, sharded: bool) -> Split:
-        """Return how a loader's batches are split, if every rank reads its own only into micro-batches."""
+        """Return how a loader's batches are split, if every rank reads its own only into pieces."""
         return Split(max_samples=self.split.max_samples) if sharded else self.split
 
-    def wrap(self, loader: Any) -> SplitLoader:
+    def wrap(self, loader: Any, kind: Callable[..., type[SplitLoader]] = lambda *_, **__: SplitLoader) -> SplitLoader:
         """Return `loader` split. A collective operation.
 
         Args:
             loader: A `DataLoader`, of any subclass, or an iterable of batches. Where it or its dataset has a true
                 attribute `sharded_by_rank`, every rank reads its own part of the data: then its batches are not shared
-                out, and only cut into micro-batches.
+                out, and only cut into pieces.
+            kind: Returns the class of split loader for a user's loader.
 
         Raises:
-            ValueError: If the loader cannot be split, the ranks' loaders differ, or the state to go on from is not the
-                loader's.
+            ValueError: If the loader cannot be split, or the ranks' loaders differ.
         """
         loader = user_loader(loader)
         sharded, largest = is_sharded(loader), loader_batch_size(loader)
-        problem = self._problem(loader, largest, sharded=sharded)
-        count = 0 if problem else self.split_of(sharded=sharded).count(largest)
-        workers = getattr(loader, "num_workers", 0)
-        # A problem that only some ranks have is raised by them all: nobody waits for a rank that has given up.
+        problem = self._problem(loader, sharded=sharded)
+        workers = [getattr(loader, name, None) for name in ("num_workers", "prefetch_factor")]
+        wrapped = None if problem else kind(loader, sharded=sharded)(loader, self, sharded=sharded)
+        traits = None if wrapped is None else (wrapped.sampler is None, wrapped.whole)
+        # A problem that only some ranks have is raised by them all: nobody waits for a rank that has given up. Ranks
+        # that prefetch otherwise would ask for their indices at other times.
         require_alike(
             self.world,
-            (source_of(loader, whole=self.whole_batches).__name__, sharded, count, workers > 0),
+            (traits, sharded, largest, workers),
             problem
             or f"the ranks' train loaders differ: on this rank it is a {type(loader).__name__} of batch size {largest},"
-            f" num_workers={workers}, sharded_by_rank={sharded}.",
+            f" num_workers={workers[0]}, prefetch_factor={workers[1]}, sharded_by_rank={sharded}.",
         )
-        if problem:
+        if wrapped is None:
             raise ValueError(problem)
-        progress = self.progress
-        progress.micro_batches = max(progress.micro_batches, count)
-        of_us = SplitLoader if sharded else ResumableSplitLoader
-        kind = StatefulSplitLoader if keeps_state(loader) else of_us
-        wrapped = kind(loader, self, sharded=sharded)
-        if progress.states is not None and kind is not SplitLoader:
-            wrapped.load_state_dict(progress.next_state())
         return wrapped
 
-    def _problem(self, loader: Any, largest: int | None, *, sharded: bool) -> str | None:
+    def _problem(self, loader: Any, *, sharded: bool) -> str | None:
         """Return why `loader` cannot be split, or None."""
-        name, most = type(loader).__name__, self.split.max_samples
+        name = type(loader).__name__
         dealing = getattr(distributed_sampler(loader), "num_replicas", None)
         problems = {
             f"{name} or its dataset {type(getattr(loader, 'dataset', None)).__name__} has"
@@ -156,16 +494,32 @@ class BatchSplitter:
             ),
             f"the train loader has a DistributedSampler for {dealing} replicas, but with"
             " split_batches=True the loader's batches are the global batches, which the strategy splits. Give the"
-            " loader the sampler of a run on one device, or set split_batches=False.": (
+            " loader the sampler of a run on one device. Where a library adds this sampler by itself for every"
+            " DDPStrategy, leave split_batches, equivalent_to and num_replicas out: with reduction='weighted_mean' its"
+            " sharded loader gives the mean over all samples, however many a rank has.": (
                 dealing is not None and not sharded
             ),
             "in_order=False lets the workers hand over batches in an order of their own, so the ranks' chunks would"
             " not make up one batch. Use in_order=True with split_batches=True.": (
                 not getattr(loader, "in_order", True) and getattr(loader, "num_workers", 0) > 0
             ),
-            f"max_device_batch_size={most} needs to know the largest batch of"
-            f" {name}, to have all ranks accumulate alike. Give the loader, its batch sampler or"
-            " its dataset an attribute `batch_size` with it, or leave max_device_batch_size out and set"
-            " accumulate_grad_batches.": most is not None and largest is None,
         }
         return next((problem for problem, applies in problems.items() if applies), None)
+
+
+def _may_be_read_in_parts(loader: DataLoader[Any]) -> bool:
+    """Whether the parts of a batch are the same if only they are read: no sample or batch depends on another."""
+    said = any(getattr(owner, "draws_no_random_numbers", False) for owner in (loader, loader.dataset))
+    return (
+        (said or _draws_nothing(loader.dataset))
+        and loader.collate_fn is default_collate
+        and type(loader).__iter__ is DataLoader.__iter__
+    )
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    if type(dataset) is Subset:
+        return _draws_nothing(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(map(_draws_nothing, dataset.datasets))
+    return type(dataset) in _DRAW_NOTHING

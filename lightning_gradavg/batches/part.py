@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-from lightning.pytorch import LightningModule
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_gradavg.batches.chunks import Chunk, Split, require_same_reach
-from lightning_gradavg.batches.joined import join, taken
-from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
-from lightning_gradavg.batches.progress import Progress
+from lightning_gradavg.batches.chunks import Chunk, Split, even_parts, require_same_reach
+from lightning_gradavg.batches.joined import fetched_now, join
+from lightning_gradavg.batches.loader import Apart, BatchSplitter
+from lightning_gradavg.batches.place import Behind
+from lightning_gradavg.batches.progress import NumberedLoader, Progress, ResumableLoader, kind_of
 from lightning_gradavg.lightning_internals import TrainingLoop, injects_samplers, set_injection_of_samplers
-from lightning_gradavg.methods import logged_as
+from lightning_gradavg.loaders import length_of
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Part, Run, Saved
+from lightning_gradavg.stand_in import stand_in
 from lightning_gradavg.tree import batch_samples, slice_batch
 
 __all__ = ["Batches", "ReplicaSlice", "SplitBatches"]
@@ -39,72 +41,98 @@ class ReplicaSlice(NamedTuple):
     batch: Any
 
 
-_STAND_IN = Chunk(0, 0, (), index=0, count=1, ranks=1, batch_samples=0, batch_replicas=0)
+_STAND_IN = Chunk(0, 0, (), ranks=1, batch_samples=0, batch_replicas=0)
 
 
 class Batches(Part):
     """Every rank has batches of its own, as in stock DDP, some of them perhaps fewer than others.
 
     Attributes:
-        chunk: What stands behind the batch in training; None where it is the rank's own.
-        micro_batches: Micro-batches per loader batch, in the run that began last.
-        missing: Number of ranks that have no batch of their own now.
+        joins: Whether some ranks may have fewer batches than others.
     """
 
-    chunk: Chunk | None = None
-    micro_batches: int = 1
-    missing = 0
-    _joins = False
+    joins = _steps = False
+    _loop: TrainingLoop | None = None
 
     def setup(self, run: Run) -> None:
         """Forget an earlier run."""
         super().setup(run)
-        self.chunk, self.missing, self._joins = None, 0, False
+        self.joins, self._loop = False, None
 
     @property
     def accumulation(self) -> int:
         """Loader batches per optimizer step, which is what the user's `accumulate_grad_batches` counts."""
         return self.run.trainer.accumulate_grad_batches
 
+    @property
+    def chunk(self) -> Chunk | None:
+        """What stands behind the batch in training; None where it is the rank's own."""
+        return None if self._fetched[0] else _STAND_IN
+
+    @property
+    def missing(self) -> int:
+        """Number of ranks that have no batch of their own now."""
+        return self._fetched[1]
+
+    @property
+    def _fetched(self) -> tuple[bool, int]:
+        if not self.joins or self._loop is None:
+            return True, 0
+        return fetched_now(self._loop, self.run.world.size)
+
+    @property
+    def _ranks(self) -> int:
+        """Number of ranks whose batch in training counts."""
+        return self.run.world.size - self.missing
+
+    @property
+    def having(self) -> int | None:
+        """Within a training step whose samples count on some ranks only, the number of those; None else."""
+        return self._ranks if self._steps and 0 < self._ranks < self.run.world.size else None
+
+    def counted(self, value: Any) -> Any:
+        """Return what this rank adds to a sum over those ranks."""
+        chunk = self.chunk
+        return torch.zeros_like(value) if chunk is not None and chunk.stand_in else value
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Run a training step inside."""
+        self._steps = True
+        try:
+            yield
+        finally:
+            self._steps = False
+
     def process_dataloader(self, loader: Any) -> Any:
         """Return the loader, which ends on all ranks at once. A collective operation."""
-        joined = join(loader, self.run.world, self.run.device)
-        self._joins |= joined is not loader
+        self._loop = TrainingLoop(self.run.trainer.fit_loop)
+        joined = join(loader, self.run.world, self.run.device, self._loop)
+        self.joins |= joined is not loader
         return joined
-
-    def on_train_batch_start(self) -> None:
-        """Note whether the batch to train on now counts, and how many ranks have none."""
-        if self._joins:
-            own, self.missing = taken(TrainingLoop(self.run.trainer.fit_loop).iterators, self.run.world.size)
-            self.chunk = None if own else _STAND_IN
 
     def training_step(self) -> AbstractContextManager[Any]:
         """Have a step whose samples do not count leave no trace."""
-        stand_in = self.chunk is not None and self.chunk.stand_in
-        return _as_stand_in(self.run.module) if stand_in else nullcontext()
+        chunk = self.chunk
+        return stand_in(self.run.module) if chunk is not None and chunk.stand_in else nullcontext()
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save that there is nothing to go on with."""
-        saved |= {"micro_batches": 1, "loaders": None}
-
-
-_COUNT_BATCHES = ("accumulate_grad_batches", "limit_train_batches", "val_check_interval")
+        saved["loaders"] = None
 
 
 class SplitBatches(Batches):
     """Splits the training loaders of a run.
 
-    Lightning counts what a loader yields, which are this rank's micro-batches. The options that a user gave in loader
-    batches are multiplied by the micro-batches of each, and put back at the end of the run.
-
     Args:
         options: What the user's options come to.
     """
 
+    _splitter: BatchSplitter | None = None
+
     def __init__(self, options: Options) -> None:
         self._options = options
         self._saved: Saved = {}
-        self._progress: Progress | None = None
 
     def configure_ddp(self, run: Run) -> None:
         """Begin to split the loaders of a run."""
@@ -115,102 +143,123 @@ class SplitBatches(Batches):
                 " Let training_step take (batch, batch_idx), or set split_batches=False."
             )
         super().configure_ddp(run)
-        self._progress = Progress(TrainingLoop(trainer.fit_loop), lambda: self.accumulation)
         self._splitter = BatchSplitter(
             Split(run.world.rank, run.world.size, options.num_replicas, options.max_device_batch_size),
             run.world,
-            self._progress,
             whole_batches=options.replicated,
         )
-        self._given = {name: getattr(trainer, name) for name in _COUNT_BATCHES}
-        self._injects_samplers = injects_samplers(trainer)
+        self._loop = TrainingLoop(trainer.fit_loop)
+        self._progress = Progress(self._loop, lambda: self.accumulation)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         self._schedule = next((each for each in callbacks if isinstance(each, GradientAccumulationScheduler)), None)
-        self._taken: list[Chunk | None] = []
-        self.micro_batches = 1
-        self._resumed, self._saved = self._saved, {}
-        if self._resumed.get("loaders"):
-            self._progress.states = deque(self._resumed["loaders"])
+        self._injects_samplers = injects_samplers(trainer)
+        resumed, self._saved = self._saved, {}
+        self._states: list[Any] | None = resumed.get("loaders")
+        # Of an earlier version, which had Lightning count parts of batches.
+        self._parts_before = resumed.get("micro_batches", 1)
+        self._loaders: list[NumberedLoader] = []
 
     @property
     def accumulation(self) -> int:
         """Loader batches per optimizer step, which is what the user's `accumulate_grad_batches` counts."""
-        if self._schedule is not None:
+        if self._schedule is not None:  # which writes it at the start of an epoch
             return self._schedule.get_accumulate_grad_batches(self.run.trainer.current_epoch)
-        count: int = self._given["accumulate_grad_batches"]
-        return count
+        return super().accumulation
+
+    @property
+    def chunk(self) -> Chunk | None:
+        """What stands behind the batch in training; of several loaders' batches the first that has one."""
+        return next((each.chunk for each in self._behind if each is not None), None)
+
+    @property
+    def missing(self) -> int:
+        """None of the ranks is left without a batch: all know what stands behind it."""
+        return 0
+
+    @property
+    def _ranks(self) -> int:
+        chunk = self.chunk
+        return self.run.world.size if chunk is None else chunk.ranks
+
+    @property
+    def _behind(self) -> list[Behind | None]:
+        return [] if self._splitter is None else self._progress.in_training()
 
     def prepare_loaders(self, stage: str) -> None:
         """Have Lightning leave the samplers of training loaders alone.
 
         The only moment at which training and evaluation loaders can be told apart and their samplers kept.
         """
-        if self._progress is not None:
+        if self._splitter is not None:
             set_injection_of_samplers(self.run.trainer, self._injects_samplers and stage != "train")
+            self._loaders = [] if stage == "train" else self._loaders
 
-    def process_dataloader(self, loader: Any) -> SplitLoader:
-        """Return a training loader of this rank's micro-batches. A collective operation."""
-        split = self._splitter.wrap(loader)
-        self.micro_batches = count = self._splitter.progress.micro_batches
-        if count > 1 and not self.run.module.automatic_optimization:
-            raise ValueError(
-                f"max_device_batch_size={self._options.max_device_batch_size} cuts every batch into {count}"
-                " micro-batches, between which a training_step in manual optimization would step."
-                " Use automatic optimization, or cut the batches in training_step."
-            )
-        self._count_micro_batches(split, count)
+    def process_dataloader(self, loader: Any) -> NumberedLoader:
+        """Return a training loader of this rank's parts of the batches. A collective operation."""
+        assert self._splitter is not None
+        split = self._splitter.wrap(loader, kind_of)
+        assert isinstance(split, NumberedLoader)
+        split.progress = self._progress
+        self._loaders.append(split)
+        if isinstance(split, ResumableLoader):
+            self._resume(split)
         rank_zero_info(f"GradAvgStrategy: {split.describe()}")
         return split
 
-    def _count_micro_batches(self, loader: SplitLoader, count: int) -> None:
-        trainer, given = self.run.trainer, self._given
-        if self._schedule is None:  # the callback insists on 1 until training begins
-            trainer.accumulate_grad_batches = self.accumulation * count
-        for name in ("limit_train_batches", "val_check_interval"):
-            if isinstance(given[name], int):
-                setattr(trainer, name, given[name] * count)
-        limit = given["limit_train_batches"]
-        if isinstance(limit, float) and limit != 1.0 and count > 1:
-            # A part of the micro-batches could end within a loader batch.
-            trainer.limit_train_batches = int(len(loader) // count * limit) * count
+    def _resume(self, loader: ResumableLoader) -> None:
+        """Go on where a checkpoint was written, which holds a state of each loader that has one."""
+        if self._states is None:
+            return
+        index = sum(isinstance(each, ResumableLoader) for each in self._loaders) - 1
+        if index == len(self._states):
+            raise ValueError(
+                "the checkpoint holds the states of fewer train loaders than this run has. Resume with the train"
+                " loaders of the run that saved it."
+            )
+        loader.load_state_dict(self._states[index])
+        taken = 0 if loader.start is None else loader.start["batches"]
+        if taken > 0 and len(self._states) > 1:
+            raise ValueError(
+                f"the checkpoint was saved within an epoch, after {taken} batches of one of {len(self._states)} train"
+                " loaders: with several, training goes on from the end of an epoch only. Resume from a checkpoint that"
+                " was saved there, or read the data by one loader."
+            )
 
     def on_train_start(self) -> None:
-        """Begin training, with the loaders set up and the progress of a checkpoint restored."""
-        assert self._progress is not None
-        self._progress.end_set_up()
-        if self._resumed.get("loaders") is not None:
-            self._count_again(self._resumed["micro_batches"], self._progress.resumed_batches)
+        """Begin training, with the loaders set up and the progress of a checkpoint restored.
 
-    def _count_again(self, saved: int, taken: int | None) -> None:
-        """Have Lightning's progress count micro-batches of this run, and not of the one that saved the checkpoint."""
+        Raises:
+            ValueError: If the checkpoint is of a run with more loaders, or of loaders that cannot be gone on with.
+        """
+        resumable = [each for each in self._loaders if isinstance(each, ResumableLoader)]
+        states, self._states = self._states, None
+        if states is not None and len(states) > len(resumable):
+            raise ValueError(
+                f"the checkpoint holds the states of {len(states) - len(resumable)} more train loaders than this run"
+                " has. Resume with the train loaders of the run that saved it."
+            )
+        self._progress.end_set_up()
+        if states is None:
+            return
+        assert self._loop is not None
+        if len(states) > 1 and self._loop.cycles and any(length_of(each) == math.inf for each in self._loaders):
+            raise ValueError(
+                "training cannot go on with several train loaders that are cycled, as one of them has no length: how"
+                " often it was begun anew is not in the checkpoint. Give it a length, or read them by"
+                " CombinedLoader(loaders, mode='min_size') or 'max_size'."
+            )
         loop = self.run.trainer.fit_loop
         epochs: Any = loop.epoch_progress
         if epochs.total.ready == epochs.total.processed:
             # Resumed at the last batch of an epoch, Lightning 2.6 ends it in `reset`, but takes itself to be within it:
             # the next epoch would not be counted as begun, and not be gone on with after another checkpoint.
             loop.reset_restart_stage()
-        progress = loop.epoch_loop.batch_progress
-        current: Any = progress.current
-        processed = current.processed
-        now = (processed // saved if taken is None else taken) * self.micro_batches
-        for name in ("ready", "started", "processed", "completed"):
-            ahead = getattr(current, name) - processed
-            setattr(progress.total, name, getattr(progress.total, name) + now - processed)
-            setattr(current, name, now + ahead)
+        within = [each.start["batches"] for each in resumable if each.start and not each.start["complete"]]
+        self._loop.restart_at(next(iter(within), self._loop.processed // self._parts_before))
 
     def on_train_batch_start(self) -> None:
-        """Note what stands behind the batch to train on now."""
-        assert self._progress is not None
-        trainer, count, interval = self.run.trainer, self.micro_batches, self._given["val_check_interval"]
-        if self._schedule is not None:
-            # The callback writes it at the start of every epoch, in loader batches.
-            trainer.accumulate_grad_batches = self.accumulation * count
-        if isinstance(interval, float) and trainer.fit_loop.max_batches != float("inf"):
-            # After whole loader batches. Lightning computes it anew where it reloads the loaders.
-            trainer.val_check_batch = max(1, int(trainer.fit_loop.max_batches // count * interval)) * count
-        self._taken = self._progress.take()
-        chunks = list(filter(None, self._taken))
-        self.chunk = next(iter(chunks), None)
+        """Note that a batch is about to be trained on."""
+        chunks = [each.chunk for each in self._progress.arrive() if each is not None]
         if len(chunks) > 1:
             require_same_reach(chunks, self._options.num_replicas)
 
@@ -225,12 +274,13 @@ class SplitBatches(Batches):
             ValueError: If the batch no longer has the structure or the number of samples that the loaders yielded.
         """
         assert self.chunk is not None, "slices() needs a batch that is in training"
-        assert self._progress is not None
-        pieces = self.chunk.pieces
+        assert self._loop is not None
+        chunks = [None if each is None else each.chunk for each in self._behind]
+        pieces = max((chunk.pieces for chunk in chunks if chunk is not None), key=len)
         whole = [ReplicaSlice(pieces[0].replica if pieces else None, self.chunk.samples, batch)]
-        if self._options.num_replicas is None:
+        if self._options.num_replicas is None and len(pieces) <= 1:
             return whole
-        structure = self._progress.loop.structure
+        structure = self._loop.structure
         try:
             parts = structure.flatten_up_to(batch)
         except ValueError as error:
@@ -239,58 +289,68 @@ class SplitBatches(Batches):
                 " train loaders any more, so it cannot be cut into replicas. Have on_before_batch_transfer and"
                 " on_after_batch_transfer keep one batch for each loader."
             ) from error
-        both = list(zip(self._taken, parts, strict=True))
+        both = list(zip(chunks, parts, strict=True))
         for chunk, part in both:
             # On ranks without samples, too: all raise, or none.
-            if chunk is not None and batch_samples(part) != chunk.stop - chunk.start:
+            if chunk is None or isinstance(part, Apart):
+                continue
+            if batch_samples(part) != chunk.stop - chunk.start:
                 raise ValueError(
                     f"training_step gets a batch of {batch_samples(part)} samples where the train loader yielded"
                     f" {chunk.stop - chunk.start}, so it cannot be cut into replicas. Have on_before_batch_transfer and"
                     " on_after_batch_transfer keep the number of samples, or change it in training_step."
                 )
+        count, first = len(pieces), next(chunk for chunk in chunks if chunk is not None)
         cut = [
             ReplicaSlice(
                 piece.replica,
-                piece.stop - piece.start,
-                structure.unflatten(_cut_out(part, chunk, position) for chunk, part in both),
+                stop - start,
+                structure.unflatten(_cut_out(part, chunk, position, count) for chunk, part in both),
             )
-            for position, piece in enumerate(pieces)
+            for position, (piece, (start, stop)) in enumerate(zip(pieces, _bounds(first, count), strict=True))
         ]
         return cut or whole
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save the loaders' states here: Lightning would load them only within an epoch, and not if they were there."""
         progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        saved |= {"micro_batches": self.micro_batches, "loaders": progress.pop("combined_loader", None)}
+        saved["loaders"] = progress.pop("combined_loader", None)
 
     def load(self, saved: Saved) -> None:
         """Go on, in the next run, where a checkpoint was written."""
         self._saved = saved
 
     def teardown(self) -> None:
-        """Put the Trainer's options back to what the user gave."""
-        if self._progress is None:
+        """Have Lightning treat samplers as it did."""
+        if self._splitter is None:
             return
-        self._progress, self.chunk = None, None
+        self._splitter = None
         set_injection_of_samplers(self.run.trainer, self._injects_samplers)
-        for name, value in self._given.items():
-            setattr(self.run.trainer, name, value)
 
 
-def _cut_out(batch: Any, chunk: Chunk | None, position: int) -> Any:
-    """Return the samples of one of the rank's replicas; None of a loader that has no more."""
+def _bounds(chunk: Chunk, count: int) -> list[tuple[int, int]]:
+    """Return the bounds of the pieces, as many as the largest of several loaders' batches has."""
+    if len(chunk.pieces) == count:
+        return [(start, stop) for _, start, stop in chunk.pieces]
+    if chunk.samples < count:
+        raise RuntimeError(
+            f"a train loader yielded {chunk.samples} samples for this rank beside another's that are computed in"
+            f" {count} parts, so some part has samples of one loader and none of another. Set drop_last=True, raise"
+            " max_device_batch_size, or use batch sizes that are alike."
+        )
+    return even_parts(chunk.start, chunk.stop, count)
+
+
+def _cut_out(batch: Any, chunk: Chunk | None, position: int, count: int) -> Any:
+    """Return the samples of one of the rank's pieces; None of a loader that has no more."""
     if chunk is None:
         return None
-    _, start, stop = chunk.pieces[position]
+    start, stop = _bounds(chunk, count)[position]
+    if isinstance(batch, Apart):
+        if len(batch) != count:
+            raise RuntimeError(
+                f"a train loader's batch of type {type(batch[0]).__name__} was collated in {len(batch)} parts beside"
+                f" another loader's in {count}, and cannot be cut again. Use batch sizes that are alike."
+            )
+        return batch[position]
     return slice_batch(batch, start - chunk.start, stop - chunk.start)
-
-
-@contextmanager
-def _as_stand_in(module: LightningModule) -> Iterator[None]:
-    """Run a training step whose samples do not count: buffers are put back, and what it logs has batch size 0."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    with logged_as(module, lambda arguments: {**arguments, "batch_size": 0}):
-        yield
-    for buffer, before in buffers:
-        # Past autograd, whose backward is still to come: what it computes from the buffers is discarded.
-        buffer.data.copy_(before)

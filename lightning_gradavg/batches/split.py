@@ -9,21 +9,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_gradavg.batches.chunks import Split
-from lightning_gradavg.batches.loader import BatchSplitter
-from lightning_gradavg.batches.progress import Progress
-from lightning_gradavg.lightning_internals import TrainingLoop
+from lightning_gradavg.batches.loader import BatchSplitter, Pass
 from lightning_gradavg.loaders import Shows
 from lightning_gradavg.ranks import World
 
 __all__ = ["ChunkLoader", "split_batches"]
-
-
-class _NoLoop(TrainingLoop):
-    """The training loop of a user, of which nothing is known: nothing is resumed, and each batch is taken at once."""
-
-    @property
-    def iterators(self) -> list[Any]:
-        return []
 
 
 class ChunkLoader(Shows):
@@ -39,17 +29,13 @@ class ChunkLoader(Shows):
     with_gradients = True
 
     def __init__(self, loader: Any, world: World) -> None:
-        splitter = BatchSplitter(Split(world.rank, world.size), world, Progress(_NoLoop(None), lambda: 1))
-        self._split = splitter.wrap(loader)
+        self._split = BatchSplitter(Split(world.rank, world.size), world).wrap(loader)
         super().__init__(self._split)
 
     def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self._split)
         try:
-            for batch in iterator:
-                chunk = iterator.take()
-                assert chunk is not None
-                self.samples, self.with_gradients = chunk.samples, torch.is_grad_enabled()
+            for batch, behind in Pass(self._split):
+                self.samples, self.with_gradients = behind.chunk.samples, torch.is_grad_enabled()
                 yield batch
         finally:
             self.samples = None

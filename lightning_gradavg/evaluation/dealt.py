@@ -7,13 +7,12 @@ is the one that a single process would see, nothing is repeated, and there are a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
-from torchmetrics import Metric
 
 from lightning_gradavg.lightning_internals import cloned, within_notes
 from lightning_gradavg.loaders import LoaderWrapper, Shows
@@ -23,7 +22,6 @@ from lightning_gradavg.tree import data_digest
 __all__ = [
     "EvaluationLoader",
     "compare_streams",
-    "ranks_having",
     "sampler_problem",
 ]
 
@@ -63,13 +61,12 @@ class EvaluationLoader(LoaderWrapper):
         kept: See below.
         limit: How many of its batches are evaluated at most; None for all.
         lengths: See below.
-        group: Returns the process group of the ranks that have a batch of what is evaluated now.
 
     Attributes:
         kept: Whether the user shares out the data; otherwise the batches are dealt.
         lengths: Each rank's number of batches; None if some rank does not know.
         taken: How many batches were taken in this pass, while there is one.
-        on_step: The metrics that are reduced within each step, over the ranks that have a batch then.
+        full: Whether all ranks have a batch in the round under way, as far as this loader is concerned.
         read: How many rounds of a stream were read in this pass, and the digest of their batches.
     """
 
@@ -81,16 +78,14 @@ class EvaluationLoader(LoaderWrapper):
         kept: bool,
         limit: int | None,
         lengths: Sequence[int] | None,
-        group: Callable[[], Any],
     ) -> None:
         indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         read = _dealt_copy(loader, limit, world) if indexed and not kept else loader
         self._streamed = not kept and read is loader
         super().__init__(loader, read=read, shown=read, alike=self._streamed)
         self.kept, self.lengths = kept, lengths
-        self._world, self._limit, self._group = world, limit, group
-        self.taken = 0
-        self.on_step: Sequence[Metric] = ()
+        self._world, self._limit = world, limit
+        self.taken, self.full = 0, False
         self.read = (0, b"")
 
     def __iter__(self) -> Iterator[Any]:
@@ -101,8 +96,8 @@ class EvaluationLoader(LoaderWrapper):
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self.taken += 1
-            for metric in self.on_step:
-                metric.process_group = self._group()
+            if not self._streamed:
+                self.full = self.lengths is not None and self.taken <= min(self.lengths)
             yield batch
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -121,6 +116,8 @@ class EvaluationLoader(LoaderWrapper):
             before, own, after = _count(islice(one, rank)), list(islice(one, 1)), _count(one)
             size = before + len(own) + after
             rounds += size > 0
+            # What a stream says of its length need not be so.
+            self.full = size == world_size
             self.read = (rounds, digest.digest())
             yield from own
 
@@ -142,11 +139,6 @@ class EvaluationLoader(LoaderWrapper):
 
 def _count(items: Iterable[Any]) -> int:
     return sum(1 for _ in items)
-
-
-def ranks_having(lengths: Sequence[int], index: int) -> tuple[int, ...]:
-    """Return the ranks that have a batch in round `index`."""
-    return tuple(rank for rank, length in enumerate(lengths) if length > index)
 
 
 def compare_streams(of_ranks: Sequence[Sequence[tuple[int, bytes]]], *, together: bool) -> None:

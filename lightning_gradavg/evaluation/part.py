@@ -4,8 +4,8 @@ The loaders are dealt (`lightning_gradavg.evaluation.dealt`), so a rank may have
 What follows from that is done here:
 
 * no step runs through DDP, whose forward broadcasts buffers: all ranks take rank 0's once, at the start;
-* what is reduced or gathered within an incomplete round, such as `self.log(on_step=True, sync_dist=True)`, is so over
-  the ranks that have a batch in it;
+* what is reduced or gathered within a step, such as `self.log(on_step=True, sync_dist=True)`, is refused where some
+  ranks may have no batch then: on all ranks, and where only some are there, at the end of the pass;
 * before anything is computed at the end, the ranks agree on what was logged, in which order, and take over what they
   lack with its neutral value;
 * predictions are put back into the order of the loader.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -27,11 +27,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_gradavg.evaluation.dealt import (
     EvaluationLoader,
     compare_streams,
-    ranks_having,
     sampler_problem,
 )
 from lightning_gradavg.evaluation.logged import complete, describe
@@ -40,14 +40,12 @@ from lightning_gradavg.lightning_internals import (
     MetricInside,
     broadcast_from_first,
     injects_samplers,
-    let_go,
     limited_batches,
     restore_evaluation_loops,
     set_injection_of_samplers,
 )
 from lightning_gradavg.loaders import distributed_sampler, is_sharded, length_of, user_loader
 from lightning_gradavg.part import Part, Run
-from lightning_gradavg.ranks import subgroups
 
 __all__ = ["Evaluation", "ExactEvaluation"]
 
@@ -69,23 +67,24 @@ class Evaluation(Part):
     through_ddp: bool = True
     prepares: bool = False
 
-    def group(self) -> Any:
-        """Return the process group of the ranks that have a batch of what is being evaluated; None for all."""
-        return None
+    def alone(self) -> bool:
+        """Return whether what is about to be reduced over the ranks is left as it is, to be refused later."""
+        return False
+
+
+_REFUSED = (
+    "something is reduced or gathered over the ranks within an evaluation step (self.log with on_step=True and"
+    " sync_dist=True, self.all_gather, or a metric with dist_sync_on_step=True), but with exact evaluation some ranks"
+    " {why}. Log with on_step=False, on_epoch=True, which is reduced once at the end; gather in"
+    " on_validation_epoch_end; or leave exact_evaluation out."
+)
 
 
 class ExactEvaluation(Evaluation):
-    """Evaluates each sample exactly once, on two or more ranks.
-
-    Args:
-        timeout: How long a process group waits for a rank.
-    """
+    """Evaluates each sample exactly once, on two or more ranks."""
 
     _pass: EvaluationPass | None = None
     _rows: Sequence[Sequence[EvaluationLoader]] = ()  # those that are read together, in this pass
-
-    def __init__(self, timeout: timedelta | None) -> None:
-        self._timeout = timeout
 
     def setup(self, run: Run) -> None:
         """Begin a run."""
@@ -95,8 +94,8 @@ class ExactEvaluation(Evaluation):
         self._stages = {} if self.through_ddp else _STAGES
         self._injects_samplers = injects_samplers(run.trainer)
         self.prepares, self._pass, self._rows = False, None, ()
-        self._groups: dict[tuple[int, ...], Any] = {}
-        self._put_back_options, self._put_back = ExitStack(), ExitStack()
+        self._refused: str | None = None
+        self._put_back_options, self._put_back, self._within_step = ExitStack(), ExitStack(), ExitStack()
 
     def prepare_loaders(self, stage: str) -> None:
         """Have Lightning leave the samplers and the number of batches to us, for the loaders of a stage."""
@@ -144,7 +143,7 @@ class ExactEvaluation(Evaluation):
             )
         limit = None if limited == math.inf else int(limited)
         of_ranks = _lengths(lengths, kept=kept)
-        wrapped = EvaluationLoader(loader, world, kept=kept, limit=limit, lengths=of_ranks, group=self.group)
+        wrapped = EvaluationLoader(loader, world, kept=kept, limit=limit, lengths=of_ranks)
         rank_zero_info(f"GradAvgStrategy: {prefix} {wrapped.describe()}")
         return wrapped
 
@@ -172,39 +171,52 @@ class ExactEvaluation(Evaluation):
                 " be evaluated more than once. Use 'sequential', 'min_size' or 'max_size'."
             )
         self._rows = [[loader] for loader in now.loaders] if now.mode == "sequential" else [now.loaders]
-        incomplete = {
-            ranks_having(lengths, ended)
-            for lengths in filter(None, map(self._steps, self._rows))
-            for ended in set(lengths) - {max(lengths)}
-        }
-        self._groups |= subgroups(self.run.world, incomplete - set(self._groups), self._timeout)
         if self.run.model is not None:
             self._take_buffers(self.run.model)
         metrics = self._metrics()
         self._updates = {name: MetricInside(metric).updates for name, metric in metrics.items()}
-        self._on_step = [metric for metric in metrics.values() if metric.dist_sync_on_step]
+        self._refused = None
+        for metric in metrics.values():
+            if metric.dist_sync_on_step:
+                self._within_step.callback(setattr, metric, "dist_sync_fn", metric.dist_sync_fn)
+                metric.dist_sync_fn = partial(self._gathered, metric.dist_sync_fn or gather_all_tensors)
         for loader in now.loaders:
-            loader.taken, loader.on_step = 0, self._on_step
+            loader.taken, loader.full = 0, False
         if not self.run.trainer.predicting:
             now.compute_at_end(self._complete)
 
-    def group(self) -> Any:
-        """Return the process group of the ranks that have a batch in this round; None if all have, or between passes.
+    def alone(self) -> bool:
+        """Return whether what is about to be reduced over the ranks is left as it is, to be refused later.
 
         Raises:
-            RuntimeError: If some rank does not know how many batches it has.
+            RuntimeError: On all ranks, where all have a batch now and some may have none later.
         """
         begun = [row for row in self._rows if any(loader.taken > 0 for loader in row)]
         if not begun:
-            return None
-        lengths = self._steps(begun[-1])
-        if lengths is None:
-            raise RuntimeError(
-                "something is reduced or gathered over the ranks within an evaluation step, but it is not known which"
-                " ranks have a batch then, because a loader has no length. Give it a `__len__`; or log with"
-                " on_step=False, and use no metric with dist_sync_on_step=True."
-            )
-        return self._groups.get(ranks_having(lengths, max(loader.taken for loader in begun[-1]) - 1))
+            return False
+        lengths, full = self._steps(begun[-1]), all(loader.full for loader in begun[-1])
+        if full and lengths is not None and len(set(lengths)) == 1:
+            return False
+        whys = {
+            True: "may have no batch in a step, because a loader has no length",
+            False: f"have no batch in the last steps: in rank order they have {lengths}",
+        }
+        text = _REFUSED.format(why=whys[lengths is None] if full else "had no batch in a step")
+        if full:
+            raise RuntimeError(text)
+        # Raised here, the ranks that have no batch would wait for this one.
+        self._refused = text
+        return True
+
+    def _gathered(self, gather: Any, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        """Return a state of a metric on all ranks."""
+        return [tensor] if self.alone() else gather(tensor, group)
+
+    def _raise_refused(self, of_ranks: Sequence[str | None]) -> None:
+        """Raise on all ranks what some of them were refused within this pass."""
+        refused = next(filter(None, of_ranks), None)
+        if refused is not None:
+            raise RuntimeError(refused)
 
     def on_evaluation_end(self) -> None:
         """End one pass, when its results are computed. A collective operation for predictions."""
@@ -216,23 +228,23 @@ class ExactEvaluation(Evaluation):
         self._pass = None
         if not self.run.trainer.predicting:
             return
-        compare_streams(world.gather_objects([loader.read for loader in now.loaders]), together=False)
-        for loader, mine in zip(now.loaders, now.predictions, strict=False):  # there may be none
+        mine = self._refused, [loader.read for loader in now.loaders]
+        refused, reads = zip(*world.gather_objects(mine), strict=True)
+        self._raise_refused(refused)
+        compare_streams(reads, together=False)
+        for loader, own in zip(now.loaders, now.predictions, strict=False):  # there may be none
             if not loader.kept:
-                most = max(length for (length,) in world.gather_integers([len(mine)]))
+                most = max(length for (length,) in world.gather_integers([len(own)]))
                 # Round by round, in which batches were dealt: what is gathered goes through the device's memory.
-                rounds = [world.gather_objects(mine[n : n + 1]) for n in range(most)]
+                rounds = [world.gather_objects(own[n : n + 1]) for n in range(most)]
                 # In place: this list is what the loop returns.
-                mine[:] = chain.from_iterable(chain.from_iterable(rounds))
+                own[:] = chain.from_iterable(chain.from_iterable(rounds))
 
     def teardown(self) -> None:
         """Put everything back at the end of the run."""
         self._put_back_options.close()
         restore_evaluation_loops(self.run.trainer)
-        for ranks, group in self._groups.items():
-            if self.run.world.rank in ranks:
-                let_go(group, failed=False)
-        self._groups = {}
+        self._within_step.close()
 
     def _metrics(self) -> dict[str, Metric]:
         """Return the metrics whose states are shared by all ranks when they are computed."""
@@ -254,8 +266,7 @@ class ExactEvaluation(Evaluation):
     def _leave(self) -> None:
         """Note that no batch is evaluated any more: what is reduced now is so over all ranks."""
         self._rows = ()
-        for metric in self._on_step:
-            metric.process_group = None
+        self._within_step.close()
 
     def _take_buffers(self, model: DistributedDataParallel) -> None:
         """Take over rank 0's buffers: for good where the next forward of DDP would do it, else until the end."""
@@ -278,7 +289,9 @@ class ExactEvaluation(Evaluation):
             if MetricInside(metric).updates != self._updates.get(name, 0)
         }
         results, read = now.results, [loader.read for loader in now.loaders]
-        described, reads = zip(*world.gather_objects((describe(results, updated), read)), strict=True)
+        mine = describe(results, updated), read, self._refused
+        described, reads, refused = zip(*world.gather_objects(mine), strict=True)
+        self._raise_refused(refused)
         compare_streams(reads, together=now.mode != "sequential")
         lacking, put_back = complete(results, metrics, described, self.run.module, world)
         self._put_back.push(put_back)

@@ -1,20 +1,16 @@
 """Batch norm over the values of all ranks, so that it normalizes a global batch as one process does.
 
-With `x` the values of one channel, `N` of them on all ranks together, and sums over all of them, the forward is
+With `x` the values of one channel, `N` of them on all ranks together, sums over all of them, and `dy` the gradient of
+the rank's own loss, after Ioffe and Szegedy, "Batch Normalization" (arXiv:1502.03167), section 3,
 
     m = sum(x) / N ,    v = sum((x - m)^2) / N ,    xhat = (x - m) / sqrt(v + eps) ,    y = gamma * xhat + beta
+    dx = gamma / sqrt(v + eps) * (dy - sum(dy) / N - xhat * sum(dy * xhat) / N)
 
-and the gradient of a loss that is the sum over ranks of `l_r` is, with `dy` the gradient of that rank's own loss,
+is right where the reduced gradient is the sum over ranks of `d l_r / d theta` times a number that is the same for all.
+The gradients of gamma and beta stay those of the rank's own rows, which are summed like all others.
 
-    dx = gamma / sqrt(v + eps) * (dy - sum(dy) / N - xhat * sum(dy * xhat) / N) ,
-
-both from Ioffe and Szegedy, "Batch Normalization" (arXiv:1502.03167), section 3. The gradients of gamma and beta stay
-those of the rank's own rows: what reduces all other gradients sums them, too. So `dx` is right where the reduced
-gradient is the sum over ranks of `d l_r / d theta` times a number that is the same for all.
-
-Each forward is two collectives, and each backward that reaches the input is one. So all ranks must run the same layers
-in the same order, forwards and backwards, also ranks without rows, and also where `torch.utils.checkpoint` runs a
-forward again within the backward. That is so where all ranks run the same model with the same parameters frozen.
+Each forward is two collectives, and each backward that reaches the input is one: all ranks run the same layers in the
+same order, forwards and backwards, also ranks without rows, and where `torch.utils.checkpoint` runs a forward again.
 """
 
 from __future__ import annotations
@@ -29,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lightning_gradavg.lightning_internals import BatchNorm, in_backward, require_dimensions
 from lightning_gradavg.ranks import World
@@ -44,22 +41,18 @@ def synchronize_batch_norm(module: nn.Module, group: dist.ProcessGroup | None = 
     """Let every batch norm of a module normalize over the values of all ranks. Call it on every rank.
 
     It applies where a batch norm uses the statistics of the batch: while it is in training mode, and, if it keeps no
-    running statistics, while `module` is. In evaluation a rank normalizes its own batch. The layers stay the objects
-    that they are, with their types, hooks, parameters and buffers; only their attribute `forward` is set. Copies made
-    with `copy.deepcopy` are synchronized, too; pickled ones are not. Torch's `SyncBatchNorm` layers are taken over.
+    running statistics, while `module` is. In evaluation a rank normalizes its own batch. Only the layers' attribute
+    `forward` is set. Copies made with `copy.deepcopy` are synchronized, too; pickled ones are not.
 
-    - Ranks may have different numbers of rows, or none. Inside `not_counted` a rank's rows count for nothing.
-    - Half precision is computed in float32. The dtype of the output is that of the input.
-    - In a group of one rank a batch norm computes what it does without.
-    - There is no second derivative.
+    Ranks may have different numbers of rows, or none. Inside `not_counted` a rank's rows count for nothing. Half
+    precision is computed in float32. There is no second derivative.
 
     Args:
         module: The model, the same on all ranks.
         group: The process group; the default group if None.
 
     Returns:
-        The names of the synchronized layers, as `module.named_modules()` has them. Those that
-        `unsynchronizable_batch_norms` names are left alone.
+        The names of the synchronized layers. Those that `unsynchronizable_batch_norms` names are left alone.
 
     Raises:
         ValueError: If this process is not a member of `group`. Later, from a forward, on all ranks alike, if all ranks
@@ -94,9 +87,8 @@ def _batch_norms(module: nn.Module) -> list[tuple[str, BatchNorm]]:
 def not_counted() -> Iterator[None]:
     """Inside, let this rank's rows count for nothing in synchronized batch norms, on this thread.
 
-    They are normalized with the statistics of the other ranks' rows, and the gradients of other ranks do not depend on
-    them or on the loss of this rank. Enter it around the forward; the backward may be run outside. What
-    `torch.utils.checkpoint` runs again in the backward counts as the layer's last forward before that did.
+    They are normalized with the statistics of the other ranks' rows, whose gradients do not depend on them. Enter it
+    around the forward. What `torch.utils.checkpoint` runs again in the backward counts as the forward before it did.
     """
     token = _counted.set(False)
     try:
@@ -142,10 +134,11 @@ class _Synchronized:
         require_dimensions(norm, input)
         if input.shape[1] != norm.num_features and (norm.affine or norm.track_running_stats):
             raise ValueError(
-                f"a batch norm of {norm.num_features} channels got an input of shape {tuple(input.shape)}, which has"
-                f" {input.shape[1]} in dimension 1: pass num_features={input.shape[1]} to the layer"
+                f"a batch norm of {norm.num_features} channels got an input of shape {tuple(input.shape)}:"
+                f" pass num_features={input.shape[1]} to the layer"
             )
-        output: Tensor = _apply(_Normalize, input, norm.weight, norm.bias, norm, self.world, self.counted)
+        normalize: Any = _Normalize.apply
+        output: Tensor = normalize(input, norm.weight, norm.bias, norm, self.world, self.counted)
         return output
 
     @property
@@ -194,28 +187,9 @@ class _Normalize(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            results = _gradients(ctx, *gradients)
-        if torch.is_grad_enabled():  # create_graph=True
-            values, weight, *_ = ctx.saved_tensors
-            results = _apply(_OnlyOnce, *results, *gradients, values, weight)
-        return *results, None, None, None
-
-
-class _OnlyOnce(torch.autograd.Function):
-    """Passes on the first three tensors, and says so where a gradient through them is asked for."""
-
-    @staticmethod
-    def forward(_ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if tensor is None else tensor.view_as(tensor) for tensor in tensors[:3])
-
-    @staticmethod
-    def backward(_ctx: Any, *_gradients: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            "a gradient of a gradient goes through a batch norm that is synchronized over the ranks, which has no"
-            " second derivative. Use a norm that does not depend on other samples there, such as GroupNorm."
-        )
+        return *_gradients(ctx, *gradients), None, None, None
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -254,10 +228,6 @@ def _move_running_statistics(norm: BatchNorm, mean: Tensor, squares: Tensor, tot
     for running, current in ((norm.running_mean, mean), (norm.running_var, squares / (total - 1).clamp(min=1))):
         if running is not None:
             running.copy_((1 - factor) * running.double() + factor * current)
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)
 
 
 def _scale(inverse: Tensor, weight: Tensor | None) -> Tensor:

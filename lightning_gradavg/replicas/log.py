@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torchmetrics import Metric
+from torch import Tensor
 
 from lightning_gradavg.device import on_device
-from lightning_gradavg.lightning_internals import put_back
 from lightning_gradavg.methods import logged_as
 from lightning_gradavg.ranks import World, digest
+from lightning_gradavg.stand_in import NEUTRAL, reduction_name
 
-__all__ = ["ReplicaLog", "metrics_kept", "of_whole_run", "without_traces"]
+__all__ = ["ReplicaLog", "of_whole_run"]
 
 
 def of_whole_run(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +33,6 @@ _COMBINED: dict[str, Callable[[Sequence[Part]], Tensor]] = {
     "max": lambda parts: torch.stack([value for value, _ in parts]).max(),
     "min": lambda parts: torch.stack([value for value, _ in parts]).min(),
 }
-_NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": float("-inf"), "min": float("inf")}
 
 
 class _Entry(NamedTuple):
@@ -46,10 +44,10 @@ class _Entry(NamedTuple):
 
     def combined(self) -> Part:
         """Return the value of all parts that count, selected: what does not count may be NaN."""
-        reduction, counted = _reduction(self.arguments), [part for part in self.parts if part[1]]
+        reduction, counted = reduction_name(self.arguments), [part for part in self.parts if part[1]]
         if len(counted) == 1:
             return counted[0]
-        value = _COMBINED[reduction](counted) if counted else torch.tensor(_NEUTRAL[reduction], dtype=torch.float64)
+        value = _COMBINED[reduction](counted) if counted else torch.tensor(NEUTRAL[reduction], dtype=torch.float64)
         return value, sum(size for _, size in counted)
 
 
@@ -92,11 +90,11 @@ class ReplicaLog:
     def _collect(self, arguments: dict[str, Any]) -> dict[str, Any] | None:
         arguments = of_whole_run(arguments) if self._whole else arguments
         value, size = arguments["value"], arguments.get("batch_size")
-        if not isinstance(value, (Tensor, Number)) or _reduction(arguments) not in _COMBINED:
+        if not isinstance(value, (Tensor, Number)) or reduction_name(arguments) not in _COMBINED:
             return arguments
         value = torch.as_tensor(value, device=self._module.device).detach().squeeze()
         dtype = value.dtype if value.dtype.is_floating_point else torch.get_default_dtype()
-        if size is None or self.samples == 0 or _reduction(arguments) != "mean":
+        if size is None or self.samples == 0 or reduction_name(arguments) != "mean":
             size = self.samples
         entry = self._entries.setdefault(arguments["name"], _Entry({**arguments, "value": None}, dtype, []))
         entry.parts.append((value.double(), float(size)))
@@ -119,47 +117,3 @@ class ReplicaLog:
             arguments = {**entry.arguments, "rank_zero_only": True}
             parts = [(value, float(size)) for value, size in of_ranks[..., index]]
             self._entries[name] = _Entry(arguments, entry.dtype, parts)
-
-
-def _reduction(arguments: dict[str, Any]) -> str:
-    reduce = arguments.get("reduce_fx", "mean")
-    name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "")
-    return {"avg": "mean", "amax": "max", "amin": "min"}.get(name.lower(), name.lower())
-
-
-@contextmanager
-def metrics_kept(module: nn.Module, *, alike: bool = True) -> Iterator[None]:
-    """Undo, after the context, what was added to the module's torchmetrics within it.
-
-    Args:
-        module: The module.
-        alike: Whether the metrics must still count as updated, and have lists as long as those of the other ranks, with
-            which they are gathered entry by entry.
-    """
-    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
-    kept = [(metric, {name: _copied(state) for name, state in metric.metric_state.items()}) for metric in metrics]
-    counts = [metric.update_count for metric in metrics]
-    try:
-        yield
-    finally:
-        for (metric, before), count in zip(kept, counts, strict=True):
-            after = metric.metric_state
-            states = {name: _undone(state, after[name]) for name, state in before.items()} if alike else before
-            put_back(metric, states, metric.update_count if alike else count)
-
-
-def _copied(state: Any) -> Any:
-    return list(state) if isinstance(state, list) else state.clone()
-
-
-def _undone(before: Any, after: Any) -> Any:
-    if not isinstance(after, list):
-        return before
-    return [*before, *(torch.atleast_1d(item)[:0] for item in after[len(before) :])]
-
-
-@contextmanager
-def without_traces(module: LightningModule) -> Iterator[None]:
-    """Have a step that runs again log nothing, and add nothing to the module's torchmetrics."""
-    with logged_as(module, lambda _: None), metrics_kept(module, alike=False):
-        yield

@@ -6,26 +6,19 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_gradavg.lightning_internals import BatchNorm
+from lightning_gradavg.lightning_internals import BatchNorm, syncs_batch_norm
 from lightning_gradavg.options import Options
+from lightning_gradavg.part import Run
 from lightning_gradavg.replicas.batch_norm import unsynchronizable_batch_norms
 
-__all__ = ["has_step_end", "obstacles", "remarks"]
+__all__ = ["has_step_end", "remarks", "require_none"]
 
 _RANDOM = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-    nn.RReLU,
-    nn.MultiheadAttention,
-    nn.RNNBase,
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *(nn.RReLU, nn.MultiheadAttention, nn.RNNBase),
 )
 
 
@@ -34,49 +27,41 @@ def has_step_end(module: LightningModule) -> bool:
     return callable(getattr(module, "training_step_end", None))
 
 
-def obstacles(
-    module: LightningModule,
-    options: Options,
-    *,
-    world_size: int,
-    device: torch.device,
-    static_graph: bool,
-    sync_batchnorm: bool,
-) -> list[str]:
-    """Return what makes the run that was asked for impossible to reproduce, each with what to do.
+def require_none(run: Run, options: Options, *, static_graph: bool) -> None:
+    """Raise a ValueError that names what makes the run that was asked for impossible, each with what to do.
 
     Args:
-        module: The module to train.
+        run: The run that begins.
         options: What was asked for.
-        world_size: Number of ranks.
-        device: Where the module is trained.
         static_graph: Whether DDP was told that every iteration is alike.
-        sync_batchnorm: Whether Lightning is about to turn batch norm into SyncBatchNorm.
     """
-    replicas, preset = options.num_replicas or world_size, options.preset
-    several, manual = replicas > world_size, not module.automatic_optimization
+    module, ranks, preset, most = run.module, run.world.size, options.preset, options.max_device_batch_size
+    manual, pieces = not module.automatic_optimization, options.in_pieces(ranks)
     gathers = preset is not None and has_step_end(module)
     one_device, of_replicas = options.one_device, preset is not None and not options.one_device
-    on_ranks = f"num_replicas={replicas} on {world_size} rank{'s' * (world_size > 1)}"
+    replicas = options.num_replicas or ranks
+    cut = f"max_device_batch_size={most}" if most else f"num_replicas={replicas} on {ranks} rank{'s' * (ranks > 1)}"
     norms = {name: each for name, each in module.named_modules() if isinstance(each, BatchNorm)}
-    synchronized = [name for name, each in norms.items() if sync_batchnorm or isinstance(each, nn.SyncBatchNorm)]
+    synced = syncs_batch_norm(run.trainer.strategy)
+    synchronized = [name for name, each in norms.items() if synced or isinstance(each, nn.SyncBatchNorm)]
     unknown = unsynchronizable_batch_norms(module)
     whole = f"batch norm in {', '.join(norms)}" if norms else "training_step_end" * gathers
-    most = options.max_device_batch_size
-    return _found(
+    found = _found(
         {
-            f"manual optimization with {on_ranks}: training_step steps the optimizer, but a rank has to run it for"
-            " several replicas before a step. Use automatic optimization, or as many ranks as replicas": (
-                several and manual
+            f"manual optimization with {cut}: training_step steps the optimizer, but a rank has to run it for several"
+            " pieces of a batch before a step. Use automatic optimization, or as many ranks as pieces": (
+                pieces and manual
             ),
-            "recompute_replicas=True with manual optimization: training_step runs the backward itself, and would have"
-            " to be run again within it. Leave recompute_replicas out": options.recompute_replicas and manual,
+            f"training_step_end with {cut}: each process runs training_step once before the loss of all outputs is"
+            " computed. Use as many processes as replicas, or return each replica's loss from training_step": (
+                gathers and replicas != ranks
+            ),
             "training_step_end with manual optimization: training_step runs its backward before the outputs are"
             " gathered. Return the outputs from training_step and the loss from training_step_end instead": (
                 gathers and manual
             ),
-            f"static_graph=True with {on_ranks}: a step then has several backwards. Leave static_graph out": (
-                several and static_graph
+            f"static_graph=True with {cut}: a step then has several backwards. Leave static_graph out": (
+                pieces and static_graph
             ),
             f"reduction={options.rule.name!r} with training_step_end: it computes the loss of the whole batch, of which"
             " there are no parts to combine. Leave reduction out": (
@@ -87,13 +72,17 @@ def obstacles(
                 of_replicas and synchronized
             ),
             f"SyncBatchNorm in {', '.join(synchronized)}: torch has it on accelerators only. Use plain batch norm,"
-            " which is synchronized here on any device": one_device and synchronized and device.type == "cpu",
+            " which is synchronized here on any device": one_device and synchronized and run.device.type == "cpu",
             f"batch norm with a forward of its own in {', '.join(unknown)}: its statistics cannot be synchronized."
             " Use torch's batch norm, or equivalent_to='data_parallel'": one_device and unknown,
-            f"max_device_batch_size={most} with {whole}, which needs the whole batch at once."
-            " Leave max_device_batch_size out": one_device and most is not None and whole,
+            f"{cut} with {whole}, which needs the whole batch at once. Leave max_device_batch_size out": (
+                one_device and most is not None and whole
+            ),
         }
     )
+    if found:
+        asked = f"equivalent_to={preset.name!r}" if preset is not None else cut
+        raise ValueError(f"{asked} cannot hold:\n  " + "\n  ".join(found))
 
 
 def remarks(module: LightningModule, options: Options, *, world_size: int) -> list[str]:

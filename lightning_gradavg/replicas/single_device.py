@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,15 +12,14 @@ from lightning_gradavg.options import Options
 from lightning_gradavg.part import Run
 from lightning_gradavg.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
 from lightning_gradavg.replicas.outputs import require_rows
-from lightning_gradavg.replicas.part import ManyReplicas, Replicas, logged_whole
+from lightning_gradavg.replicas.part import ManyReplicas, logged_whole
+from lightning_gradavg.replicas.pieces import Pieces, Replicas
 
 __all__ = ["SingleDevice", "replicas_of"]
 
 
 class SingleDevice(ManyReplicas):
     """Batch norm normalizes over the samples of all ranks, and what ranks write must be what one device would."""
-
-    _keeps_assigned = True
 
     def setup(self, run: Run) -> None:
         """Leave batch norm to this part, which serves CPUs and ranks without samples, too."""
@@ -32,6 +31,9 @@ class SingleDevice(ManyReplicas):
         self._checked_uneven = False
         super().configure_ddp(run)
 
+    def _keeps_assigned(self, run: Run) -> bool:  # noqa: ARG002  # whatever the run
+        return True
+
     def _is_to_check(self, chunk: Chunk, batch_index: int) -> bool:
         """Return whether ranks compare their buffers now: ever more rarely, and once after an uneven batch."""
         uneven = chunk.batch_samples % self.run.world.size != 0 and not self._checked_uneven
@@ -42,11 +44,11 @@ class SingleDevice(ManyReplicas):
     def _together(self, chunk: Chunk) -> Iterator[None]:  # noqa: ARG002  # it is asked of replicas
         yield  # batch norm has the samples of all ranks
 
-    def _gathered(self, outputs: Sequence[Any], **options: Any) -> Any:
+    def _gathered(self, output: Any, **options: Any) -> Any:
         if self.run.world.size == 1:
-            return outputs[0]
-        require_rows(outputs[0])
-        return super()._gathered(outputs, **options)
+            return output
+        require_rows(output)
+        return super()._gathered(output, **options)
 
     def on_evaluation_start(self) -> None:
         """Have batch norm normalize each batch by itself: in evaluation ranks have different ones."""
@@ -74,6 +76,6 @@ class SingleDevice(ManyReplicas):
 
 def replicas_of(options: Options, *, static_graph: bool) -> Replicas:
     """Return the part that computes a rank's batch, by the user's options and whether DDP's graph is static."""
-    if not options.replicated:
-        return Replicas(options)
-    return (SingleDevice if options.one_device else ManyReplicas)(options, static_graph=static_graph)
+    in_parts = Pieces if options.max_device_batch_size is not None else Replicas
+    kind = SingleDevice if options.one_device else ManyReplicas if options.replicated else in_parts
+    return kind(options, static_graph=static_graph)

@@ -130,9 +130,10 @@ class AlignedReplicas(ManyReplicas):
     not begin at a multiple of some bytes: cuBLAS and MKL choose them by that, and torch's own loops are cut by it.
     """
 
-    def slices(self, batches: SplitBatches, batch: Any) -> list[ReplicaSlice]:
-        """Return the rank's replicas, each with a copy of its part of the batch."""
-        return [each._replace(batch=mapped(each.batch, _copied)) for each in super().slices(batches, batch)]
+    _stays = True
+
+    def _cut(self, batches: SplitBatches, batch: Any) -> list[ReplicaSlice]:
+        return [each._replace(batch=mapped(each.batch, _copied)) for each in super()._cut(batches, batch)]
 
 
 def _copied(leaf: Any) -> Any:

@@ -1,26 +1,28 @@
-"""The reduction of a run whose bits do not depend on the number of ranks."""
+"""The reduction of a run whose bits do not depend on the number of ranks.
+
+Every backward stays on its rank. A replica's gradient is what its own micro-batches of the window add up to, one after
+another; its weight multiplies the loss as it is, as a unit would follow from weights that a resumed run has not seen.
+After the last backward of a window all replicas are added up by the tree (`sum_over_ranks`), and so are their weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+import torch.distributed as dist
 
+from lightning_gradavg.device import on_device
 from lightning_gradavg.lightning_internals import backend_name
-from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction.accumulation import Accumulation
-from lightning_gradavg.reduction.hooks import OwnGroups
-from lightning_gradavg.reduction.loss import WeighedLoss
+from lightning_gradavg.part import Run
+from lightning_gradavg.place import Place
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.reproducible.accumulation import (
-    ReplicaAccumulation,
-    ReplicaReducer,
-    ReplicaSums,
-    ReplicaWindow,
-)
-from lightning_gradavg.reproducible.sum import TreeSum
+from lightning_gradavg.reduction.reference import share_of
+from lightning_gradavg.reduction.weigh import WeighedLoss, gradients_discarded
+from lightning_gradavg.reduction.weights import WHOLE_LOSS
+from lightning_gradavg.reproducible.sum import Fold, Gradients, add_gradients, sum_over_ranks
 
 __all__ = ["TreeReduction"]
 
@@ -37,44 +39,123 @@ class TreeReduction(Reduction):
         super().__init__(*given, **named)
         self._replicas = replicas
 
-    def _accumulate(
-        self, own: OwnGroups, parameters: list[nn.Parameter], trained: list[tuple[str, nn.Parameter]]
-    ) -> Accumulation:
-        run, world = self.run, World.of(self.run.ddp.process_group)
-        sparse = [name for name, parameter in trained if id(parameter) in self.sparse]
-        if sparse:
-            raise ValueError(
-                f"reproducible=True does not serve sparse gradients, as {', '.join(sparse)} would have. Make the"
-                " embedding with sparse=False."
-            )
-        ignored = sorted(run.ddp.parameters_to_ignore & {name for name, _ in trained})
-        if ignored:
-            raise ValueError(
-                f"reproducible=True does not serve parameters that each rank trains for itself, as DDP was told of"
-                f" {', '.join(ignored)}. Do not have it ignore them, or freeze them."
-            )
-        backend = backend_name(run.ddp.process_group, run.device)
-        if (run.device.type == "cpu") != (backend == "gloo"):
-            raise ValueError(
-                f"reproducible=True works on gloo for CPUs and on NCCL and its like for accelerators; this is {backend}"
-                f" on {run.device.type}. Choose process_group_backend accordingly, or leave the option out."
-            )
-        each = self._replicas // world.size
-        sums = ReplicaSums(self._replicas, range(world.rank * each, (world.rank + 1) * each), parameters)
-        reducer = ReplicaReducer(
-            self.rule,
-            run.places,
-            run.ddp.process_group,
-            run.device,
-            TreeSum(self._replicas, world, run.ddp.process_group, sums, own),
-            window=partial(ReplicaWindow, replicas=self._replicas),
+    def configure_ddp(self, run: Run) -> None:
+        """Begin a run that trains. Number each rank's replicas."""
+        super().configure_ddp(run)
+        named = dict(run.ddp.module.named_parameters())
+        trained = {name for name, parameter in named.items() if parameter.requires_grad}
+        sparse = [name for name in trained if id(named[name]) in self.sparse]
+        ignored, backend = (
+            sorted(run.ddp.parameters_to_ignore & trained),
+            backend_name(run.ddp.process_group, run.device),
         )
-        self._of_replicas = ReplicaAccumulation(reducer, parameters, sums, finds_unused=run.ddp.find_unused_parameters)
-        return self._of_replicas
+        refused = {
+            f"sparse gradients, as {', '.join(sparse)} would have. Make the embedding with sparse=False": sparse,
+            f"parameters that each rank trains for itself, as DDP was told of {', '.join(ignored)}. Do not have it"
+            " ignore them, or freeze them": ignored,
+            f"{backend} on {run.device.type}: it works on gloo for CPUs and on NCCL and its like for accelerators."
+            " Choose process_group_backend accordingly, or leave the option out": (
+                (run.device.type == "cpu") != (backend == "gloo")
+            ),
+        }
+        for what, found in refused.items():
+            if found:
+                raise ValueError(f"reproducible=True does not serve {what}.")
+        each, rank = self._replicas // run.world.size, run.world.rank
+        self._held = range(rank * each, (rank + 1) * each)
+        self._position = 0
+        self._forget()
 
-    def backward(
-        self, loss: WeighedLoss, root: Tensor, run: Callable[..., None], *, first: bool = True, final: bool = True
-    ) -> None:
-        """Run the backward of one of a step's losses: that of the rank's first replica, or of the next."""
-        self._of_replicas.begin(first=first, ends=self.ends_window(final=True))
-        super().backward(loss, root, run, first=first, final=final)
+    def _forget(self) -> None:
+        """Begin a window."""
+        self.window.reset()
+        self._leaves: dict[int, Gradients] = {}
+        self._normalizers = dict.fromkeys(self._held, 0.0)
+        self._summed: Fold[Gradients] = Fold(self._replicas, add_gradients)
+        self._ends = False
+
+    def agree_on_unit(self) -> None:
+        """Multiply losses by their weights as they are."""
+
+    def begin_step(self, batch: Any, missing: int = 0) -> None:
+        """Note the batch of a training step, of which the rank's first replica comes next."""
+        super().begin_step(batch, missing)
+        self._position = 0
+
+    def backward(self, loss: WeighedLoss, run: Callable[[], None], *, final: bool = True) -> None:
+        """Run the backward of the rank's next replica, and keep its gradients apart."""
+        window, replica = self.window, self._held[self._position]
+        window.expected = window.loss_divisor = self._expected
+        if self._position == 0 and self._begins_window:
+            self._forget()
+        self._position += 1
+        self._ends = self.ends_window(final=final)
+        if tuple(loss.micro_batch.weights) != (WHOLE_LOSS,):
+            raise ValueError(
+                f"reproducible=True serves one weight for the whole loss, got one for each of"
+                f" {', '.join(map(repr, loss.micro_batch.weights))}. Return one number as weight, or leave reproducible"
+                " out."
+            )
+        micro_batch = loss.micro_batch.read()
+        window.add(micro_batch, missed=0)
+        (weight,) = micro_batch.weights.values()
+        faulty = not 0 <= weight < float("inf")
+        share = share_of(self.rule, Place(), 0.0 if faulty else weight)
+        nothing = micro_batch.absent or micro_batch.problem is not None or faulty
+        loss.coefficients[:] = [None if nothing or share.multiplier == 0 else float(share.multiplier)]
+        kept = [parameter.grad for parameter in self._parameters]
+        self._set_gradients(None if nothing else self._leaves.get(replica))
+        try:
+            with gradients_discarded(self._parameters, nan_only=False) if nothing else nullcontext():
+                run()
+            gradients = [parameter.grad for parameter in self._parameters]
+        finally:
+            self._set_gradients(kept)
+        if not nothing:
+            self._leaves[replica] = gradients
+            self._normalizers[replica] += float(share.normalizer)
+        if not self._holding:  # It is complete.
+            self._push(replica)
+        if self._ends:
+            window.exchange()
+
+    def _push(self, replica: int) -> None:
+        self._summed.push((replica, replica + 1), self._leaves.pop(replica, [None] * len(self._parameters)))
+
+    def _set_gradients(self, gradients: Gradients | None) -> None:
+        for index, parameter in enumerate(self._parameters):
+            parameter.grad = None if gradients is None else gradients[index]
+
+    def reduce(self) -> None:
+        """Have the gradients be the reduced ones, once the backward that ends a window has been."""
+        if not self._ends:
+            return
+        self.window.totals()
+        # The loader batch at the end of the window may have no samples of these.
+        for replica in self._held[self._position :]:
+            self._push(replica)
+        world, normalizers = self.run.world, torch.zeros(self._replicas, dtype=torch.float64)
+        normalizers[self._held.start : self._held.stop] = torch.tensor(
+            list(self._normalizers.values()), dtype=torch.float64
+        )
+        normalizers = on_device(normalizers, self.run.device)
+        if world.group is not None:
+            dist.all_reduce(normalizers, group=world.group)  # added to zeros they keep their bits
+        total = float(normalizers.sum()) if self.rule.uses_weight else 1.0
+        self.window.divided_by = float(self.window.divisor)
+        trained = [index for index, parameter in enumerate(self._parameters) if parameter.requires_grad]
+        of_trained = [(span, [gradients[index] for index in trained]) for span, gradients in self._summed.nodes]
+        parameters = [self._parameters[index] for index in trained]
+        factor = self.window.divisor / total if total > 0 else 0.0
+        sums = sum_over_ranks(of_trained, parameters, replicas=self._replicas, world=world, factor=factor)
+        for parameter, gradient in zip(parameters, sums, strict=True):
+            kept, parameter.grad = parameter.grad, gradient
+            if kept is not None:
+                parameter.grad = kept if gradient is None else gradient.add_(kept)
+        if self._lost:
+            self._require_lost()
+
+    def end_window(self) -> None:
+        """Begin the next window after one that was reduced."""
+        if self._ends:
+            self._forget()

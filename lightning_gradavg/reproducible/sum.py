@@ -1,99 +1,187 @@
-"""The sum of a bucket over all replicas, by the tree: those of a rank first, then those of all ranks, part by part."""
+"""The sum of all replicas' gradients, in an order that depends on the number of replicas alone.
+
+A sum of floating-point numbers depends on its order. This one is a binary tree over the replicas: a node at height h
+holds the leaves from i 2^h to (i + 1) 2^h, as far as there are so many, and is the sum of the two nodes below.
+
+    R = 6:   ((0 1) (2 3)) (4 5)
+
+A rank has consecutive leaves and adds up what it can; where they are no whole subtree, it is left with several sums:
+of 3 leaves on each of 2 ranks (0 1) and 2, and 3 and (4 5). The ranks exchange segments of these sums, all with all.
+Each adds up its own segment by the same tree, and gathers those of the others: DDP's number of bytes, where a rank has
+one sum. Ranks are never grouped by node, so the grouping shows nowhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction.hooks import OwnGroups
-from lightning_gradavg.reduction.sums import SUM_DTYPES, as_real
-from lightning_gradavg.reproducible.accumulation import ReplicaSums
-from lightning_gradavg.reproducible.tree import Fold, subtrees
-from lightning_gradavg.wire.codecs import Codec
-from lightning_gradavg.wire.exchange import Exchange
-from lightning_gradavg.wire.route import Hop, Route
 
-__all__ = ["TreeSum"]
+__all__ = ["Fold", "Gradients", "Node", "Span", "add_gradients", "subtrees", "sum_over_ranks"]
 
-_IN_ANY_ORDER = 2
-"""So many numbers have one sum, whatever their order."""
+T = TypeVar("T")
 
-_STRETCH = 8
-"""Nothing is converted on the way, so nothing is to be done beside it: longer segments take fewer calls."""
+Span: TypeAlias = tuple[int, int]
+"""The leaves of a node: `(start, stop)`, half open."""
+
+Gradients: TypeAlias = Sequence[Tensor | None]
+"""A gradient for each parameter; None where the loss does not use it."""
+
+Node: TypeAlias = tuple[Span, Gradients]
+"""What consecutive replicas add up to."""
+
+_BUCKET_BYTES = 25 * 2**20
 
 
-class TreeSum:
-    """Sums buckets over all replicas. Making it is a collective operation of all ranks of the run.
-
-    The ranks exchange parts, all with all and never node by node: a part is summed where all that it is made of
-    arrives, so the grouping of ranks shows nowhere. Two ranks with one sum each need none of it: of two numbers the sum
-    is one in any order, so they take an all-reduce, which is faster.
-
-    A zero is always the positive one: a replica without samples is left out on its own rank, but a rank without samples
-    sends zeros, and -0.0 + 0.0 is 0.0.
+class Fold(Generic[T]):
+    """Adds up consecutive nodes as far as the tree allows without those that follow, as a binary counter carries.
 
     Args:
-        replicas: Replicas of each loader batch.
-        world: The ranks, whose number divides that of the replicas, and
-        group: their process group.
-        sums: What this rank's replicas left before the bucket.
-        own: Runs the exchange.
+        leaves: Leaves of the tree.
+        add: Returns the sum of a left and a right value; it may write into either.
+
+    Attributes:
+        nodes: What is added up so far, in order.
     """
 
-    def __init__(
-        self, replicas: int, world: World, group: dist.ProcessGroup, sums: ReplicaSums, own: OwnGroups
-    ) -> None:
-        self._replicas, self._world, self._sums = replicas, world, sums
-        self._group, self._own = group, own
-        each = replicas // world.size
-        self._spans = [subtrees(replicas, range(rank * each, (rank + 1) * each)) for rank in range(world.size)]
-        self._rows = max(map(len, self._spans))
-        self._exchange: Exchange | None = None
-        if world.size * self._rows > _IN_ANY_ORDER:
-            hop = Hop(tuple(range(world.size)), world.rank, narrow=False)
-            groups = own.make([hop.ranks], "reproducible=True")
-            self._exchange = Exchange(Route((hop,)), Codec(torch.float32), groups, self._add_rows, self._rows, _STRETCH)
+    def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
+        self._leaves, self._add = leaves, add
+        self.nodes: list[tuple[Span, T]] = []
 
-    def __call__(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Begin the sum of a bucket."""
-        buffer, parameters, exchange = bucket.buffer(), bucket.parameters(), self._exchange
-        if exchange is None:
-            total = self._of_rank(buffer, parameters)[0].add_(0.0)
-            future: Future[Any] = dist.all_reduce(total, group=self._group, async_op=True).get_future()
-            return future.then(lambda _: total)
+    def push(self, span: Span, value: T) -> None:
+        """Append the node that follows."""
+        while self.nodes and self._completes(span):
+            (start, _), left = self.nodes.pop()
+            span, value = (start, span[1]), self._add(left, value)
+        self.nodes.append((span, value))
 
-        def run() -> Tensor:
-            rows = self._of_rank(buffer, parameters)
-            exchange.sum_(rows)
-            return rows[0]
+    def _completes(self, span: Span) -> bool:
+        """Return whether a node is the right one of the two below a node, of which the last one so far is the left."""
+        start, middle = self.nodes[-1][0]
+        size = middle - start
+        # A left node is whole: as many leaves as a power of two, from a multiple of that of the node above.
+        is_left = size & (size - 1) == 0 and start % (2 * size) == 0
+        return is_left and span[1] == min(start + 2 * size, self._leaves)
 
-        return self._own.submit(run)
 
-    @torch.no_grad()
-    def _of_rank(self, buffer: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the sums that this rank's replicas add up to, one in each row, in the type of sums."""
-        wide = buffer.to(SUM_DTYPES[buffer.dtype])
-        lengths = [as_real(parameter).numel() for parameter in parameters]
-        nodes = self._sums.nodes(parameters, wide.split(lengths))
-        rows = wide[None] if self._rows == 1 else wide.new_zeros(self._rows, len(wide))
-        for row, (_, gradients) in zip(rows, nodes, strict=False):  # some ranks have fewer sums than others
-            for part, gradient in zip(row.split(lengths), gradients, strict=True):
-                if gradient is not None and gradient.data_ptr() != part.data_ptr():
-                    part.copy_(gradient)
-        return rows
+def subtrees(leaves: int, held: range) -> tuple[Span, ...]:
+    """Return the nodes that consecutive leaves add up to by themselves."""
+    fold: Fold[None] = Fold(leaves, lambda left, right: None)  # noqa: ARG005  # there is nothing to add
+    for leaf in held:
+        fold.push((leaf, leaf + 1), None)
+    return tuple(span for span, _ in fold.nodes)
 
-    def _add_rows(self, others: Tensor, own: Tensor) -> Tensor:
-        """Add up the rows of all ranks, each of which holds its sums one after another."""
-        fold: Fold[Tensor] = Fold(self._replicas, Tensor.add_)
-        rank = self._world.rank
-        for spans, row in zip(self._spans, (*others[:rank], *own, *others[rank:]), strict=True):
-            for span, part in zip(spans, row.view(self._rows, -1), strict=False):
-                fold.push(span, part)
-        ((_, total),) = fold.nodes
-        return total.add_(0.0)[None]
+
+def add_gradients(left: Gradients, right: Gradients) -> Gradients:
+    """Return the sums of two replicas' gradients in the dtype of sums, in the memory of the first that has it."""
+    return [
+        other if one is None else one if other is None else one.to(_wide(one)).add_(other)
+        for one, other in zip(left, right, strict=True)
+    ]
+
+
+@torch.no_grad()
+def sum_over_ranks(
+    nodes: Sequence[Node],
+    parameters: Sequence[Tensor],
+    *,
+    replicas: int,
+    world: World,
+    factor: float = 1.0,
+    bucket_bytes: int = _BUCKET_BYTES,
+) -> list[Tensor | None]:
+    """Return the sum of the gradients of all replicas, the same bits on any number of ranks. A collective operation.
+
+    A zero is always the positive one: a rank without a gradient sends zeros, and -0.0 + 0.0 is 0.0.
+
+    Args:
+        nodes: What this rank's replicas add up to: the nodes of a `Fold` of all replicas with `add_gradients`, into
+            which each of them was pushed.
+        parameters: The parameters, the same on all ranks, which the results are like.
+        replicas: Replicas of all ranks; the number of ranks divides it.
+        world: The ranks, of which each has as many replicas, those of rank 0 first.
+        factor: What the sums are multiplied by before they are rounded to the dtype of their parameter.
+        bucket_bytes: About how many bytes are summed at once, which bounds the memory that is needed.
+
+    Returns:
+        The sums; None for a parameter that no replica has a gradient of.
+    """
+    totals: list[Tensor] = []
+    counted: list[Tensor] = []
+    for bucket in _buckets(parameters, bucket_bytes):
+        like = parameters[bucket.start : bucket.stop]
+        rows = [_row([gradients[index] for index in bucket], like) for _, gradients in nodes]
+        total = _sum(rows, replicas, world)
+        *parts, counts = total.split([*(_real(one).numel() for one in like), len(like)])
+        for one, part in zip(like, parts, strict=True):
+            totals.append(torch.empty_like(one))
+            _real(totals[-1]).copy_(part.mul_(factor).view(_real(one).shape))
+        counted.append(counts.float())
+    # Looked at once, as an accelerator is waited for.
+    used = torch.cat(counted).tolist() if counted else []
+    return [total if count else None for total, count in zip(totals, used, strict=True)]
+
+
+def _buckets(parameters: Sequence[Tensor], most: int) -> Iterator[range]:
+    """Cut the parameters into consecutive ones of one kind that have about so many bytes."""
+    start, size, kind = 0, 0, None
+    for index, one in enumerate(parameters):
+        added, its = _real(one).numel() * _row_dtype(one).itemsize, (_row_dtype(one), one.device)
+        if index > start and (size + added > most or its != kind):
+            yield range(start, index)
+            start, size = index, 0
+        size, kind = size + added, its
+    if parameters:
+        yield range(start, len(parameters))
+
+
+def _row(gradients: Gradients, like: Sequence[Tensor]) -> Tensor:
+    """Return gradients as one row of real numbers in the dtype of sums, behind them how many there are of each."""
+    lengths = [*(_real(one).numel() for one in like), len(like)]
+    row = like[0].new_zeros(sum(lengths), dtype=_row_dtype(like[0]))
+    *parts, counts = row.split(lengths)
+    for part, gradient in zip(parts, gradients, strict=True):
+        if gradient is not None:
+            part.view(_real(gradient).shape).copy_(_real(gradient))
+    counts.copy_(torch.tensor([float(gradient is not None) for gradient in gradients]))
+    return row
+
+
+def _sum(rows: Sequence[Tensor], replicas: int, world: World) -> Tensor:
+    """Return the sum of the rows of all ranks by the tree."""
+    each, fold = replicas // world.size, Fold[Tensor](replicas, Tensor.add_)
+    spans = [subtrees(replicas, range(rank * each, (rank + 1) * each)) for rank in range(world.size)]
+    if world.group is None:
+        return rows[0].add_(0.0)
+    length, most = len(rows[0]), max(map(len, spans))
+    segment = -(-length // world.size)
+    sent = rows[0].new_zeros(world.size, most, segment)
+    for index, row in enumerate(rows):
+        for part, one in zip(sent[:, index], row.split(segment), strict=False):
+            part[: len(one)] = one
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=world.group)
+    for of_rank, those in zip(spans, received, strict=True):
+        for span, part in zip(of_rank, those, strict=False):  # some ranks have fewer sums than others
+            fold.push(span, part)
+    ((_, mine),) = fold.nodes
+    total = rows[0].new_empty(world.size * segment)
+    dist.all_gather([*total.split(segment)], mine.add_(0.0), group=world.group)
+    return total[:length]
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _row_dtype(tensor: Tensor) -> torch.dtype:
+    return _wide(_real(tensor))

@@ -1,0 +1,194 @@
+"""A training step in pieces: each has a forward and a backward of its own, and Lightning sees one step.
+
+All backwards but the last run within `training_step`, and their gradients stay on the rank: a rank holds the
+activations of one piece at a time. Lightning runs the last one, which reduces the gradients of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_gradavg.batches.chunks import Chunk
+from lightning_gradavg.batches.part import Batches, ReplicaSlice, SplitBatches
+from lightning_gradavg.options import Options
+from lightning_gradavg.part import Part, Run
+from lightning_gradavg.reduction.gather import collectives_refused
+from lightning_gradavg.reduction.reduction import Reduction
+from lightning_gradavg.replicas.log import ReplicaLog
+from lightning_gradavg.replicas.obstacles import remarks, require_none
+from lightning_gradavg.replicas.outputs import join_outputs
+
+__all__ = ["Pieces", "Replicas", "Step"]
+
+
+class Step(NamedTuple):
+    """How a training step is run.
+
+    Attributes:
+        forward: Runs the user's through the wrapper, in the precision of the run, with the arguments of
+            `training_step`.
+        backward: Runs the backward of a loss that is not the step's last.
+        reduction: Is handed the losses.
+        batches: Knows what stands behind the batch.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[[], None]
+    reduction: Reduction
+    batches: Batches
+
+
+class Replicas(Part):
+    """A rank's batch is computed as it is, by the module itself.
+
+    Args:
+        options: What the user's options come to.
+        static_graph: Whether DDP was told that every iteration is alike.
+    """
+
+    def __init__(self, options: Options, *, static_graph: bool = False) -> None:
+        self._options, self._static_graph = options, static_graph
+
+    def setup(self, run: Run) -> None:
+        """Name what cannot be served, before DDP wraps the module, which has objections of its own."""
+        super().setup(run)
+        if run.trainer.state.fn != TrainerFn.FITTING:
+            return
+        require_none(run, self._options, static_graph=self._static_graph)
+        for remark in remarks(run.module, self._options, world_size=run.world.size):
+            rank_zero_warn(remark)
+
+    def num_replicas(self, world_size: int) -> int:
+        """Return the number of chunks that each loader batch is computed in."""
+        return self._options.num_replicas or world_size
+
+    def samples(self, chunk: Chunk | None) -> float | None:
+        """Return the weight of a loss that has none: the samples of its batch, None where they are not known."""
+        return None if chunk is None else self._weight(chunk, chunk.samples)
+
+    def _weight(self, chunk: Chunk, samples: int) -> float:  # noqa: ARG002  # one loss of all takes those of the batch
+        """Return the weight of the loss of so many samples of a chunk."""
+        return samples
+
+    def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
+        """Return the output of a training step, with one loss whose backward is to be run."""
+        with step.batches.training_step():
+            output = step.forward(batch, *args)
+        return self._read(step, output, self.samples(step.batches.chunk))
+
+    def _read(self, step: Step, output: Any, weight: float | None) -> Any:
+        """Return an output with one loss, having handed its loss to the reduction."""
+        return step.reduction.read(output, weight) if self.run.module.automatic_optimization else output
+
+    def end_step(self) -> None:
+        """End a step whose gradients are there. A collective operation."""
+
+
+class Pieces(Replicas):
+    """A rank computes its samples in pieces, one after another, such as parts of at most `max_device_batch_size`."""
+
+    def configure_ddp(self, run: Run) -> None:
+        """Prepare the pieces of a run."""
+        super().configure_ddp(run)
+        preset = self._options.preset
+        self._log = ReplicaLog(run.module, run.world, whole=preset is not None)
+        # Ranks may then run a step different numbers of times.
+        self._in_pieces = self._options.in_pieces(run.world.size)
+        self._refusing: Callable[[], AbstractContextManager[Any]] = (
+            partial(collectives_refused, _APART) if self._in_pieces else nullcontext
+        )
+
+    def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
+        """Return the output of a training step, the joined one of all pieces, with the loss of the last to be run."""
+        batches = step.batches
+        assert isinstance(batches, SplitBatches)
+        chunk = batches.chunk
+        assert chunk is not None
+        pieces, outputs = self._cut(batches, batch), []
+        with self._log.collecting(), self._together(chunk):
+            for index, piece in enumerate(pieces, 1):
+                self._log.samples = piece.samples
+                last = index == len(pieces)
+                local = nullcontext() if last and not self._stays else self.run.ddp.no_sync()
+                with local, self._as_piece(piece, batches):
+                    with self._agreeing(step.reduction) if index == 1 else nullcontext(), self._refusing():
+                        output = step.forward(piece.batch, *args)
+                        outputs.append(self._read(step, output, self._weight(chunk, piece.samples)))
+                    if not last:
+                        self._require_loss(outputs[-1])
+                        step.backward()
+        return outputs[0] if len(outputs) == 1 else self._joined(outputs, pieces, chunk)
+
+    _stays = False
+    """Whether DDP reduces nothing."""
+
+    @contextmanager
+    def _agreeing(self, reduction: Reduction) -> Iterator[None]:
+        """Have ranks agree on what losses carry, also where the forward fails on some of them."""
+        try:
+            yield
+        finally:
+            if self._in_pieces:
+                reduction.agree_on_unit()
+
+    def _cut(self, batches: SplitBatches, batch: Any) -> list[ReplicaSlice]:
+        """Return the rank's pieces of a batch."""
+        return batches.slices(batch)
+
+    def _together(self, chunk: Chunk) -> AbstractContextManager[Any]:  # noqa: ARG002  # replicas look at its size
+        """Surround the pieces of all ranks."""
+        return nullcontext()
+
+    def _as_piece(self, piece: ReplicaSlice, batches: Batches) -> AbstractContextManager[Any]:  # noqa: ARG002  # its own
+        """Surround the forward and backward of a piece; of the last one only the forward."""
+        return batches.training_step()
+
+    def _joined(self, outputs: Sequence[Any], pieces: Sequence[ReplicaSlice], chunk: Chunk) -> Any:
+        """Return the pieces' outputs as one, with the mean loss, whose backward is that of the last piece."""
+        self._require_loss(outputs[-1])
+        named = [output if isinstance(output, Mapping) else {"loss": output} for output in outputs]
+        of_samples = [one["loss"].detach() * piece.samples for one, piece in zip(named, pieces, strict=True)]
+        keys = dict.fromkeys(key for one in named for key in one if key != "loss")
+        joined = {key: self._rows([one.get(key) for one in named]) for key in keys}
+        show: Any = _Shown.apply
+        return {**joined, "loss": show(named[-1]["loss"], sum(of_samples) / chunk.samples)}
+
+    def _rows(self, values: Sequence[Any]) -> Any:
+        try:
+            return join_outputs(values, self.run.device)
+        except (TypeError, RuntimeError):  # of no tensors, or of shapes that do not fit
+            return values
+
+    def _require_loss(self, output: Any) -> None:
+        if (output.get("loss") if isinstance(output, Mapping) else output) is None:
+            raise RuntimeError(
+                "training_step returned no loss for one of the pieces of a batch. Return"
+                ' {"loss": loss, "weight": 0} for samples that are not to count.'
+            )
+
+
+class _Shown(torch.autograd.Function):
+    """Has the value of another loss, and the gradient of its own."""
+
+    @staticmethod
+    def forward(_ctx: Any, _loss: Tensor, shown: Tensor) -> Tensor:
+        return shown.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
+
+
+_APART = (
+    "training_step gathers over the ranks, but with num_replicas above the number of ranks, or max_device_batch_size,"
+    " they run it different numbers of times, one piece after another. Use as many processes as replicas, and no"
+    " max_device_batch_size"
+)
