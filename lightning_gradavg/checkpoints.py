@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill: written whole or not at all, and read from the last one that is whole."""
+"""Checkpoints that survive a kill: written whole or not at all, and read only if they are whole."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_gradavg.ranks import World
 
-__all__ = ["WholeCheckpoints", "whole_checkpoint"]
+__all__ = ["WholeCheckpoints", "require_whole"]
 
 
 class WholeCheckpoints(TorchCheckpointIO):
@@ -46,40 +45,32 @@ class WholeCheckpoints(TorchCheckpointIO):
         _sync_folder(place.parent)
 
 
-def whole_checkpoint(path: Any, world: World) -> Any:
-    """Return the path of a checkpoint, or of the newest whole one beside it if that is torn. A collective operation.
+def require_whole(path: Any, world: World) -> None:
+    """Raise on all ranks if a checkpoint is torn. A collective operation.
 
     Rank 0 looks, for all: ranks read one shared folder, or have copies of it. Every byte is checked against the
     checksums that `torch.save` writes. What is not on a local file system is taken for whole.
 
     Raises:
-        ValueError: If it is torn and there is no whole one beside it.
+        ValueError: If it is torn; the text names the newest whole one beside it.
     """
-    found, torn = world.from_first(_whole_beside(path) if world.rank == 0 else None)
-    if not torn:
-        return path
-    said = "; ".join(f"{name} is torn ({problem})" for name, problem in torn.items())
-    if found is None:
-        raise ValueError(
-            f"{said}, and there is no whole *.ckpt beside it to go on from. Name another one, or start without."
-        )
-    rank_zero_warn(f"GradAvgStrategy: {said}: the run goes on from {found}", stacklevel=2)
-    return found
+    problem = world.from_first(_problem(Path(path)) if world.rank == 0 and _is_local(path) else None)
+    if problem is not None:
+        raise ValueError(problem)
 
 
-def _whole_beside(path: Any) -> tuple[str | None, dict[str, str]]:
-    """Return the first whole checkpoint of a path and what is beside it, newest first, and the torn ones before it."""
-    torn: dict[str, str] = {}
-    if not _is_local(path) or not Path(path).is_file():
-        return None, torn
-    place = Path(path)
-    beside = (other for other in place.parent.glob("*.ckpt") if other.is_file() and not other.samefile(place))
-    for candidate in (place, *sorted(beside, key=lambda other: other.stat().st_mtime_ns, reverse=True)):
-        problem = _damage(candidate)
-        if problem is None:
-            return str(candidate), torn
-        torn[str(candidate)] = problem
-    return None, torn
+def _problem(place: Path) -> str | None:
+    damage = _damage(place) if place.is_file() else None
+    if damage is None:
+        return None
+    beside = sorted(place.parent.glob("*.ckpt"), key=lambda other: other.stat().st_mtime_ns, reverse=True)
+    whole = next((other for other in beside if other.is_file() and _damage(other) is None), None)
+    advice = (
+        f"The newest whole one beside it is {whole}: pass it"
+        if whole is not None
+        else "No *.ckpt beside it is whole: pass another one"
+    )
+    return f"the checkpoint {place} is torn: {damage}. {advice} as ckpt_path, or train from the start."
 
 
 def _damage(place: Path) -> str | None:
@@ -101,8 +92,8 @@ def _is_local(path: Any) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the new name on the disk, too, where folders can be opened: not on Windows."""
-    if os.name != "posix":
+    """Have the new name on the disk, too."""
+    if os.name != "posix":  # Windows opens no folders
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:

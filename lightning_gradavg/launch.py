@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import inspect
 import os
 import platform
 from collections.abc import Mapping
@@ -84,7 +83,7 @@ def require_alike(world: World, trainer: Trainer, module: LightningModule | None
         options: Those of the strategy, by name.
 
     Raises:
-        RuntimeError: If packages, options of strategy or Trainer, the module's code, or its parameters differ, or two
+        RuntimeError: If packages, options of strategy or Trainer, the module's class or its parameters differ, or two
             ranks have one place.
     """
     if world.size == 1:
@@ -98,7 +97,6 @@ def require_alike(world: World, trainer: Trainer, module: LightningModule | None
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "the class of the module": f"{type(module).__module__}.{type(module).__qualname__}",
-        "the code of the module": digest(_code(type(module))),
         "the number of parameters": len(parameters),
         "the parameters": digest("\n".join(parameters)),
     }
@@ -138,13 +136,6 @@ def _destroy() -> None:
 def _shape(parameter: torch.nn.Parameter) -> str:
     known = not is_lazy(parameter)
     return f"shape {tuple(parameter.shape)} and {parameter.dtype}" if known else "unknown shape"
-
-
-def _code(cls: type) -> str:
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):  # of a notebook, or built in
-        return ""
 
 
 def _first_that_differ(ranks: list[list[str]]) -> list[str]:

@@ -27,6 +27,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_gradavg.device import Tally
+from lightning_gradavg.faults.last_words import TOGETHER
 from lightning_gradavg.lightning_internals import SignalHooks
 from lightning_gradavg.part import Part, Run
 
@@ -74,7 +75,7 @@ class Termination(Part):
             self._hooks.requeue(signal.SIGUSR1, None)
         if ends:
             self._hooks.received = True
-            raise SIGTERMException
+            raise SIGTERMException(TOGETHER)
 
     def _send(self) -> Tally:
         """Begin to compare what the ranks have received."""

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from faults import fail, interrupt, run_ranks
+from faults import train as train_injected
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ranks import RankError, make_trainer
@@ -19,7 +21,7 @@ from torch.utils.data import DataLoader
 from toys import Toy
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.checkpoints import WholeCheckpoints, whole_checkpoint
+from lightning_gradavg.checkpoints import WholeCheckpoints, require_whole
 from lightning_gradavg.ranks import World
 
 STEPS = 6
@@ -63,27 +65,30 @@ def zero(path: Path) -> None:
 
 
 @pytest.mark.parametrize("tear", [cut, flip, empty, zero])
-def test_the_newest_whole_one_beside_a_torn_one(tmp_path, tear):
-    """Of a torn checkpoint the newest whole one beside it is read, with a line that names both and what is wrong."""
+def test_a_torn_one_is_refused(tmp_path, tear):
+    """The error names the torn checkpoint, what is wrong with it, and the newest whole one beside it."""
     first, second, third = (saved(tmp_path, f"step={step}.ckpt", step) for step in (1, 2, 3))
     tear(third)
-    with pytest.warns(UserWarning, match=r"step=3.ckpt is torn \(.+\): the run goes on from .*step=2.ckpt"):
-        assert str(second) == whole_checkpoint(third, World())
+    with pytest.raises(
+        ValueError, match=rf"step=3.ckpt is torn: .+ The newest whole .* {second}: pass it as ckpt_path"
+    ):
+        require_whole(third, World())
     tear(second)
-    with pytest.warns(UserWarning, match=r"step=3.ckpt is torn .*step=2.ckpt is torn .*goes on from .*step=1.ckpt"):
-        assert str(first) == whole_checkpoint(str(third), World())
+    with pytest.raises(ValueError, match=f"step=3.ckpt is torn: .* {first}: pass it"):
+        require_whole(str(third), World())
     tear(first)
-    with pytest.raises(ValueError, match=r"step=3.ckpt is torn .* there is no whole \*.ckpt beside it"):
-        whole_checkpoint(third, World())
+    with pytest.raises(ValueError, match=r"step=3.ckpt is torn: .* No \*.ckpt beside it is whole"):
+        require_whole(third, World())
 
 
 def test_a_whole_one_is_read_as_named(tmp_path):
     """A whole checkpoint is read, whatever is newer; so is one of another format, and one on another file system."""
-    first, _ = saved(tmp_path, "step=1.ckpt", 1), saved(tmp_path, "step=2.ckpt", 2)
-    assert first == whole_checkpoint(first, World())
+    first, torn = saved(tmp_path, "step=1.ckpt", 1), saved(tmp_path, "step=2.ckpt", 2)
+    cut(torn)
+    require_whole(first, World())
     torch.save({}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
-    assert tmp_path / "old.ckpt" == whole_checkpoint(tmp_path / "old.ckpt", World())
-    assert "memory://no/such.ckpt" == whole_checkpoint("memory://no/such.ckpt", World())
+    require_whole(tmp_path / "old.ckpt", World())
+    require_whole("memory://no/such.ckpt", World())
 
 
 class Unfinished:
@@ -139,9 +144,9 @@ def train(folder: str, *callbacks: Callback, resume: str | None = None, tear: st
     return begun, trainer.global_step, [p.tolist() for p in model.parameters()]
 
 
-@pytest.mark.filterwarnings("ignore:.*last.ckpt is torn .*step=4.ckpt is torn .*the run goes on from .*step=2.ckpt")
-def test_a_killed_run_goes_on_from_the_last_whole_checkpoint(world, tmp_path):
-    """Killed in its sixth step, with the last two checkpoints torn, the run goes on from step 2 and ends the same."""
+def test_a_killed_run_goes_on_from_the_checkpoint_that_is_named(world, tmp_path):
+    """Killed in its sixth step, with the last two checkpoints torn, the run names that of step 2, and ends the same
+    from there."""
     expected = world(2).run(train, str(tmp_path / "undisturbed"))
     assert [[0], [0]] == [begun for begun, _, _ in expected]
     folder = tmp_path / "killed"
@@ -149,11 +154,21 @@ def test_a_killed_run_goes_on_from_the_last_whole_checkpoint(world, tmp_path):
         world(2).run(train, str(folder), Killed(rank=1, step=5))
     assert {"last.ckpt", "step=2.ckpt", "step=4.ckpt"} == {path.name for path in folder.iterdir()}
     cut(folder / "step=4.ckpt")
-    resumed = world(2).run(train, str(folder), resume="last", tear="last.ckpt")
+    whole = str(folder / "step=2.ckpt")
+    for raised in world(2).run_expecting_errors(train, str(folder), resume="last", tear="last.ckpt"):
+        assert raised.type_name == "ValueError"
+        assert "last.ckpt is torn: " in raised.message
+        assert f"The newest whole one beside it is {whole}" in raised.message
+    resumed = world(2).run(train, str(folder), resume=whole)
     assert [([2], STEPS, weight) for _, _, weight in expected] == resumed
 
 
-@pytest.mark.skipif("save_on_exception" not in signature(ModelCheckpoint).parameters, reason="Lightning 2.6 brought it")
+SAVES_ON_EXCEPTION = pytest.mark.skipif(
+    "save_on_exception" not in signature(ModelCheckpoint).parameters, reason="Lightning 2.6 brought it"
+)
+
+
+@SAVES_ON_EXCEPTION
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_terminated_run_goes_on_from_its_last_step(world, tmp_path, rank):
     """Terminated in its second step, a run saves after the third, on all ranks, and goes on from there."""
@@ -162,3 +177,24 @@ def test_a_terminated_run_goes_on_from_its_last_step(world, tmp_path, rank):
     ended = world(2).run(train, folder, Killed(rank, 1, signal.SIGTERM), save_on_exception=True)
     assert [([0], 3), ([0], 3)] == [(begun, steps) for begun, steps, _ in ended]
     assert [([3], STEPS, weight) for _, _, weight in expected] == world(2).run(train, folder, resume="last")
+
+
+def end_in_step_2(act: Any, ranks: list[int], folder: str) -> None:
+    """Body: train, and have some ranks end in their third step."""
+    rank = dist.get_rank() if dist.get_rank() in ranks else -1
+    keep = ModelCheckpoint(folder, "{step}", save_on_exception=True)
+    train_injected("step", act, rank=rank, callbacks=[keep], enable_checkpointing=True)
+
+
+@SAVES_ON_EXCEPTION
+@pytest.mark.parametrize("act", [fail, interrupt])
+@pytest.mark.parametrize(("ranks", "kept"), [([0, 1], ["step=2.ckpt"]), ([0], []), ([1], [])], ids=str)
+def test_an_exception_saves_if_all_ranks_end_by_it(tmp_path, act, ranks, kept):
+    """A rank that ends alone saves nothing, which it would wait for until the timeout; the other names it."""
+    args = {"act": act, "ranks": ranks, "folder": str(tmp_path / "saved")}
+    ended = run_ranks(end_in_step_2, args, folder=tmp_path, timeout=300)
+    assert [1, 1] == [one.exit_code for one in ended]
+    assert kept == [path.name for path in (tmp_path / "saved").glob("*")]
+    for rank, one in enumerate(ended):
+        named = f"rank {ranks[0]} ended with {'ValueError' if act is fail else 'KeyboardInterrupt'}"
+        assert (named in one.said) == (rank not in ranks)

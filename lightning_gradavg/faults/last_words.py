@@ -7,6 +7,7 @@ that the process group was made with, and whose exchange failed looks there. Not
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -14,12 +15,15 @@ import torch.distributed as dist
 from lightning_gradavg.lightning_internals import store_of_world
 from lightning_gradavg.ranks import World, on_ranks
 
-__all__ = ["LastWords"]
+__all__ = ["TOGETHER", "LastWords"]
 
 _WAIT_SECONDS = 2.0
+_PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _MOST_CHARACTERS = 1000
 _BROKEN = "an exchange with the other ranks broke: "
+TOGETHER = "all ranks end together"
+"""The text of an exception that the ranks have agreed on."""
 
 
 class LastWords:
@@ -39,28 +43,60 @@ class LastWords:
         line = f"{_BROKEN * broke}{type(exception).__name__}: {exception}"[:_MOST_CHARACTERS]
         try:
             store = store_of_world()
-            store.set(self._key(self._world.rank), line)
-            return self._listen(store) if broke else None
+            store.set(self._key("said", self._world.rank), line)
+            told = self._listen(store) if broke else None
+            store.set(self._key("heard", self._world.rank), "")
+            if broke and self._world.rank == 0:
+                self._outlast(store)
         except (RuntimeError, ValueError):  # the process that holds the store is gone, or the group was taken down
-            return "the rank that holds the store of the process group, which is rank 0, is gone" if broke else None
+            told = "the rank that failed first is not known: rank 0, which has ended, held the store" if broke else None
+        return told
+
+    def alike(self, exception: BaseException, step: int) -> bool:
+        """Return whether all ranks end by such an exception at this step, which they decide once, all the same."""
+        if TOGETHER in exception.args:
+            return True
+        try:
+            store, mine = store_of_world(), f"{type(exception).__name__} {step}"
+            everyone, same = [self._key("ends", rank) for rank in range(self._world.size)], False
+            if not is_broken_exchange(exception):
+                store.set(everyone[self._world.rank], mine)
+                _poll(lambda: all(store.check([key]) for key in everyone), _PATIENCE_SECONDS)
+                same = all(store.check([key]) and store.get(key).decode() == mine for key in everyone)
+            verdict = store.compare_set(self._key("verdict", 0), "", "alike" if same else "apart")
+        except (RuntimeError, ValueError):  # as above
+            return False
+        return bool(verdict == b"alike")
 
     def _listen(self, store: Any) -> str:
         """Return who failed first, as far as ranks answer, and who is lost."""
-        silent, deadline = set(range(self._world.size)), time.monotonic() + _WAIT_SECONDS
-        while silent and time.monotonic() < deadline:
-            silent -= {rank for rank in silent if store.check([self._key(rank)])}
-            time.sleep(_POLL_SECONDS)
-        answered = (rank for rank in range(self._world.size) if rank not in silent)
-        lines = {rank: store.get(self._key(rank)).decode(errors="replace") for rank in answered}
+        keys = {rank: self._key("said", rank) for rank in range(self._world.size)}
+        _poll(lambda: all(store.check([key]) for key in keys.values()), _WAIT_SECONDS)
+        lines = {rank: store.get(key).decode(errors="replace") for rank, key in keys.items() if store.check([key])}
         found = [f"rank {rank} ended with {line}" for rank, line in lines.items() if not line.startswith(_BROKEN)]
+        silent = sorted(keys.keys() - lines)
         if silent:
-            found.append(
-                f"nothing was heard {on_ranks(sorted(silent)).replace('on', 'from', 1)}: lost, killed or stuck"
-            )
+            found.append(f"nothing was heard {on_ranks(silent).replace('on', 'from', 1)}: lost, killed or stuck")
         return "; ".join(found) or "all ranks say the same: look at the network, or at the timeout of the process group"
 
-    def _key(self, rank: int) -> str:
-        return f"lightning_gradavg/last_words/{self._run}/{rank}"
+    def _outlast(self, store: Any) -> None:
+        """Keep the store until all that spoke have listened."""
+        others = range(1, self._world.size)
+
+        def listens(rank: int) -> bool:
+            return bool(store.check([self._key("said", rank)]) and not store.check([self._key("heard", rank)]))
+
+        _poll(lambda: not any(map(listens, others)), _PATIENCE_SECONDS)
+
+    def _key(self, kind: str, rank: int) -> str:
+        return f"lightning_gradavg/{kind}/{self._run}/{rank}"
+
+
+def _poll(met: Callable[[], bool], seconds: float) -> None:
+    """Wait until something is so, or for so long."""
+    deadline = time.monotonic() + seconds
+    while not met() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
 
 
 def is_broken_exchange(exception: BaseException) -> bool:

@@ -1,9 +1,9 @@
-"""What becomes of a step in which a rank's loss or gradient is no finite number, or that gives no loss on a rank."""
+"""What becomes of a step in which a rank's loss or the reduced gradient is not finite, or a rank has no loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,98 +12,76 @@ from lightning_gradavg.lightning_internals import stored
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Run
 from lightning_gradavg.ranks import by_value
+from lightning_gradavg.reduction.window import Totals
 
-__all__ = ["NO_LOSS", "NonFinite", "Verdict", "refuse_unjudged"]
+__all__ = ["NO_LOSS", "NonFinite", "refuse_unjudged"]
 
 NO_LOSS = "training_step returned no loss"
 
 
-class Verdict(NamedTuple):
-    """What is done with a window, decided by all ranks together.
-
-    Attributes:
-        skips: Whether no rank takes the step.
-        drops: Whether this rank's micro-batches do not count.
-        dropped: Number of micro-batches of all ranks that do not count for this.
-        explicit: Whether the others' weights were given by the user.
-    """
-
-    skips: bool = False
-    drops: bool = False
-    dropped: int = 0
-    explicit: bool = False
-
-
-class _Found(NamedTuple):
-    """What a rank tells of its window: whether it is bad, its micro-batches that count, and more, as integers."""
-
-    bad: int
-    counted: int
-    without_loss: int
-    explicit: int
-
-
 class NonFinite:
-    """Judges windows, once per optimizer step. The host waits for the gradients.
+    """Judges windows that are reduced, once per optimizer step. The host waits for the gradients.
 
     Args:
-        policy: `"raise"`, `"skip_step"` or `"drop_rank"`.
+        policy: `"raise"` or `"skip_step"`.
         tell: Takes what is done about a step, on all ranks.
     """
 
     def __init__(self, policy: str, tell: Callable[[str], None]) -> None:
         self.policy, self._tell = policy, tell
-        self._losses: list[Tensor] = []
-        self._counted = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget a window that was not judged."""
+        self._losses: list[Tensor | None] = []
 
     def note(self, loss: Tensor | None) -> None:
         """Note the loss of a micro-batch that counts, or None where there is none."""
-        self._counted += 1
-        self._losses += [] if loss is None else [loss.detach()]
+        self._losses.append(None if loss is None else loss.detach())
 
-    def judge(self, gradients: Iterable[tuple[str, Tensor]], run: Run, *, explicit: bool) -> Verdict:
-        """Return what is done with the window that ends. A collective operation.
+    def problem(self) -> str | None:
+        """Return what is wrong with this rank's losses of the window, and forget them."""
+        losses, self._losses = self._losses, []
+        if any(loss is None for loss in losses):
+            return NO_LOSS
+        finite = torch.stack([loss.isfinite().all() for loss in losses if loss is not None]) if losses else None
+        return None if finite is None or bool(finite.all()) else "the loss is not finite"
+
+    def skips(self, totals: Totals, problem: str | None, gradients: Iterable[tuple[str, Tensor]], run: Run) -> bool:
+        """Return whether the step is left out, which all ranks decide alike.
 
         Args:
-            gradients: What this rank accumulated, by the parameters' names.
+            totals: What all ranks know of the window, on the host.
+            problem: What is wrong with this rank's losses.
+            gradients: The reduced ones, by the parameters' names.
             run: The run.
-            explicit: Whether this rank's weights were given by the user.
 
         Raises:
-            RuntimeError: On all ranks, if a rank has a problem under `"raise"`.
+            RuntimeError: On all ranks, if there is a problem under `"raise"`.
         """
-        world, problem = run.world, self._problem(gradients, run.device)
-        mine = _Found(problem is not None, self._counted, problem == NO_LOSS, explicit)
-        self._losses, self._counted = [], 0
-        found = [_Found(*row) for row in world.gather_integers(mine)]
-        good = [each for each in found if not each.bad]
-        if len(good) == world.size:
-            return Verdict()
-        # Without a loss on any rank nothing is lost: Lightning's own way to leave a batch out.
-        if all(each.without_loss for each in found):
-            return Verdict(skips=True)
-        problems = by_value(text or "nothing" for text in world.gather_objects(problem))
+        if totals.without_loss == run.world.size:
+            return True  # nothing is lost: Lightning's own way to leave a batch out
+        if totals.bad == 0:
+            problem = _not_finite(gradients)
+            if problem is None:
+                return False
+        problems = by_value(text or "nothing" for text in run.world.gather_objects(problem))
         what = f"optimizer step {run.trainer.global_step}: {problems}"
         if self.policy == "raise":
             raise RuntimeError(
-                f"{what}. With nonfinite='skip_step' all ranks leave such a step out, with 'drop_rank' the rank alone."
+                f"{what}. With nonfinite='skip_step' all ranks leave such a step out; a loss of weight 0 leaves one"
+                " micro-batch out."
             )
-        counted = sum(each.counted for each in good)
-        skips = self.policy == "skip_step" or counted == 0
-        done = "all ranks leave the step out" if skips else "what is no number does not count"
-        self._tell(f"GradAvgStrategy: {what}; nonfinite={self.policy!r}: {done}")
-        dropped = sum(each.counted for each in found) - counted
-        return Verdict(skips, problem is not None, dropped, any(each.explicit for each in good))
+        self._tell(f"GradAvgStrategy: {what}; nonfinite={self.policy!r}: all ranks leave the step out")
+        return True
 
-    def _problem(self, gradients: Iterable[tuple[str, Tensor]], device: torch.device) -> str | None:
-        if len(self._losses) < self._counted:
-            return NO_LOSS
-        named = [("the loss", loss) for loss in self._losses]
-        named += [(f"the gradient of parameter {name!r}", stored(gradient)) for name, gradient in gradients]
-        finite = [tensor.isfinite().all().to(device) for _, tensor in named]
-        # Read in one go.
-        read = torch.stack(finite).tolist() if finite else []
-        return next((f"{text} is not finite" for (text, _), fine in zip(named, read, strict=True) if not fine), None)
+
+def _not_finite(gradients: Iterable[tuple[str, Tensor]]) -> str | None:
+    named = list(gradients)
+    # Read in one go.
+    finite = torch.stack([stored(gradient).isfinite().all() for _, gradient in named]).tolist() if named else []
+    bad = [name for (name, _), fine in zip(named, finite, strict=True) if not fine]
+    return f"the gradient of parameter {bad[0]!r} is not finite" if bad else None
 
 
 def refuse_unjudged(options: Options, given: Mapping[str, Any]) -> None:
@@ -113,16 +91,8 @@ def refuse_unjudged(options: Options, given: Mapping[str, Any]) -> None:
         options: What the user's options come to.
         given: The options of the constructor.
     """
-    option = f"nonfinite={given['nonfinite']!r}"
-    if given["nonfinite"] == "propagate":
-        return
-    if given["static_graph"]:
-        raise ValueError(f"{option} lets DDP see other backwards than the model's: leave static_graph=True out.")
-    if given["reproducible"]:
-        raise ValueError(f"{option} drops what reproducible=True adds up in one order: leave one of them out.")
-    counts_ranks = not options.rule.uses_weight and options.rule.name not in ("mean", "sum")
-    if given["nonfinite"] == "drop_rank" and counts_ranks:
+    if given["nonfinite"] != "propagate" and options.reproducible:
         raise ValueError(
-            f"{option} leaves ranks out, which reduction={options.rule.name!r} counts. Use 'mean', 'sum' or a rule with"
-            " weights, or nonfinite='skip_step'."
+            f"nonfinite={given['nonfinite']!r} reduces what reproducible=True adds up in one order: leave one of them"
+            " out."
         )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterator
 from itertools import count
 
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
 from lightning_gradavg.faults.drift import require_replicas
@@ -14,6 +17,8 @@ from lightning_gradavg.ranks import by_value
 
 __all__ = ["ComparedReplicas", "Faults", "faults_of"]
 
+_log = logging.getLogger(__name__)
+
 _RUNS = count()
 """Numbers the runs of this process, so that nobody hears what was said in an earlier one."""
 
@@ -22,12 +27,26 @@ class Faults(Part):
     """Has ranks that fail tell the others why, and compares where they go on from."""
 
     _last_words: LastWords | None = None
+    _apart: bool | None = None
 
     def setup(self, run: Run) -> None:
         """Begin a run, in which ranks hear of each other's errors."""
         super().setup(run)
         number = next(_RUNS)
         self._last_words = LastWords(run.world, number) if run.world.size > 1 else None
+        self._apart = None
+
+    def ends_apart(self) -> bool:
+        """Return whether the run ends by an exception that other ranks do not end by: these are waited for in vain."""
+        error = sys.exc_info()[1]
+        if self._last_words is None or error is None or self.run.trainer.state.status != TrainerStatus.INTERRUPTED:
+            return False
+        if self._apart is None:
+            self._apart = not self._last_words.alike(error, self.run.trainer.global_step)
+            if self._apart:
+                rank = self.run.world.rank
+                _log.warning("rank %d writes no checkpoint at its end: the other ranks do not end alike", rank)
+        return self._apart
 
     def on_exception(self, exception: BaseException) -> str | None:
         """Tell the other ranks; return what they tell where an exchange with them broke, or None."""
