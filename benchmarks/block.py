@@ -18,7 +18,7 @@ from benchmarks.models import Measured
 __all__ = ["WARMUP", "Block", "Clock", "Setting", "Variant", "measure", "weight_of_rank"]
 
 WARMUP = 3
-"""Steps before the timed ones. DDP rebuilds its buckets after the first, PowerSGD begins with the third."""
+"""Steps before the timed ones. DDP rebuilds its buckets after the first."""
 
 
 @dataclass

@@ -134,7 +134,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     seed_everything(0, verbose=False)
-    monitor = GradAvgMonitor(arguments.every_n_steps, noise_scale=True, check_data=False)
+    monitor = GradAvgMonitor(arguments.every_n_steps, check_data=False)
     rounds = Rounds(monitor, arguments.every_n_steps)
     strategy = GradAvgStrategy(reduction=arguments.reduction)
     with tempfile.TemporaryDirectory() as folder:

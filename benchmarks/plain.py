@@ -10,25 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from benchmarks.block import WARMUP, Clock, Setting, Variant, weight_of_rank
 from benchmarks.models import LEARNING_RATE
-from benchmarks.ways import FLAT, WIRE_TYPES, Way, live_places
-from benchmarks.wire import as_bucket, live_exchange
 from lightning_gradavg import average_gradients
 from lightning_gradavg.rules import RULES
-from lightning_gradavg.wire.route import WireOptions
 
-__all__ = ["BASELINE", "COMPUTE", "EXCHANGE", "POWER_SGD_RANKS", "plain_variants", "power_sgd"]
+__all__ = ["BASELINE", "COMPUTE", "EXCHANGE", "plain_variants"]
 
 BASELINE = "DDP"
 COMPUTE = "compute only"
 EXCHANGE = "communication only"
-
-POWER_SGD_RANKS = (1, 4)
 
 _BUCKET_ELEMENTS = 25 * 2**20 // 4
 """Of DDP's default bucket, in float32."""
@@ -80,20 +74,6 @@ def _exchange(setting: Setting, clock: Clock) -> None:
     clock.tick()
 
 
-def _exchange_in(way: Way, setting: Setting, clock: Clock) -> None:
-    """The same as our options send it; the numbers are encoded, which is part of it."""
-    options = {"scope": "all", "node_aware": None, **way.options}
-    wire = WireOptions(options.pop("wire_dtype", None), **options)
-    exchange, own = live_exchange(wire, live_places(), setting.device)
-    buckets = [as_bucket(bucket.normal_()) for bucket in _flat_buckets(setting)]
-    for _ in range(WARMUP + setting.steps):
-        clock.tick()
-        for future in [exchange(bucket) for bucket in buckets]:
-            future.wait()
-    clock.tick()
-    own.close()
-
-
 def _each_parameter(setting: Setting, clock: Clock) -> None:
     """The loop of PyTorch's early tutorial: an all-reduce per parameter after the backward, then a division."""
 
@@ -116,11 +96,11 @@ def _average_gradients(setting: Setting, clock: Clock, *, reduction: str, **opti
     )
 
 
-def _raw_ddp(hook: Callable[..., Any] | None = None, state: Callable[[], Any] = lambda: None, **options: Any) -> Any:
+def _raw_ddp(hook: Callable[..., Any] | None = None, **options: Any) -> Any:
     def run(setting: Setting, clock: Clock) -> None:
         model = _ddp(setting, **options)
         if hook is not None:
-            model.register_comm_hook(state(), hook)
+            model.register_comm_hook(None, hook)
         _loop(setting, clock, model)
 
     return run
@@ -131,33 +111,14 @@ def _bfloat16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
-def power_sgd(rank: int) -> PowerSGDState:
-    """Return the state of torch's hook, which begins with the last step that does not count."""
-    return PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2, use_error_feedback=True)
-
-
-def plain_variants(ways: Sequence[Way]) -> Iterator[Variant]:
-    """Yield what a plain loop runs, the process group being up.
-
-    Args:
-        ways: In which our options could send buckets.
-    """
+def plain_variants() -> Iterator[Variant]:
+    """Yield what a plain loop runs, the process group being up."""
     yield Variant(BASELINE, _raw_ddp())
     yield Variant(COMPUTE, _compute)
     yield Variant(EXCHANGE, _exchange)
-    for way in ways:
-        if way.name != FLAT:
-            yield Variant(f"{EXCHANGE}, {way.name}", partial(_exchange_in, way))
     yield Variant("DDP, bucket views", _raw_ddp(gradient_as_bucket_view=True))
     yield Variant("DDP, float16 hook", _raw_ddp(default_hooks.fp16_compress_hook))
     yield Variant("DDP, bfloat16 hook", _raw_ddp(_bfloat16_hook))
-    # On gloo the hook's chained collectives need a single bucket: those of two would meet in any order.
-    one_bucket = {"bucket_cap_mb": 10_000} if dist.get_backend() == "gloo" else {}
-    for rank in POWER_SGD_RANKS:
-        yield Variant(f"DDP, PowerSGD rank {rank}", _raw_ddp(powerSGD_hook, partial(power_sgd, rank), **one_bucket))
     yield Variant("all-reduce per parameter", _each_parameter)
     for reduction in ("mean", "weighted_mean"):
         yield Variant(f"average_gradients, {reduction}", partial(_average_gradients, reduction=reduction))
-    for dtype in WIRE_TYPES:
-        run = partial(_average_gradients, reduction="weighted_mean", wire_dtype=dtype)
-        yield Variant(f"average_gradients, weighted_mean, {dtype} on the wire", run)

@@ -138,7 +138,7 @@ def _rank(given: argparse.Namespace) -> None:
     # Between any two blocks there is a collection, which need not go through what imports have made.
     gc.freeze()
     with joined() as world:
-        measured = chosen(variants(), given.only, given.without)
+        measured = chosen(variants(world), given.only, given.without)
         results = []
         for model in given.models:
             measurements = _measure(model, measured, world, given)

@@ -13,16 +13,13 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.utils.data import DataLoader
 
 from benchmarks.block import WARMUP, Clock, Setting, Variant, weight_of_rank
-from benchmarks.plain import POWER_SGD_RANKS, power_sgd
-from benchmarks.ways import FLAT, NODE_BY_NODE, Way
-from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg import GradAvgStrategy, hooks
 from lightning_gradavg.rules import RULES
 
-__all__ = ["LIGHTNING", "hooked", "trained_variants"]
+__all__ = ["LIGHTNING", "trained_variants"]
 
 LIGHTNING = "Lightning DDPStrategy"
 
@@ -111,27 +108,17 @@ def _reproducible() -> Variant:
     return Variant("GradAvg mean, reproducible", partial(_train, strategy, shared=True), in_lightning=True)
 
 
-def trained_variants(ways: Sequence[Way]) -> Iterator[Variant]:
+def trained_variants(*, several_on_nodes: bool) -> Iterator[Variant]:
     """Yield what Lightning runs, the process group being up.
 
     Args:
-        ways: In which our options could send buckets.
+        several_on_nodes: Whether there are several nodes with several ranks each, which hooks sum node by node.
     """
     yield from _stock()
     for reduction in RULES:
         yield _ours(reduction)
     yield _reproducible()
-    for reduction in ("sum", "weighted_mean"):
+    for reduction in ("mean", "sum", "weighted_mean"):
         yield _ours(reduction, "bucket views", gradient_as_bucket_view=True)
-    for reduction, its_own in (("mean", FLAT), ("weighted_mean", NODE_BY_NODE)):
-        for way in ways:
-            if way.name != its_own:
-                yield _ours(reduction, way.name, **way.options)
-    for rank in POWER_SGD_RANKS:
-        yield Variant(f"GradAvg mean, PowerSGD rank {rank}", partial(_train, partial(hooked, rank)), in_lightning=True)
-
-
-def hooked(rank: int, reduction: str = "mean") -> GradAvgStrategy:
-    """Return our strategy with torch's PowerSGD hook; its state is new with each."""
-    options = {"ddp_comm_state": power_sgd(rank), "ddp_comm_hook": powerSGD_hook}
-    return GradAvgStrategy(reduction=reduction, **options)  # type: ignore[arg-type]  # a name of a rule
+    for name in ("bfloat16", "float16", *(("by_node", "by_node_bfloat16", "by_node_float16") * several_on_nodes)):
+        yield _ours("weighted_mean", f"hooks.{name}", ddp_comm_hook=getattr(hooks, name))

@@ -67,7 +67,7 @@ def main() -> None:
         devices=processes,
         max_epochs=args.epochs,
         default_root_dir=args.folder,
-        callbacks=[keep, GradAvgMonitor(every_n_steps=1, state_log=f"{args.folder}/states.jsonl")],
+        callbacks=[keep, GradAvgMonitor(fingerprint_every_n_steps=1)],
         enable_progress_bar=False,
         logger=False,
     )

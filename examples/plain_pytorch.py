@@ -42,7 +42,7 @@ def train(model: nn.Module, loader: Iterable[Any], backward: Callable[[Tensor], 
 
 def with_ddp() -> nn.Module:
     model, loader = DistributedDataParallel(new_model()), split_batches(new_loader())
-    reducer = GradAvgReducer(reduction="weighted_mean")  # DDP's communication hook, and what weighs the loss
+    reducer = GradAvgReducer(reduction="weighted_mean")  # weighs the loss; DDP averages
     reducer.register(model)
     return train(model, loader, lambda loss: reducer.weigh(loss, samples=loader.samples).backward())
 

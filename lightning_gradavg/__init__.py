@@ -7,22 +7,19 @@ from lightning_gradavg.batches.split import split_batches
 from lightning_gradavg.fabric import GradAvgStrategy as _FabricStrategy
 from lightning_gradavg.monitor import GradAvgMonitor
 from lightning_gradavg.place import Place
-from lightning_gradavg.profile import GradAvgProfiler
 from lightning_gradavg.reduction.average import average_gradients
-from lightning_gradavg.reduction.ddp import GradAvgReducer
 from lightning_gradavg.reduction.gather import gather
-from lightning_gradavg.report.noise_scale import GradientNoiseScale
+from lightning_gradavg.reduction.reducer import GradAvgReducer
 from lightning_gradavg.rules import Share
+from lightning_gradavg.sharded import GradAvgModelParallelStrategy
 from lightning_gradavg.strategy import GradAvgStrategy
-from lightning_gradavg.verify import GradAvgVerifier, verify
+from lightning_gradavg.verify import verify
 
 __all__ = [
+    "GradAvgModelParallelStrategy",
     "GradAvgMonitor",
-    "GradAvgProfiler",
     "GradAvgReducer",
     "GradAvgStrategy",
-    "GradAvgVerifier",
-    "GradientNoiseScale",
     "Place",
     "Share",
     "average_gradients",
@@ -34,4 +31,5 @@ __all__ = [
 __version__ = "0.1.0"
 
 GradAvgStrategy.register_strategies(StrategyRegistry)
+GradAvgModelParallelStrategy.register_strategies(StrategyRegistry)
 _FabricStrategy.register_strategies(STRATEGY_REGISTRY)

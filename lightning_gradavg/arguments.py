@@ -9,14 +9,24 @@ from datetime import timedelta
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["by_keyword", "nearest"]
+__all__ = ["Refusals", "by_keyword", "nearest", "refuse"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+Refusals: TypeAlias = Sequence[tuple[Callable[[Any], object], str]]
+"""What is refused, and why: a predicate, and what the message goes on with, in which `{0}` is the value."""
+
+
+def refuse(name: str, value: object, refusals: Refusals) -> None:
+    """Raise a ValueError about the first of the refusals that holds, if any does."""
+    for holds, reason in refusals:
+        if holds(value):
+            raise ValueError(f"{name} {reason.format(value)}")
+
 
 _WORDS: dict[Any, tuple[str, ...]] = {
     bool: ("True", "False"),
@@ -25,10 +35,12 @@ _WORDS: dict[Any, tuple[str, ...]] = {
     str: ("a string",),
     timedelta: ("a datetime.timedelta",),
     Callable: ("a function",),
-    dist.ProcessGroup: ("a process group, as torch.distributed.new_group returns it,",),
-    DeviceMesh: ("one dimension of a DeviceMesh",),
     type(None): ("None",),
 }
+
+
+_SET = ("self", "module", "device_ids")  # by the strategy
+_TYPED: dict[str, Any] = {"bucket_cap_mb": float | None}  # by its documentation alone
 
 
 def by_keyword(constructor: _F) -> _F:
@@ -40,11 +52,15 @@ def by_keyword(constructor: _F) -> _F:
     Args:
         constructor: An `__init__` with keyword-only parameters.
     """
-    parameters = inspect.signature(constructor, eval_str=True).parameters
-    names = list(parameters)[1:]
-    plain = {name: _plain(parameters[name].annotation) for name in names}
-    annotations = {name: parameters[name].annotation for name in names}
+    _, *parameters = inspect.signature(constructor, eval_str=True).parameters.values()
+    if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:  # stands for the options of DDP, whose defaults are typed
+        of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters.values()
+        further = [one.replace(annotation=_TYPED.get(one.name, type(one.default))) for one in of_ddp]
+        untyped = [one.replace(annotation=Any) if one.annotation is type(None) else one for one in further]
+        parameters = [*parameters[:-1], *(one for one in untyped if one.name not in _SET)]
+    annotations = {parameter.name: parameter.annotation for parameter in parameters}
     literal = {name: get_args(one) for name, one in annotations.items() if get_origin(one) is Literal}
+    plain, names = {name: _plain(one) for name, one in annotations.items()}, list(annotations)
 
     @wraps(constructor)
     def checked(self: Any, *positional: Any, **given: Any) -> None:
@@ -54,7 +70,7 @@ def by_keyword(constructor: _F) -> _F:
                 f"{owner} takes its options by name, such as {names[0]}={positional[0]!r}; got {positional!r}"
             )
         for name, value in given.items():
-            if name not in parameters:
+            if name not in annotations:
                 raise TypeError(f"{name}={value!r} is not an option of {owner}{nearest(name, names)}")
             if value not in literal.get(name, [value]):
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, literal[name]))}.")
@@ -85,8 +101,4 @@ def _plain(annotation: Any) -> tuple[Any, ...]:
 def _is(value: object, plain: Any) -> bool:
     """Return whether a value is of a plain type; integers are numbers, and truth values are not."""
     numeric = {int: Integral, float: Real}.get(plain)
-    if plain is dist.ProcessGroup and value == dist.GroupMember.NON_GROUP_MEMBER:
-        return True  # what new_group returns to others, who would wait if this rank raised alone: `require_members`
-    if numeric is None:
-        return isinstance(value, plain)
-    return isinstance(value, numeric) and not isinstance(value, bool)
+    return isinstance(value, numeric or plain) and not (numeric and isinstance(value, bool))

@@ -24,15 +24,10 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """The values of a tensor on their way to the host, begun now and read later.
-
-    Args:
-        tensor: Copied as the current stream finds it.
-    """
+    """The values of a tensor, as the current stream finds it, on their way to the host: begun now and read later."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._event: Any = None
-        self._values = tensor
+        self._values, self._event = tensor, None
         if tensor.device.type not in _ON_HOST:
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._values.copy_(tensor, non_blocking=True)
@@ -54,8 +49,7 @@ def current_stream(device: torch.device) -> torch.Stream:
     """Return the stream that an accelerator's operators are launched on now."""
     # torch.accelerator came with torch 2.6. Before, CUDA is the only accelerator that is served.
     module: Any = getattr(torch, "accelerator", torch.cuda)
-    stream: torch.Stream = module.current_stream(device)
-    return stream
+    return module.current_stream(device)  # type: ignore[no-any-return]
 
 
 def within(stream: torch.Stream) -> AbstractContextManager[Any]:
@@ -81,19 +75,18 @@ class Tally:
     def __init__(self, row: Sequence[int], op: Any, device: torch.device) -> None:
         self._tensor = on_device(torch.tensor(row, dtype=torch.int64), device)
         self._work = dist.all_reduce(self._tensor, op, async_op=True)
-        self._copy: HostCopy | None = None
         stream = _side_stream(device)
-        if stream is not None:
-            # Not the stream of the model, which would wait for the other ranks before its forward.
-            stream.wait_stream(current_stream(device))
-            with within(stream):
-                self._work.wait()
-                self._copy = HostCopy(self._tensor)
+        self._copy = None if stream is None else self._copied(stream)
+
+    def _copied(self, stream: torch.Stream) -> HostCopy:
+        # Not on the stream of the model, which would wait for the other ranks before its forward.
+        stream.wait_stream(current_stream(self._tensor.device))
+        with within(stream):
+            self._work.wait()
+            return HostCopy(self._tensor)
 
     def read(self) -> list[int]:
         """Return the row of all ranks, which is long there a step later."""
         if self._copy is None:
             self._work.wait()
-            self._copy = HostCopy(self._tensor)
-        row: list[int] = self._copy.read()
-        return row
+        return list((self._copy or HostCopy(self._tensor)).read())

@@ -8,30 +8,35 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gradavg.arguments import nearest
 from lightning_gradavg.batches.split import ChunkLoader, split_batches
 from lightning_gradavg.launch import destroy_at_exit
-from lightning_gradavg.reduction.ddp import GradAvgReducer
-from lightning_gradavg.reduction.loss import loss_terms
+from lightning_gradavg.lightning_internals import replace_sync_control
+from lightning_gradavg.reduction.reducer import GradAvgReducer
+from lightning_gradavg.reduction.sharded import ShardedReducer, refuse_options, refuse_wrapped, sharded_rule
+from lightning_gradavg.reduction.weights import loss_terms
 from lightning_gradavg.rules import RULES, RuleFunction, resolve_rule, rule_of_split_batches
 
-__all__ = ["GradAvgStrategy"]
+__all__ = ["GradAvgModelParallelStrategy", "GradAvgStrategy"]
 
 _OF_TRAINER = "is of lightning_gradavg.GradAvgStrategy, with Lightning's Trainer"
 _BY_LOOP = "follows steps that only your loop knows: set the learning rate that `gradavg plan` prints"
 
 _INSTEAD: Mapping[str, str] = {
-    **dict.fromkeys(("equivalent_to", "num_replicas", "recompute_replicas", "reproducible"), _OF_TRAINER),
+    **dict.fromkeys(("equivalent_to", "num_replicas", "reproducible"), _OF_TRAINER),
     **dict.fromkeys(("lr_scaling", "base_batch_size", "base_world_size", "lr_warmup_steps"), _BY_LOOP),
     "allow_recipe_change": _OF_TRAINER,
     "max_device_batch_size": "accumulates: cut the batch in your loop, and run all parts but the last within"
@@ -39,13 +44,61 @@ _INSTEAD: Mapping[str, str] = {
     "exact_evaluation": "is your loop's: use split_batches=True, and count fabric.strategy.samples of each batch",
     "nonfinite": "is your loop's: pass weight=0 with a loss that is not finite",
     "check_replicas_every_n_steps": _OF_TRAINER,
-    **dict.fromkeys(("wire_scope", "node_aware", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"), _OF_TRAINER),
+    **dict.fromkeys(("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"), _OF_TRAINER),
     "model_averaging_period": "averages weights instead of reducing gradients",
     "precision_plugin": "is called precision in Fabric",
 }
 
 
-class GradAvgStrategy(DDPStrategy):
+class _Weighing(ParallelStrategy):
+    """What both strategies do around a backward, a checkpoint and a process group."""
+
+    _reducer: GradAvgReducer | None
+    _named: str
+
+    @property
+    def samples(self) -> int | None:
+        """None: the ranks' batches are their own."""
+        return None
+
+    @override
+    def setup_environment(self) -> None:
+        """Join the process group, and see to its end."""
+        ours = not dist.is_initialized()
+        super().setup_environment()
+        if ours:
+            destroy_at_exit()
+
+    @override
+    def backward(
+        self,
+        tensor: Tensor | Mapping[str, Tensor],
+        module: nn.Module | None,
+        *args: Any,
+        weight: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Run the backward of a loss of that weight; of the last one of a window, reduce its gradients."""
+        if self._reducer is not None:
+            loss = self._reducer.weigh(tensor, weight=weight, samples=self.samples)
+        else:
+            first, *rest = loss_terms(tensor).values()
+            loss = sum(rest, first)
+            if weight is not None:
+                warnings.warn(
+                    f'a "weight" was given, but {self._named} does not use weights: it is ignored.', stacklevel=2
+                )
+        super().backward(loss, module, *args, **kwargs)
+
+    @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self._reducer is not None:
+            # What is wrong with the last step must not get into a file.
+            self._reducer.check()
+        super().save_checkpoint(*args, **kwargs)
+
+
+class GradAvgStrategy(_Weighing, DDPStrategy):
     """Data-parallel training with Fabric whose reduced gradient is that of a stated rule.
 
     The weight goes with the loss: `fabric.backward(loss, weight=n)`; of named terms
@@ -56,7 +109,6 @@ class GradAvgStrategy(DDPStrategy):
 
     Args:
         reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
-        wire_dtype: What gradients are sent as between ranks: `"bfloat16"` or `"float16"`. They are summed in float32.
         split_batches: True if the batches of the loaders that are set up are the global batches: every rank gets its
             contiguous chunk of each. The weight is then the number of its samples, if none is given.
         options: Those of Fabric's `DDPStrategy` and of `DistributedDataParallel`, by their names.
@@ -70,7 +122,6 @@ class GradAvgStrategy(DDPStrategy):
         self,
         *,
         reduction: str | RuleFunction = "mean",
-        wire_dtype: Literal["bfloat16", "float16"] | None = None,
         split_batches: bool = False,
         **options: Any,
     ) -> None:
@@ -80,8 +131,7 @@ class GradAvgStrategy(DDPStrategy):
             rule = rule_of_split_batches(rule)
         super().__init__(**options)
         self._splits, self._loaders = split_batches, list[ChunkLoader]()
-        stock = rule == RULES["mean"] and wire_dtype is None
-        self._reducer = None if stock else GradAvgReducer(reduction=rule, wire_dtype=wire_dtype)
+        self._reducer = None if rule == RULES["mean"] else GradAvgReducer(reduction=rule)
         self._named = f"reduction={rule.name!r}"
 
     def __repr__(self) -> str:
@@ -98,15 +148,8 @@ class GradAvgStrategy(DDPStrategy):
         for name, options in _NAMES.items():
             strategy_registry.register(name, cls, description=f"{cls.__name__} {options}", override=True, **options)
 
-    @override
-    def setup_environment(self) -> None:
-        """Join the process group, and see to its end."""
-        ours = not dist.is_initialized()
-        super().setup_environment()
-        if ours:
-            destroy_at_exit()
-
     @property
+    @override
     def samples(self) -> int | None:
         """With `split_batches`, samples of the batch at hand that count: 0 where the rank has none of the global one.
 
@@ -150,33 +193,68 @@ class GradAvgStrategy(DDPStrategy):
             self._reducer.register(model, node=self.node_rank)
         return model
 
+
+class GradAvgModelParallelStrategy(_Weighing, ModelParallelStrategy):
+    """Training of a sharded model with Fabric whose reduced gradient is that of a stated rule.
+
+    As `GradAvgStrategy`, on `fully_shard` and tensor parallelism: `fabric.backward(loss, weight=n)`, and micro-batches
+    within `fabric.no_backward_sync(model)`. Set the optimizer up by `fabric.setup_optimizers`. With no option it is
+    stock ModelParallelStrategy. See docs/sharded.md.
+
+    Args:
+        parallelize_fn: As in Fabric's `ModelParallelStrategy`: it shards a module over a device mesh.
+        reduction: The name of a rule: `"mean"`, `"sum"`, `"weighted_mean"` or `"normalized_sum"`.
+        options: Those of Fabric's `ModelParallelStrategy`, by their names.
+
+    Raises:
+        ValueError: If `reduction` names no rule, or none for sharded models.
+        TypeError: If an option is unknown, or cannot be served where the model is sharded.
+    """
+
+    def __init__(self, parallelize_fn: Callable[..., Any], *, reduction: str = "mean", **options: Any) -> None:
+        known = [name for name in inspect.signature(ModelParallelStrategy.__init__).parameters if name != "self"]
+        refuse_options({name: value for name, value in options.items() if name not in known}, ["reduction", *known])
+        rule = sharded_rule(reduction)
+        super().__init__(parallelize_fn, **options)
+        self._reducer: ShardedReducer | None = None if rule == RULES["mean"] else ShardedReducer(reduction=rule)
+        self._named, self._set_up = f"reduction={rule.name!r}", list[Optimizer]()
+        replace_sync_control(self, self._hold)
+
+    @classmethod
     @override
-    def backward(
-        self,
-        tensor: Tensor | Mapping[str, Tensor],
-        module: nn.Module | None,
-        *args: Any,
-        weight: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        """Run the backward of a loss of that weight; of the last one of a window, reduce its gradients."""
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register nothing: Fabric needs a `parallelize_fn`, which no name carries."""
+
+    @contextmanager
+    def _hold(self, stock: Any, *, enabled: bool) -> Iterator[None]:
+        """Have the window go on after the backward within."""
+        if not enabled:
+            # At the end of one that is not enabled Fabric stops the reduction of what follows.
+            yield
+            return
+        with stock:
+            self._holding(holding=True)
+            try:
+                yield
+            finally:
+                self._holding(holding=False)
+
+    def _holding(self, *, holding: bool) -> None:
         if self._reducer is not None:
-            loss = self._reducer.weigh(tensor, weight=weight, samples=self.samples)
-        else:
-            first, *rest = loss_terms(tensor).values()
-            loss = sum(rest, first)
-            if weight is not None:
-                warnings.warn(
-                    f'a "weight" was given, but {self._named} does not use weights: it is ignored.', stacklevel=2
-                )
-        super().backward(loss, module, *args, **kwargs)
+            self._reducer.holding = holding
 
     @override
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        refuse_wrapped(module)
+        model = super().setup_module(module)
         if self._reducer is not None:
-            # What is wrong with the last step must not get into a file.
-            self._reducer.check()
-        super().save_checkpoint(*args, **kwargs)
+            self._reducer.shard(model, self.device_mesh, self._set_up)
+        return model
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self._set_up.append(optimizer)
+        return super().setup_optimizer(optimizer)
 
 
 _NAMES: dict[str, dict[str, Any]] = {

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
-from torch.autograd.profiler import record_function
-from torch.futures import Future
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecision
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
@@ -42,40 +43,41 @@ __all__ = [
     "SignalHooks",
     "TorchDispatchMode",
     "TrainingLoop",
+    "after_backward",
+    "averages_of",
     "backend_name",
-    "backward_times",
     "broadcast_from_first",
     "cloned",
-    "compute_alone",
     "copy_each",
     "defers_reduction",
+    "fetched_here",
     "finds_learning_rate",
     "flushes_static_graph",
     "in_backward",
     "injects_samplers",
     "is_interactive",
     "iterator_of",
-    "keeps_graph",
+    "last_rates",
     "leave_batch_norm_alone",
     "let_go",
     "limited_batches",
     "missing",
     "neutral_result",
-    "process_groups",
-    "profiling",
     "put_back",
     "reduced_parameters",
+    "replace_sync_control",
     "require_dimensions",
     "restore_evaluation_loops",
+    "scale_each",
     "set_injection_of_samplers",
+    "sharded_modules",
     "sparse_parts",
     "start_method",
     "start_no_processes",
     "store_of_world",
     "stored",
     "syncs_batch_norm",
-    "time_backwards",
-    "until_done",
+    "timeout_of",
     "version_of",
     "versions_of",
     "views_of",
@@ -89,6 +91,7 @@ _CONNECTORS = "lightning.pytorch.trainer.connectors"
 _DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
 
 PRIVATE: Mapping[str, str] = {
+    "lightning.fabric.strategies:ModelParallelStrategy": "_backward_sync_control",
     "lightning.fabric.utilities.imports:": "_IS_INTERACTIVE",
     f"{_LOOPS}.evaluation_loop:_EvaluationLoop": (
         "_combined_loader _logged_outputs _results _store_dataloader_outputs"
@@ -106,23 +109,24 @@ PRIVATE: Mapping[str, str] = {
     f"{_CONNECTORS}.logger_connector.result:_Sync": "_should",
     "lightning.pytorch.tuner.lr_finder:": "_LRCallback",
     "lightning.pytorch.utilities.combined_loader:CombinedLoader": "_iterator _mode _spec",
-    "lightning.pytorch.utilities.combined_loader:_MaxSizeCycle": "_consumed",
-    "torch:": "_C _foreach_copy_",
+    "torch:": "_C _foreach_copy_ _foreach_mul_",
     "torch:Tensor": "_backward_hooks _indices _values _version",
     "torch._C:": "_current_graph_task_id _nn",
-    "torch.autograd:": "_profiler_enabled",
-    "torch.autograd.profiler:record_function": "_call_end_callbacks_on_future",
-    "torch.distributed:": "_broadcast_coalesced",
+    "torch.autograd:Variable": "_execution_engine",
+    "torch.distributed:": "_broadcast_coalesced _composable",
+    "torch.distributed._composable.fsdp:FSDPModule": "_get_fsdp_state",
     "torch.distributed:ProcessGroup": "_get_backend",
     "torch.distributed.distributed_c10d:": "_world",
     "torch.nn.modules.batchnorm:": "_BatchNorm",
     "torch.nn.modules.batchnorm:_BatchNorm": "_check_input_dim",
     "torch.nn.parallel.distributed:": "_MixedPrecision",
     "torch._ops:OpOverload": "_schema",
+    "torch.optim.lr_scheduler:LRScheduler": "_last_lr",
     "torch.utils:": "_python_dispatch",
-    _DDP: "_build_params_for_reducer _get_ddp_logging_data _set_ddp_runtime_logging_sample_rate",
-    "torch.utils.data:DataLoader": "_iterator",
-    "torchmetrics:Metric": "_computed _plot _reductions _to_sync _update_count",
+    _DDP: "_build_params_for_reducer",
+    "torch.utils.data:DataLoader": "_get_iterator _iterator",
+    "torchmetrics:Metric": "_computed _reductions _update_count",
+    "torch.utils.data.dataloader:_SingleProcessDataLoaderIter": "_dataset_fetcher",
 }
 """Names by `module:Class` of their owner, or `module:`."""
 
@@ -133,7 +137,9 @@ NEWER: Mapping[str, Mapping[str, str]] = {
         "lightning.pytorch.trainer.trainer:Trainer": "_signal_connector",
         f"{_CONNECTORS}.signal_connector:_SignalConnector": "_sigterm_notifier_fn _slurm_sigusr_handler_fn",
     },
-    "torch>=2.5": {"torch._C:": "_autograd", "torch._C._autograd:": "_get_current_graph_task_keep_graph"},
+    "torch>=2.13": {"torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_fsdp_param_groups"},
+    "torch>=2.6": {"torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_fsdp_param_group"},
+    "torch>=2.7": {"torch._C._distributed_c10d:Backend.Options": "_timeout"},
 }
 """Names of which the package asks whether they are there, by the release that has them first."""
 
@@ -151,8 +157,8 @@ def _has(owner: str, name: str) -> bool:
         found: Any = importlib.import_module(module)
     except ImportError:
         return False
-    if cls:
-        found = getattr(found, cls, None)
+    for part in filter(None, cls.split(".")):
+        found = getattr(found, part, None)
     # What a constructor sets is no attribute of the class: it stands in its text.
     bases = inspect.getmro(found) if inspect.isclass(found) else ()
     return hasattr(found, name) or any(f"self.{name}" in _source(base) for base in bases)
@@ -173,6 +179,12 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     backend: Any = group._get_backend(device)
     name: str = backend.name()
     return name
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Return how long a process group waits for a rank; None where its backend does not tell (`options._timeout`)."""
+    options: Any = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
@@ -277,14 +289,6 @@ def leave_batch_norm_alone(strategy: Any) -> None:
     strategy._layer_sync = None
 
 
-def profiling() -> bool:
-    """Return whether a torch profiler is active: a label that nobody reads costs 17 us.
-
-    `torch.autograd._profiler_enabled`.
-    """
-    return bool(torch.autograd._profiler_enabled())
-
-
 class MetricInside:
     """What torchmetrics keeps of a metric beside its states: `Metric._update_count`, `_computed` and `_reductions`.
 
@@ -327,11 +331,6 @@ def put_back(metric: Metric, states: Mapping[str, Any], updates: int) -> None:
     inside.forget()
 
 
-def compute_alone(metric: Metric) -> None:
-    """Have a metric not be reduced over the ranks: `Metric._to_sync` is a copy, made with the metric."""
-    metric.sync_on_compute = metric._to_sync = False
-
-
 _BROADCAST_BYTES = 250 * 2**20  # as DistributedDataParallel broadcasts its buffers
 
 
@@ -362,7 +361,7 @@ class TrainingLoop:
     """What Lightning's training loop reads, and whether it is at the end of an epoch.
 
     `_FitLoop._combined_loader` and `_should_accumulate`, `CombinedLoader._iterator` and `_spec`,
-    `_MaxSizeCycle._consumed`, `_TrainingEpochLoop._num_ready_batches_reached` and `_batches_that_stepped`.
+    `_TrainingEpochLoop._num_ready_batches_reached` and `_batches_that_stepped`.
     A batch comes to the strategy in the user's own type, and nothing public tells which iterator it came from.
 
     Args:
@@ -389,9 +388,35 @@ class TrainingLoop:
         return self._loop._combined_loader._spec
 
     @property
+    def cycles(self) -> bool:
+        """Whether the shorter of several loaders is begun anew until the longest has ended: `CombinedLoader._mode`."""
+        return bool(self._loop._combined_loader._mode == "max_size_cycle")
+
+    @property
     def epoch_ended(self) -> bool:
         """Whether no further batch of the epoch will be trained on, although loaders may have some."""
         return bool(self._loop.epoch_loop._num_ready_batches_reached())
+
+    @property
+    def between_batches(self) -> bool:
+        """Whether the next batch is read or moved, and no hook of a batch is running: `batch_progress`."""
+        progress = self._loop.epoch_loop.batch_progress.current
+        return bool(progress.ready == progress.completed)
+
+    @property
+    def ready(self) -> int:
+        """Batches of the epoch that reached training: one more than the number of the batch in training."""
+        return int(self._loop.epoch_loop.batch_progress.current.ready)
+
+    @property
+    def processed(self) -> int:
+        """Batches of the epoch that were trained on."""
+        return int(self._loop.epoch_loop.batch_progress.current.processed)
+
+    @property
+    def completed(self) -> int:
+        """Batches of the epoch whose hooks have been called, too."""
+        return int(self._loop.epoch_loop.batch_progress.current.completed)
 
     @property
     def accumulates(self) -> bool:
@@ -404,15 +429,28 @@ class TrainingLoop:
         steps: int = self._loop.epoch_loop._batches_that_stepped
         return steps
 
-    def count_as_read(self, index: int) -> None:
-        """Tell that a loader was read to its end in this epoch: without lengths, one ends once all of them were."""
-        if hasattr(self.epoch, "_consumed"):
-            self.epoch._consumed[index] = True
+    def restart_at(self, batch: int) -> None:
+        """Have a resumed epoch go on at a batch, which is trained on again if it was, or was interrupted."""
+        loop = self._loop.epoch_loop
+        progress = loop.batch_progress
+        processed, repeats = self.processed, self.ready > self.processed or batch < self.processed
+        for name in ("ready", "started", "processed", "completed"):
+            ahead = getattr(progress.current, name) - processed
+            setattr(progress.total, name, getattr(progress.total, name) + batch - processed)
+            setattr(progress.current, name, batch + ahead)
+        if repeats and not self.accumulates:
+            # Lightning takes the last batch to have stepped, without having been counted.
+            loop._batches_that_stepped -= 1
 
 
 def finds_learning_rate(trainer: Any) -> bool:
     """Return whether Lightning is searching for a learning rate: `_LRCallback` is there while it does."""
     return any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks)
+
+
+def last_rates(scheduler: LRScheduler) -> Any:
+    """Return what a scheduler computed last, another object after every step: `LRScheduler._last_lr`."""
+    return vars(scheduler).get("_last_lr")
 
 
 def limited_batches(stage: RunningStage, length: float, limit: float) -> float:
@@ -540,27 +578,6 @@ def iterator_of(read: Callable[[Any], Any]) -> property:
     return property(lambda self: read(self)._iterator, lambda self, value: setattr(read(self), "_iterator", value))
 
 
-def time_backwards(model: DistributedDataParallel, *, every: int = 100) -> None:
-    """Have DDP time each n-th backward from now on: `_set_ddp_runtime_logging_sample_rate`.
-
-    DDP times the first ten iterations and then each hundredth (kDDPRuntimeLoggingSampleRate, which nothing returns).
-    """
-    model._set_ddp_runtime_logging_sample_rate(every)
-
-
-def backward_times(model: DistributedDataParallel) -> tuple[float, float]:
-    """Return what DDP timed of the iteration that just ended: `_get_ddp_logging_data`. Waits for its events.
-
-    Returns:
-        Seconds from the start of the first bucket's reduction to the end of the last, and the part of them before the
-        last gradient was computed; 0 where it kept no times.
-    """
-    assert model.logger is not None
-    model.logger.set_runtime_stats_and_log()
-    times = model._get_ddp_logging_data()
-    return times.get("backward_comm_time", 0) / 1e9, times.get("backward_compute_comm_overlap_time", 0) / 1e9
-
-
 _KEPT: list[dist.ProcessGroup] = []
 
 
@@ -575,32 +592,41 @@ def let_go(group: dist.ProcessGroup, *, failed: bool) -> None:
         _KEPT.append(group)
 
 
-def process_groups() -> list[dist.ProcessGroup]:
-    """Return all process groups that this process is a member of: `distributed_c10d._world.pg_map`."""
-    return list(dist.distributed_c10d._world.pg_map)
-
-
 def store_of_world() -> Any:
     """Return the store that the default process group was made with: `distributed_c10d._world.pg_map`."""
     of_all: Any = dist.group.WORLD
     return dist.distributed_c10d._world.pg_map[of_all][1]
 
 
-def until_done(label: record_function, future: Future[Tensor]) -> Future[Tensor]:
-    """Have a profiler's label end with a future: `record_function._call_end_callbacks_on_future`."""
-    labelled: Future[Tensor] = label._call_end_callbacks_on_future(future)
-    return labelled
+class _AfterBackward:
+    def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._ended, self._failed, self._called = ended, failed, False
+
+    def __call__(self) -> None:
+        self._called = True
+        # DDP queued the end of its reduction while the backward ran.
+        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._failed()
+
+
+def after_backward(ended: Callable[[], None], failed: Callable[[], None]) -> None:
+    """Have a function called after the backward that runs now, and after DDP has ended its reduction.
+
+    `torch.autograd.Variable._execution_engine`, as FSDP does it. It lets go of what was queued where a backward raises.
+
+    Args:
+        ended: Called after the backward.
+        failed: Called instead where it raises.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(_AfterBackward(ended, failed))
 
 
 def in_backward() -> bool:
     """Return whether autograd is running a backward: `_current_graph_task_id`, which checkpointing asks, too."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def keeps_graph() -> bool:
-    """Return whether the backward that runs was given `retain_graph=True`; from torch 2.5 on, before it False."""
-    keeps: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", bool)
-    return keeps()
 
 
 def require_dimensions(norm: BatchNorm, input: Tensor) -> None:  # noqa: A002  # torch's name
@@ -619,8 +645,40 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """Return what memory a tensor has: of a sparse one the values, coalesced or not (`Tensor._values`)."""
+    """Return what memory a tensor has here: the values of a sparse one (`Tensor._values`), this rank's of a DTensor."""
+    if hasattr(tensor, "to_local"):  # torch 2.4 has DTensor elsewhere
+        local: Tensor = tensor.to_local()
+        return local
     return tensor._values() if tensor.is_sparse else tensor
+
+
+def sharded_modules(module: nn.Module) -> list[Any]:
+    """Return the modules that `fully_shard` was called on, in which every other is a parent or a child.
+
+    `torch.distributed._composable.fsdp`: torch 2.4 and 2.5 have `FSDPModule` nowhere else.
+    """
+    from torch.distributed._composable.fsdp import FSDPModule  # noqa: PLC0415  # slow, and only for sharded models
+
+    return [each for each in module.modules() if isinstance(each, FSDPModule)]
+
+
+def averages_of(module: Any) -> list[tuple[int, float | None]]:
+    """Return over how many ranks a sharded module averages gradients, and what a user has it divide by instead.
+
+    `FSDPModule._get_fsdp_state`: its `_fsdp_param_groups`, in older torch the one `_fsdp_param_group`, and their
+    `mesh_info` and `gradient_divide_factor`.
+    """
+    state = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    sizes = ("shard_mesh_size", "replicate_mesh_size")
+    return [
+        (
+            math.prod(getattr(group.mesh_info, size, 1) for size in sizes),
+            getattr(group, "gradient_divide_factor", getattr(group, "reduce_scatter_divide_factor", None)),
+        )
+        for group in groups
+        if group is not None
+    ]
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -636,6 +694,29 @@ def views_of(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def copy_each(destinations: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     """Copy tensors into others by one kernel: `torch._foreach_copy_`, the foreach functions have no public names."""
     torch._foreach_copy_(list(destinations), list(sources))
+
+
+def scale_each(tensors: Iterable[Tensor], factor: Any) -> None:
+    """Multiply tensors by a number, or a 0-dim tensor, by one kernel: `torch._foreach_mul_`."""
+    held = list(tensors)
+    if held:
+        torch._foreach_mul_(held, factor)
+
+
+class _SyncControl:
+    def __init__(self, stock: Any, hold: Callable[..., Any]) -> None:
+        self._stock, self._hold = stock, hold
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:  # Fabric's signature
+        return self._hold(self._stock.no_backward_sync(module, enabled), enabled=enabled)
+
+
+def replace_sync_control(strategy: Any, hold: Callable[..., Any]) -> None:
+    """Have `fabric.no_backward_sync` enter `hold(stock, enabled=)`, with the context of the stock strategy.
+
+    `Strategy._backward_sync_control`: nothing public tells a strategy of Fabric that a context begins.
+    """
+    strategy._backward_sync_control = _SyncControl(strategy._backward_sync_control, hold)
 
 
 BEFORE_TRANSFER = "_on_before_batch_transfer"
@@ -669,3 +750,33 @@ def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
     finally:
         for parameter, own in hooks:
             parameter._backward_hooks = own
+
+
+@contextmanager
+def fetched_here(watch: Callable[[Any], None]) -> Iterator[None]:
+    """Have every `DataLoader` load in this process, and show what fetches its samples, whoever made the loader.
+
+    `DataLoader._get_iterator` begins a pass, and its iterator's `_dataset_fetcher` collates.
+
+    Args:
+        watch: Is given the fetcher of every pass that begins.
+    """
+    own = DataLoader._get_iterator
+
+    def begun(loader: Any) -> Any:
+        alone = {"num_workers": 0, "timeout": 0, "prefetch_factor": None, "persistent_workers": False}
+        kept = {name: vars(loader)[name] for name in alone if name in vars(loader)}
+        vars(loader).update(alone)  # past its __setattr__, which refuses
+        try:
+            iterator: Any = own(loader)
+        finally:
+            vars(loader).update(kept)
+        if hasattr(iterator, "_dataset_fetcher"):
+            watch(iterator._dataset_fetcher)
+        return iterator
+
+    DataLoader._get_iterator = begun  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        DataLoader._get_iterator = own  # type: ignore[method-assign]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg.rules import Rule, resolve_rule, rule_of_replica_losses, rule_of_split_batches
+from lightning_gradavg.rules import Rule, resolve_rule, rule_of_split_batches
 
-__all__ = ["PRESETS", "Options", "Preset", "StrategyFacts", "check_groups", "check_reproducible", "options_of_ddp"]
-
-_OF_REPLICAS = "mean_of_replica_losses"
+__all__ = ["PRESETS", "Options", "Preset", "StrategyFacts", "check_reproducible", "options_of_ddp"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Preset:
                 f" the whole batch. Use one of {', '.join(map(repr, self.reductions))}, or leave equivalent_to out."
             )
         for name, why in self.refused.items():
-            if given[name] is not None and given[name] is not True:
+            if given.get(name) not in (None, True):
                 raise ValueError(f"{name}={given[name]} contradicts equivalent_to={self.name!r}, {why}")
 
 
@@ -61,8 +58,7 @@ _ONE_REPLICA = {
 }
 _WHOLE_REPLICAS = {
     "max_device_batch_size": (
-        "whose replicas are computed whole. Raise num_replicas, or keep one replica at a time by"
-        " recompute_replicas=True."
+        "whose replicas are computed whole. Raise num_replicas, or use torch.utils.checkpoint in the model."
     )
 }
 _WHOLE_BATCH = ("mean", "weighted_mean", "sum", "normalized_sum")
@@ -71,7 +67,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         preset.name: preset
         for preset in (
-            Preset("data_parallel", (*_WHOLE_BATCH, _OF_REPLICAS), False, _NEVER_FALSE | _WHOLE_REPLICAS),
+            Preset("data_parallel", _WHOLE_BATCH, False, _NEVER_FALSE | _WHOLE_REPLICAS),
             Preset("single_device", _WHOLE_BATCH, True, _NEVER_FALSE | _ONE_REPLICA),
         )
     }
@@ -88,7 +84,6 @@ class Options:
         split_batches: Whether the loader's batches are the global batches.
         num_replicas: Chunks that each loader batch has, or None for the world size.
         max_device_batch_size: Most samples that a rank computes at once, or None.
-        recompute_replicas: Whether each replica is computed again in the backward instead of being kept.
         reproducible: Whether the number of ranks must not show in the bits.
         exact_evaluation: Whether evaluation sees each sample exactly once.
     """
@@ -98,7 +93,6 @@ class Options:
     split_batches: bool
     num_replicas: int | None
     max_device_batch_size: int | None
-    recompute_replicas: bool
     reproducible: bool
     exact_evaluation: bool
 
@@ -121,14 +115,9 @@ class Options:
             if given[name] is not None and given[name] < 1:
                 unlimited = "the world size" if name == "num_replicas" else "no limit"
                 raise ValueError(f"{name} must be 1 or more, or None for {unlimited}, got {given[name]}")
-        rule = rule_of_replica_losses() if reduction == _OF_REPLICAS else resolve_rule(reduction)  # type: ignore[arg-type]  # it checks the type
+        rule = resolve_rule(reduction)  # type: ignore[arg-type]  # it checks the type
         if preset is not None:
             preset.refuse_contradictions(reduction, rule, given)
-        elif reduction == _OF_REPLICAS:
-            raise ValueError(
-                f"reduction={_OF_REPLICAS!r} is the mean over the replicas of DataParallel: use it with"
-                " equivalent_to='data_parallel'. The mean over the ranks is 'mean'."
-            )
         split = preset is not None or bool(given["split_batches"])
         _refuse_uncut(split, given)
         return cls(
@@ -137,7 +126,6 @@ class Options:
             split,
             given["num_replicas"],
             given["max_device_batch_size"],
-            given["recompute_replicas"],
             reproducible,
             preset is not None or bool(given["exact_evaluation"]),
         )
@@ -147,10 +135,9 @@ class Options:
         """Whether the run to be reproduced is that of a single device."""
         return self.preset is not None and self.preset.synchronizes_statistics
 
-    @property
-    def counts_replicas(self) -> bool:
-        """Whether every replica has the same say, however many samples it has."""
-        return self.rule == rule_of_replica_losses()
+    def in_pieces(self, world_size: int) -> bool:
+        """Return whether a rank may compute its samples in several pieces, one after another."""
+        return self.max_device_batch_size is not None or (self.num_replicas or 0) > world_size
 
     @property
     def replicated(self) -> bool:
@@ -170,7 +157,6 @@ class StrategyFacts:
         replicas: Chunks of each loader batch with batch statistics of their own; None where the whole batch has one, or
             a rank's batch is its own.
         replicated: Whether a training step is run once per replica, and gradients of one rank's loss reach another.
-        counts_replicas: Whether every replica has the same say, however many samples it has.
         equivalent_to: The run that is to be reproduced, by its name, or None.
         scales_rates: Whether the learning rate follows the global batch.
         samples: Samples of the micro-batch in training that count, where the strategy knows: 0 for one that only keeps
@@ -183,7 +169,6 @@ class StrategyFacts:
     micro_batches: int = 1
     replicas: int | None = None
     replicated: bool = False
-    counts_replicas: bool = False
     equivalent_to: str | None = None
     scales_rates: bool = False
     samples: float | None = None
@@ -201,60 +186,38 @@ def _refuse_uncut(split: bool, given: Mapping[str, Any]) -> None:
     if replicas is not None and most is not None:
         raise ValueError(
             f"max_device_batch_size={most} cuts the replicas of num_replicas={replicas}, each of which is one forward."
-            " Raise num_replicas, or keep one replica at a time by recompute_replicas=True."
-        )
-    if given["recompute_replicas"] and replicas is None:
-        raise ValueError(
-            "recompute_replicas=True saves memory where a rank computes several replicas: set num_replicas, to more"
-            " than the number of ranks. For one replica per rank use torch.utils.checkpoint in the model."
+            " Raise num_replicas, or use torch.utils.checkpoint in the model."
         )
 
 
-_REDUCED_BY_DDP_ITSELF = ("delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision")
-
-
-def options_of_ddp(given: Mapping[str, Any], constructor: Callable[..., None], hooked: str | None) -> dict[str, Any]:
-    """Return the options of DDP that are not left at their defaults, so that an older torch need not know the others.
+def options_of_ddp(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of DDP that are not left at their defaults.
 
     Args:
         given: Values by name.
-        constructor: The constructor of the strategy; its parameters after `start_method` are those of DDP.
-        hooked: The option that needs DDP's communication hook, such as `reduction='sum'`, or None.
 
     Raises:
-        TypeError: If the installed torch does not know an option.
-        ValueError: If an option has DDP reduce gradients outside the communication hook that is needed.
+        ValueError: If a bucket size is not above 0, or gradients are to be reduced over some of the ranks only.
     """
-    parameters = list(inspect.signature(constructor).parameters.values())
-    names = [parameter.name for parameter in parameters]
-    of_ddp = parameters[names.index("start_method") + 1 :]
-    options = {one.name: given[one.name] for one in of_ddp if given[one.name] != one.default}
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    options = {name: value for name, value in given.items() if name in known and value != known[name].default}
     for name in ("bucket_cap_mb", "bucket_cap_mb_list"):
-        value = given[name]
+        value = options.get(name)
         if value is not None and min(value if isinstance(value, list) else [value], default=0) <= 0:
             raise ValueError(f"{name}={value!r} is the size of buckets in MiB: give more than 0, or None for DDP's own")
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    for name, value in options.items():
-        if name not in known:
-            raise TypeError(
-                f"{name}={value!r} is not an option of DistributedDataParallel in torch {torch.__version__}."
-            )
-        if name in _REDUCED_BY_DDP_ITSELF and hooked is not None:
+    for name in ("process_group", "device_mesh"):
+        if name in options:
             raise ValueError(
-                f"{name} has DDP reduce gradients outside the communication hook, which {hooked} needs."
-                " Leave it out, or use reduction='mean' without options of the wire."
+                f"{name}={options[name]!r} reduces gradients over some of the run's ranks, and the rule counts them"
+                " all. Use lightning.pytorch.strategies.DDPStrategy, or average_gradients(group=...) in your own loop."
             )
     return options
 
 
 _OF_BITS = "data_parallel"
 _IRREPRODUCIBLE = {
-    "wire_dtype": "rounds what is sent, which follows the number of ranks",
-    "node_aware": "sums node by node, in an order that follows the nodes",
     "ddp_comm_hook": "sums in an order of its own",
     "ddp_comm_wrapper": "sums in an order of its own",
-    "process_group": "reduces over some of the ranks, and replicas are those of all",
-    "device_mesh": "reduces over some of the ranks, and replicas are those of all",
     "static_graph": "expects one backward in each step, and a rank runs one for each of its replicas",
 }
 
@@ -277,42 +240,5 @@ def check_reproducible(given: Mapping[str, Any]) -> None:
             " ranks, got None. Give a number that every number of ranks to be used divides, such as num_replicas=8."
         )
     for name, why in _IRREPRODUCIBLE.items():
-        if given[name] not in (None, False):
+        if given.get(name) not in (None, False):
             raise ValueError(f"{name}={given[name]!r} contradicts reproducible=True: it {why}. Leave one of them out.")
-
-
-def check_groups(options: Options, given: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless it is clear over which ranks gradients are reduced, and nothing else counts them.
-
-    Some of the run's ranks reduce gradients as in stock DDP, beside model parallelism; data, logs, metrics and the
-    learning rate are those of all ranks, as there.
-    """
-    group, mesh = given["process_group"], given["device_mesh"]
-    name = "process_group" if mesh is None else "device_mesh"
-    if group is None and mesh is None:
-        return
-    if group is not None and mesh is not None:
-        raise ValueError(
-            "process_group and device_mesh both say over which ranks gradients are reduced. Leave one of them out."
-        )
-    counting = {
-        "equivalent_to": options.preset is not None,
-        "split_batches": options.split_batches,
-        "exact_evaluation": options.exact_evaluation,
-        "lr_scaling": given["lr_scaling"] != "none",
-        "nonfinite": given["nonfinite"] != "propagate",
-    }
-    counts = next((option for option, counted in counting.items() if counted), None)
-    if counts is not None:
-        raise ValueError(
-            f"{name} has gradients reduced over some of the run's ranks, and {counts}={given[counts]!r} counts them"
-            f" all, which are not all data-parallel to each other. Leave one of them out: {name} is served as in stock"
-            " DDP, for the reduction alone."
-        )
-    if mesh is not None and mesh.ndim != 1:
-        names = mesh.mesh_dim_names
-        dimensions = f"the dimensions {', '.join(map(repr, names))}" if names else f"{mesh.ndim} dimensions"
-        raise ValueError(
-            f"device_mesh has {dimensions}, and gradients are reduced over one. Pass that one, as in"
-            f" device_mesh=mesh[{names[0] if names else 'dp'!r}]."
-        )

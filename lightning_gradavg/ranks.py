@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import struct
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_gradavg.place import Place, node_from_environment, places_on_nodes
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 __all__ = [
     "Agreed",
@@ -28,12 +28,11 @@ __all__ = [
     "by_value",
     "digest",
     "on_ranks",
-    "require_members",
     "subgroups",
 ]
 
 _RANKS_SHOWN = 8
-_SETTLE_SECONDS = 0.1  # a waiting thread needs microseconds; on a crowded machine its turn
+_SETTLE_SECONDS = 0.1  # a thread needs microseconds; on a crowded machine its turn
 
 
 @lru_cache
@@ -100,20 +99,18 @@ class World:
         Raises:
             ValueError: If `group` is no process group, or this process is not a member of it.
         """
+        # What new_group returns to a process that it leaves out is no process group, whatever its annotation says.
+        left_out: object = dist.GroupMember.NON_GROUP_MEMBER
         if not (dist.is_available() and dist.is_initialized()):
             if group is None:
                 return cls()
             raise ValueError(f"group={group!r}, but torch.distributed is not initialized: initialize it, or pass None")
-        if group is None:
-            group = dist.group.WORLD
-        # What new_group returns to a process that it leaves out is no process group, whatever its annotation says.
-        left_out: object = dist.GroupMember.NON_GROUP_MEMBER
+        group = dist.group.WORLD if group is None else group
         if not isinstance(group, dist.ProcessGroup) and group is not left_out:
             raise ValueError(
                 f"group must be a process group, as torch.distributed.new_group returns it, or None; got {group!r}"
             )
-        rank = -1 if group is left_out else dist.get_rank(group)
-        if rank < 0:
+        if group is left_out:
             raise ValueError(
                 f"the process of global rank {dist.get_rank()} is not a member of the group: only members may reduce"
                 " over it. Pass a group that this process belongs to."
@@ -121,7 +118,7 @@ class World:
         size = dist.get_world_size(group)
         if size > 1:
             _settle_at_exit()
-        return cls(group if size > 1 else None, rank, size)
+        return cls(group if size > 1 else None, dist.get_rank(group), size)
 
     def gather_integers(self, row: Sequence[int]) -> list[list[int]]:
         """Return every rank's row in rank order. All rows are of one length."""
@@ -154,25 +151,26 @@ class World:
         Raises:
             ValueError: If `contribute` raised on any rank, or the ranks are not alike.
         """
-        mine, error, row = None, None, [True, 0, 0, 0, 0, 0]
+        mine, error, row = None, None, [True, 0, 0, 0, 0]
         try:
             mine, node = contribute(), node_from_environment()
-            row = [False, digest(repr(mine.alike)), digest(repr(mine.details)), _UNKNOWN if node is None else node]
-            row += [mine.weight is not None, _bits(mine.weight or 0.0)]
+            weight = torch.tensor(math.nan if mine.weight is None else mine.weight, dtype=torch.float64)
+            row = [False, digest(repr(mine.alike)), digest(repr(mine.details)), -1 if node is None else node]
+            row += [int(weight.view(torch.int64))]
         except Exception as failure:  # noqa: BLE001  # whatever this rank meets: the others would wait for it for ever
             error = failure
-        failed, calls, details, nodes, given, weights = zip(*self.gather_integers(row), strict=True)
+        failed, calls, details, nodes, bits = zip(*self.gather_integers(row), strict=True)
         if any(failed):
             texts = self.gather_objects(None if error is None else _text(error))
             raise ValueError(f"{refusal}, {by_rank(texts).rstrip('.')}.") from error
         assert mine is not None
         if len(set(calls)) > 1:
             raise ValueError(difference(self.gather_objects(mine.alike)))
-        same = len(set(details)) == 1
+        weights = torch.tensor(bits).view(torch.float64).tolist()
         return mine, Agreed(
-            [None if node == _UNKNOWN else node for node in nodes],
-            [_number(bits) if is_given else None for is_given, bits in zip(given, weights, strict=True)],
-            [mine.details] * self.size if same else self.gather_integers(mine.details),
+            [None if node < 0 else node for node in nodes],
+            [None if math.isnan(weight) else weight for weight in weights],
+            [mine.details] * self.size if len(set(details)) == 1 else self.gather_integers(mine.details),
         )
 
     def from_first(self, value: Any) -> Any:
@@ -203,38 +201,6 @@ class World:
         rows = mine.new_empty(self.size, len(row))
         dist.all_gather(list(rows.unbind()), mine, group=self.group)
         return rows.tolist()
-
-
-def require_members(world: World, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> None:
-    """Raise on all ranks, before DDP would wait for ever, unless each is in its group, and members agree on it.
-
-    Args:
-        world: All ranks of the run.
-        group: What this rank is to reduce over; one that it is not in has no members here.
-        mesh: A dimension of a mesh, instead of a group.
-
-    Raises:
-        ValueError: If a rank is left out, or ranks of a group have another one.
-    """
-    name, mine = "process_group", []
-    if mesh is not None:
-        name, mine = "device_mesh", mesh.mesh.tolist() if mesh.get_coordinate() is not None else []
-    elif isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0:
-        mine = dist.get_process_group_ranks(group)
-    members = world.gather_objects(mine)
-    outside = [rank for rank, ranks in enumerate(members) if rank not in ranks]
-    if outside:
-        raise ValueError(
-            f"{name} does not contain the process {on_ranks(outside)}. Pass every rank of the run the group that it is"
-            " a member of: one of its own where it trains alone."
-        )
-    for rank, ranks in enumerate(members):
-        other = next((one for one in ranks if members[one] != ranks), None)
-        if other is not None:
-            raise ValueError(
-                f"{name} differs within a group: rank {rank} is to reduce over the ranks {ranks}, and rank {other} over"
-                f" {members[other]}. Pass all members of a group the same one."
-            )
 
 
 def subgroups(
@@ -278,20 +244,6 @@ def by_rank(values: Iterable[object]) -> str:
     """Return "on rank 0: a; on ranks 1, 2: b" for the values a, b, b of three ranks. None is left out."""
     found = ranks_by_value(values).items()
     return "; ".join(f"{on_ranks(ranks)}: {value}" for value, ranks in found if value is not None)
-
-
-_UNKNOWN = -1
-
-
-def _bits(number: float) -> int:
-    """Return the 64 bits of a number, of which an exchange of integers changes none."""
-    (bits,) = struct.unpack("<q", struct.pack("<d", number))
-    return int(bits)
-
-
-def _number(bits: int) -> float:
-    (number,) = struct.unpack("<d", struct.pack("<q", bits))
-    return float(number)
 
 
 def _text(error: Exception) -> str:

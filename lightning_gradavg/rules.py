@@ -6,7 +6,8 @@ A *rule* gives each rank a *share*: the multiplier `w_r` of its gradient and the
 normalizer. The mean takes `w = z = 1`; the mean weighted by the ranks' weights `n_r` takes `w = z = n_r`; one vote per
 node takes `w = z = 1/L_r` with `L_r` the ranks on the node. Uneven nodes are no special case.
 
-Accumulated micro-batches count as further ranks on the same node: the sums run over (rank, micro-batch) pairs.
+Accumulated micro-batches count as further ranks on the same node: the sums run over (rank, micro-batch) pairs, and `W`
+and `L` count pairs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from lightning_gradavg.place import Place
 
-__all__ = ["RULES", "Rule", "RuleFunction", "Share", "resolve_rule", "rule_of_replica_losses", "rule_of_split_batches"]
+__all__ = ["RULES", "Rule", "RuleFunction", "Share", "resolve_rule", "rule_of_split_batches"]
 
 
 class Share(NamedTuple):
@@ -37,8 +38,8 @@ class Share(NamedTuple):
 RuleFunction: TypeAlias = Callable[[Place, Any], Share]
 """`(place, weight) -> Share`. Pure, the same on all ranks, and arithmetic only.
 
-A weight is a number >= 0: a float, or while training a 0-dim float64 tensor. So are the numbers of a share; a
-`Fraction` keeps sums such as W * (1/W) exact.
+A weight is a float >= 0, or a 0-dim float64 tensor if it was given as a tensor on an accelerator. So are the numbers of
+a share; a `Fraction` keeps sums such as W * (1/W) exact.
 """
 
 
@@ -59,58 +60,46 @@ class Rule:
     formula: str
 
 
-def _mean(place: Place, weight: Any) -> Share:
-    return Share(1.0, 1.0)
+_NUMBERS: Mapping[str, Callable[[Place, Any], Any]] = {
+    "1": lambda place, n: 1.0,
+    "n": lambda place, n: n,
+    "1/L": lambda place, n: Fraction(1, place.ranks_on_node),
+    "1/W": lambda place, n: Fraction(1, place.world_size),
+}
 
 
-def _sum(place: Place, weight: Any) -> Share:
-    return Share(1.0, Fraction(1, place.world_size))
+@dataclass(frozen=True)
+class _NamedShare:
+    """A share whose numbers are in `_NUMBERS`; data, so that rules stay equal where processes are spawned."""
+
+    multiplier: str
+    normalizer: str
+
+    def __call__(self, place: Place, weight: Any) -> Share:
+        return Share(_NUMBERS[self.multiplier](place, weight), _NUMBERS[self.normalizer](place, weight))
 
 
-def _weighted_mean(place: Place, weight: Any) -> Share:
-    return Share(weight, weight)
-
-
-def _normalized_sum(place: Place, weight: Any) -> Share:
-    return Share(1.0, weight)
-
-
-def _mean_of_node_sums(place: Place, weight: Any) -> Share:
-    return Share(1.0, Fraction(1, place.ranks_on_node))
-
-
-def _mean_of_node_means(place: Place, weight: Any) -> Share:
-    return Share(1.0 / place.ranks_on_node, Fraction(1, place.ranks_on_node))
-
-
-def _sum_of_node_means(place: Place, weight: Any) -> Share:
-    return Share(1.0 / place.ranks_on_node, Fraction(1, place.world_size))
+def _rule(name: str, multiplier: str, normalizer: str, formula: str) -> Rule:
+    return Rule(name, _NamedShare(multiplier, normalizer), "n" in (multiplier, normalizer), formula)
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         rule.name: rule
         for rule in (
-            Rule("mean", _mean, False, "sum(g) / W"),
-            Rule("sum", _sum, False, "sum(g)"),
-            Rule("weighted_mean", _weighted_mean, True, "sum(n * g) / sum(n)"),
-            Rule("normalized_sum", _normalized_sum, True, "sum(g) / sum(n)"),
-            Rule("mean_of_node_sums", _mean_of_node_sums, False, "sum(g) / nodes"),
-            Rule("mean_of_node_means", _mean_of_node_means, False, "sum(g / L) / nodes"),
-            Rule("sum_of_node_means", _sum_of_node_means, False, "sum(g / L)"),
+            _rule("mean", "1", "1", "sum(g) / W"),
+            _rule("sum", "1", "1/W", "sum(g)"),
+            _rule("weighted_mean", "n", "n", "sum(n * g) / sum(n)"),
+            _rule("normalized_sum", "1", "n", "sum(g) / sum(n)"),
+            _rule("mean_of_node_sums", "1", "1/L", "sum(g) / nodes"),
+            _rule("mean_of_node_means", "1/L", "1/L", "sum(g / L) / nodes"),
+            _rule("sum_of_node_means", "1/L", "1/W", "sum(g / L)"),
         )
     }
 )
 """The named rules. W: pairs of rank and micro-batch; n: weight; L: pairs on the node."""
 
-
-_MEAN_OVER_SAMPLES = Rule("mean", _weighted_mean, True, "sum(n * g) / sum(n) over the samples n of each chunk")
-
-_MEAN_OVER_REPLICAS = Rule(
-    "mean_of_replica_losses", _weighted_mean, True, "sum(g / R) over the R replicas of each loader batch"
-)
-
-_PER_RANK = ("mean_of_node_means", "sum_of_node_means")
+_MEAN_OVER_SAMPLES = _rule("mean", "n", "n", "sum(n * g) / sum(n) over the samples n of each chunk")
 
 
 def rule_of_split_batches(rule: Rule) -> Rule:
@@ -121,23 +110,12 @@ def rule_of_split_batches(rule: Rule) -> Rule:
     Raises:
         ValueError: If the rule gives every rank of a node the same say.
     """
-    if rule == RULES["mean"]:
-        return _MEAN_OVER_SAMPLES
-    if rule.name in _PER_RANK:
+    if rule.name in ("mean_of_node_means", "sum_of_node_means"):
         raise ValueError(
             f"reduction={rule.name!r} gives every rank of a node the same say, but with split_batches=True a rank may"
             " have fewer samples than another, or none. Use 'weighted_mean', or set split_batches=False."
         )
-    return rule
-
-
-def rule_of_replica_losses() -> Rule:
-    """Return the mean over the replicas of each loader batch, which the `dp` strategy of Lightning 1.x took.
-
-    The weight of a replica is `1/R`, with R the replicas that have samples of its loader batch: a replica of fewer
-    samples has the same say.
-    """
-    return _MEAN_OVER_REPLICAS
+    return _MEAN_OVER_SAMPLES if rule == RULES["mean"] else rule
 
 
 def resolve_rule(reduction: str | RuleFunction | Rule) -> Rule:
@@ -150,20 +128,14 @@ def resolve_rule(reduction: str | RuleFunction | Rule) -> Rule:
         ValueError: If `reduction` is a string that names no rule.
         TypeError: If `reduction` is neither a string, a rule nor callable.
     """
+    accepted = f"one of {', '.join(map(repr, RULES))}, or a function (place, weight) -> Share"
     if isinstance(reduction, Rule):
         return reduction
     if isinstance(reduction, str):
-        try:
-            return RULES[reduction]
-        except KeyError:
-            raise ValueError(
-                f"reduction={reduction!r} is not a rule. Use one of {', '.join(map(repr, RULES))},"
-                " or a function (place, weight) -> Share."
-            ) from None
+        if reduction not in RULES:
+            raise ValueError(f"reduction={reduction!r} is not a rule. Use {accepted}.")
+        return RULES[reduction]
     if callable(reduction):
         name = getattr(reduction, "__qualname__", type(reduction).__qualname__)
         return Rule(name, reduction, True, f"sum(w * g) / sum(z) with (w, z) from {name}")
-    raise TypeError(
-        f"reduction must be one of {', '.join(map(repr, RULES))}, or a function (place, weight) -> Share;"
-        f" got {reduction!r} of type {type(reduction).__name__}."
-    )
+    raise TypeError(f"reduction must be {accepted}; got {reduction!r} of type {type(reduction).__name__}.")

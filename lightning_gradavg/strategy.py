@@ -22,39 +22,38 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
-from lightning_gradavg.checkpoints import WholeCheckpoints, whole_checkpoint
+from lightning_gradavg.checkpoints import WholeCheckpoints, require_whole
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.faults.nonfinite import NonFinite, refuse_unjudged
 from lightning_gradavg.faults.part import faults_of
 from lightning_gradavg.fingerprint import combined, state_digests
 from lightning_gradavg.launch import destroy_at_exit, plain, require_alike, require_launch
-from lightning_gradavg.lightning_internals import MixedPrecision
 from lightning_gradavg.loaders import loader_batch_size
-from lightning_gradavg.options import Options, StrategyFacts, check_groups, check_reproducible, options_of_ddp
+from lightning_gradavg.options import Options, StrategyFacts, check_reproducible, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
-from lightning_gradavg.ranks import World, require_members
+from lightning_gradavg.ranks import World
 from lightning_gradavg.rates.part import rates_of
 from lightning_gradavg.rates.recipe import RunRecipe
 from lightning_gradavg.rates.scaling import ScaleFunction
+from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.gather import losses_weighed, require_allowed
-from lightning_gradavg.reduction.loss import WeighedLoss
 from lightning_gradavg.reduction.reduction import Reduction
+from lightning_gradavg.reduction.weigh import WeighedLoss
+from lightning_gradavg.replicas.pieces import Step
 from lightning_gradavg.replicas.single_device import replicas_of
 from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.reproducible.part import AlignedReplicas, Arithmetic, FixedArithmetic
 from lightning_gradavg.reproducible.reduction import TreeReduction
-from lightning_gradavg.rules import RULES, RuleFunction
+from lightning_gradavg.rules import RuleFunction
 from lightning_gradavg.termination import Termination
-from lightning_gradavg.wire.route import WireOptions
 
 __all__ = ["GradAvgStrategy"]
 
@@ -66,16 +65,13 @@ ReductionName = Literal[
     "mean_of_node_sums",
     "mean_of_node_means",
     "sum_of_node_means",
-    "mean_of_replica_losses",
 ]
 
 PresetName = Literal["data_parallel", "single_device"]
 
 ScalingName = Literal["none", "linear", "sqrt", "adam_sde"]
 
-WireName = Literal["bfloat16", "float16"]
-
-NonFiniteName = Literal["propagate", "raise", "skip_step", "drop_rank"]
+NonFiniteName = Literal["propagate", "raise", "skip_step"]
 
 _CHECKPOINT_KEY = "lightning_gradavg"
 
@@ -92,24 +88,20 @@ class GradAvgStrategy(DDPStrategy):
 
     Args:
         reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
-            `"mean_of_replica_losses"`, with `equivalent_to="data_parallel"` only, is what Lightning 1.x did with the
-            losses of the replicas: each has the same say, however many samples it has.
         equivalent_to: The run to reproduce, on any number of ranks: `"data_parallel"`, that of `nn.DataParallel` on
             `num_replicas` devices, or `"single_device"`. It sets `split_batches` and `exact_evaluation`, hands the
-            outputs of all replicas to `training_step_end`, where the module has that hook of Lightning 1.x, and keeps
-            the buffers alike on all ranks. What cannot be reproduced is an error at the start of `fit`. See
+            outputs of all ranks to `training_step_end`, where the module has that hook of Lightning 1.x, and keeps the
+            buffers alike on all ranks. What cannot be reproduced is an error at the start of `fit`. See
             docs/equivalence.md.
         num_replicas: Chunks that every loader batch is computed in, each with its own batch norm statistics and random
             numbers; by default one per rank. A rank runs several one after another. Needs `split_batches`, which
             `equivalent_to="data_parallel"` sets.
-        recompute_replicas: True to have a rank keep the activations of one replica at a time, and compute each again
-            in the backward.
         split_batches: True if the training loader's batches are the global batches: every rank gets its contiguous
             chunk of each, cut as `torch.chunk` cuts, in the order of a run on one process. The mean is then the mean
             over the samples of the global batch, however unevenly the ranks share them. None for what `equivalent_to`
             says, and False without it.
-        max_device_batch_size: With `split_batches`, the most samples that a rank computes at once: chunks that are
-            larger are accumulated, which does not change the result.
+        max_device_batch_size: With `split_batches`, the most samples that a rank computes at once: larger chunks are
+            computed in pieces, within one step of Lightning, which does not change the result.
         lr_scaling: How the learning rate follows the ratio of the global batch to the base batch: `"none"`, `"linear"`,
             `"sqrt"`, `"adam_sde"`, or a function of the ratio. See `lightning_gradavg.rates.scaling`.
         base_batch_size: The global batch that the learning rate was tuned for, in samples.
@@ -122,16 +114,9 @@ class GradAvgStrategy(DDPStrategy):
         reproducible: True to train to the same bits on any number of ranks that divides `num_replicas`, and on any
             grouping of them into nodes. It sets `equivalent_to="data_parallel"`, computes in one thread per process by
             deterministic algorithms, and sums the replicas' gradients in one order. See docs/reproducible.md.
-        wire_dtype: What gradients are sent as between ranks: `"bfloat16"` or `"float16"`, half the bytes. They are
-            summed in float32, and all ranks get the same bits. None for their own type. See docs/performance.md.
-        wire_scope: `"all"` to use `wire_dtype` between any ranks, `"nodes"` only between nodes.
-        node_aware: True for the hierarchical all-reduce, which sums within each node before anything is sent between
-            nodes, False for none, None for where it pays: with nodes of equally many ranks, two or more, on gloo under
-            a rule that has a hook anyway, and on NCCL with a `wire_dtype`.
-        nonfinite: What becomes of a step in which a rank's loss or gradient is NaN or infinite, or its `training_step`
-            returns None: `"propagate"` steps as stock DDP does, `"raise"` raises on all ranks, `"skip_step"` leaves the
-            step out on all ranks, `"drop_rank"` gives that rank weight 0 in it. All but the first reduce after the
-            backward instead of while it runs. See docs/faults.md.
+        nonfinite: What becomes of a step in which a rank's loss or the reduced gradient is NaN or infinite, or a rank's
+            `training_step` returns None: `"propagate"` steps as stock DDP does, `"raise"` raises on all ranks,
+            `"skip_step"` leaves the step out on all ranks. The host then waits for the gradients. See docs/faults.md.
         check_replicas_every_n_steps: Optimizer steps from one comparison of the ranks' parameters to the next; they are
             also compared when training begins, and after every epoch. Ranks that differ are a `RuntimeError` on all of
             them. None for no comparison. See docs/faults.md.
@@ -141,32 +126,14 @@ class GradAvgStrategy(DDPStrategy):
         checkpoint_io: As in `DDPStrategy`.
         precision_plugin: As in `DDPStrategy`.
         ddp_comm_state: State of `ddp_comm_hook`.
-        ddp_comm_hook: Reduces each bucket; it must return the mean over the ranks, which the rule then scales. It is
-            used on CPU too.
+        ddp_comm_hook: Reduces each bucket; it must return the mean over the ranks. It is used on CPU too. See
+            `lightning_gradavg.hooks`.
         ddp_comm_wrapper: Wraps `ddp_comm_hook`, or a plain all-reduce.
         model_averaging_period: Refused: averaging models is not reducing gradients.
         process_group_backend: As in `DDPStrategy`.
         timeout: As in `DDPStrategy`.
         start_method: As in `DDPStrategy`.
-        output_device: As in `DistributedDataParallel`, like all that follow.
-        dim: See above.
-        broadcast_buffers: See above.
-        init_sync: See above.
-        process_group: See above. The rule counts its ranks. Data, logs and metrics are those of all ranks, as in stock
-            DDP, so `split_batches`, `equivalent_to`, `exact_evaluation` and `lr_scaling` are refused beside it.
-        bucket_cap_mb: See above, in MiB.
-        find_unused_parameters: See above.
-        check_reduction: See above.
-        gradient_as_bucket_view: See above.
-        static_graph: See above.
-        delay_all_reduce_named_params: See above; with `reduction="mean"` only.
-        param_to_hook_all_reduce: See above; with `reduction="mean"` only.
-        mixed_precision: See above; with `reduction="mean"` only.
-        device_mesh: See above: one dimension of a mesh, instead of `process_group`.
-        skip_all_reduce_unused_params: See above.
-        bucket_cap_mb_list: See above, in MiB.
-        batched_grad_copy: See above.
-        forward_sync_buffers: See above.
+        ddp_options: Those of `DistributedDataParallel`, by their names, but for `process_group` and `device_mesh`.
 
     Raises:
         ValueError: If `reduction` names no rule, or an option cannot be combined with it.
@@ -180,7 +147,6 @@ class GradAvgStrategy(DDPStrategy):
         reduction: ReductionName | RuleFunction = "mean",
         equivalent_to: PresetName | None = None,
         num_replicas: int | None = None,
-        recompute_replicas: bool = False,
         split_batches: bool | None = None,
         max_device_batch_size: int | None = None,
         lr_scaling: ScalingName | ScaleFunction = "none",
@@ -190,9 +156,6 @@ class GradAvgStrategy(DDPStrategy):
         allow_recipe_change: bool = False,
         exact_evaluation: bool | None = None,
         reproducible: bool = False,
-        wire_dtype: WireName | None = None,
-        wire_scope: Literal["all", "nodes"] = "all",
-        node_aware: bool | None = None,
         nonfinite: NonFiniteName = "propagate",
         check_replicas_every_n_steps: int | None = 1000,
         accelerator: Accelerator | None = None,
@@ -207,29 +170,12 @@ class GradAvgStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        output_device: int | torch.device | None = None,
-        dim: int = 0,
-        broadcast_buffers: bool | None = None,
-        init_sync: bool = True,
-        process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False,
-        check_reduction: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        delay_all_reduce_named_params: list[tuple[str, nn.Parameter]] | None = None,
-        param_to_hook_all_reduce: nn.Parameter | None = None,
-        mixed_precision: MixedPrecision | None = None,
-        device_mesh: DeviceMesh | None = None,
-        skip_all_reduce_unused_params: bool = False,
-        bucket_cap_mb_list: list[int] | None = None,
-        batched_grad_copy: bool = False,
-        forward_sync_buffers: bool | None = None,
+        **ddp_options: Any,
     ) -> None:
-        given = dict(locals())
+        given: dict[str, Any] = {**dict(locals()), **ddp_options}
         check_reproducible(given)
-        options = Options.of(**{name: given[name] for name in _OF_OPTIONS})
-        check_groups(options, given)
+        of_options: dict[str, Any] = {name: given.get(name) for name in _OF_OPTIONS}
+        options = Options.of(**of_options)
         recipe = RunRecipe(
             options.rule,
             split_batches=options.split_batches,
@@ -244,17 +190,8 @@ class GradAvgStrategy(DDPStrategy):
                 f"model_averaging_period={model_averaging_period} averages weights instead of reducing gradients."
                 " Leave it out, or use lightning.pytorch.strategies.DDPStrategy."
             )
-        wire = WireOptions(wire_dtype, wire_scope, node_aware)
-        of_user = [name for name in ("ddp_comm_hook", "ddp_comm_wrapper") if given[name] is not None]
-        if of_user and wire.asked_for is not None:
-            raise ValueError(
-                f"{wire.asked_for} says how gradients are reduced, and so does {of_user[0]}. Leave one of them out."
-            )
         judge = None if nonfinite == "propagate" else NonFinite(nonfinite, rank_zero_info)
-        judged = None if judge is None else f"nonfinite={nonfinite!r}"
         refuse_unjudged(options, given)
-        stock_rule = options.rule == RULES["mean"]
-        hooked = next(iter(of_user), wire.asked_for or judged) if stock_rule else f"reduction={options.rule.name!r}"
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -267,28 +204,24 @@ class GradAvgStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            **options_of_ddp(given, GradAvgStrategy.__init__, hooked),
+            **ddp_options,
         )
+        # Command lines hand on every default, which an older torch need not know.
+        self._ddp_kwargs = options_of_ddp(ddp_options)
         self._options, self._plain = options, plain(given)
-        self._members = (process_group, device_mesh)
-        hook = ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper
+        hook = CommHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self._reports = Reports(options.rule, crosses_ranks=options.replicated)
         replicas = num_replicas or 1
         reduction_of = partial(TreeReduction, replicas=replicas) if reproducible else Reduction
         self._reduction = reduction_of(
-            options.rule,
-            wire,
-            hook,
-            timeout,
-            crosses_ranks=options.replicated,
-            on_weighed=self._reports.weighed,
-            judge=judge,
+            options.rule, hook, on_weighed=self._reports.weighed, judge=judge, in_pieces=options.in_pieces
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()
         self._rates = rates_of(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
-        self._replicas = (AlignedReplicas if reproducible else replicas_of)(options, static_graph=static_graph)
+        static = bool(ddp_options.get("static_graph"))
+        self._replicas = (AlignedReplicas if reproducible else replicas_of)(options, static_graph=static)
         self._arithmetic = FixedArithmetic(replicas) if reproducible else Arithmetic()
-        self._evaluation = ExactEvaluation(timeout) if options.exact_evaluation else Evaluation()
+        self._evaluation = ExactEvaluation() if options.exact_evaluation else Evaluation()
         # Without replicas DDP's next forward makes buffers alike, so after a step they may differ.
         self._faults = faults_of(check_replicas_every_n_steps, buffers=options.replicated)
         self._parts: tuple[Part, ...] = (
@@ -343,17 +276,13 @@ class GradAvgStrategy(DDPStrategy):
         """Chunks of each loader batch that have batch statistics of their own, which the result depends on."""
         return self.num_replicas if self._options.replicated and not self._options.one_device else None
 
-    def observe_next_step(self, *, cosines: bool = True) -> None:
+    def observe_next_step(self) -> None:
         """Observe the optimizer step whose window begins next; `report()` returns it once its gradients are reduced.
 
         A collective operation: every rank must call it before the same step. The observed step exchanges one vector of
         some 240 numbers and, on an accelerator, waits for its gradients.
-
-        Args:
-            cosines: Whether to measure the angle between local and reduced gradients, which takes a copy of the
-                gradients for the length of a backward.
         """
-        self._reports.observe_next_step(copies=cosines)
+        self._reports.observe_next_step()
 
     @property
     def observing(self) -> bool:
@@ -375,10 +304,8 @@ class GradAvgStrategy(DDPStrategy):
             rule=options.rule,
             splits_batches=options.split_batches,
             accumulation=self._batches.accumulation,
-            micro_batches=self._batches.micro_batches,
             replicas=self._shaping_replicas,
             replicated=options.replicated,
-            counts_replicas=options.counts_replicas,
             equivalent_to=options.preset.name if options.preset is not None else None,
             scales_rates=self._rates.recipe.scales,
             samples=self._replicas.samples(self._batches.chunk),
@@ -425,7 +352,7 @@ class GradAvgStrategy(DDPStrategy):
         """Join the process group, and see to its end."""
         state, ours = random_state(), not dist.is_initialized()
         super().setup_distributed()
-        if self._options.replicated:
+        if self._options.split_batches:
             # Lightning starts random numbers anew from the seed here, so that ranks draw alike, which loaders see to
             # themselves: a script goes on drawing as on one device.
             restore_random_state(state)
@@ -443,10 +370,7 @@ class GradAvgStrategy(DDPStrategy):
         if type(self.checkpoint_io) is TorchCheckpointIO:
             self.checkpoint_io = WholeCheckpoints()
         if trainer.state.fn == TrainerFn.FITTING:
-            of_all = None if any(each is not None for each in self._members) else run.module
-            require_alike(run.world, trainer, of_all, self._plain)
-        if any(each is not None for each in self._members):
-            require_members(run.world, *self._members)
+            require_alike(run.world, trainer, run.module, self._plain)
         super().setup(trainer)
 
     @override
@@ -455,7 +379,7 @@ class GradAvgStrategy(DDPStrategy):
         model, module = self.model, self.lightning_module
         assert isinstance(model, DistributedDataParallel)
         assert module is not None
-        places = World.of(model.process_group).places(self.node_rank)
+        places = World.of(None).places(self.node_rank)
         run = Run(module.trainer, module, self.root_device, World.of(None), model, places)
         for part in self._parts:
             part.configure_ddp(run)
@@ -465,20 +389,22 @@ class GradAvgStrategy(DDPStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        self._rates.setup_optimizers(self.optimizers, self._schedulers)
-
-    @property
-    def _schedulers(self) -> list[Any]:
-        return [config.scheduler for config in self.lr_scheduler_configs]
+        self._rates.setup_optimizers(self.optimizers)
 
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks. Lightning names the loaders here that it is about to prepare."""
+        if self._faults.ends_apart():
+            return
         super().barrier(name, *args, **kwargs)
         if name is not None and name.endswith("_dataloader()"):
             self._prepares = name.removesuffix("_dataloader()")
             for part in self._parts:
                 part.prepare_loaders(self._prepares)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._faults.ends_apart() else super().broadcast(obj, src)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -498,7 +424,7 @@ class GradAvgStrategy(DDPStrategy):
         super().on_train_start()
         for part in self._parts:
             part.on_train_start()
-        for message in self._rates.begin(self._schedulers, self._batches.accumulation):
+        for message in self._rates.begin(self._batches.accumulation):
             self._reduction.warn(message)
         if self._saved is not None and self._ddp_comm_state is not None:
             rank_zero_info("GradAvgStrategy: ddp_comm_state is not part of a checkpoint and begins anew")
@@ -511,7 +437,7 @@ class GradAvgStrategy(DDPStrategy):
         return (
             f"GradAvgStrategy: reduction={rule.name!r}, g = {rule.formula};"
             f" {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
-            f" ({dist.get_backend(run.ddp.process_group)});"
+            f" ({dist.get_backend()});"
             f" global batch {size if size is not None else 'unknown'}, windows of {window}"
             f" micro-batch{'es' * (window > 1)}{''.join(part.describe() for part in self._parts)}"
         )
@@ -522,95 +448,107 @@ class GradAvgStrategy(DDPStrategy):
             self._faults.on_train_batch_start()
             self._batches.on_train_batch_start()
             self._reduction.look_at(batch)
-            self._rates.follow(self._schedulers, self._batches.accumulation)
+            self._rates.arrive(batch, self._batches.accumulation)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         automatic = self.lightning_module.automatic_optimization
-        self._reduction.begin_step(args[0] if args else next(iter(kwargs.values()), None), self._batches.missing)
+        arguments = *args, *kwargs.values()
+        self._reduction.begin_step(next(iter(arguments), None), self._batches.missing)
         self._reports.begin_step()
+        step = Step(super().training_step, self._backward_within_step, self._reduction, self._batches)
         try:
-            step = self._replicas.step(self._reduction, self._batches)
-            with self._reduction.forward(), step, losses_weighed(self._reduction.on_gather):
-                output = super().training_step(*args, **kwargs)
-            return self._replicas.read(output, self._reduction, self._batches.chunk) if automatic else output
+            with self._batches.stepping(), self._rates.training_step(), losses_weighed():
+                output: STEP_OUTPUT = self._replicas.run_step(step, *arguments)
         except ValueError as error:
             # Of a chunk of one sample. Raised here, the other ranks would wait for this one; in manual optimization
             # there is no loss that could carry the news.
             if not (automatic and self._options.rule.uses_weight and "more than 1 value per channel" in str(error)):
                 raise
-            return self._reduction.fail_together(str(error))
+            output = self._reduction.fail_together(str(error))
+        agreed: STEP_OUTPUT = self._reduction.agree(output)
+        return agreed
 
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Keep the gradients of a micro-batch local."""
-        end = self._reduction.withhold()
-        if end is None:
-            with super().block_backward_sync():
-                yield
-            return
         try:
-            yield
+            if self._reduction.hold(holding=True):
+                yield
+            else:
+                with super().block_backward_sync():
+                    yield
         finally:
-            end()
+            self._reduction.hold(holding=False)
 
     @override
     def backward(
         self, closure_loss: Any, optimizer: Optimizer | None, *args: Any, weight: Any = None, **kwargs: Any
     ) -> Tensor:
-        """Run the backward of a step's loss, or of the loss of each of its replicas one after another."""
+        """Run the backward of a step's loss, the last one if the step has several pieces."""
         module, precision = self.lightning_module, self.precision_plugin
         assert module is not None
         if not module.automatic_optimization:
             closure_loss = self._reduction.add(closure_loss, weight, self._replicas.samples(self._batches.chunk)).value
-        losses = self._reduction.take()
+        (loss,) = self._reduction.take()
         self.pre_backward(closure_loss)
-        roots = [precision.pre_backward(closure_loss, module)]
-        if len(losses) > 1:
-            # Hooks see one backward, of the mean of the replicas' losses.
-            scaler, window = getattr(precision, "scaler", None), module.trainer.accumulate_grad_batches
-            divided = [loss.value / window for loss in losses]
-            roots = divided if scaler is None else [scaler.scale(root) for root in divided]
-        for index, (loss, root) in enumerate(zip(losses, roots, strict=True)):
-            first, final = index == 0, index == len(losses) - 1
-            self._backward_of(loss, root, optimizer, args, kwargs, first=first, final=final)
+        root = precision.pre_backward(closure_loss, module)
+        self._backward_of(loss, root, optimizer, *args, **kwargs)
         # The first backward of a static graph in manual optimization is reduced in post_backward.
         deferred = not module.automatic_optimization and self._reduction.defers
         if not deferred:
             self._end_backward()
-        closed: Tensor = precision.post_backward(roots[0] if len(losses) == 1 else closure_loss, module)
+        closed: Tensor = precision.post_backward(root, module)
         self.post_backward(closed)
         if deferred:
             self._end_backward()
         return closed
 
+    def _backward_within_step(self) -> None:
+        """Run the backward of a piece that is not the last of its step. Hooks see that of the last one."""
+        (loss,) = self._reduction.take()
+        scaler, module = getattr(self.precision_plugin, "scaler", None), self.lightning_module
+        assert module is not None
+        root = loss.value / module.trainer.accumulate_grad_batches
+        self._backward_of(loss, root if scaler is None else scaler.scale(root), None, final=False)
+
     def _backward_of(
-        self, loss: WeighedLoss, root: Tensor, optimizer: Optimizer | None, args: Any, kwargs: Any, **position: bool
+        self,
+        loss: WeighedLoss,
+        root: Tensor,
+        optimizer: Optimizer | None,
+        *args: Any,
+        final: bool = True,
+        **kwargs: Any,
     ) -> None:
         """Run the backward of one of a step's losses."""
 
-        def run(**extra: Any) -> None:
+        def run() -> None:
             assert self.lightning_module is not None
-            self.precision_plugin.backward(root, self.lightning_module, optimizer, *args, **kwargs, **extra)
+            self.precision_plugin.backward(root, self.lightning_module, optimizer, *args, **kwargs)
 
-        with self._reports.backward(loss, last=self._reduction.ends_window(final=position["final"])):
-            self._reduction.backward(loss, root, run, **position)
+        with self._reports.backward(loss, last=self._reduction.ends_window(final=final)):
+            self._reduction.backward(loss, run, final=final)
 
     def _end_backward(self) -> None:
         """End a micro-batch, once its gradients are there."""
+        self._reduction.reduce()
+        if self._reduction.manual is None:
+            self._replicas.end_step()
         if self._reduction.skipped:
             self._reports.postpone()
         if self._reports.measures:
             scaler = getattr(self.precision_plugin, "scaler", None)
             loss_scale = float(scaler.get_scale()) if scaler is not None else 1.0
+            rates = self._rates.learning_rates()
             self._reports.end_window(
-                self._reduction.closed, self.optimizers, lr_scale=self.lr_scale, loss_scale=loss_scale
+                self._reduction.window, learning_rates=rates, lr_scale=self.lr_scale, loss_scale=loss_scale
             )
-        # It adds what was accumulated in earlier windows, which is no part of the report.
-        self._reduction.end_backward()
+        # It adds what was there before the window, which is no part of the report.
+        self._reduction.end_window()
 
     @override
     def optimizer_step(
@@ -665,22 +603,25 @@ class GradAvgStrategy(DDPStrategy):
     def reduce(
         self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
-        """Reduce a tensor over the ranks, in exact evaluation over those that have a batch of what is evaluated.
+        """Reduce a tensor over the ranks.
 
         Where ranks share batches the mean of integers, such as batch sizes, is exact, too: stock cuts off its decimals
         on gloo.
         """
         averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        exact = averages and (self._options.split_batches or self._options.exact_evaluation)
+        exact = averages and (self._options.split_batches or self._options.exact_evaluation or self._batches.joins)
         reduced = _widened(tensor) if exact else tensor
-        return super().reduce(reduced, self._evaluation.group() if group is None else group, reduce_op)
+        if averages and group is None and (having := self._batches.having) is not None:
+            # A mean over the ranks that have samples in the step that runs.
+            return super().reduce(self._batches.counted(reduced), None, "sum") / having
+        return reduced if group is None and self._evaluation.alone() else super().reduce(reduced, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         require_allowed()
         # Of no group, `LightningModule.all_gather` makes that of all ranks.
-        if group in (None, dist.group.WORLD):
-            group = self._evaluation.group()
+        if group in (None, dist.group.WORLD) and self._evaluation.alone():
+            return tensor.expand(self.world_size, *tensor.shape)
         return super().all_gather(tensor, group, sync_grads)
 
     @override
@@ -708,11 +649,13 @@ class GradAvgStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        load = super().load_optimizer_state_dict
-        self._rates.load_optimizers(checkpoint.get(_CHECKPOINT_KEY), lambda: load(checkpoint))
+        self._rates.load_optimizers(checkpoint.get(_CHECKPOINT_KEY))
+        super().load_optimizer_state_dict(checkpoint)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if self._faults.ends_apart():
+            return
         # What is wrong with the last step must not get into a file.
         self._reduction.check()
         saved: Saved = {}
@@ -725,7 +668,7 @@ class GradAvgStrategy(DDPStrategy):
         module = self.lightning_module
         trains = module is not None and module.trainer.state.fn == TrainerFn.FITTING
         if trains:
-            checkpoint_path = whole_checkpoint(checkpoint_path, World.of(None))
+            require_whole(checkpoint_path, World.of(None))
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._saved = checkpoint.get(_CHECKPOINT_KEY)
         if trains:
@@ -737,6 +680,7 @@ class GradAvgStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Name the parameters that DDP only counts when it misses their gradients, and the rank that failed first."""
+        self._rates.end()
         advice = self._reduction.advice(exception)
         if advice is not None:
             exception.args = (advice,)
@@ -757,7 +701,6 @@ _OF_OPTIONS = (
     "reduction",
     "equivalent_to",
     "num_replicas",
-    "recompute_replicas",
     "reproducible",
     "split_batches",
     "max_device_batch_size",

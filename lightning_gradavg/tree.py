@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from array import array
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from functools import singledispatch
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -19,17 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = [
-    "batch_samples",
-    "bits",
-    "data_digest",
-    "is_array",
-    "leaves",
-    "mapped",
-    "rebuilt",
-    "slice_batch",
-    "with_items",
-]
+__all__ = ["batch_samples", "bits", "data_digest", "is_array", "leaves", "mapped", "rebuilt", "slice_batch"]
 
 _HASHED_ELEMENTS = 64
 
@@ -40,46 +30,40 @@ def is_array(value: Any) -> bool:
 
 
 class _Opened(NamedTuple):
-    """A structure's items, where each stands in it, and what makes the same structure of others."""
+    """A structure's items, each with the place where it stands, and what makes the same structure of others."""
 
-    places: list[str]
-    items: list[Any]
+    items: list[tuple[str, Any]]
     made_of: Callable[[list[Any]], Any]
 
 
-@singledispatch
 def _opened(value: Any) -> _Opened | None:
-    """Return what a nested structure holds; None where it is no structure."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return None
-    names = [field.name for field in dataclasses.fields(value)]
-
-    def made_of(parts: list[Any]) -> Any:
-        record = copy.copy(value)
-        for name, part in zip(names, parts, strict=True):
-            # Past a frozen class, and without running `__init__` on values that it has already changed.
-            object.__setattr__(record, name, part)
-        return record
-
-    return _Opened([f".{name}" for name in names], [getattr(value, name) for name in names], made_of)
-
-
-@_opened.register
-def _(value: PackedSequence) -> None:  # noqa: ARG001  # it is told by its type: a named tuple, of time steps
+    """Return what a nested structure holds; None where it is no structure, or a named tuple of time steps."""
+    if isinstance(value, Mapping):
+        items = [(f"[{key!r}]", item) for key, item in value.items()]
+        return _Opened(items, lambda parts: _with_items(value, dict(zip(value, parts, strict=True))))
+    if isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence):
+        return _Opened([(f"[{n}]", item) for n, item in enumerate(value)], getattr(value, "_make", type(value)))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return _Opened([(f".{name}", getattr(value, name)) for name in names], partial(_record_like, value, names))
     return None
 
 
-@_opened.register(Mapping)
-def _(value: Mapping[Any, Any]) -> _Opened:
-    places = [f"[{key!r}]" for key in value]
-    return _Opened(places, list(value.values()), lambda parts: with_items(value, dict(zip(value, parts, strict=True))))
+def _record_like(value: Any, names: list[str], parts: list[Any]) -> Any:
+    record = copy.copy(value)
+    for name, part in zip(names, parts, strict=True):
+        # Past a frozen class, and without running `__init__` on values that it has already changed.
+        object.__setattr__(record, name, part)
+    return record
 
 
-@_opened.register(list)
-@_opened.register(tuple)
-def _(value: Any) -> _Opened:
-    places = [f"[{index}]" for index in range(len(value))]
-    return _Opened(places, list(value), getattr(value, "_make", type(value)))
+def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return a mapping of the same type. What else a mutable one holds is kept, as `torch.utils.data` does."""
+    if not isinstance(mapping, MutableMapping):
+        return type(mapping)(items)  # type: ignore[call-arg]  # there is no other way to build one
+    clone = copy.copy(mapping)
+    clone.update(items)
+    return clone
 
 
 def _never(value: Any) -> bool:  # noqa: ARG001  # one signature for all that say what is a leaf
@@ -98,7 +82,7 @@ def leaves(value: Any, label: str = "", *, is_leaf: Callable[[Any], bool] = _nev
     if opened is None:
         yield label, value
         return
-    for place, item in zip(opened.places, opened.items, strict=True):
+    for place, item in opened.items:
         yield from leaves(item, label + place, is_leaf=is_leaf)
 
 
@@ -113,21 +97,12 @@ def rebuilt(value: Any, items: Iterator[Any], *, is_leaf: Callable[[Any], bool] 
     opened = None if is_leaf(value) else _opened(value)
     if opened is None:
         return next(items)
-    return opened.made_of([rebuilt(item, items, is_leaf=is_leaf) for item in opened.items])
+    return opened.made_of([rebuilt(item, items, is_leaf=is_leaf) for _, item in opened.items])
 
 
 def mapped(value: Any, function: Callable[[Any], Any], *, is_leaf: Callable[[Any], bool] = _never) -> Any:
     """Return a value of the same structure with `function` of each leaf."""
     return rebuilt(value, (function(leaf) for _, leaf in leaves(value, is_leaf=is_leaf)), is_leaf=is_leaf)
-
-
-def with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return a mapping of the same type. What else a mutable one holds is kept, as `torch.utils.data` does."""
-    if not isinstance(mapping, MutableMapping):
-        return type(mapping)(items)  # type: ignore[call-arg]  # there is no other way to build one
-    clone = copy.copy(mapping)
-    clone.update(items)
-    return clone
 
 
 def _is_column(value: Any) -> bool:
@@ -217,7 +192,8 @@ def _described(value: Any) -> Iterator[bytes]:
     elif isinstance(value, (int, float, complex, str, bytes, type(None))):
         yield f"{value!r};".encode()
     else:
-        items = opened.items if (opened := _opened(value)) is not None else []
+        opened = _opened(value)
+        items = [] if opened is None else [item for _, item in opened.items]
         yield f"{type(value).__qualname__}{len(items)}:".encode()
         try:
             yield array("q", items).tobytes()  # indices, the common case, at the speed of C

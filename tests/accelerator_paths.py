@@ -1,7 +1,8 @@
 """Every way in which the package touches a device, as bodies that run on ranks with any: the table is `PATHS`.
 
-Each body returns what came of it, on the CPU, and is the same on all devices but for roundings.
-`tests/test_accelerator_paths.py` runs them on the simulated accelerator, `tests/gpu.py` on CUDA and NCCL.
+Each body returns what came of it, on the CPU, and is the same on all devices but for roundings. `tests/gpu.py` runs all
+of them on CUDA and NCCL, `tests/test_accelerator_paths.py` those that share no stream with Lightning's own plug-ins on
+the simulated accelerator.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import signal
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,16 +26,15 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ranks import make_trainer
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
-from toys import FirstLater
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
-from lightning_gradavg import GradAvgMonitor, GradAvgReducer, GradAvgStrategy, average_gradients, gather
-from lightning_gradavg.rules import RULES, Rule
+from lightning_gradavg import GradAvgMonitor, GradAvgReducer, GradAvgStrategy, average_gradients, gather, hooks
+from lightning_gradavg.rules import RULES
 
-__all__ = ["PATHS", "Count", "Outcome", "Path", "perform", "weighed_losses"]
+__all__ = ["COUNTED", "PATHS", "SIMULATED", "Count", "Operators", "Outcome", "Path", "perform"]
 
 WIDTH = 8
 SAMPLES = ((3, 4, 2, 1), (5, 2, 1, 4), (4, 4, 3, 2), (2, 6, 4, 3), (3, 3, 1, 5), (1, 5, 2, 2))
@@ -84,6 +84,26 @@ class OnDevice(Net):
         return {"loss": self.loss(batch), "weight": 1 + (batch[:, 0] > 0).sum()}
 
 
+class Masked(OnDevice):
+    """On rank 1 every second micro-batch has weight 0, which only the device knows, and a loss that is NaN."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        nothing = dist.get_rank() == 1 and batch_idx % 2 == 1
+        loss = self.loss(batch) * torch.full((), torch.nan if nothing else 1.0, device=batch.device)
+        return {"loss": loss, "weight": torch.full((), 0 if nothing else len(batch), device=batch.device)}
+
+
+class Half(OnDevice):
+    """Its parameters are bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.net(batch.bfloat16()).square().mean()
+
+
 class Terms(Net):
     """Two named terms with weights on the device, one of which is at times zero and its loss NaN."""
 
@@ -109,14 +129,6 @@ class Manual(Net):
         self.manual_backward(self.loss(batch))
         self.keep_gradients()
         optimizer.step()
-
-
-class Unused(Net):
-    """A layer that no loss reaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(WIDTH, WIDTH)
 
 
 class Faulty(Net):
@@ -151,25 +163,11 @@ class BatchNorm(Net):
         return loss
 
 
-class Contrastive(BatchNorm):
-    """Lightning 1's loss of all replicas' outputs."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return {"out": self.net(batch)}
-
-    def training_step_end(self, outputs: Any) -> Tensor:
-        return torch.pdist(outputs["out"]).square().mean()
-
-
 class Gathering(Net):
     """A loss of all ranks' rows, which `gather` brings."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return torch.pdist(gather(self.net(batch))).square().mean()
-
-
-class Unfrozen(FirstLater, Net):
-    """Its first layer trains from the third step on."""
 
 
 class Evaluated(Net):
@@ -212,6 +210,47 @@ class OnNodes(GradAvgStrategy):
     def _environment_node(self) -> int:
         assert self.cluster_environment is not None
         return self.cluster_environment.node_rank()
+
+
+class Operators(TorchDispatchMode):
+    """Counts what torch dispatches for a device: collectives, operators that compute there, and copies to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = dict.fromkeys(("collectives", "operators", "copies to the host"), 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        on_device = [
+            leaf.device.type != "cpu" for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)
+        ]
+        if func.namespace == "c10d":
+            # Those of the host's own group are not the device's.
+            self.counts["collectives"] += any(on_device)
+        elif func is torch.ops.aten._local_scalar_dense.default or (any(on_device) and not all(on_device)):
+            self.counts["copies to the host"] += any(on_device) and _is_on_host(found)
+        elif any(on_device) and not func.is_view and func not in _FREE:
+            self.counts["operators"] += 1
+        return found
+
+    def of(self, name: str) -> Count:
+        return lambda: self.counts[name]
+
+
+def _is_on_host(found: Any) -> bool:
+    return not isinstance(found, Tensor) or found.device.type == "cpu"
+
+
+_ATEN = torch.ops.aten
+_FREE = (
+    _ATEN.detach.default,
+    _ATEN.empty.memory_format,
+    _ATEN.empty_like.default,
+    _ATEN.empty_strided.default,
+    _ATEN.new_empty.default,
+    _ATEN._unsafe_view.default,
+)
+"""They allocate, or make another view: nothing is launched."""
 
 
 class Counter(Callback):
@@ -293,38 +332,14 @@ def trainer_on(device: str, path: Path, strategy: Any, counter: Callback | None 
 def fit(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Train, and return the gradients of every step."""
     counter, module = Counter(counts, path), path.module()
-    trainer = trainer_on(device, path, OnNodes(**path.options()), counter)
+    given = path.options()
+    trainer = trainer_on(device, path, DDPStrategy() if given.get("stock") else OnNodes(**given), counter)
     trainer.fit(module, DataLoader(batches_of_rank(path.steps * path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
     return outcome_of(module), counter.per_step
-
-
-class Streamed(IterableDataset[Tensor]):
-    """Batches one after another, of no known length."""
-
-    def __init__(self, batches: Sequence[Tensor]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.batches)
-
-
-def fit_streams(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
-    """Train on streams, of which that of rank 1 ends two batches earlier."""
-    module, batches = path.module(), batches_of_rank(path.steps * path.window - 2 * dist.get_rank())
-    trainer_on(device, path, OnNodes(**path.options())).fit(module, DataLoader(Streamed(batches), batch_size=None))
-    return outcome_of(module), {}
 
 
 def outcome_of(module: Net) -> Outcome:
     return {f"gradient {step}": found.double().tolist() for step, found in enumerate(module.gradients)}
-
-
-def stock(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
-    """Train under Lightning's own strategy, which the others are compared with."""
-    counter, module = Counter(counts, path), path.module()
-    trainer = trainer_on(device, path, DDPStrategy(), counter)
-    trainer.fit(module, DataLoader(batches_of_rank(path.steps * path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
-    return outcome_of(module), counter.per_step
 
 
 def fit_split(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
@@ -407,10 +422,10 @@ def plain_loop(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Ou
     return outcome_of(module), {}
 
 
-def weighed_losses(device: str, window: int, **options: Any) -> Outcome:
+def weighed_losses(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Train under DDP with `GradAvgReducer`, with weights on the device, of which one is 0 and its loss NaN."""
-    module = Net().to(device)
-    model, reducer = DistributedDataParallel(module), GradAvgReducer(reduction="weighted_mean", **options)
+    module, window = Net().to(device), path.window
+    model, reducer = DistributedDataParallel(module), GradAvgReducer(reduction="weighted_mean")
     reducer.register(model)
     optimizer = module.configure_optimizers()
     for number, batch in enumerate(batches_of_rank(6)):
@@ -423,25 +438,7 @@ def weighed_losses(device: str, window: int, **options: Any) -> Outcome:
             optimizer.step()
             optimizer.zero_grad()
     reducer.check()
-    reducer.close()
-    return outcome_of(module)
-
-
-def of_mean(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A user's own hook."""
-    work: Any = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
-
-
-def power_sgd() -> dict[str, Any]:
-    return {
-        "ddp_comm_state": PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2),
-        "ddp_comm_hook": powerSGD_hook,
-    }
-
-
-def of_rule(rule: Rule) -> type[Net]:
-    return OnDevice if rule.uses_weight else Net
+    return outcome_of(module), {}
 
 
 def options(**given: Any) -> Callable[[], Mapping[str, Any]]:
@@ -452,88 +449,71 @@ FOUR = (0, 0, 1, 1)
 WEIGHTED: Mapping[str, Any] = {"reduction": "weighted_mean"}
 WINDOW: Mapping[str, Any] = {"accumulate_grad_batches": 4}
 
+MIXED: Mapping[str, Any] = {"reference": {"precision": "32-true"}, "tolerance": 2e-2}
+STOCK = options(stock=True)
+
 PATHS: Mapping[str, Path] = {
-    "stock DDPStrategy": Path(stock, module=OnDevice, waits=0),
-    "stock DDPStrategy, windows of 4": Path(stock, module=OnDevice, trainer=WINDOW, waits=0),
+    "stock DDPStrategy": Path(fit, STOCK, OnDevice, waits=0),
+    "stock DDPStrategy, windows of 4": Path(fit, STOCK, OnDevice, WINDOW, waits=0),
     **{
-        name: Path(fit, options(reduction=name), of_rule(rule), nodes=FOUR, waits=1 + rule.uses_weight)
-        for name, rule in RULES.items()
-    },
-    **{
-        f"{name}, windows of 4": Path(
-            fit, options(reduction=name), of_rule(rule), WINDOW, waits=4 + 5 * rule.uses_weight
+        name: Path(
+            fit, options(reduction=name), OnDevice if rule.uses_weight else Net, nodes=FOUR, waits=1 + rule.uses_weight
         )
         for name, rule in RULES.items()
     },
+    "mean, windows of 4": Path(fit, options(reduction="mean"), trainer=WINDOW, waits=4),
+    "weighted_mean, windows of 4": Path(fit, options(**WEIGHTED), OnDevice, WINDOW, waits=9),
     "weights on the host": Path(fit, options(**WEIGHTED), waits=2),
     "weights on the host, windows of 4": Path(fit, options(**WEIGHTED), trainer=WINDOW, waits=5),
+    "weight 0 that only the device knows": Path(fit, options(**WEIGHTED), Masked, waits=2),
     "named terms": Path(fit, options(**WEIGHTED), Terms, waits=3),
-    "named terms, windows of 4": Path(fit, options(**WEIGHTED), Terms, WINDOW, waits=9),
     "manual optimization": Path(fit, options(**WEIGHTED), Manual, waits=2),
-    "find_unused_parameters": Path(fit, options(**WEIGHTED, find_unused_parameters=True), Unused, waits=2),
-    "gradient_as_bucket_view": Path(fit, options(**WEIGHTED, gradient_as_bucket_view=True), waits=2),
-    "static_graph": Path(fit, options(**WEIGHTED, static_graph=True), waits=2),
     "static_graph, windows of 4": Path(fit, options(**WEIGHTED, static_graph=True), trainer=WINDOW, waits=5),
-    "unfrozen parameters": Path(fit, options(**WEIGHTED), Unfrozen, waits=2),
-    "sparse gradients": Path(fit, options(**WEIGHTED), Sparse, waits=4),
-    "clipping": Path(fit, options(**WEIGHTED), trainer={"gradient_clip_val": 0.1}, waits=2),
-    "bf16-mixed": Path(
-        fit,
-        options(**WEIGHTED),
-        trainer={"precision": "bf16-mixed"},
-        reference={"precision": "32-true"},
-        tolerance=2e-2,
-        waits=2,
+    "gradient_as_bucket_view": Path(fit, options(**WEIGHTED, gradient_as_bucket_view=True), OnDevice, waits=2),
+    "bfloat16 parameters": Path(fit, options(**WEIGHTED), Half, waits=2, tolerance=2e-2),
+    **{
+        f"hooks.{name}": Path(
+            fit, options(**WEIGHTED, ddp_comm_hook=getattr(hooks, name)), OnDevice, nodes=FOUR, waits=2, tolerance=1e-2
+        )
+        for name in hooks.__all__
+    },
+    "hooks.bfloat16, windows of 4": Path(
+        fit, options(**WEIGHTED, ddp_comm_hook=hooks.bfloat16), OnDevice, WINDOW, waits=9, tolerance=1e-2
     ),
-    "16-mixed with a GradScaler": Path(
-        fit,
-        options(**WEIGHTED),
-        trainer={"precision": "16-mixed"},
-        reference={"precision": "32-true"},
-        tolerance=2e-2,
-        waits=2,
-    ),
-    "a user's hook": Path(fit, options(**WEIGHTED, ddp_comm_hook=of_mean), waits=2),
-    "bf16_compress_hook": Path(fit, options(**WEIGHTED, ddp_comm_hook=bf16_compress_hook), waits=2),
-    "PowerSGD": Path(fit, power_sgd, waits=1),
-    "wire bfloat16": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), waits=2),
-    "wire float16": Path(fit, options(reduction="sum", wire_dtype="float16"), waits=1),
-    "wire bfloat16, two hops": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), nodes=FOUR, waits=2),
-    "wire float16 between nodes": Path(
-        fit, options(**WEIGHTED, wire_dtype="float16", wire_scope="nodes"), nodes=FOUR, waits=2
-    ),
-    "wire bfloat16, windows of 4": Path(fit, options(**WEIGHTED, wire_dtype="bfloat16"), trainer=WINDOW, waits=5),
-    "node_aware": Path(fit, options(**WEIGHTED, node_aware=True), nodes=FOUR, waits=2),
-    "streams that end apart": Path(fit_streams),
-    "streams that end apart, weighted": Path(fit_streams, options(**WEIGHTED)),
-    "nonfinite=drop_rank": Path(fit, options(nonfinite="drop_rank"), Faulty, waits=2),
-    "lr_scaling": Path(fit, options(lr_scaling="linear"), waits=1),
-    "gather": Path(fit, module=Gathering, waits=1),
-    "gather, windows of 4": Path(fit, options(**WEIGHTED), Gathering, WINDOW, waits=5),
-    "split_batches": Path(fit_split, options(split_batches=True), waits=2),
-    "split_batches, parts of 4 samples": Path(
-        fit_split, options(split_batches=True, max_device_batch_size=4), parts=2, waits=3
-    ),
-    "data_parallel": Path(fit_split, options(equivalent_to="data_parallel", num_replicas=4), BatchNorm, waits=3),
-    "data_parallel on 4 ranks": Path(fit_split, options(equivalent_to="data_parallel"), BatchNorm, nodes=FOUR, waits=3),
-    "data_parallel, recomputed": Path(
-        fit_split, options(equivalent_to="data_parallel", num_replicas=4, recompute_replicas=True), BatchNorm, waits=3
-    ),
-    "reproducible": Path(fit_split, options(num_replicas=4, reproducible=True), BatchNorm, waits=3),
-    "reproducible, 3 sums a rank": Path(fit_split, options(num_replicas=10, reproducible=True), BatchNorm, waits=3),
-    "reproducible on 4 ranks": Path(
-        fit_split, options(num_replicas=4, reproducible=True), BatchNorm, nodes=FOUR, waits=3
-    ),
-    "data_parallel, training_step_end": Path(fit_split, options(equivalent_to="data_parallel"), Contrastive, waits=2),
-    "single_device": Path(fit_split, options(equivalent_to="single_device"), BatchNorm, waits=4.5),
+    "bf16-mixed": Path(fit, options(**WEIGHTED), trainer={"precision": "bf16-mixed"}, **MIXED),
+    "16-mixed with a GradScaler": Path(fit, options(**WEIGHTED), trainer={"precision": "16-mixed"}, **MIXED),
+    "sparse gradients": Path(fit, options(**WEIGHTED), Sparse),
+    "nonfinite=skip_step": Path(fit, options(nonfinite="skip_step"), Faulty),
+    "gather": Path(fit, options(**WEIGHTED), Gathering),
+    "split_batches": Path(fit_split, options(split_batches=True)),
+    "data_parallel": Path(fit_split, options(equivalent_to="data_parallel", num_replicas=4), BatchNorm),
+    "reproducible": Path(fit_split, options(num_replicas=4, reproducible=True), BatchNorm),
+    "single_device": Path(fit_split, options(equivalent_to="single_device"), BatchNorm),
     "exact_evaluation": Path(evaluate, options(exact_evaluation=True), Evaluated),
     "monitor": Path(monitored, options(**WEIGHTED), OnDevice),
     "NaN weight": Path(refused, options(**WEIGHTED), BadWeight),
     "NaN weight before a checkpoint": Path(saved, options(**WEIGHTED), BadWeight),
     "SIGTERM": Path(terminated, module=Signalled),
+    "GradAvgReducer": Path(weighed_losses),
+    "GradAvgReducer, windows of 2": Path(weighed_losses, trainer={"accumulate_grad_batches": 2}),
     "average_gradients": Path(plain_loop, options(**WEIGHTED), Sparse),
-    "average_gradients, bfloat16": Path(plain_loop, options(**WEIGHTED, wire_dtype="bfloat16")),
 }
+
+SIMULATED = [name for name, path in PATHS.items() if path.waits is not None or "Reducer" in name or "NaN" in name]
+"""Those that test streams of ours, or waits of the host."""
+
+COUNTED = (
+    "stock DDPStrategy",
+    "stock DDPStrategy, windows of 4",
+    "mean",
+    "mean, windows of 4",
+    "weights on the host",
+    "weights on the host, windows of 4",
+    "weighted_mean",
+    "weighted_mean, windows of 4",
+    "hooks.bfloat16",
+)
+"""Those whose operators docs/accelerators.md lists."""
 
 
 def perform(name: str, device: str, counts: Mapping[str, Count] | None = None) -> tuple[Outcome, dict[str, float]]:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.batches.chunks import chunk_bounds
-from lightning_gradavg.reduction.combine import combine
+from lightning_gradavg.reduction.reference import combine
 from lightning_gradavg.rules import RULES, rule_of_split_batches
 
 __all__ = ["Config", "Outcome", "judged", "outcomes"]
@@ -69,14 +69,13 @@ class Config:
             "gradient_as_bucket_view": 0.3,
             "find_unused_parameters": 0.2,
             "static_graph": 0.1,
-            "node_aware": 0.1,
         }.items():
             if chance(share):
                 strategy[name] = True
         if chance(0.3):
             strategy["bucket_cap_mb"] = 0.00001
         if chance(0.5):
-            strategy["nonfinite"] = draw.choice(["raise", "skip_step", "drop_rank"])
+            strategy["nonfinite"] = draw.choice(["raise", "skip_step"])
         if self.split:
             strategy["split_batches"] = True
             self.fault, self.weight, self.named = None, draw.choice([None, "samples"]), False
@@ -118,15 +117,13 @@ class Config:
             "static_graph with named terms": "static_graph" in self.strategy and self.named,
             "static_graph and unused": "static_graph" in self.strategy,
             "a step by hand is judged": judged and self.manual,
-            "ranks are dropped, and counted": self.nonfinite == "drop_rank" and self.rule in COUNTS_RANKS,
             "ranks are counted that are done": uneven and (self.rule in COUNTS_RANKS or self.manual),
             "micro-batches by hand": self.manual and "max_device_batch_size" in self.strategy,
             "a fault is an error": fails and self.nonfinite == "raise",
             "names are not known before a loss": self.named and self.fault == "none" and self.fault_at[1] == 0,
             "a weight that is none": self.wrong_weight and self.rule in WEIGHTED,
-            "too few ranks for node_aware": "node_aware" in self.strategy,
+            "named terms in a window": self.named and self.window > 1,
             "named terms without weights": self.named and self.rule not in WEIGHTED,
-            "recompute": "num_replicas" in self.strategy,
             "no batch at all": 0 in self.counts and not self.stream,
         }
         return [reason for reason, holds in reasons.items() if holds]
@@ -174,10 +171,6 @@ class Config:
                 pairs.append((rank, gradient * math.nan if fault in ("nan", "steep") else gradient, weight))
         if dropped and self.nonfinite == "skip_step":
             return None
-        if self.nonfinite == "drop_rank":
-            if len(dropped) == WORLD_SIZE or (dropped and not [one for one in pairs if one[0] not in dropped]):
-                return None
-            pairs = [one for one in pairs if one[0] not in dropped]
         rule = rule_of_split_batches(RULES[self.rule]) if self.split else RULES[self.rule]
         return combine(
             torch.stack([gradient for _, gradient, _ in pairs]),

@@ -28,7 +28,7 @@ from ranks import RankError, RankPool
 from rich.console import Console
 from rich.table import Table
 
-TIMED = ("stock DDPStrategy", "mean", "weights on the host", "weighted_mean", "wire bfloat16")
+TIMED = ("stock DDPStrategy", "mean", "weights on the host", "weighted_mean", "hooks.bfloat16")
 STEPS = 300
 WAITED = "called a synchronizing CUDA operation"
 

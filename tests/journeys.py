@@ -23,7 +23,8 @@ from structure import ROOT
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_gradavg import GradAvgStrategy, GradAvgVerifier
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.hooks import bfloat16
 
 __all__ = ["JOURNEYS", "Seen", "Trace", "travel", "travelled"]
 
@@ -161,16 +162,6 @@ class WholeEvaluation(Callback):
         TRACE.stop()
 
 
-class WholeFit(Callback):
-    """From the beginning of training to its end."""
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        TRACE.start()
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        TRACE.stop()
-
-
 @dataclass(frozen=True)
 class Journey:
     """What is looked at.
@@ -190,10 +181,6 @@ class Journey:
     run: str = "fit"
 
 
-def verifier() -> Callback:
-    return GradAvgVerifier(2)
-
-
 WEIGHTED = {"reduction": "weighted_mean"}
 SCALED = {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 3}
 JOURNEYS: Mapping[str, Journey] = {
@@ -203,12 +190,10 @@ JOURNEYS: Mapping[str, Journey] = {
     "value logged in 3 batches of exact evaluation": Journey(
         {"exact_evaluation": True}, callbacks=(WholeEvaluation,), run="validate", trainer={"limit_val_batches": 6}
     ),
-    "step on the bfloat16 wire": Journey({**WEIGHTED, "wire_dtype": "bfloat16"}, callbacks=(OneStep,)),
+    "step with the bfloat16 hook": Journey({**WEIGHTED, "ddp_comm_hook": bfloat16}, callbacks=(OneStep,)),
     "data_parallel with 4 replicas": Journey(
         {"equivalent_to": "data_parallel", "num_replicas": 4}, callbacks=(OneStep,)
     ),
-    # Its reference is computed in a process of its own, which is not seen.
-    "verify, two steps": Journey(None, callbacks=(WholeFit, verifier), trainer={"max_steps": 2}),
 }
 
 

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_gradavg.place import Place, places_on_nodes
-from lightning_gradavg.reduction.combine import after_sum, combine, constant_normalizer
-from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Totals, Window
+from lightning_gradavg.ranks import World
+from lightning_gradavg.reduction.reference import combine
+from lightning_gradavg.reduction.weights import WHOLE_LOSS, MicroBatch
+from lightning_gradavg.reduction.window import Window
 from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule
 
 __all__ = [
@@ -31,7 +33,9 @@ __all__ = [
     "assert_order_does_not_matter",
     "assert_same",
     "assert_windows_equal_combine",
+    "exchange",
     "pairs_of",
+    "windows_of",
 ]
 
 NODE_LAYOUTS = ([0], [0, 0], [0, 1], [0, 0, 1], [0, 0, 0, 1], [1, 0, 2, 0, 1])
@@ -126,43 +130,108 @@ def assert_nothing_is_zero(rule: Rule, pairs: Pairs) -> None:
     assert torch.equal(torch.zeros(SIZE, dtype=torch.float64), nothing.combined(rule))
 
 
+def windows_of(
+    rule: Rule,
+    nodes: Sequence[int],
+    micro_batches: Sequence[Sequence[MicroBatch]],
+    *,
+    expected: int = 1,
+    divisor: float | None = 1.0,
+    unit: float | None = None,
+    narrow: bool = False,
+    missed: int = 0,
+) -> list[Window]:
+    """Return the windows of all ranks, side by side in one process, as after their last forward.
+
+    Args:
+        rule: The rule.
+        nodes: The node of every rank.
+        micro_batches: `micro_batches[r]` are those of rank `r`.
+        expected: Micro-batches of a full window.
+        divisor: What the training loop divides every loss by; None for the length of the window.
+        unit: What the windows before agreed on.
+        narrow: Whether gradients are float16.
+        missed: Ranks that have no last micro-batch.
+    """
+    windows = []
+    for rank, mine in enumerate(micro_batches):
+        window = Window(rule, places_on_nodes(nodes), World(None, rank, len(nodes)), torch.device("cpu"))
+        window.expected, window.loss_divisor, window.narrow = expected, divisor, narrow
+        window._next_unit = unit
+        window.reset()
+        for index, micro_batch in enumerate(mine):
+            window.add(micro_batch, missed=missed * (index == len(mine) - 1))
+        windows.append(window)
+    return windows
+
+
+def exchange(windows: Sequence[Window]) -> None:
+    """Have every window know the sum of what all of them know, as an all-reduce would."""
+    for window in windows:
+        window.exchange()
+    summaries = [window._summary for window in windows if window._summary is not None]
+    for window in windows if summaries else ():
+        window._summary = torch.stack(summaries).sum(0)
+
+
 def assert_windows_equal_combine(
-    rule: Rule, nodes: Sequence[int], weights: Sequence[Sequence[float]], *, divisor: float, unit: float = 1.0
+    rule: Rule,
+    nodes: Sequence[int],
+    weights: Sequence[Sequence[float]],
+    *,
+    alone: bool = False,
+    missing: Sequence[int] = (),
+    **of_windows: Any,
 ) -> None:
-    """What ranks sum of losses that each multiplied by `w / unit`, scaled afterwards, is `combine` of all pairs.
+    """What DDP averages of losses that each carry their factor, and what is left to multiply, is `combine`.
 
     Args:
         rule: The rule.
         nodes: The node of every rank.
         weights: `weights[r][m]` is the weight of rank `r`'s micro-batch `m`. Gradients of weight 0 are NaN under a rule
             that uses weights.
-        divisor: What the training loop divides every loss by.
-        unit: The unit of the multipliers.
+        alone: Whether windows are of one micro-batch, and their losses carry the whole factor.
+        missing: Ranks that have no last micro-batch.
+        of_windows: Arguments of `windows_of`.
     """
-    places = places_on_nodes(nodes)
     generator = torch.Generator().manual_seed(1)
-    gradients = [[torch.randn(SIZE, generator=generator, dtype=torch.float64) for _ in window] for window in weights]
-    summed, windows = torch.zeros(SIZE, dtype=torch.float64), []
-    for place, mine, its in zip(places, weights, gradients, strict=True):
-        window = Window(rule, places, place.rank)
+    gradients = [[torch.randn(SIZE, generator=generator, dtype=torch.float64) for _ in mine] for mine in weights]
+    batches = [[MicroBatch({WHOLE_LOSS: weight}) for weight in mine] for mine in weights]
+    for rank, mine in enumerate(weights):
         for index, weight in enumerate(mine):
-            if rule.uses_weight and weight == 0:
-                its[index] = torch.full_like(its[index], math.nan)
-            given = torch.tensor(weight, dtype=torch.float64)
-            multiplier = float(window.add(MicroBatch({WHOLE_LOSS: given}))[WHOLE_LOSS].multiplier)
-            if multiplier != 0:
-                summed += multiplier / unit * its[index] / divisor
-        windows.append(window)
-    totals = Totals(torch.stack([window.summary(torch.device("cpu")) for window in windows]).sum(0), len(places))
-    assert totals.problem is None
-    of_rule = constant_normalizer(rule, places, len(weights[0])) if not rule.uses_weight else totals.normalizer(0)
-    scales = {float(after_sum(normalizer=of_rule, divided_by=divisor * unit * window.ratio)) for window in windows}
-    expected = combine(
-        torch.stack([gradient for its in gradients for gradient in its]),
-        rule=rule,
-        nodes=[node for node, mine in zip(nodes, weights, strict=True) for _ in mine],
-        weights=[weight for mine in weights for weight in mine],
-    )
-    # One scale for all ranks, and so one after the sum.
-    (scale,) = scales
-    assert_same(expected, scale * summed)
+            if rank in missing and index == len(mine) - 1:
+                batches[rank][index] = MicroBatch({WHOLE_LOSS: 0.0}, absent=True)
+            elif weight != 0 or not rule.uses_weight:
+                continue
+            gradients[rank][index].fill_(math.nan)
+    windows = windows_of(rule, nodes, [[] for _ in nodes], missed=len(missing), **of_windows)
+    averaged = torch.zeros(SIZE, dtype=torch.float64)
+    for window, of_rank, its in zip(windows, batches, gradients, strict=True):
+        for index, (micro_batch, gradient) in enumerate(zip(of_rank, its, strict=True)):
+            window.add(micro_batch, missed=len(missing) * (index == len(its) - 1))
+            if not alone:
+                carry(averaged, window, window.held(), gradient, len(its))
+    exchange(windows)
+    if alone:
+        for window, (gradient,) in zip(windows, gradients, strict=True):
+            carry(averaged, window, window.alone(window.totals()), gradient, 1)
+    else:
+        # One factor for all ranks, as it is multiplied after their average.
+        (factor,) = {float(window.after(window.totals())) for window in windows}
+        averaged *= factor
+    present = [
+        (gradient, node, weight)
+        for node, mine, of_rank, its in zip(nodes, weights, batches, gradients, strict=True)
+        for weight, micro_batch, gradient in zip(mine, of_rank, its, strict=True)
+        if not micro_batch.absent
+    ]
+    stacked, of_pairs, of_weights = zip(*present, strict=True)
+    assert_same(combine(torch.stack(stacked), rule=rule, nodes=of_pairs, weights=of_weights), averaged)
+
+
+def carry(averaged: Tensor, window: Window, carried: Sequence[Any], gradient: Tensor, length: int) -> None:
+    """Add to DDP's average the gradient of a loss that the training loop divided, and that carries a factor."""
+    (factor,) = carried
+    if factor is not None:
+        divisor = length if window.loss_divisor is None else window.loss_divisor
+        averaged += factor * gradient / divisor / len(window.places)

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_gradavg.batches.chunks import Chunk, Split
-from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
-from lightning_gradavg.batches.progress import Progress
+from lightning_gradavg.batches.loader import BatchSplitter, Pass, SplitLoader
+from lightning_gradavg.batches.progress import NumberedLoader, Progress, kind_of
 from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.ranks import World
 
@@ -19,11 +19,14 @@ Body = Callable[[BatchSplitter], Any]
 
 
 class Loop(TrainingLoop):
-    """Stands in for Lightning's training loop."""
+    """Stands in for Lightning's training loop, which counts."""
 
     def __init__(self, combined_loader: Any = None) -> None:
         self.ended = False
-        epochs = SimpleNamespace(_num_ready_batches_reached=lambda: self.ended)
+        self.count = SimpleNamespace(ready=0, processed=0, completed=0)
+        epochs = SimpleNamespace(
+            _num_ready_batches_reached=lambda: self.ended, batch_progress=SimpleNamespace(current=self.count)
+        )
         super().__init__(SimpleNamespace(_combined_loader=combined_loader, epoch_loop=epochs))
 
     def read(self, combined_loader: Any) -> None:
@@ -31,8 +34,8 @@ class Loop(TrainingLoop):
 
 
 def splitter_of(split: Split, world: Any = World()) -> BatchSplitter:  # noqa: B008  # immutable
-    """Return the splitter of one rank, whose loop reads what its `read` is given, in windows of one batch."""
-    return BatchSplitter(split, world, Progress(Loop(), lambda: 1))
+    """Return the splitter of one rank."""
+    return BatchSplitter(split, world)
 
 
 def in_one_world(loader: Any, *, whole: bool = False, **options: Any) -> SplitLoader:
@@ -40,6 +43,14 @@ def in_one_world(loader: Any, *, whole: bool = False, **options: Any) -> SplitLo
     splitter = splitter_of(Split(**options))
     splitter.whole_batches = whole
     return splitter.wrap(loader)
+
+
+def numbered(loader: Any, splitter: BatchSplitter, progress: Progress | None = None) -> NumberedLoader:
+    """Return a loader split as Lightning reads it, whose loop reads what its `read` is given."""
+    wrapped: Any = splitter.wrap(loader, kind_of)
+    wrapped.progress = progress or Progress(Loop(), lambda: 1)
+    assert isinstance(wrapped, NumberedLoader)
+    return wrapped
 
 
 class Taken(NamedTuple):
@@ -74,7 +85,7 @@ class _Exchange:
             self.compared[rank].append(row[0])
             return [row, row]
 
-        world = SimpleNamespace(from_first=from_first, gather_integers=gather_integers)
+        world = SimpleNamespace(rank=rank, size=self.world_size, from_first=from_first, gather_integers=gather_integers)
         return splitter_of(Split(rank, self.world_size, **self.options), world)
 
     def run(self, body: Body, verdicts: Sequence[bool] | None = None) -> list[Any]:
@@ -83,12 +94,18 @@ class _Exchange:
             torch.manual_seed(self.seeds[rank])
             try:
                 results.append(body(self.splitter(rank, verdicts)))
-            except (RuntimeError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001  # what it should not raise is raised below
                 results.append(error)
         return results
 
 
-def on_ranks(world_size: int, body: Body, seeds: Sequence[int] | None = None, **options: Any) -> list[Any]:
+def on_ranks(
+    world_size: int,
+    body: Body,
+    seeds: Sequence[int] | None = None,
+    raises: tuple[type[Exception], ...] = (),
+    **options: Any,
+) -> list[Any]:
     """Return what `body(splitter)` returns or raises on every rank, each with its own random state.
 
     The test fails where the ranks would not come to every comparison together: real ones would wait for ever.
@@ -101,22 +118,17 @@ def on_ranks(world_size: int, body: Body, seeds: Sequence[int] | None = None, **
         assert None not in values, f"only some ranks come to comparison {met}"
         verdicts.append(len(values) == 1)
         if not verdicts[-1]:
-            return exchange.run(body, verdicts)
+            results = exchange.run(body, verdicts)
+            break
+    for result in results:
+        if isinstance(result, Exception) and not isinstance(result, (RuntimeError, ValueError, *raises)):
+            raise result
     return results
 
 
 def take_all(loader: SplitLoader) -> list[Taken]:
     """Return one epoch of micro-batches."""
-    iterator = iter(loader)
-    return [Taken(batch, taken_of(iterator)) for batch in iterator]
-
-
-def taken_of(iterator: Any) -> Chunk:
-    """Take what stands behind the batch that was read last."""
-    chunk = iterator.take()
-    assert chunk is not None
-    assert iterator.take() is None
-    return chunk
+    return [Taken(batch, behind.chunk) for batch, behind in Pass(loader)]
 
 
 def epochs(make: Callable[[], Any], count: int = 1) -> Body:
@@ -139,12 +151,11 @@ def global_batches(ranks: Sequence[Sequence[Taken]]) -> list[list[Any]]:
             assert not any(first)
             return batches
         whole: list[Any] = []
-        for start, rest in zip(first, per_rank, strict=True):
-            assert start is not None
-            for taken in [start, *(next(rest) for _ in range(start.chunk.count - 1))]:
-                samples = list(taken.batch.tolist() if isinstance(taken.batch, torch.Tensor) else taken.batch)
-                assert len(samples) == taken.chunk.stop - taken.chunk.start
-                whole += samples if not taken.chunk.stand_in else []
+        for taken in first:
+            assert taken is not None
+            samples = list(taken.batch.tolist() if isinstance(taken.batch, torch.Tensor) else taken.batch)
+            assert len(samples) == taken.chunk.stop - taken.chunk.start
+            whole += samples if not taken.chunk.stand_in else []
         batches.append(whole)
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction import average
+from lightning_gradavg.reduction import average, sums
 from lightning_gradavg.reduction.average import average_gradients
-from lightning_gradavg.reduction.combine import combine, rank_factors
+from lightning_gradavg.reduction.reference import combine, rank_factors
 from lightning_gradavg.reduction.sums import SUM_DTYPES
 from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule
 
@@ -95,8 +95,8 @@ def test_factors_that_are_no_numbers(rule: Rule, weights: list[float], message: 
 def test_buckets_hold_every_gradient_once(sizes: list[tuple[int, torch.dtype]], cap: int, single: int) -> None:
     """Every gradient with elements is in one bucket, buckets have one dtype, and only a single one exceeds the cap."""
     gradients = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
-    with mock.patch.multiple(average, BUCKET_BYTES=cap, SINGLE_BYTES=single):
-        cut = list(average._partition(gradients))
+    with mock.patch.multiple(sums, BUCKET_BYTES=cap, SINGLE_BYTES=single):
+        cut = list(sums._partition(gradients))
     held = sorted(id(gradient) for bucket in cut for gradient in bucket)
     assert sorted(id(gradient) for gradient in gradients if len(gradient)) == held
     for bucket in cut:
@@ -111,18 +111,11 @@ def test_every_dtype_is_scaled_as_it_is_summed(dtype: torch.dtype, factor: float
     """A gradient of any dtype is multiplied in the dtype that it is summed in, and rounded once."""
     values = torch.tensor([0.25, -1.5, 3.0, 0.0]).to(dtype)
     gradients = [values.clone(), values.reshape(2, 2).clone().t(), torch.zeros((), dtype=dtype)]
-    average._sum_dense(gradients, factor, World(), None)
+    sums.sum_dense(gradients, factor, World())
     wire = SUM_DTYPES[dtype]
     expected = (values.to(wire) * torch.tensor(factor, dtype=torch.float64).to(wire)).to(dtype).to(wire)
     assert torch.equal(expected, gradients[0].to(wire))
     assert torch.equal(expected.reshape(2, 2).t(), gradients[1].to(wire))
-
-
-def test_sums_are_wide_enough() -> None:
-    """No gradient is summed in fewer than 32 bits or fewer than its own."""
-    for dtype, wire in SUM_DTYPES.items():
-        assert wire.itemsize >= max(4, dtype.itemsize)
-        assert wire.is_complex == dtype.is_complex
 
 
 def weight_and_gradient(value: Any) -> nn.Parameter:
@@ -150,18 +143,6 @@ def test_world_of_one(reduction: Any, weight: Any, expected: list[float]) -> Non
     average_gradients([parameter], reduction=reduction, weight=weight)
     assert parameter.grad is not None
     assert expected == parameter.grad.tolist()
-
-
-def test_world_of_one_keeps_absent_gradients_and_sparse_ones() -> None:
-    """Without a process group None stays None, and a sparse gradient stays sparse."""
-    absent, embedding = nn.Parameter(torch.zeros(2)), nn.Embedding(4, 2, sparse=True)
-    embedding(torch.tensor([1, 1, 3])).sum().backward()
-    average_gradients([absent, embedding.weight], reduction="normalized_sum", weight=2)
-    assert absent.grad is None
-    gradient = embedding.weight.grad
-    assert gradient is not None
-    assert gradient.is_sparse
-    assert [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.5, 0.5]] == gradient.to_dense().tolist()
 
 
 @pytest.mark.parametrize(
@@ -193,7 +174,7 @@ def test_original_error_is_kept() -> None:
 @pytest.mark.parametrize(
     ("gradient", "message"),
     [
-        (torch.zeros(2), r"parameter 0 is on cpu, but the process group serves cuda, xpu\. Move the module, or"),
+        (torch.zeros(2), r"parameter 0 is on cpu, but the process group serves cuda, xpu\. Move it there, or"),
         (
             torch.zeros(2).to(torch.float8_e5m2fnuz),
             r"parameter 0 is torch\.float8_e5m2fnuz; only torch\.float16, .* can",
@@ -205,7 +186,7 @@ def test_gradients_that_cannot_travel(gradient: Tensor, message: str) -> None:
     parameter = nn.Parameter(torch.zeros_like(gradient))
     parameter.grad = gradient
     with pytest.raises(ValueError, match=message):
-        average._Gradients.of([parameter], "mean", None, ("cuda", "xpu"), None)
+        average._Gradients.of([parameter], "mean", None, ("cuda", "xpu"))
 
 
 def test_module_without_gradients_is_left_alone() -> None:
@@ -214,13 +195,6 @@ def test_module_without_gradients_is_left_alone() -> None:
     model.register_parameter("counts", nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False))
     average_gradients(model)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_forms_in_words() -> None:
-    """Messages name what a gradient is."""
-    assert "None" == average._form_text(None)
-    assert "dense, torch.float64" == average._form_text((torch.float64, 0))
-    assert "sparse with 2 sparse dimensions, torch.float64" == average._form_text((torch.float64, 2))
 
 
 def test_custom_rule_sees_its_place() -> None:

@@ -11,7 +11,7 @@ import yaml
 
 import lightning_gradavg
 from lightning_gradavg.cli import main
-from lightning_gradavg.cli.fit import in_one_line
+from lightning_gradavg.verify.target import in_one_line
 
 # LightningCLI of lightning 2.6 calls an old API of jsonargparse 4.53.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -60,7 +60,7 @@ def test_modules_of_the_folder_are_found(config, capsys):
     [
         ("--trainer.max_epochs=foo", "foo", "Expected int"),
         ("--trainer.foo=3", "--trainer.foo=3", "unrecognized arguments"),
-        ("--config none.yaml", "none.yaml", "File does not exist"),
+        ("--config none.yaml", "none.yaml", "there is no such file"),
         ("--model.hidden=x", "x", "Expected int"),
         ("--model=nett.Net", "nett.Net", "No module named 'nett'"),
         (f"{STRATEGY}.reduction=avg", "avg", "one of 'mean', 'sum', 'weighted_mean'"),

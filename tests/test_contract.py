@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
@@ -36,7 +37,6 @@ OWN_OPTIONS = {
     "reduction": "mean",
     "equivalent_to": None,
     "num_replicas": None,
-    "recompute_replicas": False,
     "split_batches": None,
     "max_device_batch_size": None,
     "lr_scaling": "none",
@@ -46,20 +46,12 @@ OWN_OPTIONS = {
     "allow_recipe_change": False,
     "exact_evaluation": None,
     "reproducible": False,
-    "wire_dtype": None,
-    "wire_scope": "all",
-    "node_aware": None,
     "nonfinite": "propagate",
     "check_replicas_every_n_steps": 1000,
 }
 OPTIONS_OF_DDP_STRATEGY = words(
     "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin ddp_comm_state ddp_comm_hook"
     " ddp_comm_wrapper model_averaging_period process_group_backend timeout start_method"
-)
-OPTIONS_OF_DDP = words(
-    "output_device dim broadcast_buffers init_sync process_group bucket_cap_mb find_unused_parameters check_reduction"
-    " gradient_as_bucket_view static_graph delay_all_reduce_named_params param_to_hook_all_reduce mixed_precision"
-    " device_mesh skip_all_reduce_unused_params bucket_cap_mb_list batched_grad_copy forward_sync_buffers"
 )
 
 
@@ -71,16 +63,27 @@ def parameters_of(function: Any) -> dict[str, Any]:
 def test_the_constructor():
     """Every option stands in the signature, by keyword only, with its type and its default."""
     parameters = signature(GradAvgStrategy).parameters
-    assert [*OWN_OPTIONS, *OPTIONS_OF_DDP_STRATEGY, *OPTIONS_OF_DDP] == list(parameters)
+    assert [*OWN_OPTIONS, *OPTIONS_OF_DDP_STRATEGY, "ddp_options"] == list(parameters)
     assert OWN_OPTIONS == {name: parameters[name].default for name in OWN_OPTIONS}
-    assert {inspect.Parameter.KEYWORD_ONLY} == {one.kind for one in parameters.values()}
+    assert {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD} == {one.kind for one in parameters.values()}
     assert inspect.Parameter.empty not in {one.annotation for one in parameters.values()}
+
+
+def test_the_constructors_of_sharded_models():
+    """Names and defaults; what else is given is refused."""
+    sizes = {"data_parallel_size": "auto", "tensor_parallel_size": "auto", "save_distributed_checkpoint": True}
+    process_group = {"process_group_backend": None, "timeout": default_pg_timeout}
+    empty = inspect.Parameter.empty
+    strategy = lightning_gradavg.GradAvgModelParallelStrategy
+    assert {"reduction": "mean", **sizes, **process_group, "refused": empty} == parameters_of(strategy)
+    of_fabric = lightning_gradavg.fabric.GradAvgModelParallelStrategy
+    assert {"parallelize_fn": empty, "reduction": "mean", "options": empty} == parameters_of(of_fabric)
 
 
 def test_the_names_of_the_package():
     """What `from lightning_gradavg import` gives."""
     expected = (
-        "GradAvgMonitor GradAvgProfiler GradAvgReducer GradAvgStrategy GradAvgVerifier GradientNoiseScale Place Share"
+        "GradAvgModelParallelStrategy GradAvgMonitor GradAvgReducer GradAvgStrategy Place Share"
         " average_gradients gather split_batches verify"
     )
     assert words(expected) == sorted(lightning_gradavg.__all__)
@@ -89,8 +92,8 @@ def test_the_names_of_the_package():
 def test_the_registered_names():
     """The values of `Trainer(strategy=...)`."""
     expected = (
-        "gradavg gradavg_data_parallel gradavg_fork gradavg_notebook gradavg_single_device gradavg_spawn gradavg_sum"
-        " gradavg_weighted lightning_gradavg.gradavgstrategy"
+        "gradavg gradavg_data_parallel gradavg_fork gradavg_model_parallel gradavg_notebook gradavg_single_device"
+        " gradavg_spawn gradavg_sum gradavg_weighted lightning_gradavg.gradavgstrategy"
     )
     assert words(expected) == sorted(name for name in StrategyRegistry if "gradavg" in name)
 
@@ -99,9 +102,7 @@ def test_the_functions():
     """Names and defaults of the functions' parameters."""
     empty = inspect.Parameter.empty
     of_reduction = {"reduction": "mean", "weight": None, "group": None}
-    assert {"module_or_parameters": empty, **of_reduction, "wire_dtype": None} == parameters_of(
-        lightning_gradavg.average_gradients
-    )
+    assert {"module_or_parameters": empty, **of_reduction} == parameters_of(lightning_gradavg.average_gradients)
     assert {"tensors": empty, **of_reduction} == parameters_of(lightning_gradavg.gather)
     assert {
         "module",
@@ -110,7 +111,7 @@ def test_the_functions():
         "devices",
         "steps",
         "accelerator",
-        "double",
+        "single",
         "tolerance",
         "seed",
         "ignore",
@@ -120,7 +121,7 @@ def test_the_functions():
 
 def test_other_loops():
     """Names and defaults of what serves Fabric, and loops without Lightning."""
-    empty, of_reduction = inspect.Parameter.empty, {"reduction": "mean", "wire_dtype": None}
+    empty, of_reduction = inspect.Parameter.empty, {"reduction": "mean"}
     of_weigh = {"weight": None, "divided_by": None, "samples": None}
     reducer = lightning_gradavg.GradAvgReducer
     assert of_reduction == parameters_of(reducer)
@@ -173,12 +174,6 @@ def test_exit_codes(arguments, code, capsys):
     assert code == len([line for line in capsys.readouterr().err.splitlines() if line]) * 2
 
 
-def test_a_command_that_has_left_names_what_to_use(capsys):
-    """`gradavg bench` was a command before the cost model became a benchmark."""
-    assert 2 == main(["bench"])
-    assert "'bench' is not a command; run `python -m benchmarks.cost_model`" in capsys.readouterr().err
-
-
 def test_the_verdicts_of_verify():
     """The exit codes of `gradavg verify` by verdict, none of which is that of wrong usage or a failing run."""
     assert {"equal": 0, "different": 1, "not shown": 3} == EXIT_CODES
@@ -225,15 +220,15 @@ def test_the_json_of_plan(capsys):
 
 
 def test_the_json_of_verify():
-    """The keys of `gradavg verify --json`, schema 1."""
-    finding = Finding("sum loss", "loss", "detail")
-    read = Report("", "", 2, 1, "", 1e-5, [Stage("loss", "differs")], [finding]).as_dict()
-    assert 1 == SCHEMA == read["schema"]
+    """The keys of `gradavg verify --json`, schema 2."""
+    finding = Finding("sum loss", "reduced gradient", "detail")
+    read = Report("", "", 2, 1, 1e-8, [Stage("reduced gradient", "differs")], [finding]).as_dict()
+    assert 2 == SCHEMA == read["schema"]
     assert words(
-        "schema equal verdict strategy reduction world_size steps reference tolerance stages findings gradients remarks"
+        "schema equal verdict strategy reduction world_size steps tolerance stages findings gradients remarks precision"
     ) == list(read)
-    assert words("name status step difference note") == list(read["stages"][0])
-    assert {*words("cause stage detail step difference advice diff is_difference factor page")} < set(
+    assert words("name status step note") == list(read["stages"][0])
+    assert {*words("cause stage detail step difference advice diff is_difference factor text")} < set(
         read["findings"][0]
     )
 
@@ -250,11 +245,8 @@ def test_the_json_of_verify():
         ({"max_device_batch_size": 2}, ValueError),
         ({"num_replicas": 0}, ValueError),
         ({"base_world_size": 0}, ValueError),
-        ({"wire_dtype": "fp8"}, ValueError),
-        ({"wire_scope": "rack", "wire_dtype": "bfloat16"}, ValueError),
         ({"model_averaging_period": 3}, ValueError),
         ({"equivalent_to": "data_parallel", "split_batches": False}, ValueError),
-        ({"process_group": object()}, TypeError),
         ({"nonsense": 1}, TypeError),
     ],
 )

@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from ranks import make_trainer
 from rich.console import Console
 from rich.progress import Progress
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, SequentialSampler
 
@@ -26,7 +27,7 @@ from examples.demo.global_batches import GlobalBatchSampler, ShuffleSampler, chu
 from examples.demo.report import final_loss, make_table, save_json, save_plot
 from examples.demo.run_one import LossCurve, ProgressFile, ReversedSamples, tasks
 from examples.demo.training import make_strategy, train
-from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg import GradAvgStrategy, hooks
 
 WORLDS = [1, 2, 3, 4, 5]
 
@@ -592,7 +593,7 @@ class Wide(Constant):
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({}, 16384), ({"wire_dtype": "bfloat16"}, 8192), ({"num_replicas": 2, "reproducible": True}, 16384)],
+    [({"ddp_comm_hook": allreduce_hook}, 16384), ({"ddp_comm_hook": hooks.bfloat16}, 8192)],
 )
 def test_bytes_of_a_step(options, expected, world):
     """On 2 ranks each sends half of 16 KiB twice, and in bfloat16 half of that."""

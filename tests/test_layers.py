@@ -13,12 +13,12 @@ from structure import MODULES, folder_of, imported_names, own_imports
 # A module beside the folders is a folder of its own. Put a new one where its imports allow.
 FLOORS = (
     "place tree device lightning_internals arguments methods random_state",
-    "timers profile loaders fingerprint",
-    "rules ranks wire part",
-    "options reduction rates",
+    "loaders fingerprint stand_in",
+    "rules ranks part",
+    "options reduction rates hooks",
     "batches checkpoints evaluation launch termination faults",
     "replicas report reproducible",
-    "strategy plan fabric",
+    "strategy sharded plan fabric",
     "verify monitor",
     "cli",
     "__init__ __main__",
@@ -30,9 +30,10 @@ UPWARD: dict[str, str] = {}
 
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 LIGHTNING_IN = (
-    "lightning_internals methods part profile batches.part checkpoints evaluation launch rates.part",
-    "reduction.reduction replicas.part replicas.state replicas.obstacles replicas.log reproducible.part",
-    "strategy fabric termination monitor verify cli __init__",
+    "lightning_internals methods stand_in part batches.part checkpoints evaluation faults.part launch rates.part",
+    "reduction.reduction replicas.part replicas.pieces replicas.state replicas.obstacles replicas.log",
+    "reproducible.part",
+    "strategy sharded fabric termination monitor verify cli __init__",
 )
 """Folders and modules that may import Lightning. Everything else is the core, and works without."""
 

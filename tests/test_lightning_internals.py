@@ -12,7 +12,7 @@ from lightning_gradavg.lightning_internals import NEWER, PRIVATE, missing
 
 NAMES = {name for names in (PRIVATE, *NEWER.values()) for each in names.values() for name in each.split()}
 OF_NAMEDTUPLE = {"_asdict", "_fields", "_make", "_replace"}  # documented, in spite of the underscore
-OVERRIDDEN = {"strategy": {"_register_ddp_hooks", "_ddp_comm_state"}, "report.noise_scale": {"_plot"}}
+OVERRIDDEN = {"strategy": {"_register_ddp_hooks", "_ddp_comm_state"}}
 """What a class of ours has from a class of theirs, by module: it is named in the table, and used as `self`."""
 
 

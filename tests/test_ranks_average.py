@@ -1,62 +1,230 @@
-"""`average_gradients` on real ranks: plain loops made right, with the numbers of one process, whatever is sent."""
+"""`average_gradients` on real ranks: the numbers of one process, and the same error on all ranks if it is misused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from averaging import Gradients, approx, draw_gradients, literal, reduce_given, same_everywhere, square_root_of_weight
+from averaging import literal, square_root_of_weight
 from grids import grid
-from roundings import LARGEST_ERROR, relative_error
+from ranks import Raised
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from lightning_gradavg.reduction import average
+from lightning_gradavg.place import Place
+from lightning_gradavg.reduction import sums
 from lightning_gradavg.reduction.average import average_gradients
-from lightning_gradavg.rules import RULES
-from lightning_gradavg.wire import exchange
-from lightning_gradavg.wire.codecs import CODECS
+from lightning_gradavg.rules import RULES, Share
+
+Gradients = Sequence["Tensor | None"]
+inf, nan = torch.inf, torch.nan
+TINY = 2.0**-24
+
+
+EVERY_RULE = [*RULES, square_root_of_weight]
+
+
+def reduce_given(of_ranks: Sequence[Gradients], weights: Any = None, nodes: Any = None, **options: Any) -> Gradients:
+    """Body: reduce dictated gradients, `of_ranks[rank][parameter]`, and return this rank's."""
+    rank = dist.get_rank()
+    if nodes is not None:
+        os.environ["NODE_RANK"] = str(nodes[rank])
+    parameters = []
+    for gradients in zip(*of_ranks, strict=True):
+        like = next((gradient for gradient in gradients if gradient is not None), torch.zeros(2))
+        parameters.append(nn.Parameter(torch.zeros(like.shape, dtype=like.dtype)))
+        parameters[-1].grad = gradients[rank]
+    if weights is not None:
+        options["weight"] = weights[rank]
+    average_gradients(parameters, **options)
+    return [parameter.grad for parameter in parameters]
+
+
+def same_everywhere(results: Sequence[Gradients]) -> Any:
+    """Assert that all ranks hold the same bits, and return them."""
+    for result in results[1:]:
+        for mine, first in zip(result, results[0], strict=True):
+            if mine is None or first is None:
+                assert mine is first
+                continue
+            assert (mine.layout, mine.dtype) == (first.layout, first.dtype)
+            pairs = zip(parts(mine), parts(first), strict=True)
+            assert all(torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)) for one, other in pairs)
+    return results[0]
+
+
+def parts(gradient: Tensor) -> list[Tensor]:
+    return [gradient.indices(), gradient.values()] if gradient.is_sparse else [gradient]
+
+
+def draw_gradients(world_size: int, shapes: Sequence[Any], dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+    draw = torch.Generator().manual_seed(world_size)
+    return [[torch.randn(shape, dtype=dtype, generator=draw) for shape in shapes] for _ in range(world_size)]
+
 
 LAYOUTS = {1: [[0]], 2: [[0, 0], [0, 1]], 3: [[0, 0, 0], [1, 0, 1]], 4: [[0, 0, 1, 1], [0, 0, 0, 1], [7, 3, 5, 3]]}
-NODES = {2: [0, 1], 3: [1, 0, 1], 4: [0, 0, 1, 1]}
-WITHOUT_WEIGHT = ("mean", "sum", "mean_of_node_sums", "mean_of_node_means", "sum_of_node_means")
-
 SHAPES = ((), (3,), (0, 4), (2, 5), (131_072,), (1,), (3, 2, 2))
 
 
-@pytest.mark.parametrize("reduction", [*RULES, square_root_of_weight], ids=[*RULES, "custom"])
+@pytest.mark.parametrize("reduction", EVERY_RULE, ids=[*RULES, "custom"])
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_every_rule_is_its_formula(world, world_size, reduction):
-    """Every rule gives its literal formula to 1e-12, small gradients in a bucket and one large, on any nodes."""
-    name = reduction if isinstance(reduction, str) else "square_root_of_weight"
+    """Small gradients in a bucket and one large, on any nodes, to 1e-12; a rule without weights needs none."""
     of_ranks = draw_gradients(world_size, SHAPES)
     weights = [3.0, 0.25, 0.0, 17.5][:world_size]
     for nodes in LAYOUTS[world_size]:
-        reduced = same_everywhere(
-            world(world_size).run(reduce_given, of_ranks, weights, nodes, reduction=reduction), world_size
-        )
+        reduced = same_everywhere(world(world_size).run(reduce_given, of_ranks, weights, nodes, reduction=reduction))
         for index, gradient in enumerate(reduced):
-            expected = literal(name, [gradients[index] for gradients in of_ranks], weights, nodes)
+            expected = literal(reduction, [gradients[index] for gradients in of_ranks], weights, nodes)
             torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+        if reduction in RULES and not RULES[reduction].uses_weight:
+            unweighed = world(world_size).run(reduce_given, of_ranks, None, nodes, reduction=reduction)[0]
+            assert all(torch.equal(*pair) for pair in zip(reduced, unweighed, strict=True))
 
 
-@pytest.mark.parametrize("reduction", WITHOUT_WEIGHT)
-def test_weight_is_optional_where_the_rule_has_none(world, reduction):
-    """A rule that uses no weight gives the same bits without one."""
-    of_ranks = draw_gradients(3, [(5,)])
-    without = same_everywhere(world(3).run(reduce_given, of_ranks, reduction=reduction), 3)
-    with_weight = same_everywhere(world(3).run(reduce_given, of_ranks, [1, 2, 0], reduction=reduction), 3)
-    assert torch.equal(without[0], with_weight[0])
+def coo(entries: dict[int, Any], dtype: torch.dtype = torch.float64, coalesced: bool = True) -> Tensor:
+    """Return an embedding's gradient, every entry repeated over three columns; uncoalesced it has each three times."""
+    values = torch.tensor(list(entries.values()), dtype=dtype)[:, None].expand(len(entries), 3)
+    indices = torch.tensor([list(entries)], dtype=torch.int64)
+    if not coalesced:
+        indices, values = torch.cat([indices, indices], 1), torch.cat([values, values * 2])
+    gradient = torch.sparse_coo_tensor(indices, values, (6, 3), check_invariants=True)
+    return gradient.coalesce() if coalesced else gradient
 
 
-def reduce_in_small_buckets(of_ranks: Sequence[Gradients], **sizes: Any) -> list[Tensor | None]:
-    with patch.multiple(average, **sizes):
+def float64(*numbers: float) -> list[Tensor]:
+    return [torch.tensor(number, dtype=torch.float64) for number in numbers]
+
+
+def half(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float16)
+
+
+one, lists = torch.tensor, {"reduction": "weighted_mean"}
+OVERFLOWING = [half(40000.0, TINY, 60000.0, 40000.0), half(40000.0, TINY, -60000.0, 0.0)]
+OF_ONE = [float64(1.0)[0], float64(3.0)[0], float64(5.0)[0], float64(7.0)[0]]
+MILLION = [2.0**20] * 2
+NARROW = [coo({1: value}, torch.float16, coalesced=False) for value in (20000.0, -20000.0)]
+
+# Name: the gradient of each rank, reduction, weights, nodes, and the reduced gradient computed by hand.
+GIVEN: dict[str, tuple[Gradients, str, Any, Any, Any]] = {
+    "case 4": (float64(14.0, 14.0), "normalized_sum", [4, 8], None, 28 / 12),
+    "case 7": (float64(3 * 2 / 4, 5 * 2 / 4), "mean", None, None, 2.0),
+    "case 8": (float64(1.0, 2.0), "weighted_mean", [2.0, 18.0], None, 1.9),
+    "case 11, 4 ranks": (float64(1.0, 2.0, 3.0, 6.0), "normalized_sum", [1, 1, 1, 1], None, 3.0),
+    "case 11, 2 ranks": (float64(3.0, 9.0), "normalized_sum", [2, 2], None, 3.0),
+    "case 11, 1 rank": (float64(12.0), "normalized_sum", [4], None, 3.0),
+    "case 11, sum": (float64(3.0, 9.0), "sum", None, None, 12.0),
+    "case 10, mean of means": (OF_ONE, "mean_of_node_means", None, [0, 0, 1, 1], 4.0),
+    "case 10, mean of sums": (OF_ONE, "mean_of_node_sums", None, [0, 0, 1, 1], 8.0),
+    "case 10, sum of means": (OF_ONE, "sum_of_node_means", None, [0, 0, 1, 1], 8.0),
+    "case 10, sum": (OF_ONE, "sum", None, [0, 0, 1, 1], 16.0),
+    # Float32 sums of the weights give another number.
+    "case 32, float64": (float64(0, 2.0**24 + 1), "weighted_mean", [one(2**24), one(1.0)], None, 1.0),
+    "case 47, None on a rank": ([one([2.0, 4.0]), one([4.0, 5.0]), None], "mean", None, None, [2.0, 3.0]),
+    "case 47, one has it": ([None, one([3.0])], "sum", None, None, [3.0]),
+    "case 47, None": ([None, None], "mean", None, None, None),
+    "NaN of a rank": ([one([2.0, 1.0]), one([nan, 3.0])], "mean", None, None, [nan, 2.0]),
+    "no weight": ([one([nan, 1.0]), one([inf, 2.0])], "weighted_mean", [0, 0.0], None, [0.0, 0.0]),
+    "no weight, None on a rank": ([None, torch.ones(3)], "weighted_mean", [0, 0.0], None, [0.0, 0.0, 0.0]),
+    # Summed in float32: what fits in the result is not lost on the way, and what does not is infinite.
+    "float16 mean": (OVERFLOWING, "mean", None, None, [40000.0, TINY, 0.0, 20000.0]),
+    "float16 sum": (OVERFLOWING, "sum", None, None, [inf, 2 * TINY, 0.0, 40000.0]),
+    "float16 in units": (OVERFLOWING, "normalized_sum", MILLION, None, half(80000 / 2**21, 0, 0, 40000 / 2**21)),
+    "sparse of weight 0": ([coo({0: 1.0}), coo({0: nan, 3: inf})], "weighted_mean", [3, 0], None, coo({0: 1.0})),
+    "sparse, no weight": ([coo({0: 1.0}), coo({0: nan})], "weighted_mean", [0, 0], None, coo({})),
+    "sparse float16": (NARROW, "mean", None, None, coo({1: 0.0}, torch.float16)),
+    "sparse float16, weighed": (NARROW, "weighted_mean", [3, 1], None, coo({1: 30000.0}, torch.float16)),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_gradient_computed_by_hand(world, name):
+    """Every rank has the number computed by hand, in the dtype and layout of the gradients."""
+    of_ranks, reduction, weights, nodes, expected = GIVEN[name]
+    given = [[gradient] for gradient in of_ranks]
+    (found,) = same_everywhere(world(len(given)).run(reduce_given, given, weights, nodes, reduction=reduction))
+    if expected is None:
+        assert found is None
+        return
+    like = next(gradient for gradient in of_ranks if gradient is not None)
+    assert (like.dtype, like.layout) == (found.dtype, found.layout)
+    for mine, part in zip(parts(found), parts(torch.as_tensor(expected, dtype=found.dtype)), strict=True):
+        torch.testing.assert_close(mine, part, rtol=1e-12, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("poison", "reduction"), grid([nan, inf, -inf], ["weighted_mean", "normalized_sum", square_root_of_weight])
+)
+def test_weight_zero_contributes_nothing(world, reduction, poison):
+    """Cases 5 and 50: gradients of a rank of weight 0 are discarded, in place and in a bucket: 0 * NaN would be NaN."""
+    of_ranks = [[one([2.0]), torch.ones(2**18)], [one([poison]), torch.full((2**18,), poison)]]
+    small, large = same_everywhere(world(2).run(reduce_given, of_ranks, [1, 0], [0, 1], reduction=reduction))
+    assert torch.equal(one([2.0]), small)
+    assert torch.equal(torch.ones(2**18), large)
+
+
+COMPLEX = {"dtype": torch.complex64}
+SPARSE: dict[str, Gradients] = {
+    "even": [coo({0: 1.0, 2: 2.0}), coo({2: 4.0, 5: 8.0}), coo({1: 1.0, 3: 7.0})],
+    "uneven": [coo({0: 1.0}), coo({0: 2.0, 1: 4.0, 2: 8.0, 4: 0.5}), coo({5: 3.0, 0: 1.0})],
+    "empty on rank 1": [coo({0: 1.0}), coo({}), coo({0: 3.0})],
+    "empty": [coo({}), coo({}), coo({})],
+    "uncoalesced": [coo({0: 1.0, 1: 2.0}, coalesced=False), coo({1: 1.0}), coo({1: 1.0}, coalesced=False)],
+    "None on ranks 0 and 2": [None, coo({1: 4.0, 3: 2.0}), None],
+    "two sparse dimensions": [torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse(), torch.zeros(3, 3).to_sparse()],
+    "complex": [coo({0: 1j}, **COMPLEX), coo({0: 2.0}, **COMPLEX), coo({}, **COMPLEX)],
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
+@pytest.mark.parametrize("case", SPARSE)
+def test_sparse_gradients(world, case, reduction):
+    """They stay sparse beside dense ones and have the values of the dense formula, whatever entries each rank has."""
+    of_ranks, weights = [[gradient, torch.arange(3.0)] for gradient in SPARSE[case]], [2, 1, 5]
+    sparse, _ = same_everywhere(world(3).run(reduce_given, of_ranks, weights, reduction=reduction))
+    assert sparse.is_sparse
+    assert sparse.is_coalesced()
+    like = next(gradient for gradient in SPARSE[case] if gradient is not None).to_dense()
+    gradients = [torch.zeros_like(like) if gradient is None else gradient.to_dense() for gradient in SPARSE[case]]
+    expected = literal(reduction, gradients, weights, [0, 0, 0]).to(like.dtype)
+    torch.testing.assert_close(sparse.to_dense(), expected, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [64, 2**19])
+def test_narrow_gradients_are_rounded_once(world, dtype, size):
+    """The mean of 4 ranks' narrow gradients is the exact mean, rounded once; a sum in the narrow type is not."""
+    draw = torch.Generator().manual_seed(size)
+    # Multiples of 1/64 below 2: float32 adds four of them exactly.
+    gradients = [(torch.randint(-128, 128, (size,), generator=draw) / 64).to(dtype) for _ in range(4)]
+    (mean,) = same_everywhere(world(4).run(reduce_given, [[gradient] for gradient in gradients]))
+    exact = torch.stack([gradient.double() for gradient in gradients]).sum(0) / 4
+    assert torch.equal(exact.to(dtype), mean)
+
+
+@pytest.mark.parametrize("size", [3, 2**18])
+def test_complex_gradients(world, size):
+    """Complex gradients are reduced by parts: an infinite real part makes no NaN of the imaginary part."""
+    of_ranks = [[torch.full((size,), value)] for value in (1 + 2j, 3 - 4j, complex(inf, 1))]
+    (mean,) = same_everywhere(world(3).run(reduce_given, of_ranks))
+    assert torch.isposinf(mean.real).all()
+    torch.testing.assert_close(mean.imag, torch.full((size,), -1 / 3))
+
+
+def reduce_in_small_buckets(of_ranks: Sequence[Gradients], **sizes: Any) -> Gradients:
+    with patch.multiple(sums, **sizes):
         return reduce_given(of_ranks, reduction="sum")
 
 
@@ -66,71 +234,66 @@ def reduce_in_small_buckets(of_ranks: Sequence[Gradients], **sizes: Any) -> list
 def test_size_of_buckets_does_not_matter(world, sizes):
     """However the gradients are cut into buckets, and whatever dtypes are mixed, integers are summed exactly."""
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.float16]
-    of_ranks = [
-        [torch.full((index % 5 + 1,), rank + index).to(dtypes[index % 5]) for index in range(40)] for rank in range(3)
-    ]
-    reduced = same_everywhere(world(3).run(reduce_in_small_buckets, of_ranks, **sizes), 3)
-    for index, gradient in enumerate(reduced):
-        assert torch.equal(torch.full((index % 5 + 1,), 3.0 + 3 * index).to(dtypes[index % 5]), gradient)
+    of_ranks = [[torch.full((i % 5 + 1,), rank + i).to(dtypes[i % 5]) for i in range(40)] for rank in range(3)]
+    for i, gradient in enumerate(same_everywhere(world(3).run(reduce_in_small_buckets, of_ranks, **sizes))):
+        assert torch.equal(torch.full((i % 5 + 1,), 3.0 + 3 * i).to(dtypes[i % 5]), gradient)
+
+
+def record_collectives(of_ranks: Sequence[Gradients], **options: Any) -> list[tuple[str, int]]:
+    """Body: return the collectives of a call and the waits for the sums, in order, each with its size."""
+    seen: list[tuple[str, int]] = []
+    stock_reduce, stock_gather = dist.all_reduce, dist.all_gather
+
+    class Recorded(NamedTuple):
+        work: Any
+        size: int
+
+        def wait(self) -> None:
+            seen.append(("wait", self.size))
+            self.work.wait()
+
+    def all_reduce(tensor: Tensor, *, group: Any, async_op: bool) -> Any:  # a sum: a backend may know nothing else
+        seen.append(("all_reduce", tensor.numel()))
+        return Recorded(stock_reduce(tensor, group=group, async_op=async_op), tensor.numel())
+
+    def all_gather(tensors: list[Tensor], tensor: Tensor, **rest: Any) -> Any:
+        seen.append(("all_gather", tensor.numel()))
+        return stock_gather(tensors, tensor, **rest)
+
+    with patch.multiple(dist, all_reduce=all_reduce, all_gather=all_gather):
+        reduce_given(of_ranks, **options)
+    return seen
+
+
+@pytest.mark.parametrize("reduction", RULES)
+def test_one_small_exchange_and_all_buckets_in_flight(world, reduction):
+    """Cases 16 and 31: one exchange of five numbers, and sums alone, each begun before the first is waited for."""
+    of_ranks = draw_gradients(2, [(100,)] * 50 + [(2**18,), (7,)], torch.float32)
+    expected = [("all_gather", 5), ("all_reduce", 2**18), ("all_reduce", 5007), ("wait", 2**18), ("wait", 5007)]
+    options = {"weights": [1, 2], "nodes": [0, 1], "reduction": reduction}
+    assert [expected] * 2 == world(2).run(record_collectives, of_ranks, **options)
 
 
 def train_toy(
     samples: Sequence[Sequence[float]],
     *,
-    kind: str = "s",
-    loss: str = "mean",
-    weighted: bool = False,
+    loss: Callable[[Tensor], Tensor] = torch.mean,
+    linear: bool = False,
+    convert: Callable[[int], Any] | None = None,
     steps: int = 1,
-    lr: float = 0.01,
-    convert: Callable[[int], Any] = float,
     **options: Any,
-) -> tuple[Tensor, Tensor]:
+) -> Gradients:
     """Body: a plain loop on one weight, which starts at 1. Return the last gradient and the weight."""
     x = torch.tensor(samples[dist.get_rank()], dtype=torch.float64)
     w = nn.Parameter(torch.ones((), dtype=torch.float64))
-    optimizer = torch.optim.SGD([w], lr=lr)
-    if weighted:
-        options["weight"] = convert(len(x))
+    optimizer = torch.optim.SGD([w], lr=0.01)
+    weight = None if convert is None else convert(len(x))
     for _ in range(steps):
         optimizer.zero_grad()
-        losses = 0.5 * (w * x) ** 2 if kind == "s" else w * x
-        (losses.mean() if loss == "mean" else losses.sum()).backward()
-        average_gradients([w], **options)
+        loss(w * x if linear else 0.5 * (w * x) ** 2).backward()
+        average_gradients([w], weight=weight, **options)
         optimizer.step()
-    assert w.grad is not None
-    return w.grad, w.detach()
-
-
-@pytest.mark.parametrize(
-    ("samples", "options", "gradient", "weight"),
-    [
-        ([[1, 2], [3, 4]], {"loss": "sum", "reduction": "sum"}, 30, 0.7),
-        ([[1, 2], [3, 4], [5, 6], [7, 8]], {"loss": "sum", "reduction": "sum"}, 204, -1.04),
-        ([[1, 2, 3], [4]], {"reduction": "weighted_mean", "weighted": True}, 7.5, 0.925),
-        ([[1, 2, 3], [4]], {"reduction": "mean"}, 31 / 3, 1 - 0.31 / 3),
-        ([[2, 4], []], {"kind": "lin", "reduction": "weighted_mean", "weighted": True}, 3.0, 0.97),
-        ([[1, 2, 3, 4], [5, 6, 7, 8]], {}, 25.5, 0.745),
-        (
-            [[1], [2], [3, 4, 5], [6, 7, 8]],
-            {"loss": "sum", "reduction": "normalized_sum", "weighted": True},
-            25.5,
-            0.745,
-        ),
-        ([[1, 2, 3], [4, 5]], {"reduction": "weighted_mean", "weighted": True}, 11.0, 0.89),
-    ],
-    ids=["case 1", "case 1, 4 ranks", "case 2", "case 2, stock", "case 5", "case 12", "case 12, uneven", "case 27"],
-)
-def test_plain_loop_gives_the_gradient_of_one_process(world, samples, options, gradient, weight):
-    """Cases 1, 2, 5, 12 and 27: one step of a plain loop has the gradient and the weight computed by hand."""
-    seen = same_everywhere(world(len(samples)).run(train_toy, samples, **options), len(samples))
-    assert approx([gradient, weight]) == [value.item() for value in seen]
-
-
-def test_twenty_steps_of_uneven_batches(world):
-    """Case 2: after 20 steps on {1, 2, 3} and {4} the weight is that of one process."""
-    options = {"reduction": "weighted_mean", "weighted": True, "steps": 20}
-    _, weight = same_everywhere(world(2).run(train_toy, [[1, 2, 3], [4]], **options), 2)
-    assert approx(0.21029776386659413) == weight.item()
+    return [w.grad, w.detach()]
 
 
 def int64_scalar(count: int) -> Tensor:
@@ -145,157 +308,39 @@ def differentiable(count: int) -> Tensor:
     return torch.tensor(float(count), requires_grad=True)
 
 
-@pytest.mark.parametrize(
-    "convert",
-    [int, float, np.int16, np.float32, Fraction, int64_scalar, bfloat16_matrix, differentiable],
-    ids=lambda convert: convert.__name__,
-)
-def test_weight_of_any_type(world, convert):
-    """Case 32: a weight may be of any numeric type, Python's, NumPy's or a tensor; case 2 gives 7.5 with each."""
-    options = {"reduction": "weighted_mean", "weighted": True, "convert": convert}
-    gradient, _ = same_everywhere(world(2).run(train_toy, [[1, 2, 3], [4]], **options), 2)
-    assert approx(7.5) == gradient.item()
+BY_COUNT = {"reduction": "weighted_mean", "convert": int}
+OF_SUMS = {"reduction": "sum", "loss": torch.sum}
+SUM_BY_COUNT = {"reduction": "normalized_sum", "loss": torch.sum, "convert": int}
+CONVERTERS = (float, np.int16, np.float32, Fraction, int64_scalar, bfloat16_matrix, differentiable)
+LOOPS: dict[str, tuple[Any, dict[str, Any], float, float]] = {
+    "case 1": ([[1, 2], [3, 4]], OF_SUMS, 30, 0.7),
+    "case 1, 4 ranks": ([[1, 2], [3, 4], [5, 6], [7, 8]], OF_SUMS, 204, -1.04),
+    "case 2": ([[1, 2, 3], [4]], BY_COUNT, 7.5, 0.925),
+    "case 2, stock": ([[1, 2, 3], [4]], {}, 31 / 3, 1 - 0.31 / 3),
+    "case 2, 20 steps": ([[1, 2, 3], [4]], {**BY_COUNT, "steps": 20}, 7.5 * (1 - 0.075) ** 19, (1 - 0.075) ** 20),
+    "case 5": ([[2, 4], []], {**BY_COUNT, "linear": True}, 3.0, 0.97),
+    "case 12": ([[1, 2, 3, 4], [5, 6, 7, 8]], {}, 25.5, 0.745),
+    "case 12, uneven": ([[1], [2], [3, 4, 5], [6, 7, 8]], SUM_BY_COUNT, 25.5, 0.745),
+    "case 27": ([[1, 2, 3], [4, 5]], BY_COUNT, 11.0, 0.89),
+    **{
+        f"case 32, {convert.__name__}": ([[1, 2, 3], [4]], {**BY_COUNT, "convert": convert}, 7.5, 0.925)
+        for convert in CONVERTERS
+    },
+}
 
 
-def test_weights_are_summed_in_float64(world):
-    """Case 32: weights 2**24 (gradient 0) and 1 (gradient 2**24 + 1) give exactly 1, which float32 sums do not."""
-    of_ranks = [[torch.zeros((), dtype=torch.float64)], [torch.tensor(2.0**24 + 1, dtype=torch.float64)]]
-    weights = [torch.tensor(2**24), torch.tensor(1.0)]
-    (gradient,) = same_everywhere(world(2).run(reduce_given, of_ranks, weights, reduction="weighted_mean"), 2)
-    assert gradient.item() == pytest.approx(1.0, abs=1e-10)
+@pytest.mark.parametrize("name", LOOPS)
+def test_plain_loop_gives_the_gradient_of_one_process(world, name):
+    """The gradient and the weight of a plain loop are those computed by hand, with a weight of any type."""
+    samples, options, gradient, weight = LOOPS[name]
+    seen = same_everywhere(world(len(samples)).run(train_toy, samples, **options))
+    assert pytest.approx([gradient, weight], rel=1e-12, abs=1e-12) == [value.item() for value in seen]
 
 
-def refuse_averages(of_ranks: Sequence[Gradients], **options: Any) -> list[Tensor | None]:
-    """Body: reduce with every collective but SUM forbidden."""
-    stock = dist.all_reduce
-
-    def only_sum(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **rest: Any) -> Any:
-        if op != dist.ReduceOp.SUM:
-            raise RuntimeError(f"{op} is not available")
-        return stock(tensor, op, **rest)
-
-    with patch.object(dist, "all_reduce", only_sum):
-        return reduce_given(of_ranks, **options)
-
-
-@pytest.mark.parametrize("reduction", RULES)
-def test_only_sums_are_communicated(world, reduction):
-    """Case 31: every rule works with a backend that can only sum."""
-    of_ranks = [[torch.tensor([1.0])], [torch.tensor([3.0])]]
-    options = {"weights": [1, 1], "nodes": [0, 1], "reduction": reduction}
-    (gradient,) = same_everywhere(world(2).run(refuse_averages, of_ranks, **options), 2)
-    assert (4.0 if reduction.startswith("sum") else 2.0) == gradient.item()
-
-
-def record_collectives(of_ranks: Sequence[Gradients], **options: Any) -> list[tuple[str, int]]:
-    """Body: return the collectives of a call and the waits for the sums, in order, each with its size."""
-    seen: list[tuple[str, int]] = []
-    stock_reduce, stock_gather = dist.all_reduce, dist.all_gather
-
-    class Recorded:
-        def __init__(self, work: Any, size: int) -> None:
-            self.work, self.size = work, size
-
-        def wait(self) -> None:
-            seen.append(("wait", self.size))
-            self.work.wait()
-
-    def all_reduce(tensor: Tensor, *args: Any, **rest: Any) -> Any:
-        assert rest["async_op"] is True
-        seen.append(("all_reduce", tensor.numel()))
-        return Recorded(stock_reduce(tensor, *args, **rest), tensor.numel())
-
-    def all_gather(tensors: list[Tensor], tensor: Tensor, *args: Any, **rest: Any) -> Any:
-        seen.append(("all_gather", tensor.numel()))
-        return stock_gather(tensors, tensor, *args, **rest)
-
-    with patch.multiple(dist, all_reduce=all_reduce, all_gather=all_gather):
-        reduce_given(of_ranks, **options)
-    return seen
-
-
-def test_one_small_exchange_and_all_buckets_in_flight(world):
-    """Case 16: a call costs one exchange of six numbers; every bucket's sum begins before the first is waited for."""
-    shapes = [(100,)] * 50 + [(2**18,), (7,)]
-    of_ranks = draw_gradients(2, shapes, torch.float32)
-    for seen in world(2).run(record_collectives, of_ranks, weights=[1, 2], reduction="weighted_mean"):
-        expected = [("all_gather", 6), ("all_reduce", 2**18), ("all_reduce", 5007), ("wait", 2**18), ("wait", 5007)]
-        assert expected == seen
-
-
-@pytest.mark.parametrize("wire_dtype", [None, *CODECS])
-def test_no_weight_anywhere(world, wire_dtype):
-    """A total weight of 0 gives zero gradients on all ranks, even where they were NaN."""
-    of_ranks = [[torch.tensor([torch.nan, 1.0]), None], [torch.tensor([torch.inf, 2.0]), torch.ones(3)]]
-    options = {"weights": [0, 0.0], "reduction": "weighted_mean", "wire_dtype": wire_dtype}
-    zeros, of_one_rank = same_everywhere(world(2).run(reduce_given, of_ranks, **options), 2)
-    assert torch.equal(torch.zeros(2), zeros)
-    assert torch.equal(torch.zeros(3), of_one_rank)
-
-
-@pytest.mark.parametrize(
-    ("poison", "reduction", "wire_dtype"),
-    grid(
-        [torch.nan, torch.inf, -torch.inf],
-        ["weighted_mean", "normalized_sum", square_root_of_weight],
-        [None, *CODECS],
-    ),
-)
-def test_weight_zero_contributes_nothing(world, reduction, poison, wire_dtype):
-    """Cases 5 and 50: gradients of a rank of weight 0 are discarded, not multiplied: 0 * NaN would be NaN."""
-    large = torch.full((2**18,), poison)
-    nodes = [0, 1]
-    of_ranks = [[torch.tensor([2.0]), large.new_ones(2**18)], [torch.tensor([poison]), large]]
-    options = {"reduction": reduction, "wire_dtype": wire_dtype}
-    reduced = same_everywhere(world(2).run(reduce_given, of_ranks, [1, 0], nodes, **options), 2)
-    assert torch.equal(torch.tensor([2.0]), reduced[0])
-    assert torch.equal(torch.ones(2**18), reduced[1])
-
-
-def test_nan_reaches_all_ranks_where_weights_are_equal(world):
-    """Nothing hides a NaN: under the mean all ranks have it."""
-    of_ranks = [[torch.tensor([2.0, 1.0])], [torch.tensor([torch.nan, 3.0])]]
-    for result in world(2).run(reduce_given, of_ranks):
-        assert torch.equal(torch.tensor([True, False]), result[0].isnan())
-        assert result[0][1] == 2
-
-
-@pytest.mark.parametrize(
-    ("reduction", "expected"),
-    [("mean_of_node_means", 4.0), ("mean_of_node_sums", 8.0), ("sum_of_node_means", 8.0), ("sum", 16.0)],
-)
-def test_two_levels(world, reduction, expected):
-    """Case 10: gradients 1, 3, 5, 7 on two nodes of two ranks, mean or sum within a node and across nodes."""
-    of_ranks = [[torch.tensor(value)] for value in (1.0, 3.0, 5.0, 7.0)]
-    (gradient,) = same_everywhere(world(4).run(reduce_given, of_ranks, nodes=[0, 0, 1, 1], reduction=reduction), 4)
-    assert expected == gradient.item()
-
-
-@pytest.mark.parametrize(
-    ("reduction", "gradients", "weights", "expected"),
-    [
-        ("normalized_sum", [14.0, 14.0], [4, 8], 28 / 12),
-        ("mean", [3 * 2 / 4, 5 * 2 / 4], None, 2.0),
-        ("weighted_mean", [1.0, 2.0], [2.0, 18.0], 1.9),
-        ("normalized_sum", [1.0, 2.0, 3.0, 6.0], [1, 1, 1, 1], 3.0),
-        ("normalized_sum", [3.0, 9.0], [2, 2], 3.0),
-        ("normalized_sum", [12.0], [4], 3.0),
-        ("sum", [3.0, 9.0], None, 12.0),
-    ],
-    ids=["case 4", "case 7", "case 8", "case 11, 4 ranks", "case 11, 2 ranks", "case 11, 1 rank", "case 11, sum"],
-)
-def test_dictated_gradients(world, reduction, gradients, weights, expected):
-    """Cases 4, 7, 8 and 11: the global gradient computed by hand."""
-    of_ranks = [[torch.tensor(gradient, dtype=torch.float64)] for gradient in gradients]
-    results = world(len(gradients)).run(reduce_given, of_ranks, weights, reduction=reduction)
-    (gradient,) = same_everywhere(results, len(gradients))
-    assert approx(expected) == gradient.item()
-
-
-def train_mlp(chunk: bool) -> list[Tensor]:
+def train_mlp(chunk: bool, reentrant: bool | None = None) -> list[Tensor]:
     """Body: 20 steps of a small classifier, on this rank's chunk of each global batch or on the whole of it."""
     draw = torch.Generator().manual_seed(7)
-    x = torch.randn(64, 8, generator=draw, dtype=torch.float64)
+    x = torch.randn(64, 8, generator=draw, dtype=torch.float64, requires_grad=True)
     y = torch.randint(4, (64,), generator=draw)
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
@@ -305,177 +350,410 @@ def train_mlp(chunk: bool) -> list[Tensor]:
         batch = torch.arange(16) + 16 * (step % 4)
         mine = batch.tensor_split(parts)[dist.get_rank() % parts]
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
+        out = model(x[mine]) if reentrant is None else checkpoint(model, x[mine], use_reentrant=reentrant)
+        cross_entropy(out, y[mine]).backward()
         average_gradients(model, reduction="weighted_mean", weight=len(mine))
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_same_training_on_any_number_of_ranks(world, world_size):
-    """Case 3: 20 steps on 1 to 4 ranks, evenly or unevenly cut, end at the weights of one process to 1e-12."""
+@pytest.mark.parametrize(("world_size", "reentrant"), [(1, None), (2, True), (2, False), (3, None), (4, None)])
+def test_same_training_on_any_number_of_ranks(world, world_size, reentrant):
+    """Cases 3 and 45: evenly or unevenly cut, checkpointed or not, the weights are those of one process to 1e-12."""
     reference = world(1).run(train_mlp, False)[0]
-    weights = same_everywhere(world(world_size).run(train_mlp, True), world_size)
+    weights = same_everywhere(world(world_size).run(train_mlp, True, reentrant))
     for mine, expected in zip(weights, reference, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("wire_dtype", CODECS)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_error_is_that_of_two_roundings(world, world_size, wire_dtype):
-    """Small gradients in a bucket and a large one in segments, of sizes that do not divide, have the error of one
-    rounding before the sum and one after it, on any number of ranks, and the same bits on all."""
-    shapes = [(70_001,), (50, 21), (601_003,), (1,)]
-    of_ranks = draw_gradients(world_size, shapes, torch.float32)
-    reduced = same_everywhere(
-        world(world_size).run(reduce_given, of_ranks, reduction="sum", wire_dtype=wire_dtype), world_size
-    )
-    for index, gradient in enumerate(reduced):
-        exact = sum((of_rank[index].double() for of_rank in of_ranks), torch.zeros(()))
-        # An L2 norm of one number is no average.
-        allowed = LARGEST_ERROR[wire_dtype] * (1 if exact.numel() > 1000 else 4)
-        assert 0 < relative_error(gradient, exact) <= allowed
+def reduce_penalty() -> Gradients:
+    """Body: the gradient of a squared gradient, which a bias does not enter."""
+    w, b = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(()))
+    x = torch.tensor(dist.get_rank() + 1.0, requires_grad=True)
+    (slope,) = torch.autograd.grad(w * x**2 + b, x, create_graph=True)
+    slope.square().backward()
+    average_gradients([w, b])
+    return [w.grad, b.grad]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9])
-def test_size_that_does_not_divide(world, size):
-    """Fewer numbers than ranks, and one more or less than a whole number of parts, all arrive where they belong."""
-    of_ranks = [[torch.arange(size).float() + 16 * rank] for rank in range(4)]
-    (gradient,) = same_everywhere(world(4).run(reduce_given, of_ranks, reduction="sum", wire_dtype="bfloat16"), 4)
-    # Integers below 256 are bfloat16.
-    assert torch.equal(4 * torch.arange(size).float() + 96, gradient)
-
-
-@pytest.mark.parametrize(("world_size", "reduction"), grid(list(NODES), [*RULES, square_root_of_weight], strength=1))
-def test_every_rule_in_half_the_bytes(world, world_size, reduction):
-    """Every rule is its formula within the error of the type, a rank of weight 0 and nodes included."""
-    name = reduction if isinstance(reduction, str) else "square_root_of_weight"
-    of_ranks = draw_gradients(world_size, [(3000,)], torch.float32)
-    weights, nodes = [3.0, 0.0, 0.25, 17.5][:world_size], NODES[world_size]
-    options = {"reduction": reduction, "wire_dtype": "bfloat16"}
-    (gradient,) = same_everywhere(world(world_size).run(reduce_given, of_ranks, weights, nodes, **options), world_size)
-    exact = literal(name, [of_rank[0].double() for of_rank in of_ranks], weights, nodes)
-    assert relative_error(gradient, exact) <= LARGEST_ERROR["bfloat16"]
-
-
-@pytest.mark.parametrize("wire_dtype", CODECS)
-def test_bad_numbers_are_seen_everywhere(world, wire_dtype):
-    """NaN and infinity reach all ranks where they are, and nowhere else."""
-    of_ranks = draw_gradients(3, [(5000,)], torch.float32)
-    of_ranks[1][0][[7, 4999]] = torch.tensor([torch.nan, torch.inf])
-    results = world(3).run(reduce_given, of_ranks, wire_dtype=wire_dtype)
-    assert 3 == len(results)
-    exact = torch.stack([of_rank[0].double() for of_rank in of_ranks]).mean(0)
-    for (gradient,) in results:
-        bad = ~gradient.isfinite()
-        assert [7, 4999] == bad.nonzero().flatten().tolist()
-        assert relative_error(gradient[~bad], exact[~bad]) <= LARGEST_ERROR[wire_dtype]
-
-
-def test_float16_on_the_wire_neither_overflows_nor_underflows(world):
-    """A sum beyond the range of float16 and gradients below it come out, each piece being sent times a power of 2."""
-    of_ranks = [[torch.full((2**18,), 3e4), torch.full((2**18,), 1e-9)] for _ in range(4)]
-    large, small = same_everywhere(world(4).run(reduce_given, of_ranks, reduction="sum", wire_dtype="float16"), 4)
-    torch.testing.assert_close(large, torch.full((2**18,), 1.2e5), rtol=1e-3, atol=0)
-    torch.testing.assert_close(small, torch.full((2**18,), 4e-9), rtol=1e-3, atol=0)
-
-
-MIXED = (torch.float32, torch.bfloat16, torch.complex64, torch.float16)
-
-
-def test_mixed_dtypes_layouts_and_absence(world):
-    """Gradients of all types that are summed in 32 bits keep their own, a sparse one takes the plain way with all its
-    digits, in double precision, too, and one that is None on a rank counts as zero there."""
-    draw = torch.Generator().manual_seed(0)
-    of_ranks: list[list[Tensor | None]] = []
-    for _ in range(3):
-        own: list[Tensor | None] = [torch.randn(2000, generator=draw).to(dtype) for dtype in MIXED]
-        own.append(torch.randn(2000, generator=draw) if len(of_ranks) == 1 else None)
-        own.append(torch.randn(6, 4, generator=draw, dtype=torch.float64).to_sparse())
-        own.append(torch.randn(40, 50, generator=draw).t())
-        of_ranks.append([*own, None])
-    results = world(3).run(reduce_given, of_ranks, wire_dtype="bfloat16")
-    reduced = same_everywhere(results, 3)
-    assert all(of_rank[-1] is None for of_rank in results)
-    for index, gradient in enumerate(reduced):
-        there = [of_rank[index] for of_rank in of_ranks]
-        like = next(one for one in there if one is not None)
-        wide = [(torch.zeros_like(like) if one is None else one).to_dense().to(torch.complex128) for one in there]
-        exact = torch.stack(wide).mean(0)
-        assert like.dtype == gradient.dtype
-        error = float((gradient.to_dense().to(torch.complex128) - exact).norm() / exact.norm())
-        # Gradients of 8 digits are rounded to their own type once more.
-        allowed = {torch.bfloat16: 4.5e-3, torch.float64: 1e-15}.get(like.dtype, LARGEST_ERROR["bfloat16"])
-        assert error <= allowed
-
-
-def reduce_in_pieces(of_ranks: Sequence[Gradients], **sizes: Any) -> list[Tensor | None]:
-    with ExitStack() as stack:
-        for name, size in sizes.items():
-            stack.enter_context(patch.object(exchange if name.startswith("SEGMENT") else average, name, size))
-        return reduce_given(of_ranks, reduction="sum", wire_dtype="bfloat16")
+def train_with_a_lost_loss(has_backward: bool) -> Gradients:
+    """Body: 5 steps of gradient 2 on rank 0 and 4 on rank 1, whose loss is NaN at the third."""
+    w = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        lost = step == 2 and dist.get_rank() == 1
+        if has_backward or not lost:
+            (w * (2.0 + 2.0 * dist.get_rank()) * (nan if lost else 1.0)).backward()
+        average_gradients([w], reduction="weighted_mean", weight=0 if lost else 1)
+        optimizer.step()
+    return [w.detach(), None]
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"SEGMENT_BYTES": 64}, {"BUCKET_BYTES": 64, "SEGMENT_BYTES": 1}, {"SINGLE_BYTES": 64}], ids=str
+    ("body", "args", "expected"),
+    [(reduce_penalty, (), 20.0), (train_with_a_lost_loss, (True,), -1.4), (train_with_a_lost_loss, (False,), -1.4)],
+    ids=["case 48", "case 50, NaN", "case 50, no backward"],
 )
-def test_size_of_buckets_and_segments_does_not_matter(world, sizes):
-    """However gradients are cut into buckets and segments, integers are summed exactly."""
-    of_ranks = [[torch.arange(index * 11).float() % 50 + rank for index in range(20)] for rank in range(3)]
-    reduced = same_everywhere(world(3).run(reduce_in_pieces, of_ranks, **sizes), 3)
-    for index, gradient in enumerate(reduced):
-        assert torch.equal((3 * (torch.arange(index * 11).float() % 50) + 3).bfloat16().float(), gradient)
+def test_loops_computed_by_hand(world, body, args, expected):
+    """(dy/dx)**2 of y = w x**2 + b at 1 and 2 has gradient 20 in w and none in b; a lost loss is left to the other."""
+    found, nothing = same_everywhere(world(2).run(body, *args))
+    assert pytest.approx(expected) == found.item()
+    assert nothing is None
 
 
-def test_one_rank_rounds_nothing(world):
-    """Alone, a rank sends nothing, and so rounds nothing."""
-    gradient = draw_gradients(1, [(1000,)], torch.float32)[0][0]
-    ((reduced,),) = world(1).run(reduce_given, [[gradient]], wire_dtype="bfloat16")
-    assert torch.equal(gradient, reduced)
+def reduce_in_place(case: str, size: int) -> tuple[Gradients, bool]:
+    """Body: reduce gradients of a special memory. Return those in contiguous memory, and whether it was in place."""
+    x = torch.arange(size * size, dtype=torch.float32).reshape(size, size) * (dist.get_rank() + 1)
+    image = x.reshape(1, size, size, 1).expand(1, size, size, 2).clone()
+    gradients = {
+        "contiguous": x,
+        "transposed": x.t().clone().t(),
+        "contiguous on rank 0": x if dist.get_rank() == 0 else x.t().clone().t(),
+        "expanded": x[0].expand(size, size),
+        "one element expanded": x[0, 1].expand(size, size),
+        "every other column": torch.zeros(size, 2 * size)[:, ::2].copy_(x),
+        "half of one tensor": torch.zeros(size, 2 * size)[:, :size].copy_(x),
+        "channels_last": image.to(memory_format=torch.channels_last),
+        "conjugate": torch.complex(x, -x).conj(),
+        "imaginary": torch.complex(x, -x).conj().imag,
+        "graph": x.clone().requires_grad_() * 1,
+    }
+    parameter = nn.Parameter(torch.zeros_like(gradients[case]).contiguous())
+    parameter.grad = gradients[case]
+    average_gradients([parameter], reduction="sum")
+    assert parameter.grad is not None
+    in_place = parameter.grad is gradients[case]
+    return [parameter.grad.detach().resolve_conj().resolve_neg().contiguous()], in_place
 
 
-def reduce_in_groups(members: Sequence[Sequence[int]], of_ranks: Sequence[Gradients]) -> list[Tensor | None]:
-    """Body: every rank reduces in its group; the groups do so at once."""
+REPLACED = ("expanded", "one element expanded", "conjugate", "imaginary")
+WRITTEN = ("contiguous", "transposed", "contiguous on rank 0", "every other column", "half of one tensor", "graph")
+
+
+@pytest.mark.parametrize("size", [4, 520], ids=["small", "large"])
+@pytest.mark.parametrize("case", [*WRITTEN, "channels_last", *REPLACED])
+def test_memory_of_a_gradient(world, case, size):
+    """A gradient is reduced in place whatever its strides on any rank; one that cannot be written is replaced."""
+    results = world(3).run(reduce_in_place, case, size)
+    (total,) = same_everywhere([gradients for gradients, _ in results])
+    x = torch.arange(size * size, dtype=torch.float32).reshape(size, size) * 6
+    expected = {
+        "expanded": x[0].expand(size, size),
+        "one element expanded": x[0, 1].expand(size, size),
+        "channels_last": x.reshape(1, size, size, 1).expand(1, size, size, 2),
+        "conjugate": torch.complex(x, x),
+    }
+    assert torch.equal(expected.get(case, x), total)
+    assert [case not in REPLACED] * 3 == [in_place for _, in_place in results]
+
+
+def reduce_one_memory(size: int) -> Gradients:
+    """Body: two parameters that were given the same gradient, and a third that was given a part of it."""
+    memory = torch.full((size,), dist.get_rank() + 1.0)
+    parameters = [nn.Parameter(torch.zeros(length)) for length in (size, size, size // 2)]
+    for parameter in parameters:
+        parameter.grad = memory[: parameter.numel()]
+    average_gradients(parameters, reduction="sum")
+    return [parameter.grad for parameter in parameters]
+
+
+@pytest.mark.parametrize("size", [4, 2**19])
+def test_gradients_in_one_memory_are_reduced_once(world, size):
+    """Gradients of different parameters that share memory are reduced once."""
+    for gradient in same_everywhere(world(2).run(reduce_one_memory, size)):
+        assert torch.equal(torch.full_like(gradient, 3.0), gradient)
+
+
+SOURCES: dict[str, Callable[[nn.Module], Any]] = {
+    "module": lambda model: [model],
+    "generator": lambda model: [(parameter for parameter in model.parameters())],
+    "list with repeats": lambda model: [[model[0].weight, model[0].bias, model[2].weight, model[2].bias]],
+    "single tensors": lambda model: model.parameters(),
+}
+
+
+def reduce_like_ddp(source: str) -> Gradients:
+    """Body: the gradients of a model with tied weights, given in some way, after checking them against stock DDP's."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    vars(model[2])["_parameters"]["weight"] = model[0].weight
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    wrapped = DistributedDataParallel(model)
+    wrapped(x).square().mean().backward()
+    stock = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    with wrapped.no_sync():
+        model.zero_grad()
+        wrapped(x).square().mean().backward()
+    for given in SOURCES[source](model):
+        average_gradients(given)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(stock) == 3
+    assert all(torch.equal(*pair) for pair in zip(stock, gradients, strict=True))
+    return gradients
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_mean_has_the_bits_of_ddp(world, source):
+    """On two ranks, with parameters in any form, each counting once."""
+    same_everywhere(world(2).run(reduce_like_ddp, source))
+
+
+def reduce_on_cuda() -> Gradients:
+    """Body: dense, narrow and sparse gradients on an accelerator, weighed by a count that is there, too."""
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 600), nn.Linear(600, 600)).cuda()
+    model.append(nn.Linear(2, 2).cuda().half())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, nan if rank == 1 else rank + 1.0)
+    model[0].weight.grad = coo({rank: rank + 1.0, 5: 4.0}, torch.float32).cuda()
+    weight = torch.tensor(0 if rank == 1 else rank + 1, device="cuda")
+    average_gradients(model, reduction="weighted_mean", weight=weight)
+    return [None if parameter.grad is None else parameter.grad.cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.gpu
+def test_gradients_on_an_accelerator(world):
+    """Gradients and weights on an accelerator give the numbers computed by hand: weights 1, 0 and 3."""
+    sparse, *dense = same_everywhere(world(3).run(reduce_on_cuda))
+    assert [[0, 2, 5]] == sparse.indices().tolist()
+    assert pytest.approx([0.25, 2.25, 4.0]) == sparse.values()[:, 0].tolist()
+    assert len(dense) == 6
+    for gradient in dense:
+        torch.testing.assert_close(gradient, torch.full_like(gradient, 2.5))
+
+
+def reduce_in_groups(members: Sequence[Sequence[int]], outsider: bool) -> list[float]:
+    """Body: every rank reduces in the first group that it is a member of, or in the first one at all if `outsider`."""
     groups = [dist.new_group(list(ranks)) for ranks in members]
-    mine = next(group for group, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks)
     try:
-        return reduce_given(of_ranks, group=mine, wire_dtype="bfloat16")
+        mine = 0 if outsider else next(index for index, ranks in enumerate(members) if dist.get_rank() in ranks)
+        w = nn.Parameter(torch.zeros(()))
+        w.grad = torch.tensor(float(dist.get_rank() + 1))
+        average_gradients([w], reduction="weighted_mean", weight=dist.get_rank() + 1, group=groups[mine])
+        return [w.grad.item()]
     finally:
-        dist.destroy_process_group(mine)
+        for group in groups:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("members", [[[0, 2], [1, 3]], [[0, 1], [2, 3]], [[3, 0, 1], [2]]], ids=str)
-def test_groups_that_reduce_at_once(world, members):
-    """Each group reduces over its own members, with the same bits on all of them."""
-    of_ranks = draw_gradients(4, [(300_001,), (9,)], torch.float32)
-    results = world(4).run(reduce_in_groups, members, of_ranks)
-    assert 4 == len(results)
-    for ranks in members:
-        for index in range(2):
-            exact = torch.stack([of_ranks[rank][index].double() for rank in ranks]).mean(0)
-            assert all(torch.equal(results[ranks[0]][index], results[rank][index]) for rank in ranks)
-            assert relative_error(results[ranks[0]][index], exact) <= 4 * LARGEST_ERROR["bfloat16"]
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [([[1, 3], [0], [2]], [1.0, 20 / 6, 3.0, 20 / 6]), ([[0, 2], [1, 3]], [2.5, 20 / 6, 2.5, 20 / 6])],
+    ids=str,
+)
+def test_groups_smaller_than_the_world(world, members, expected):
+    """Groups reduce over their members alone, at once; a group of one rank communicates with nobody."""
+    assert [pytest.approx([number]) for number in expected] == world(4).run(reduce_in_groups, members, False)
 
 
-@pytest.mark.parametrize("wire_dtype", CODECS)
-def test_training_in_a_plain_loop(world, wire_dtype):
-    """20 steps of a small network end where those with full digits end, within a part in a thousand."""
-    mine, *others = world(3).run(train_net, wire_dtype)
-    exact = world(3).run(train_net, None)[0]
-    assert 2 == len(others)
-    assert all(torch.equal(mine, other) for other in others)
-    assert 0 < relative_error(mine, exact) <= 1e-3
+def test_a_rank_outside_the_group_is_told(world):
+    """A rank that is not a member of the group gets an error at once, and the members reduce without it."""
+    first, second, outsider = world(3).run_expecting_errors(reduce_in_groups, [[0, 1]], True)
+    assert pytest.approx([5 / 3]) == first == second
+    assert "global rank 2 is not a member of the group" in outsider.message
 
 
-def train_net(wire_dtype: Any) -> Tensor:
-    torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 1))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    draw = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(20):
-        rows = dist.get_rank() + 1
-        optimizer.zero_grad()
-        net(torch.randn(rows, 6, generator=draw)).square().mean().backward()
-        average_gradients(net, reduction="weighted_mean", weight=rows, wire_dtype=wire_dtype)
-        optimizer.step()
-    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+def with_gradient(gradient: Tensor) -> Callable[[nn.Module], Any]:
+    """Return a source with one more parameter, which has this gradient."""
+
+    def source(model: nn.Module) -> list[Tensor]:
+        extra = nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype))
+        extra.grad = gradient
+        return [*model.parameters(), extra]
+
+    return source
+
+
+def another_dtype(model: nn.Module) -> list[Tensor]:
+    extra = nn.Parameter(torch.zeros(2))
+    extra.grad_dtype = None
+    extra.grad = torch.zeros(2, dtype=torch.float64)
+    return [extra]
+
+
+def dtensor(model: nn.Module) -> list[Tensor]:
+    from torch.distributed.tensor import DeviceMesh, distribute_tensor  # noqa: PLC0415  # slow to import
+
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    return [nn.Parameter(distribute_tensor(torch.zeros(2), mesh))]
+
+
+def compressed_rows(model: nn.Module) -> list[Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the layout beta
+        parameter = nn.Parameter(torch.eye(2).to_sparse_csr())
+        parameter.grad = torch.eye(2).to_sparse_csr()
+    return [parameter]
+
+
+def broken_generator(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    raise RuntimeError("the generator broke")
+
+
+class FullyShardedDataParallel(nn.Linear):
+    """Named like torch's, which is told by its name."""
+
+
+def sparse_on_rank_1(model: nn.Module) -> list[Tensor]:
+    zeros = torch.zeros(2, 2)
+    return with_gradient(zeros.to_sparse() if dist.get_rank() == 1 else zeros)(model)
+
+
+def failing_rule(place: Place, weight: Any) -> Share:
+    raise KeyError("no such place")
+
+
+class RankDependent:
+    """No number, and what messages call it differs between ranks."""
+
+    def __repr__(self) -> str:
+        return f"the weight of rank {dist.get_rank()}"
+
+
+def pair(outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, outputs))
+
+
+EVERYWHERE = (0, 1, 2)
+# Name: the ranks of three that it concerns, what is given there instead, and what all ranks are told. A source is made
+# of the model.
+MISUSES: dict[str, tuple[Sequence[int], dict[str, Any], str]] = {
+    "negative weight": ([1], {"weight": -1}, r"on rank 1: weight -1\.0 is not a finite number >= 0"),
+    "NaN weight": ([1], {"weight": torch.tensor(nan)}, r"on rank 1: weight nan is not a finite"),
+    "infinite weight": ([0, 2], {"weight": np.inf}, r"on ranks 0, 2: weight inf is not a finite"),
+    "weight of text": ([2], {"weight": "3"}, r"on rank 2: a weight is one number, got '3' of type str"),
+    "weight of a batch": ([2], {"weight": torch.ones(3)}, r"on rank 2: a weight is one number.*shape \(3,\)"),
+    "huge weight": ([2], {"weight": 10**400}, r"on rank 2: .*too large"),
+    "two problems": ([0, 2], {"weight": RankDependent()}, r"on rank 0: a weight is one number.*; on rank 2: "),
+    "weight on some ranks": (
+        [0, 2],
+        {"weight": None},
+        r"on ranks 0, 2: .*'weighted_mean'.* needs a weight: pass weight=",
+    ),
+    "no weight": (EVERYWHERE, {"weight": None}, r"'weighted_mean', sum\(n \* g\) / sum\(n\), needs a weight: pass"),
+    "weights too large": (EVERYWHERE, {"weight": 1.7e308}, r"the normalizer inf\. Scale the weights"),
+    "other reduction": ([1], {"reduction": "mean"}, r"reduction= differs.*'weighted_mean'.* 0, 2; 'mean'.* on rank 1"),
+    "unknown reduction": (
+        [1],
+        {"reduction": "median"},
+        r"on rank 1: reduction='median' is not a rule\. Use one of 'mean'",
+    ),
+    "reduction of no type": (EVERYWHERE, {"reduction": 3}, r"on ranks 0, 1, 2: reduction must be one of"),
+    "failing rule": (EVERYWHERE, {"reduction": failing_rule}, r"rule 'failing_rule' failed on.*no such place"),
+    "fewer parameters": (
+        [2],
+        {"source": lambda model: model[0]},
+        r"different numbers of parameters: 4 parameters on ranks 0, 1; 2 parameters on rank 2",
+    ),
+    "no parameters": ([1], {"source": lambda model: []}, r"4 parameters on ranks 0, 2; 0 parameters on rank 1"),
+    "another shape": (
+        [1],
+        {"source": lambda model: pair(3)},
+        r"'1\.weight' of shape \(1, 2\), torch.float32 on cpu on ranks 0, 2;.*'1\.weight' of shape \(3, 2\).*on rank 1",
+    ),
+    "another dtype": (
+        [0],
+        {"source": lambda model: pair(1).double()},
+        r"'0\.weight' of.*torch\.float64 on cpu on rank 0",
+    ),
+    "another order": (
+        [0],
+        {"source": lambda model: reversed(list(model.parameters()))},
+        r"parameter 0 of shape \(1,\).* on rank 0",
+    ),
+    "sparse on one rank": (
+        EVERYWHERE,
+        {"source": sparse_on_rank_1},
+        r"gradient of parameter 4 differs between ranks: dense on ranks 0, 2; sparse with 2 .* on rank 1",
+    ),
+    "dtype of a gradient": (
+        [0],
+        {"source": another_dtype},
+        r"on rank 0: the gradient of parameter 0 is torch\.float64.*set `grad_dtype`",
+    ),
+    "compressed rows": (
+        [1],
+        {"source": compressed_rows},
+        r"on rank 1: the gradient of parameter 0 is torch\.sparse_csr; only torch\.strided and torch\.sparse_coo",
+    ),
+    "DDP module": (
+        EVERYWHERE,
+        {"source": DistributedDataParallel},
+        r"on ranks 0, 1, 2: the module is a DistributedDataParallel, which has reduced",
+    ),
+    "DDP submodule": (
+        EVERYWHERE,
+        {"source": lambda model: nn.ModuleDict({"generator": DistributedDataParallel(model)})},
+        r"the submodule 'generator' is a DistributedDataParallel",
+    ),
+    "FSDP": ([1], {"source": lambda model: FullyShardedDataParallel(2, 2)}, r"on rank 1: the module is a FullySharded"),
+    "DTensor": (EVERYWHERE, {"source": dtensor}, r"parameter 0 is a DTensor, whose placements say how it is reduced"),
+    "lazy module": (
+        [1],
+        {"source": lambda model: nn.LazyLinear(2)},
+        r"on rank 1: parameter 'weight' has no shape yet: run the lazy module's first forward",
+    ),
+    "result": ([2], {"source": lambda model: [model[0].weight * 2]}, r"on rank 2: parameter 0 is no leaf"),
+    "named parameters": (
+        [0],
+        {"source": lambda model: model.named_parameters()},
+        r"on rank 0: parameter 0 is \('0\.weight'",
+    ),
+    "number": ([0], {"source": lambda model: 5}, r"on rank 0: pass a module or its parameters; got 5 of type int"),
+    "broken generator": ([0], {"source": broken_generator}, r"on rank 0: RuntimeError: the generator broke"),
+}
+if not hasattr(torch.Tensor, "grad_dtype"):
+    del MISUSES["dtype of a gradient"]  # an older torch has no such gradients
+
+
+def misuse(name: str) -> None:
+    """Body: call with the misuse, and check that the gradients are what they were."""
+    rank, model = dist.get_rank(), pair(1)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, rank + 1.0)
+    ranks, given, _ = MISUSES[name]
+    options: dict[str, Any] = {"reduction": "weighted_mean", "weight": rank + 1, "source": lambda model: model}
+    options |= given if rank in ranks else {}
+    try:
+        average_gradients(options.pop("source")(model), **options)
+    finally:
+        for parameter in model.parameters():
+            assert torch.equal(torch.full_like(parameter, rank + 1.0), parameter.grad)
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_raises_the_same_error_on_all_ranks(world, name):
+    """Case 32: what one rank does wrong is the same ValueError on all ranks, and no gradient has changed."""
+    errors = world(3).run_expecting_errors(misuse, name)
+    assert [Raised("ValueError", errors[0].message)] * 3 == errors
+    assert re.search(MISUSES[name][2], errors[0].message), errors[0].message
+
+
+def reduce_on_unknown_nodes(reduction: str) -> Gradients:
+    """Body: an MPI launcher's variables, which tell that there are more nodes and not which."""
+    os.environ.update({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2"})
+    return reduce_given([[torch.ones(2)], [torch.ones(2)]], reduction=reduction)
+
+
+def test_unknown_nodes(world):
+    """Where the launcher does not tell the node, rules without nodes work and those with nodes are refused."""
+    (mean,) = same_everywhere(world(2).run(reduce_on_unknown_nodes, "mean"))
+    assert torch.equal(torch.ones(2), mean)
+    errors = world(2).run_expecting_errors(reduce_on_unknown_nodes, "mean_of_node_sums")
+    assert [errors[0]] * 2 == errors
+    assert "tells the node on ranks 0, 1. Set NODE_RANK" in errors[0].message
+
+
+def reduce_nothing(**options: Any) -> None:
+    average_gradients([], **options)
+
+
+def test_no_parameters(world):
+    """Without parameters nothing is reduced, and a bad weight is an error all the same."""
+    assert [None, None] == world(2).run(reduce_nothing)
+    errors = world(2).run_expecting_errors(reduce_nothing, reduction="weighted_mean", weight=-2)
+    assert [Raised("ValueError", errors[0].message)] * 2 == errors
+    assert "on ranks 0, 1: weight -2.0 is not a finite number" in errors[0].message

@@ -431,7 +431,7 @@ def test_an_input_of_other_channels_is_refused(world):
     """An input that would only fit by repeating the one channel of the layer is an error that names both numbers."""
     for raised in world(2).run_expecting_errors(wrong_channels):
         assert "ValueError" == raised.type_name
-        assert "a batch norm of 1 channels got an input of shape (2, 3), which has 3 in dimension 1" in raised.message
+        assert "a batch norm of 1 channels got an input of shape (2, 3): pass num_features=3" in raised.message
 
 
 def second_derivative() -> None:
@@ -448,7 +448,7 @@ def test_a_second_derivative_is_refused(world):
     """A gradient of a gradient is an error on all ranks, and not a wrong number; the first one is there."""
     for raised in world(2).run_expecting_errors(second_derivative):
         assert "RuntimeError" == raised.type_name
-        assert "synchronized over the ranks, which has no second derivative" in raised.message
+        assert "once_differentiable" in raised.message
 
 
 def spread(norm: nn.Module) -> float:

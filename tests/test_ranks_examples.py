@@ -22,7 +22,7 @@ from lightning_gradavg.cli import main
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 # Those that compare trained weights with one process.
-TRAINING = ["swap_in_one_line", "token_weighted", "contrastive", "detection", "gan"]
+TRAINING = ["swap_in_one_line", "token_weighted", "contrastive", "detection", "gan", "sharded"]
 EVALUATED = [
     ("ddp, 2 processes", "0.250000", "12"),
     ("GradAvgStrategy, 2 processes", "0.272727", "11"),
@@ -107,6 +107,13 @@ def test_a_config_can_be_read(capsys):
     assert 0 == ended.value.code
     trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
     assert ("weighted_mean", True) == tuple(trainer["strategy"]["init_args"][n] for n in ("reduction", "split_batches"))
+
+
+def test_a_noise_scale_is_found(world):
+    """The estimate from 1000 steps on chunks of 5 and 4 samples is within 10 % of what the data have."""
+    printed = printed_by(world, "noise_scale")
+    (found,) = re.findall(r"noise scale (\S+) samples, of 1000 steps; by definition 9\n", printed)
+    assert pytest.approx(9, rel=0.1) == float(found)
 
 
 @pytest.mark.full

@@ -5,9 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import faults
 import pytest
-from faults import ROWS, inject, says
+import torch.distributed as dist
+from faults import ROWS, inject, run_ranks, says
+
+from lightning_gradavg.faults.last_words import LastWords
+from lightning_gradavg.ranks import World
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "faults.md"
@@ -33,6 +40,38 @@ def test_the_page_is_this_table():
     assert [[row.fault, row.moment, row.expected, "as expected"] for row in ROWS] == [
         row for row in shown if row[3] == "as expected"
     ]
+
+
+def last_words() -> str | None:
+    """Body: of three ranks one is lost; what the others say of it is in a store that rank 0 holds."""
+    rank, files = dist.get_rank(), faults._STORES[-1]
+    if rank == 2:
+        return None
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        files.set("port", str(store.port))
+        files.wait(["rank 1 listens"])
+    else:
+        store = dist.TCPStore("127.0.0.1", int(files.get("port")))
+    words = LastWords(World.of(None), 0)
+    listen = words._listen
+
+    def noted(store: Any) -> str:
+        files.set(f"rank {rank} listens", "")
+        return listen(store)
+
+    with (
+        mock.patch("lightning_gradavg.faults.last_words.store_of_world", return_value=store),
+        mock.patch("lightning_gradavg.faults.last_words._WAIT_SECONDS", 2.0 if rank == 1 else 0.2),
+        mock.patch.object(words, "_listen", noted),
+    ):
+        return words.say(RuntimeError("gloo: connection closed by peer"))
+
+
+def test_the_rank_that_holds_the_store_leaves_last(tmp_path):
+    """Of three ranks two hear of the third's end, however much earlier rank 0 has heard of it."""
+    first, second, _ = run_ranks(last_words, {}, folder=tmp_path, world_size=3, timeout=60)
+    assert "'nothing was heard from rank 2: lost, killed or stuck'" == first.said == second.said
 
 
 SCRIPT = """

@@ -117,16 +117,21 @@ class Contrastive(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+def fit(model: Any, batches: Sequence[Any], nodes: Sequence[int] | None = None, **options: Any) -> list[Any]:
+    """Train one epoch on each rank's own batches, and return the gradients that the model has seen."""
+    make_trainer(
+        GradAvgStrategy(reduction=model.reduction), nodes=nodes, max_epochs=1, use_distributed_sampler=False, **options
+    ).fit(model, DataLoader(batches, batch_size=None))
+    return model.seen
+
+
 def train_contrastive(reduction: str, rows: Sequence[int], nodes: Sequence[int], **variant: Any) -> list[Tensor]:
     """Body: one step, and its gradients."""
     rank = dist.get_rank()
     os.environ["NODE_RANK"] = str(nodes[rank])
     model = Contrastive(reduction, rows, nodes, **variant)
     part = slice(model.start, model.start + rows[rank])
-    make_trainer(GradAvgStrategy(reduction=reduction), nodes=nodes, max_epochs=1, use_distributed_sampler=False).fit(
-        model, DataLoader([(A[part], B[part])], batch_size=None)
-    )
-    return model.seen
+    return fit(model, [(A[part], B[part])], nodes)
 
 
 def train_plainly(reduction: str, rows: Sequence[int], nodes: Sequence[int], **variant: Any) -> list[Tensor]:
@@ -243,23 +248,6 @@ def test_single_process_numbers():
     torch.testing.assert_close(m, expected, rtol=0, atol=1e-6)
 
 
-def value_of_losses(rows: Sequence[int]) -> tuple[float, float, float]:
-    """Body: the loss of all rows, of this rank's rows against all, and of this rank's rows alone."""
-    towers, rank = TwoTowers(), dist.get_rank()
-    start = starts_of(rows)[rank]
-    a, b = (x[start : start + rows[rank]] @ towers.m.T for x in (A, B))
-    all_a, all_b = gather((a, b))
-    return towers.loss(all_a, all_b).item(), towers.loss(a, all_b, start).item(), towers.loss(a, b).item()
-
-
-def test_negatives_of_all_ranks_count(world):
-    """Case 43: the loss is 0.6918260226, of all rows and of own ones on average; against own alone 0.4421342180."""
-    everybody, own, alone = zip(*world(2).run(value_of_losses, (2, 2)), strict=True)
-    assert [pytest.approx(0.6918260226, abs=1e-10)] * 2 == list(everybody)
-    assert pytest.approx(0.6918260226, abs=1e-10) == sum(own) / 2
-    assert pytest.approx(0.4421342180, abs=1e-10) == sum(alone) / 2
-
-
 class Cached(Contrastive):
     """Case 44: features first without graph, then recomputed chunk by chunk, each loss that of the full batch."""
 
@@ -281,13 +269,7 @@ def train_cached(reduction: str, chunks: int) -> list[Tensor]:
     W = dist.get_world_size()
     model = Cached(reduction, [N // W] * W, [0] * W, chunk=N // W // chunks)
     batches = [((A, B), torch.tensor(index * model.variant["chunk"])) for index in range(chunks)]
-    make_trainer(
-        GradAvgStrategy(reduction=reduction),
-        max_epochs=1,
-        use_distributed_sampler=False,
-        accumulate_grad_batches=chunks,
-    ).fit(model, DataLoader(batches, batch_size=None))
-    return model.seen
+    return fit(model, batches, accumulate_grad_batches=chunks)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -315,11 +297,7 @@ def train_masked(window: int) -> list[Tensor]:
     W = dist.get_world_size()
     model = Masked("weighted_mean", (N // W,) * W, [0] * W)
     part = slice(model.start, model.start + model.rows)
-    strategy = GradAvgStrategy(reduction="weighted_mean")
-    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, accumulate_grad_batches=window).fit(
-        model, DataLoader([(A[part], B[part])] * window, batch_size=None)
-    )
-    return model.seen
+    return fit(model, [(A[part], B[part])] * window, accumulate_grad_batches=window)
 
 
 @pytest.mark.parametrize("window", [1, 2])
@@ -335,70 +313,45 @@ def test_rows_of_a_rank_of_weight_0_count_for_others(world, world_size, window):
 class Variance(LightningModule):
     """Case 26: the population variance of the predictions of the global batch."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, reduction: str) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
-        self.told = told
-        self.gradients: list[float] = []
+        self.reduction = reduction
+        self.seen: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        told = {**self.told, "weight": len(batch)} if self.told else {}
+        told = {"reduction": self.reduction, "weight": len(batch)} if RULES[self.reduction].uses_weight else {}
         return gather(self.w * batch, **told).var(correction=0)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.gradients.append(self.w.grad.item())
+        self.seen.append(self.w.grad.item())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def train_variance(per_rank: Any, reduction: str, told: dict[str, Any], **options: Any) -> list[float]:
+def train_variance(per_rank: Any, reduction: str, window: int) -> list[float]:
     """Body: the gradients of a run on each rank's own micro-batches."""
-    model = Variance(told)
-    data: Any = [torch.tensor(batch, dtype=torch.float64) for batch in per_rank[dist.get_rank()]]
-    make_trainer(GradAvgStrategy(reduction=reduction), max_epochs=1, use_distributed_sampler=False, **options).fit(
-        model, DataLoader(data, batch_size=None)
-    )
-    return model.gradients
+    data = [torch.tensor(batch, dtype=torch.float64) for batch in per_rank[dist.get_rank()]]
+    return fit(Variance(reduction), data, accumulate_grad_batches=window)
+
+
+VARIANCES = [
+    ([[[1, 2]], [[3, 4]]], 1, [2.5]),
+    ([[[1]], [[2]], [[3]], [[4]]], 1, [2.5]),
+    ([[[1, 2, 3]], [[4, 5]]], 1, [4.0]),
+    ([[[1, 2]], [[3, 4]], [[5]], [[]]], 1, [4.0]),
+    # Twice the variances: 2.5 for 1..4 and 3.0 for 0, 0, 1, 3 in a window, and 8.0 for 1, 5 in a short one.
+    ([[[1, 2], [0, 0], [1]], [[3, 4], [1, 3], [5]]], 2, [(2.5 + 3.0) / 2, 8.0]),
+]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
-@pytest.mark.parametrize(
-    ("per_rank", "gradient"),
-    [
-        ([[[1, 2]], [[3, 4]]], 2.5),
-        ([[[1]], [[2]], [[3]], [[4]]], 2.5),
-        ([[[1, 2, 3]], [[4, 5]]], 4.0),
-        ([[[1, 2]], [[3, 4]], [[5]], [[]]], 4.0),
-    ],
-)
-def test_loss_over_all_outputs(world, per_rank, gradient, reduction):
-    """Case 26: the variance over the gathered predictions has gradient 2.5, and 4.0 for x = 1..5 in unequal parts."""
-    told = {"reduction": reduction} if reduction == "weighted_mean" else {}
-    seen = world(len(per_rank)).run(train_variance, per_rank, reduction, told)
-    assert [[approx(gradient)]] * len(per_rank) == seen
-
-
-@pytest.mark.parametrize("strided", [False, True])
-def test_variance_of_each_rank_is_not_that_of_the_batch(world, strided):
-    """Case 26: averaged variances of the ranks give 0.5 on contiguous parts and 2.0 on strided ones."""
-    per_rank = [[1.0, 3.0], [2.0, 4.0]] if strided else [[1.0, 2.0], [3.0, 4.0]]
-    assert [approx(2.0 if strided else 0.5)] * 2 == world(2).run(averaged_variances, per_rank)
-
-
-def averaged_variances(per_rank: Any) -> float:
-    w = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
-    (w * torch.tensor(per_rank[dist.get_rank()], dtype=torch.float64)).var(correction=0).backward()
-    average_gradients([w])
-    return w.grad.item()
-
-
-def test_accumulation(world):
-    """Under `mean`, a window of two micro-batches and a short one have the mean of their own losses' gradients."""
-    per_rank = [[[1, 2], [0, 0], [1]], [[3, 4], [1, 3], [5]]]
-    # Gradients are twice the variances: 2.5 for 1..4, 3.0 for 0, 0, 1, 3, and 8.0 for 1, 5.
-    seen = world(2).run(train_variance, per_rank, "mean", {}, accumulate_grad_batches=2)
-    assert [[approx((2.5 + 3.0) / 2), approx(8.0)]] * 2 == seen
+@pytest.mark.parametrize(("per_rank", "window", "gradients"), VARIANCES)
+def test_loss_over_all_outputs(world, per_rank, window, gradients, reduction):
+    """Case 26: the gradient of the variance over the gathered predictions, in unequal parts and in windows."""
+    seen = world(len(per_rank)).run(train_variance, per_rank, reduction, window)
+    assert [[approx(gradient) for gradient in gradients]] * len(per_rank) == seen
 
 
 class UnequalRows(Contrastive):
@@ -417,13 +370,7 @@ def train_unequal_rows(reduction: str) -> list[Tensor]:
     model = UnequalRows(reduction, (2, 2), [0, 0])
     cuts = [[(0, 3), (0, 2)], [(3, 4), (2, 4)]][rank]
     batches = [(A[start:stop], B[start:stop], torch.tensor(start)) for start, stop in cuts]
-    make_trainer(
-        GradAvgStrategy(reduction=reduction),
-        max_epochs=1,
-        use_distributed_sampler=False,
-        accumulate_grad_batches=2,
-    ).fit(model, DataLoader(batches, batch_size=None))
-    return model.seen
+    return fit(model, batches, accumulate_grad_batches=2)
 
 
 @pytest.mark.parametrize("reduction", ["normalized_sum", "weighted_mean"])
@@ -449,24 +396,3 @@ def test_several_gathers_in_a_plain_loop(world, rows):
     """Each gather has its own backward, and `average_gradients` reduces like the strategy."""
     for seen in world(len(rows)).run(several_gathers, rows):
         assert [approx(1.0, 1e-9)] * 2 == [ratio_of(*pair) for pair in zip(seen, single_process()[1], strict=True)]
-
-
-def weighted_means(rows: Sequence[int]) -> list[Tensor]:
-    """Body: the mean over own rows under `weighted_mean`, where that of no rows is NaN."""
-    rank, towers = dist.get_rank(), TwoTowers()
-    start = starts_of(rows)[rank]
-    a, b = (x[start : start + rows[rank]] @ towers.m.T for x in (A, B))
-    told = {"reduction": "weighted_mean", "weight": torch.tensor(rows[rank])}
-    loss = towers.loss(a, gather(b, **told), start)
-    assert bool(loss.isnan()) == (rows[rank] == 0)
-    loss.backward()
-    average_gradients(towers, **told)
-    return towers.gradients()
-
-
-@pytest.mark.parametrize("rows", [(3, 1), (0, 4), (1, 0, 3)], ids=str)
-def test_loss_of_no_rows_does_not_spoil_others(world, rows):
-    """A rank of weight 0 whose loss is NaN leaves the gradient that the others have."""
-    for seen in world(len(rows)).run(weighted_means, rows):
-        assert [approx(1.0, 1e-9)] * 2 == [ratio_of(*pair) for pair in zip(seen, single_process()[1], strict=True)]
-        assert math.isfinite(seen[1])

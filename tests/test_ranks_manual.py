@@ -358,3 +358,85 @@ def test_gradients_that_were_cleared_take_their_weights_along(world: Any, set_to
         world(2).run(train, rows, {"set_to_none": set_to_none}, WEIGHTED, module=Windows, max_epochs=2)
     )
     assert [1.0, 1.0] == [gradient.item() for gradient in seen.gradients]
+
+
+class Interrupted(Toy):
+    """Catches a backward that raises, as one that does not fit into memory, and trains on.
+
+    Args:
+        window: Micro-batches of a window.
+        fails: The micro-batch whose backward raises, of the window of the first batch.
+        clears: Whether the gradients are zeroed afterwards.
+        weighs: Whether to give weights.
+    """
+
+    def __init__(self, window: int, fails: int, clears: bool, weighs: bool) -> None:
+        super().__init__(lr=0.0)
+        self.automatic_optimization = False
+        self.window, self.fails, self.clears, self.weighs = window, fails, clears, weighs
+
+    def run_window(self, optimizer: Any, x: float, weight: float, fails: int | None = None) -> None:
+        for index in range(self.window):
+            with optimizer.toggle_model(sync_grad=index == self.window - 1):
+                loss = self.losses(torch.tensor([x])).mean()
+                if index == fails:
+                    loss.register_hook(self.fail)
+                self.manual_backward(loss, **({"weight": weight} if self.weighs else {}))
+
+    def fail(self, gradient: Tensor) -> None:
+        raise MemoryError("it does not fit")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.run_window(optimizer, 100.0, 1.0)
+        before = self.w.grad.item()
+        with pytest.raises(MemoryError):
+            self.run_window(optimizer, 1000.0, 50.0, self.fails)
+        # What was reduced before is there as it was.
+        assert before == self.w.grad.item()
+        if self.clears:
+            optimizer.zero_grad()
+        self.run_window(optimizer, 1.0, 1.0)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize(("window", "fails"), [(1, 0), (2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize("strategy", [WEIGHTED, {"reduction": "sum"}, {**WEIGHTED, "gradient_as_bucket_view": True}])
+def test_a_backward_that_raised_leaves_nothing_behind(world, strategy, window, fails, clears):
+    """Neither its gradient nor its weight: 1, or 101 where the gradient of 100 was kept; a sum counts all losses."""
+    toy = {"window": window, "fails": fails, "clears": clears, "weighs": strategy["reduction"] != "sum"}
+    seen = same_everywhere(world(2).run(train, [[[1.0]]] * 2, toy, strategy, module=Interrupted))
+    losses = 2 * window if strategy["reduction"] == "sum" else 1
+    assert [approx(losses * 1.0 if clears else losses * 101.0)] == [gradient.item() for gradient in seen.gradients]
+
+
+class Terms(Toy):
+    """Runs the backward of named terms twice, in a window of one or of two."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__(lr=0.0)
+        self.automatic_optimization = False
+        self.window = window
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer, rank = self.optimizers(), dist.get_rank()
+        loss = {"a": self.losses(batch).mean(), "b": 10 * self.losses(batch).mean()}
+        with optimizer.toggle_model(sync_grad=self.window == 1):
+            self.manual_backward(loss, weight={"a": 1 + 2 * rank, "b": 1 - rank}, retain_graph=True)
+        self.seen.gradients.append(self.w.grad.clone())
+        optimizer.zero_grad()
+        sum(loss.values()).backward()  # the graph was kept
+        optimizer.zero_grad()
+
+
+def test_named_terms_keep_their_graph(world):
+    """Of x = 1 and 5 the terms are (1 + 3 * 5) / 4 and 10 * 1."""
+    seen = same_everywhere(world(2).run(train, [[[1.0]], [[5.0]]], {"window": 1}, WEIGHTED, module=Terms))
+    assert [approx(14.0)] == [gradient.item() for gradient in seen.gradients]
+
+
+def test_named_terms_in_a_longer_window_are_refused(world):
+    raised = world(2).run_expecting_errors(train, [[[1.0]], [[5.0]]], {"window": 2}, WEIGHTED, module=Terms)
+    assert ["ValueError"] * 2 == [one.type_name for one in raised]
+    assert all("named loss terms need the global weight of each before their backward" in one.message for one in raised)

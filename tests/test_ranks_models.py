@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,18 @@ from lightning.pytorch.strategies import DDPStrategy
 from mlp import COUNTS, MLP, assert_reference, reference, samples
 from ranks import RankError, make_trainer
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from toys import AWARE, WEIGHTED, Toy, approx, loader, same_everywhere, train
+from toys import AWARE, DEPRECATED, GATHERS, WEIGHTED, Toy, approx, loader, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.rules import RULES
 
-pytestmark = AWARE
+pytestmark = [
+    *AWARE,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed"),
+]
 
 
 def train_mlp(
@@ -167,3 +174,141 @@ def test_optimizer_with_a_closure(world: Any, reduction: str) -> None:
     expected = [(0, pytest.approx(33 / 39, rel=1e-9)), (1, pytest.approx(33 / 39, rel=1e-9))]
     assert expected == world(2).run(train_newton, reduction)
     assert expected == world(2).run(train_newton, None)
+
+
+def steep(rows: Tensor) -> Tensor:
+    """Return 0, with a gradient of infinity times 0."""
+    return (0 * rows).sqrt()
+
+
+def steep_compiled(rows: Tensor) -> Tensor:
+    return torch.compile(steep, backend="aot_eager")(rows)  # type: ignore[no-any-return]  # torch leaves it untyped
+
+
+POISONS: dict[str, Any] = {
+    "finite": lambda rows: rows,
+    "NaN": lambda rows: rows * torch.nan,
+    "checkpoint": lambda rows: checkpoint(steep, rows, use_reentrant=True),
+    "compiled": steep_compiled,
+    "checkpoint before sqrt": lambda rows: steep(checkpoint(torch.tanh, rows, use_reentrant=True)),
+}
+
+
+class Poisoned(Toy):
+    """Rank 1 has weight 0 and a poisoned loss, over its own rows or those of all ranks."""
+
+    def __init__(self, poison: str, way: str) -> None:
+        super().__init__(lr=0.0)
+        self.poison, self.way = POISONS[poison], way
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        rows = self.w * batch
+        rows = rows if self.way == "alone" else GATHERS[self.way](self, rows)
+        rank = dist.get_rank()
+        return {"loss": (self.poison(rows) if rank else rows).sum(), "weight": 1 - rank}
+
+
+@DEPRECATED
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("way", ["alone", *GATHERS])
+def test_weight_0_contributes_nothing_and_passes_the_others(world, way, poison, window):
+    """Rank 0's loss is over 1 w, or over the gathered 1 w + 10 w, whose gradient comes home to rank 1 as well."""
+    toy = {"poison": poison, "way": way}
+    seen = same_everywhere(
+        world(2).run(train, [[[1.0]] * 2, [[10.0]] * 2], toy, WEIGHTED, module=Poisoned, accumulate_grad_batches=window)
+    )
+    assert [approx(1.0 if way == "alone" else 11.0)] * (2 // window) == [gradient.item() for gradient in seen.gradients]
+
+
+class PoisonedTerm(Poisoned):
+    """Two terms share a layer; on rank 1 one of them is poisoned, and has weight 0."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        rows, rank = self.w * batch, dist.get_rank()
+        poisoned = (self.poison(rows) if rank else rows).sum()
+        return {"loss": {"a": rows.sum(), "b": poisoned}, "weight": {"a": 1, "b": 1 - rank}}
+
+
+@pytest.mark.parametrize("poison", ["finite", "NaN"])
+def test_term_of_weight_0_beside_one_that_counts(world, poison):
+    """The mean of 1 and 10, and the 1 of the only rank that counts in the other term."""
+    toy = {"poison": poison, "way": "alone"}
+    seen = same_everywhere(world(2).run(train, [[[1.0]], [[10.0]]], toy, WEIGHTED, module=PoisonedTerm))
+    assert [approx(5.5 + 1)] == [gradient.item() for gradient in seen.gradients]
+
+
+class OwnPart(Toy):
+    """Has a parameter that DDP leaves to each rank, by the name that DDP looks for at the top of a module."""
+
+    def __init__(self, names: Sequence[str] = ("own", ".own"), **toy: Any) -> None:
+        super().__init__(**toy)
+        self.own = nn.Parameter(torch.ones((), dtype=torch.float64))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, names)  # no public way
+
+    def losses(self, batch: Tensor) -> Tensor:
+        return (self.w + self.own) * batch
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.gradients += [self.w.grad.clone(), self.own.grad.clone()]
+
+
+def weight_of(batch: Tensor, batch_idx: int) -> float:
+    return 0.0 if batch[0] == 9 else 4.0
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("rule", RULES)
+def test_parameters_that_ddp_ignores_follow_the_rule_on_their_rank(world, rule, window):
+    """As in stock DDP they get their own rank's gradient, by the rule over its own micro-batches."""
+    first, second = world(2).run(
+        train,
+        [[[-1.0]] * 2, [[-3.0]] * 2],
+        {"weight": weight_of if RULES[rule].uses_weight else None},
+        {"reduction": rule, "gradient_as_bucket_view": window == 2, "check_replicas_every_n_steps": None},
+        module=OwnPart,
+        accumulate_grad_batches=window,
+    )
+    of_losses = {"sum": window, "mean_of_node_sums": window, "normalized_sum": 1 / 4}.get(rule, 1)
+    for seen, x in ((first, -1.0), (second, -3.0)):
+        assert [approx(x * of_losses)] * (2 // window) == [own.item() for own in seen.gradients[1::2]]
+
+
+def test_a_parameter_that_ddp_reduces_all_the_same_is_reduced_once(world):
+    seen = world(2).run(train, [[[-1.0]], [[-3.0]]], {"names": ["own"]}, {"reduction": "sum"}, module=OwnPart)
+    assert [-4.0, -4.0] == [gradient.item() for gradient in same_everywhere(seen).gradients]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_parameters_that_ddp_ignores_get_nothing_of_weight_0(world, window):
+    first, second = world(2).run(
+        train,
+        [[[-1.0]] * 2, [[9.0]] * 2],
+        {"weight": weight_of},
+        {**WEIGHTED, "check_replicas_every_n_steps": None},
+        module=OwnPart,
+        accumulate_grad_batches=window,
+    )
+    assert [approx(-1.0), approx(-1.0)] * (2 // window) == [gradient.item() for gradient in first.gradients]
+    assert [approx(-1.0), 0.0] * (2 // window) == [gradient.item() for gradient in second.gradients]
+
+
+class Keeps(Toy):
+    """Adds up the gradients of all steps."""
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        """Keep them."""
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("strategy", [{}, WEIGHTED, {"reduction": "sum"}], ids=str)
+@pytest.mark.parametrize("window", [1, 2])
+def test_gradients_that_are_kept_are_added_once(world, window, strategy, view):
+    """The means of the batches are 2, 4, 6, 8; what was reduced before is not reduced again."""
+    rows = [[[1.0], [2.0], [3.0], [4.0]], [[3.0], [6.0], [9.0], [12.0]]]
+    options = {**strategy, "gradient_as_bucket_view": view}
+    seen = same_everywhere(world(2).run(train, rows, {}, options, module=Keeps, accumulate_grad_batches=window))
+    expected = torch.tensor([2.0, 4.0, 6.0, 8.0]).reshape(-1, window)
+    # A sum counts both ranks, and all micro-batches.
+    of_windows = 2 * expected.sum(1) if strategy.get("reduction") == "sum" else expected.mean(1)
+    assert [approx(value) for value in of_windows.cumsum(0).tolist()] == [g.item() for g in seen.gradients]

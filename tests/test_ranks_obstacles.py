@@ -80,17 +80,24 @@ REFUSED = {
     ),
     "summed whole batch": (
         ClassifierEnd,
-        {**parallel(), "reduction": "sum"},
+        {**parallel(2), "reduction": "sum"},
         (),
         "ValueError",
         "reduction='sum' with training_step_end",
     ),
-    "legacy mean of a whole batch": (
+    "whole batch of more replicas than ranks": (
         ClassifierEnd,
-        {**parallel(), "reduction": "mean_of_replica_losses"},
+        parallel(),
         (),
         "ValueError",
-        "'mean_of_replica_losses' with training_step_end",
+        "training_step_end with num_replicas=4 on 2 ranks",
+    ),
+    "whole batch of fewer replicas than ranks": (
+        ClassifierEnd,
+        parallel(1),
+        (),
+        "ValueError",
+        "training_step_end with num_replicas=1 on 2 ranks",
     ),
     "synchronized norm on a CPU": (
         Classifier,
@@ -189,8 +196,17 @@ class ManualNormed(Normed):
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", [Normed, NormedEnd])
-@pytest.mark.parametrize(("size", "replicas", "samples"), [(1, 2, 3), (2, 2, 3), (2, 4, 5), (4, 4, 5)])
+@pytest.mark.parametrize(
+    ("kind", "size", "replicas", "samples"),
+    [
+        (Normed, 1, 2, 3),
+        (Normed, 2, 2, 3),
+        (Normed, 2, 4, 5),
+        (Normed, 4, 4, 5),
+        (NormedEnd, 2, 2, 3),
+        (NormedEnd, 4, 4, 5),
+    ],
+)
 def test_a_replica_of_one_sample_is_an_error_on_all_ranks(world, kind, size, replicas, samples):
     """Batch norm refuses one value per channel on the ranks that have it; no other rank may wait for them."""
     for raised in world(size).run_expecting_errors(outcome, kind, parallel(replicas), samples, samples):
@@ -219,9 +235,9 @@ class AllGathers(Regression):
 
 @pytest.mark.parametrize(
     ("kind", "strategy"),
-    [(Gathers, parallel()), (Gathers, parallel(2, recompute_replicas=True)), (AllGathers, parallel())],
+    [(Gathers, parallel()), (AllGathers, parallel())],
 )
 def test_gathering_in_a_step_that_ranks_run_unequally_often_is_refused(world, kind, strategy):
-    """Recomputed or several, replicas would gather past each other."""
+    """Several replicas of a rank would gather past those of another."""
     for raised in world(2).run_expecting_errors(outcome, kind, strategy, 8, 9):
         assert "training_step gathers over the ranks" in raised.message

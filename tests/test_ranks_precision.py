@@ -235,20 +235,3 @@ def test_sparse_gradients(world, per_rank):
     assert [0, 1] == [rank for rank, _ in ranks]
     for _, gradients in ranks:
         torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-12)
-
-
-def train_in_subgroup(reduction: str) -> Any:
-    rank = dist.get_rank()
-    groups = [dist.new_group([0, 1]), dist.new_group([2])]
-    return train(
-        [[[1, 2, 3]], [[4]], [[9]]], {"kind": "s"}, {"reduction": reduction, "process_group": groups[rank // 2]}
-    )
-
-
-@pytest.mark.parametrize(("reduction", "pair", "single"), [("weighted_mean", 7.5, 81.0), ("sum", 62 / 3, 81.0)])
-def test_process_group_smaller_than_the_world(world, reduction, pair, single):
-    """Ranks 0 and 1 reduce among themselves, rank 2 alone."""
-    seen = world(3).run(train_in_subgroup, reduction)
-    assert [0, 1, 2] == [one.rank for one in seen]
-    assert [approx(pair), approx(pair), approx(single)] == [one.gradients[0].item() for one in seen]
-    assert torch.equal(seen[0].gradients[0], seen[1].gradients[0])

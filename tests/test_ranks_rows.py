@@ -12,7 +12,7 @@ from ranks import Raised
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg.reduction.gather import gather
+from lightning_gradavg.reduction.gather import gather, losses_weighed
 
 DTYPES = [
     torch.float64,
@@ -126,19 +126,26 @@ def test_half_precision_is_summed_in_float32(world, dtype, of_ranks, total):
         assert torch.equal(torch.full((1, 2), total, dtype=dtype), gradient)
 
 
-def narrow_weighted(weights: Sequence[float]) -> Tensor:
+def narrow_weighted(weights: Sequence[float], weighed: bool) -> Tensor:
     """Body: a float16 gradient of 20 per rank under a rule of unequal weights."""
     rank = dist.get_rank()
     x = torch.ones(1, dtype=torch.float16, requires_grad=True)
-    gather(x, reduction="weighted_mean", weight=weights[rank]).sum().mul(20).backward()
+    with losses_weighed(weighed=weighed):
+        gather(x, reduction="weighted_mean", weight=weights[rank]).sum().mul(20).backward()
     assert x.grad is not None
     return x.grad
 
 
 def test_weights_do_not_overflow_half_precision(world):
     """Weights of thousands multiply a float16 gradient by their ratios, in float32: 20 * (8000 + 4000) / 4000 = 60."""
-    first, second = world(2).run(narrow_weighted, (8000.0, 4000.0))
+    first, second = world(2).run(narrow_weighted, (8000.0, 4000.0), False)
     assert [20.0 * 12000 / 8000, 20.0 * 12000 / 4000] == [first.item(), second.item()]
+
+
+@pytest.mark.parametrize("weights", [(8000.0, 4000.0), (1.0, 0.0)], ids=str)
+def test_losses_that_are_weighed_already_are_not_weighed_again(world, weights):
+    """Where losses are multiplied before the backward, the sum over ranks comes home, whatever the rule and weights."""
+    assert [40.0, 40.0] == [gradient.item() for gradient in world(2).run(narrow_weighted, weights, True)]
 
 
 def structure_with_labels() -> tuple[list[Tensor], list[bool], Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from toys import Toy, same_everywhere, train
 
 from lightning_gradavg.place import Place
-from lightning_gradavg.reduction.combine import combine
+from lightning_gradavg.reduction.reference import combine
 from lightning_gradavg.rules import RULES, Share, resolve_rule
 
 SIZE = 5

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from data_parallel import MODELS, Nested, NestedRows, Run, assert_same_run, fit, loader, train
+from data_parallel import MODELS, Numbers, Rows, Run, assert_same_run, fit, loader, train
 from grids import grid
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
@@ -44,7 +44,7 @@ def fit_all(name: str, dtype: torch.dtype, windows: Sequence[int]) -> Any:
     for accumulate in windows:
         model = MODELS[name](dtype)
         strategy = GradAvgStrategy(equivalent_to="single_device")
-        runs.append(fit(model, strategy, loader(model), max_epochs=accumulate, accumulate_grad_batches=accumulate))
+        runs.append(fit(model, strategy, max_epochs=accumulate, accumulate_grad_batches=accumulate))
     return dist.get_rank(), runs
 
 
@@ -56,7 +56,7 @@ def reference(name: str, dtype: torch.dtype, accumulate: int) -> Run:
 
 @pytest.mark.parametrize(
     ("name", "world_size", "dtype"),
-    grid(["cnn", "masked", "sparse", "contrastive", "nested rows"], [1, 2, 3, 4], list(DTYPES)),
+    grid(["plain cnn", "masked", "sparse", "rows"], [1, 2, 3, 4], list(DTYPES)),
 )
 def test_equals_one_process(world, name, world_size, dtype):
     """20 steps on batches of 16, 15, 5 and 1 are those of one process, with batch norm over the whole batch."""
@@ -66,12 +66,11 @@ def test_equals_one_process(world, name, world_size, dtype):
     assert list(range(world_size)) == [rank for rank, _ in ranks]
     for index, accumulate in enumerate(windows):
         expected = reference(name, torch_dtype, accumulate)
-        # The losses of the ranks' own chunks are no part of the reference.
-        assert_same_run([runs[index] for _, runs in ranks], expected, tolerance, replicas=False)
+        assert_same_run([runs[index] for _, runs in ranks], expected, tolerance, 10 * tolerance)
 
 
-class WithNumbers(Nested):
-    """Each replica returns a number that it has computed from its samples."""
+class WithNumbers(Numbers):
+    """A buffer that counts steps, as one device has it."""
 
     def step_of(self, x: torch.Tensor) -> int:
         return 1
@@ -79,7 +78,7 @@ class WithNumbers(Nested):
 
 def fit_with_numbers() -> None:
     model = WithNumbers(torch.float64)
-    fit(model, GradAvgStrategy(equivalent_to="single_device"), loader(model))
+    fit(model, GradAvgStrategy(equivalent_to="single_device"))
 
 
 def test_numbers_of_a_rank_are_refused(world):
@@ -89,7 +88,7 @@ def test_numbers_of_a_rank_are_refused(world):
     assert all("['penalty'] of training_step is one number" in one.message for one in raised)
 
 
-class CountingRows(NestedRows):
+class CountingRows(Rows):
     """Adds the number of its samples to a buffer, which on one device would be that of all samples."""
 
     def step_of(self, x: torch.Tensor) -> int:
@@ -98,7 +97,7 @@ class CountingRows(NestedRows):
 
 def fit_counting() -> None:
     model = CountingRows(torch.float64)
-    fit(model, GradAvgStrategy(equivalent_to="single_device"), loader(model))
+    fit(model, GradAvgStrategy(equivalent_to="single_device"))
 
 
 def test_buffers_of_a_ranks_samples_are_refused(world):
@@ -259,11 +258,10 @@ def fit_digits(strategy: Any, batch_norm: bool, batch_size: int, make: Any = mak
     return metrics, steps.losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def fit_digits_as(preset: str, batch_norm: bool, **strategy: Any) -> Any:
+def fit_digits_as(preset: Any, batch_norm: bool) -> Any:
     """Body: on loader batches of 64 whatever the number of ranks."""
-    if preset == "data_parallel":
-        strategy["num_replicas"] = 4
-    return fit_digits(GradAvgStrategy(equivalent_to=preset, **strategy), batch_norm, 64)  # type: ignore[arg-type]  # a parameter of the test
+    replicas = 4 if preset == "data_parallel" else None
+    return fit_digits(GradAvgStrategy(equivalent_to=preset, num_replicas=replicas), batch_norm, 64)
 
 
 def fit_digits_in_stock(batch_norm: bool) -> Any:
@@ -303,13 +301,6 @@ METRICS = {
 def test_digits_do_not_depend_on_the_world(world, one_process, preset, world_size, batch_norm):
     """Weights, losses of each step and of the epochs, and all metrics of the digits are those of one process."""
     check_digits(world(world_size).run(fit_digits_as, preset, batch_norm), one_process[preset, batch_norm])
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_digits_count_what_is_computed_again_once(world, one_process, world_size):
-    """With recompute_replicas the training steps run twice, and log and count once."""
-    ranks = world(world_size).run(fit_digits_as, "data_parallel", True, recompute_replicas=True)
-    check_digits(ranks, one_process["data_parallel", True])
 
 
 def check_digits(ranks: Any, expected: Any) -> None:
@@ -363,8 +354,7 @@ def fit_halved(kind: type[Regression], accumulate: int) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0")
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", [Halved, NamedHalved])
+@pytest.mark.parametrize(("kind", "accumulate"), [(Halved, 1), (Halved, 2), (NamedHalved, 1)])
 def test_samples_of_weight_zero_stay_in_the_statistics(world, kind, accumulate):
     """On one device, samples that do not count still shape batch norm, and so the gradient of those that do."""
     expected = world(1).run(fit_halved, kind, accumulate)[0]

@@ -94,22 +94,12 @@ def reference(pairs: Any) -> list[float]:
     ids=str,
 )
 @pytest.mark.parametrize("late", [False, True], ids=["empty term last", "empty term first"])
-@pytest.mark.parametrize("window", [1, 2])
-def test_terms_with_heads_of_their_own(world: Any, window: int, late: bool, strategy: Any) -> None:
-    """Case 9: named terms with a head each, one term empty and its gradient NaN, equal one process under all options.
-
-    A static graph is refused where terms are accumulated: DDP would count a backward per term.
-    """
-    if window > 1 and "static_graph" in strategy:
-        raised = world(2).run_expecting_errors(train_heads, RANKS, strategy, window)
-        assert ["ValueError"] * 2 == [one.type_name for one in raised]
-        assert all("static_graph=True" in one.message and "named loss terms" in one.message for one in raised)
-        return
+def test_terms_with_heads_of_their_own(world: Any, late: bool, strategy: Any) -> None:
+    """Case 9: named terms with a head each, one empty with a NaN gradient, equal one process under all options."""
     ranks = [rank[::-1] if late else rank for rank in RANKS]
     ranks = [rank * 2 for rank in ranks]
-    steps = range(0, 4, window)
-    expected = [reference([pair for rank in ranks for pair in rank[step : step + window]]) for step in steps]
-    for index, (rank, gradients) in enumerate(world(2).run(train_heads, ranks, strategy, window)):
+    expected = [reference([rank[step] for rank in ranks]) for step in range(4)]
+    for index, (rank, gradients) in enumerate(world(2).run(train_heads, ranks, strategy)):
         assert index == rank
         assert [[approx(x) for x in step] for step in expected] == gradients
 
@@ -120,31 +110,25 @@ def test_term_that_no_rank_has(world: Any) -> None:
     assert [(rank, [[4.0, 2.0, 0.0]]) for rank in (0, 1)] == world(2).run(train_heads, ranks, {})
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_named_terms_and_a_rank_without_graph(world: Any, window: int) -> None:
+def test_named_terms_and_a_rank_without_graph(world: Any) -> None:
     """A rank whose terms have no graph and no weight contributes nothing, and the others' terms stay."""
-    expected = [reference(RANKS[0][step : step + window]) for step in range(0, 2, window)]
-    for _, gradients in world(2).run(train_heads, RANKS, {}, window, "no graph"):
+    expected = [reference([pair]) for pair in RANKS[0]]
+    for _, gradients in world(2).run(train_heads, RANKS, {}, 1, "no graph"):
         assert [[approx(x) for x in step] for step in expected] == gradients
 
 
-def test_term_that_a_later_micro_batch_lacks(world: Any) -> None:
-    """A micro-batch without one of the window's terms has weight 0 in it."""
-    expected = [
-        2 * (1 + 1 + 2 + 3 + 3 + 18) / 8 + 3 * (4 + 5 + 2 + 4) / 4,
-        (1 + 1 + 2 + 3 + 3 + 18) / 8,
-        (4 + 5 + 2 + 4) / 4,
-    ]
-    for _, gradients in world(2).run(train_heads, RANKS, {}, 2, "fewer"):
-        assert [[approx(x) for x in expected]] == gradients
-
-
-@pytest.mark.parametrize("window", [1, 2])
-def test_misnamed_weights_anywhere_in_the_window(world: Any, window: int) -> None:
-    """Weights named otherwise than the terms, in any micro-batch, are an error that all ranks raise together."""
-    raised = world(2).run_expecting_errors(train_heads, RANKS, {}, window, "misnamed")
+def test_misnamed_weights(world: Any) -> None:
+    """Weights named otherwise than the terms are an error that all ranks raise together."""
+    raised = world(2).run_expecting_errors(train_heads, RANKS, {}, 1, "misnamed")
     assert ["ValueError"] * 2 == [one.type_name for one in raised]
     assert all("its weights are named ['boxes', 'cls']" in one.message for one in raised)
+
+
+def test_windows_are_refused(world: Any) -> None:
+    """Accumulated named terms are an error on all ranks that shows what gives the same gradient."""
+    raised = world(2).run_expecting_errors(train_heads, RANKS, {}, 2)
+    assert ["ValueError"] * 2 == [one.type_name for one in raised]
+    assert all("Do not accumulate; or return one loss under reduction='mean'" in one.message for one in raised)
 
 
 def test_ranks_with_different_numbers_of_terms(world: Any) -> None:
@@ -183,13 +167,3 @@ def test_two_terms_with_their_own_denominators(world):
     """Case 9: 8/4 + 10/4 = 4.5, where any single weight gives 5.0."""
     ranks = [[([1, 1], [4])], [([3, 3], [0, 2, 4])]]
     assert approx(4.5) == same_everywhere(world(2).run(train_detector, ranks)).gradients[0].item()
-
-
-def test_named_terms_over_a_window(world):
-    """Case 9: over two micro-batches, one without any box and so with a NaN loss, each term has its own mean."""
-    ranks = [[([1, 1], [4]), ([2], [])], [([3, 3], [0, 2, 4]), ([6, 6, 6], [10])]]
-    seen = same_everywhere(world(2).run(train_detector, ranks, accumulate_grad_batches=2))
-    assert [approx((8 + 20) / 8 + (10 + 10) / 5)] == [gradient.item() for gradient in seen.gradients]
-    late = [list(reversed(rank)) for rank in ranks]
-    seen = same_everywhere(world(2).run(train_detector, late, accumulate_grad_batches=2))
-    assert [approx((8 + 20) / 8 + (10 + 10) / 5)] == [gradient.item() for gradient in seen.gradients]

@@ -99,7 +99,7 @@ def assert_trains_as_alone(world: Any, strategy: dict[str, Any], sizes: list[int
         ({}, [2, 2], 2),
         ({"reduction": "weighted_mean"}, [3, 1], 1),
         ({"reduction": "weighted_mean"}, [3, 1], 2),
-        ({"reduction": "weighted_mean", "wire_dtype": None, "gradient_as_bucket_view": True}, [1, 3], 2),
+        ({"reduction": "weighted_mean", "gradient_as_bucket_view": True}, [1, 3], 2),
     ],
 )
 def test_unfrozen_parameters_train_as_on_one_process(world, strategy, sizes, window, moment):
@@ -114,10 +114,9 @@ def test_unfrozen_parameters_in_manual_optimization(world, strategy, sizes):
     assert_trains_as_alone(world, strategy, sizes, moment="manual", window=1)
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_unfrozen_parameters_of_named_terms(world, window):
+def test_unfrozen_parameters_of_named_terms(world):
     """Each loss term is normalized by its own weight, also in gradients that are reduced apart."""
-    run = {"moment": "batch", "window": window, "named": True}
+    run = {"moment": "batch", "window": 1, "named": True}
     (one,) = world(1).run(train_frozen, {"reduction": "weighted_mean"}, [4], **run)
     first, second = world(2).run(train_frozen, {"reduction": "weighted_mean"}, [3, 1], **run)
     assert torch.equal(first, second)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from toys import Toy, loader, train
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.reduction.loss import holds_ignored_targets, misspelt_weight
+from lightning_gradavg.reduction.weights import holds_ignored_targets, misspelt_weight
 
 WEIGHTED = {"reduction": "weighted_mean"}
 BATCHES = [[[1.0, 2.0], [3.0]], [[4.0], [5.0]]]

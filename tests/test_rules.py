@@ -23,7 +23,7 @@ from laws import (
 )
 
 from lightning_gradavg.place import Place
-from lightning_gradavg.reduction.combine import combine
+from lightning_gradavg.reduction.reference import combine
 from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule
 
 PAIRS = [pairs_of(nodes, seed) for seed, nodes in enumerate(NODE_LAYOUTS)]

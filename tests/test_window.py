@@ -1,281 +1,293 @@
-"""Weights of every type, the window of one rank, and what the ranks' totals say of all windows."""
+"""What ranks do one by one, over their windows, equals the dense reference, in the corners too."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from laws import CUSTOM
+from hypothesis import given
+from hypothesis import strategies as st
+from laws import (
+    CUSTOM,
+    EVERY_RULE,
+    NODE_LAYOUTS,
+    WEIGHTED_RULES,
+    assert_windows_equal_combine,
+    exchange,
+    windows_of,
+)
 
 from lightning_gradavg.place import Place, places_on_nodes
-from lightning_gradavg.reduction.window import MOST_TERMS, WHOLE_LOSS, MicroBatch, Totals, Window, as_weight
+from lightning_gradavg.ranks import World
+from lightning_gradavg.reduction.reference import combine, share_of
+from lightning_gradavg.reduction.weights import MOST_TERMS, WHOLE_LOSS, MicroBatch
+from lightning_gradavg.reduction.window import Totals, Window, unit_above, window_ratio
 from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule
 
-CPU, META = torch.device("cpu"), torch.device("meta")
-PLACES = places_on_nodes([0, 0])
+META = torch.device("meta")
+WEIGHTS = st.sampled_from([0.0, 0.0, 1.0, 3.0, 0.125, 4096.0, 1e-3])
 WEIGHTED = RULES["weighted_mean"]
+every_rule = pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.name)
+every_weighted_rule = pytest.mark.parametrize("rule", WEIGHTED_RULES, ids=lambda rule: rule.name)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [3, 3.0, np.int64(3), np.float32(3), np.float64(3), np.uint8(3), np.array(3), Fraction(3), Decimal(3)],
-    ids=lambda value: type(value).__name__,
+@every_rule
+@given(
+    layout=st.sampled_from(NODE_LAYOUTS),
+    length=st.integers(1, 4),
+    longer=st.integers(0, 2),
+    divisor=st.sampled_from([1.0, 3.0, None]),
+    unit=st.sampled_from([None, 1.0, 8192.0, 2.0**-9]),
+    narrow=st.booleans(),
+    data=st.data(),
 )
-def test_numbers_are_weights(value: Any) -> None:
-    """Case 32: ints, floats and NumPy scalars are weights."""
-    weight = as_weight(value, CPU)
-    assert (torch.float64, (), 3.0) == (weight.dtype, weight.shape, weight.item())
+def test_windows_equal_the_dense_reference(
+    rule: Rule, layout: list[int], length: int, longer: int, data: st.DataObject, **of_windows: Any
+) -> None:
+    weights = [data.draw(st.lists(WEIGHTS, min_size=length, max_size=length)) for _ in layout]
+    assert_windows_equal_combine(rule, layout, weights, expected=length + longer, **of_windows)
+    if rule.uses_weight:
+        assert_windows_equal_combine(rule, layout, [[first] for first, *_ in weights], alone=True, **of_windows)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
-def test_tensors_are_weights(shape: tuple[int, ...]) -> None:
-    """Case 32: a tensor with one element, of any dtype, is a weight, and taken without its graph."""
-    floating = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-    for dtype in (*floating, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        weight = as_weight(torch.full(shape, 3, dtype=dtype, requires_grad=dtype in floating), CPU)
-        assert (torch.float64, (), False, 3.0) == (weight.dtype, weight.shape, weight.requires_grad, weight.item())
+@pytest.mark.parametrize("name", ["sum", "weighted_mean", "normalized_sum"])
+@given(lengths=st.lists(st.integers(1, 4), min_size=3, max_size=3), data=st.data())
+def test_windows_of_different_lengths(name: str, lengths: list[int], data: st.DataObject) -> None:
+    weights = [data.draw(st.lists(WEIGHTS, min_size=length, max_size=length)) for length in lengths]
+    assert_windows_equal_combine(RULES[name], [0, 0, 1], weights)
 
 
-def test_truth_values_are_weights() -> None:
-    """A single truth value counts as one or nothing."""
-    assert [0.0, 1.0] == [as_weight(torch.tensor(value), CPU).item() for value in (False, True)]
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("missing", [[1], [0, 2]], ids=str)
+def test_mean_over_the_ranks_that_have_a_batch(missing: list[int], length: int) -> None:
+    weights = [[1.0] * length] * 3
+    assert_windows_equal_combine(
+        RULES["mean"], [0, 0, 1], weights, missing=missing, expected=length, divisor=float(length)
+    )
 
 
-def test_weight_is_not_rounded() -> None:
-    """Case 32: counts beyond float32 stay exact."""
-    assert 2.0**24 + 1 == as_weight(torch.tensor(2**24 + 1), CPU).item()
-    assert 2.0**40 + 1 == as_weight(2**40 + 1, CPU).item()
+@every_weighted_rule
+def test_window_that_begins_with_nothing(rule: Rule) -> None:
+    for weights in ([[0.0, 4.0], [2.0, 0.0]], [[0.0, 0.0], [0.0, 5.0]], [[0.0, 0.0], [0.0, 0.0]]):
+        assert_windows_equal_combine(rule, [0, 1], weights, divisor=2.0, unit=4.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int64], ids=str)
-def test_tensor_on_an_accelerator_stays_there(dtype: torch.dtype) -> None:
-    """A tensor off the CPU is not read, but detached, 0-dim and float64 there; a number of the host stays on it."""
-    weight = as_weight(torch.empty(1, dtype=dtype, device=META, requires_grad=dtype.is_floating_point), META)
-    assert (torch.float64, (), "meta", False) == (weight.dtype, weight.shape, weight.device.type, weight.requires_grad)
-    assert "cpu" == as_weight(3, META).device.type
+def test_mean_of_full_windows_and_equal_weights_are_stock() -> None:
+    """Nothing is multiplied, so the bits are those of DDP."""
+    (window, *_) = windows_of(RULES["mean"], [0, 0, 1], [[batch(1.0)] * 4] * 3, expected=4, divisor=4.0)
+    assert (True, 1.0) == (window.carries_nothing, window.after(window.totals()))
+    alone = windows_of(WEIGHTED, [0, 0, 1], [[batch(7.0)]] * 3)
+    exchange(alone)
+    assert [[1.0]] * 3 == [one.alone(one.totals()) for one in alone]
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (None, "None of type NoneType"),
-        ("3", "'3' of type str"),
-        (b"3", "b'3' of type bytes"),
-        ([3], "[3] of type list"),
-        (3j, "3j of type complex"),
-        pytest.param(10**400, "too large for a float", id="10**400"),
-        (np.array([1, 2]), "of type ndarray"),
-        (torch.ones(2), "a tensor of shape (2,) and torch.float32"),
-        (torch.ones(0), "a tensor of shape (0,) and torch.float32"),
-        (torch.tensor(1j), "a tensor of shape () and torch.complex64"),
-        (torch.ones(2, device=META), "a tensor of shape (2,) and torch.float32"),
-    ],
-    ids=str,
-)
-def test_what_is_not_one_number(value: Any, said: str) -> None:
-    """What is not one number is quoted with its type."""
-    with pytest.raises(TypeError, match="a weight is one number, got") as caught:
-        as_weight(value, CPU)
-    assert said in str(caught.value)
+def batch(weight: Any, *, explicit: bool = True, **given: Any) -> MicroBatch:
+    """A micro-batch of this weight, or of one per term."""
+    return MicroBatch(weight if isinstance(weight, dict) else {WHOLE_LOSS: weight}, explicit, **given)
 
 
-def window_of(weights: Sequence[Any], rule: Rule = WEIGHTED, *, explicit: bool = True) -> Window:
-    """Return a window of these weights, each a number or one per term."""
-    window = Window(rule, PLACES, 0)
-    for weight in weights:
-        named = weight if isinstance(weight, dict) else {WHOLE_LOSS: weight}
-        window.add(MicroBatch({term: as_weight(value, CPU) for term, value in named.items()}, explicit))
-    return window
+def window_of(weights: Sequence[Any], rule: Rule = WEIGHTED, **given: Any) -> Window:
+    return windows_of(rule, [0, 0], [[batch(weight, **given) for weight in weights], []])[0]
 
 
 def totals_of(*windows: Window) -> Totals:
-    return Totals(torch.stack([window.summary(CPU) for window in windows]).sum(0), len(windows))
+    return Totals.of(torch.stack([window._summarized() for window in windows]).sum(0))
 
 
 def test_terms_have_their_own_weights() -> None:
-    """Case 9: every named term has its own shares and normalizer; a missing one is absent."""
-    window = window_of([{"box": 1.0, "cls": 2.0}, {"box": 3.0, "cls": 2.0}, {"cls": 4.0}])
-    assert ("box", "cls") == window.terms
-    assert [1.0, 3.0, 0.0] == [float(share.multiplier) for share in window.shares("box")]
-    totals = totals_of(window, window)
-    assert [8.0, 16.0] == [totals.normalizer(index).item() for index in (0, 1)]
+    """Case 9: every named term has its own factor."""
+    terms = [{"box": 1.0, "cls": 2.0}, {"box": 3.0, "cls": 0.0}]
+    windows = windows_of(WEIGHTED, [0, 0], [[batch(weight)] for weight in terms])
+    exchange(windows)
+    assert [[1 * 2 / 4, 2 * 2 / 2], [3 * 2 / 4, None]] == [one.alone(one.totals()) for one in windows]
 
 
 @pytest.mark.parametrize(
-    ("weights", "unit"),
-    [([3.0, 3.0], 4.0), ([4096.0, 0.0], 4096.0), ([{"a": 1.0, "b": 100.0}] * 2, 128.0), ([0.0, 0.0], 7.0)],
-    ids=str,
+    ("weights", "unit"), [([3.0, 3.0], 4.0), ([4096.0, 0.0], 4096.0), ([0.0, 0.0], 2.0), ([1e-3] * 2, 2.0**-9)], ids=str
 )
-def test_unit_follows_the_weights(weights: list[Any], unit: float) -> None:
-    """The next unit is a power of two above the mean weight of the heaviest term; without any it stays."""
-    totals = totals_of(window_of(weights), window_of(weights))
-    assert unit == Totals(totals.values.tolist(), 2).unit_after(7.0)
+def test_unit_follows_the_weights(weights: list[float], unit: float) -> None:
+    """The next unit is a power of two above the mean weight of the window before; of nothing it stays."""
+    windows = windows_of(WEIGHTED, [0, 0], [list(map(batch, weights))] * 2, unit=2.0)
+    exchange(windows)
+    for window in windows:
+        window.totals()
+        window.reset()
+        assert 1 / unit == window.lift
+
+
+def test_first_unit_is_that_of_the_first_weight_above_0() -> None:
+    window = window_of([])
+    for weight, unit in ((0.0, 1.0), (100.0, 128.0), (3.0, 128.0)):
+        window.reset()
+        window.add(batch(weight), missed=0)
+        window.agree_on_unit(batch(weight))
+        assert 1 / unit == window.lift
+
+
+@given(st.floats(0, exclude_min=True, allow_infinity=False, allow_subnormal=True))
+def test_unit_is_a_power_of_two_above(weight: float) -> None:
+    unit = unit_above(weight)
+    assert (0.5, 0.5) == (math.frexp(unit)[0], math.frexp(1 / unit)[0])
+    assert 0 < weight / unit < 4
+    if 1e-300 < weight < 1e300:
+        assert unit / 2 <= weight < unit
+
+
+def test_unit_of_nothing() -> None:
+    assert [1.0] * 4 == [unit_above(number) for number in (0.0, -3.0, math.nan, math.inf)]
+
+
+def test_which_rules_depend_on_the_window() -> None:
+    depends = {name for name, rule in RULES.items() if windows_of(rule, [0, 0, 1], [[]] * 3)[0].depends_on_length}
+    assert {"mean", "mean_of_node_means", "sum_of_node_means"} == depends
+    assert window_of([1.0], CUSTOM).depends_on_length
+
+
+def test_ratio_of_multipliers() -> None:
+    """One vote per node has a third of each multiplier in a window of 3; rules without nodes have all of it."""
+    places = places_on_nodes([0, 0, 1])
+    thirds = ("mean_of_node_means", "sum_of_node_means", CUSTOM.name)
+    for rule in (*RULES.values(), CUSTOM):
+        assert pytest.approx(1 / 3 if rule.name in thirds else 1.0) == window_ratio(rule, places, 3)
+
+
+def picky(place: Place, weight: Any) -> Share:
+    if weight > 3:
+        raise RuntimeError("too heavy")
+    return Share(weight, weight)
+
+
+FAULTS = [
+    *(
+        pytest.param([2.0, weight], WEIGHTED, f"weight {weight!r} is not a finite number >= 0", id=str(weight))
+        for weight in (-1.0, -5e-324, math.nan, math.inf, -math.inf)
+    ),
+    pytest.param([1.0, -2.0], RULES["normalized_sum"], "weight -2.0 is not a finite number >= 0", id="normalized_sum"),
+    pytest.param(
+        [{"box": 1.0}, {"box": -2.0}], WEIGHTED, "loss term 'box': weight -2.0 is not a finite number", id="of a term"
+    ),
+    pytest.param([1.0, 4.0], resolve_rule(picky), "the reduction rule 'picky' failed on (Place(rank=0,", id="picky"),
+    pytest.param(
+        [0.0, 5.0],
+        Rule("drifting", lambda place, n: Share(n + place.world_size, 1.0), uses_weight=True, formula=""),
+        "the multiplier of weight 5 follows the length of the window by a factor of its own",
+        id="drifting",
+    ),
+    pytest.param(
+        [0.0, 5.0],
+        Rule("uneven", lambda place, n: Share(n / place.ranks_on_node ** (place.rank == 0), n), True, ""),
+        "gives some ranks multipliers 0.5 times, and others 1 times as large in a window of 2",
+        id="of rank 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("weights", "rule", "said"), FAULTS)
+def test_fault_of_the_second_micro_batch(weights: list[Any], rule: Rule, said: str) -> None:
+    """It is quoted with its place, on all ranks, and Z is 0, so that nothing is stepped on."""
+    good = windows_of(rule, [0, 0], [[], [batch(dict.fromkeys(window_of(weights).terms, 1.0))] * 2])[1]
+    bad = window_of(weights, rule)
+    problem = bad.problems()[-1]
+    assert problem.startswith("micro-batch 1 of the window: ")
+    assert said in problem
+    totals = totals_of(bad, good)
+    assert (True, [0.0]) == (float(totals.faults) > 0, [float(z) for z in totals.usable(1)])
+    exchange([bad, good])
+    for window in (bad, good):
+        with pytest.raises(ValueError, match=rf"reduction '{rule.name}': a weight or a share is not usable\."):
+            window.totals()
 
 
 @pytest.mark.parametrize("usable", [0.0, -0.0, 5e-324, 1.0, 1e300])
 def test_usable_weights(usable: float) -> None:
-    """Every finite number >= 0 is usable, in any unit of measure."""
     window = window_of([usable])
-    assert ([], None) == (window.problems(), totals_of(window).problem)
-
-
-@pytest.mark.parametrize("weight", [-1.0, -5e-324, math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["weighted_mean", "normalized_sum"])
-def test_unusable_weight(name: str, weight: float) -> None:
-    """Case 32: an unusable weight is quoted with its place in the window, and spoils the totals, whose Z is then 0."""
-    window = window_of([2.0, weight, 3.0], RULES[name])
-    assert [f"micro-batch 1 of the window: weight {weight!r} is not a finite number >= 0"] == window.problems()
-    totals = totals_of(window, window_of([1.0, 1.0, 1.0], RULES[name]))
-    assert ("a weight or a share is not usable", 0.0) == (totals.problem, totals.normalizer(0).item())
-
-
-def test_unusable_weight_of_a_term_is_named() -> None:
-    """The message says which of the loss terms has the unusable weight."""
-    window = window_of([{"box": -2.0, "cls": 1.0}])
-    assert [
-        "micro-batch 0 of the window: loss term 'box': weight -2.0 is not a finite number >= 0"
-    ] == window.problems()
-    assert ("box", "cls") == window.terms
+    assert ([], None) == (window.problems(), totals_of(window).problem(1))
 
 
 def test_weights_are_not_judged_where_they_are_not_used() -> None:
-    """A rule without weights looks at none."""
     window = window_of([math.nan], RULES["sum"])
-    assert ([], None) == (window.problems(), totals_of(window).problem)
+    assert ([], None) == (window.problems(), totals_of(window).problem(1))
 
 
 def test_given_problem_is_kept() -> None:
-    """A problem found before, when the weight was read, is raised with the window, to which its share is nothing."""
-    window = Window(WEIGHTED, PLACES, 0)
-    window.add(MicroBatch({WHOLE_LOSS: as_weight(7.0, CPU)}, explicit=True, problem="no number"))
-    assert ["micro-batch 0 of the window: no number"] == window.problems()
-    assert [Share(0.0, 0.0)] == window.shares(WHOLE_LOSS)
-    assert "a weight or a share is not usable" == totals_of(window).problem
+    window = window_of([7.0], problem="no number")
+    assert (["micro-batch 0 of the window: no number"], [Share(0.0, 0.0)]) == (
+        window.problems(),
+        window.shares(WHOLE_LOSS),
+    )
+    assert 1.0 == float(totals_of(window).faults)
 
 
-def test_absent_micro_batch_counts_in_the_normalizer_alone() -> None:
-    """A micro-batch that only keeps its rank busy is multiplied by 0 under any rule."""
-    for name in ("mean", "weighted_mean"):
-        window = Window(RULES[name], PLACES, 0)
-        share = window.add(MicroBatch({WHOLE_LOSS: as_weight(0.0, CPU)}, absent=True))[WHOLE_LOSS]
-        assert 0.0 == share.multiplier
-        assert totals_of(window).problem is None
-
-
-def test_failure_of_a_rule_is_a_problem() -> None:
-    """What a user's rule raises for one weight is that micro-batch's problem, on that rank."""
-
-    def picky(place: Place, weight: Any) -> Share:
-        if weight > 3:
-            raise RuntimeError("too heavy")
-        return Share(weight, weight)
-
-    window = window_of([1.0, 4.0], resolve_rule(picky))
-    (problem,) = window.problems()
-    assert problem.startswith("micro-batch 1 of the window: the reduction rule ")
-    assert "too heavy" in problem
-    assert "a weight or a share is not usable" == totals_of(window).problem
-
-
-def test_rule_whose_ratio_depends_on_the_weight_is_found_out() -> None:
-    """A multiplier that changes with the length of the window otherwise than by a factor cannot be accumulated."""
-
-    def drifting(place: Place, weight: Any) -> Share:
-        return Share(weight + place.world_size, 1.0)
-
-    rule = resolve_rule(drifting)
-    one, two = window_of([1.0], rule), window_of([1.0, 5.0], rule)
-    assert ([], None) == (one.problems(), totals_of(one).problem)
-    assert "a weight or a share is not usable" == totals_of(two).problem
-    (problem,) = two.problems()
-    assert "micro-batch 1 of the window: the multiplier of weight 5 follows the length of the window by a" in problem
-
-
-def test_rule_whose_ratio_depends_on_the_rank_is_found_out() -> None:
-    """Nor can one that changes by one factor on some ranks and by another on others: NaN is no ratio."""
-
-    def of_rank_0(place: Place, weight: Any) -> Share:
-        return Share(weight / place.ranks_on_node if place.rank == 0 else weight, weight)
-
-    two = window_of([1.0, 5.0], resolve_rule(of_rank_0))
-    assert math.isnan(two.ratio)
-    assert "a weight or a share is not usable" == totals_of(two).problem
-    assert all("gives some ranks multipliers 0.5 times, and others 1 times" in problem for problem in two.problems())
+@pytest.mark.parametrize("rule", [RULES["mean"], WEIGHTED], ids=lambda rule: rule.name)
+def test_absent_micro_batch_carries_nothing(rule: Rule) -> None:
+    window = window_of([0.0], rule, absent=True)
+    assert ([None], None) == (window.held(), totals_of(window).problem(1))
 
 
 @pytest.mark.parametrize("weights", [[4.0, 1.0], [0.0, 1.0, 2.0], [0.0, 0.0]], ids=str)
 def test_rule_that_counts_ranks_may_be_accumulated(weights: list[float]) -> None:
-    """A multiplier that only changes by a factor of the length is fine, whichever micro-batches are absent."""
     window = window_of(weights, CUSTOM)
-    assert ([], None) == (window.problems(), totals_of(window).problem)
-
-
-def test_totals_see_different_terms() -> None:
-    """Ranks whose losses have other terms are found out, in any world."""
-    alike, other = window_of([{"a": 1.0, "b": 1.0}]), window_of([{"a": 1.0, "c": 1.0}])
-    assert totals_of(alike, alike, alike).problem is None
-    for windows in ([alike, other], [alike, alike, other], [other, alike, other, alike]):
-        assert "the ranks' losses have different terms" == totals_of(*windows).problem
+    assert ([], None) == (window.problems(), totals_of(window).problem(1))
 
 
 def test_rounding_makes_no_different_terms() -> None:
     """On 2 to 2000 ranks alike the squares are compared without a false alarm, and one other rank is seen."""
-    names = [f"term {index}" for index in range(20)]
-    alike = [window_of([{name: 1.0}]).summary(CPU) for name in names]
-    for world_size in range(2, 2001):
-        one = alike[world_size % 20]
-        assert Totals(world_size * one, world_size).problem is None
-        other = Totals((world_size - 1) * one + alike[(world_size + 1) % 20], world_size)
-        assert "the ranks' losses have different terms" == other.problem
+    alike = [window_of([{f"term {index}": 1.0}])._summarized() for index in range(20)]
+    for ranks in range(2, 2001):
+        one, other = alike[ranks % 20], alike[(ranks + 1) % 20]
+        assert Totals.of(ranks * one).problem(ranks) is None
+        assert "the ranks' losses have different terms" == Totals.of((ranks - 1) * one + other).problem(ranks)
 
 
 @pytest.mark.parametrize("terms", [10, MOST_TERMS])
 def test_summaries_have_one_length_whatever_the_terms(terms: int) -> None:
-    """Ranks with different numbers of loss terms, or with a fault, send vectors that can be summed."""
     many = window_of([{f"t{index:02}": 1.0 for index in range(terms)}])
-    assert (64,) == many.summary(CPU).shape == window_of([1.0]).summary(CPU).shape
-    assert "the ranks' losses have different terms" == totals_of(many, window_of([1.0])).problem
+    assert (64,) == many._summarized().shape == window_of([1.0])._summarized().shape
+    assert "the ranks' losses have different terms" == totals_of(many, window_of([1.0])).problem(2)
 
 
 def test_weight_given_for_some_micro_batches_only() -> None:
-    """A weight given now and then would mix units: the message says for how many it was given."""
     given, taken = window_of([1.0, 1.0]), window_of([1.0], explicit=False)
-    problem = totals_of(given, taken).problem
-    assert problem is not None
-    assert "a weight was given for 2 of 3 micro-batches" in problem
-    assert "or never" in problem
-    assert totals_of(taken, taken).problem is None
-    assert totals_of(given, given).problem is None
+    assert "a weight was given for 2 of 3 micro-batches" in str(totals_of(given, taken).problem(2))
+    assert [None, None] == [totals_of(one, one).problem(2) for one in (given, taken)]
 
 
-def test_uneven_windows() -> None:
-    """Windows are uneven where some rank accumulated another number of micro-batches, in any world."""
-    one, two = window_of([1.0]), window_of([1.0, 1.0])
-    assert [False, False, True, True] == [
-        totals.uneven
-        for totals in (totals_of(one), totals_of(two, two, two), totals_of(one, two), totals_of(two, two, one))
-    ]
+@pytest.mark.parametrize("name", ["mean_of_node_means", "weighted_mean"])
+def test_uneven_windows(name: str) -> None:
+    """A rule that depends on the length of windows raises on all ranks where they differ."""
+    windows = windows_of(RULES[name], [0, 0], [[batch(1.0)], [batch(1.0)] * 2])
+    for window in windows:
+        window.exchanges = True
+    exchange(windows)
+    for window in windows:
+        if name == "weighted_mean":
+            assert 3.0 == window.totals().pairs
+        else:
+            with pytest.raises(ValueError, match="the ranks accumulated different numbers of micro-batches, which"):
+                window.totals()
 
 
-def test_window_after_another() -> None:
-    """The next window is empty, and the one before it stays as it was."""
-    window = window_of([1.0, 2.0])
-    following = window.anew()
-    assert (0, 2, ()) == (following.length, window.length, following.terms)
+@pytest.mark.parametrize("rule", [WEIGHTED, RULES["normalized_sum"], CUSTOM], ids=lambda rule: rule.name)
+def test_nothing_is_read_from_a_weight_on_an_accelerator(rule: Rule) -> None:
+    """Shares, the summary and the factor are computed there, without looking at any number."""
+    window = Window(rule, places_on_nodes([0, 0]), World(None, 0, 2), META)
+    window.add(MicroBatch({WHOLE_LOSS: torch.ones((), dtype=torch.float64, device=META)}), missed=0)
+    summary = window._summarized()
+    assert ("meta", torch.float64, (64,)) == (summary.device.type, summary.dtype, summary.shape)
+    assert ["meta"] == [factor.device.type for factor in window.alone(Totals.of(summary))]
 
 
-def test_summary_off_the_cpu_stays_there() -> None:
-    """Shares, the summary and what follows from it are put together on the device, without looking at any number."""
-    for rule in (WEIGHTED, RULES["normalized_sum"], RULES["sum"], CUSTOM):
-        window = Window(rule, PLACES, 0)
-        for _ in range(2):
-            window.add(MicroBatch({WHOLE_LOSS: as_weight(torch.ones((), device=META), META)}))
-        summary = window.summary(META)
-        assert ("meta", torch.float64, 1) == (summary.device.type, summary.dtype, summary.ndim)
-        assert "meta" == Totals(summary, 2).normalizer(0).device.type
+def test_combine_keeps_dtype_and_shape() -> None:
+    for dtype in (torch.float32, torch.float64, torch.complex128):
+        combined = combine(torch.ones(2, 3, 1, dtype=dtype), rule=RULES["mean"], nodes=[0, 0], weights=[1.0, 1.0])
+        assert torch.equal(torch.ones(3, 1, dtype=dtype), combined)
+
+
+def test_a_rule_that_uses_weights_is_not_asked_for_nothing() -> None:
+    """A weight of 0 is an absent pair, so a user's rule may divide by the weight or take its logarithm."""
+    rule = Rule("inverse", lambda place, weight: Share(1 / weight, 1 / weight), uses_weight=True, formula="")
+    assert Share(0.0, 0.0) == share_of(rule, places_on_nodes([0])[0], 0.0)
+    assert [6.0] == combine(torch.tensor([[math.nan], [6.0]]), rule=rule, nodes=[0, 0], weights=[0.0, 2.0]).tolist()

@@ -6,11 +6,9 @@ Toy-Lin: loss `w * x`: the gradient of a sample is `x`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-from unittest import mock
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,10 +16,10 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from ranks import make_trainer
 from torch import Tensor
+from torch.distributed.nn.functional import all_gather
 from torch.utils.data import DataLoader
 
-from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.wire.codecs import Codec
+from lightning_gradavg import GradAvgStrategy, gather
 
 MicroBatches = Sequence[Sequence[float]]
 WEIGHTED = {"reduction": "weighted_mean"}
@@ -30,6 +28,16 @@ AWARE = [
     pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning"),
     pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified"),
 ]
+
+
+GATHERS: dict[str, Callable[[LightningModule, Tensor], Tensor]] = {
+    "lightning_gradavg": lambda module, rows: gather(rows),
+    "Lightning": lambda module, rows: cast("Tensor", module.all_gather(rows, sync_grads=True)).flatten(0, 1),
+    "torch": lambda module, rows: torch.cat(all_gather(rows)),
+}
+"""All ranks' rows, with gradient."""
+gathers = pytest.mark.parametrize("way", GATHERS)
+DEPRECATED = pytest.mark.filterwarnings(r"ignore:torch.distributed.nn.functional.all_gather is deprecated")
 
 
 def approx(value: Any, tolerance: float = 1e-12) -> Any:
@@ -122,22 +130,6 @@ def same_everywhere(seen: Sequence[Seen]) -> Seen:
         for mine, first in zip(one.gradients + one.weights, seen[0].gradients + seen[0].weights, strict=True):
             assert torch.equal(mine, first)
     return seen[0]
-
-
-@contextmanager
-def failing_codec(call: str, at: int) -> Iterator[None]:
-    """Have, in a body, the codecs' call of this name and number fail on rank 1."""
-    original, calls = getattr(Codec, call), 0
-
-    def failing(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == at:
-            raise MemoryError("out of paper")
-        return original(*args)
-
-    with mock.patch.object(Codec, call, failing if dist.get_rank() == 1 else original):
-        yield
 
 
 class FirstLater(LightningModule):

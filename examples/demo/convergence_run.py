@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,23 +19,18 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 
 from examples.demo import digits, text
 from examples.demo.comparison import weights_difference
 from examples.demo.run_one import LossCurve, ReversedSamples
 from examples.demo.training import Task, close_process_group
-from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.wire import exchange
+from lightning_gradavg import GradAvgStrategy, hooks
 
 __all__ = ["OUTCOMES", "WAYS", "Outcome", "SentBytes", "Way", "seeded_tasks"]
 
 OUTCOMES = "outcomes.jsonl"
 """The file of outcomes in the output folder: a line of JSON per run."""
-
-POWER_SGD_START = 10
-"""Exact steps before PowerSGD begins; torch's default of 1000 is more than these runs have."""
 
 SeededTask = tuple[Task, Callable[[int], LightningDataModule]]
 
@@ -66,34 +60,27 @@ class Outcome:
     bytes_per_step: float
 
 
-def _power_sgd(rank: int) -> dict[str, Any]:
-    state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=POWER_SGD_START)
-    return {"ddp_comm_state": state, "ddp_comm_hook": powerSGD_hook}
-
-
 @dataclass(frozen=True)
 class Way:
     """A way of sending gradients.
 
     Attributes:
         name: What reports call it.
-        options: Makes those of `GradAvgStrategy`, anew for each run: a hook has a state.
+        hook: The communication hook.
         reverses: Whether the samples of each batch are reversed: the same mathematics in other roundings.
     """
 
     name: str
-    options: Callable[[], Mapping[str, Any]] = dict
+    hook: Callable[..., Any] = allreduce_hook
     reverses: bool = False
 
 
 WAYS = (
     Way("float32"),
     Way("float32, reversed", reverses=True),
-    Way("bfloat16", lambda: {"wire_dtype": "bfloat16"}),
-    Way("torch's bf16 hook", lambda: {"ddp_comm_hook": bf16_compress_hook}),
-    Way("float16", lambda: {"wire_dtype": "float16"}),
-    Way("PowerSGD, rank 4", partial(_power_sgd, 4)),
-    Way("PowerSGD, rank 1", partial(_power_sgd, 1)),
+    Way("bfloat16", hooks.bfloat16),
+    Way("torch's bf16 hook", bf16_compress_hook),
+    Way("float16", hooks.float16),
 )
 """The first one is what the others are compared with."""
 
@@ -116,7 +103,7 @@ def seeded_tasks(*, quick: bool) -> list[SeededTask]:
 class SentBytes(Callback):
     """Counts what this process sends between optimizer steps.
 
-    An all-reduce of b bytes counts as the 2 (W - 1) / W b of a ring, and a gathering as what a ring forwards.
+    An all-reduce of b bytes counts as the 2 (W - 1) / W b of a ring.
 
     Attributes:
         per_step: Bytes of the last optimizer step.
@@ -134,25 +121,20 @@ class SentBytes(Callback):
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count within the context."""
-        all_reduce, scatter, gather = dist.all_reduce, dist.all_to_all_single, exchange.all_gather_into
+        all_reduce, all_to_all = dist.all_reduce, dist.all_to_all_single
 
         def counted_all_reduce(tensor: Tensor, *args: Any, **options: Any) -> Any:
             world_size = dist.get_world_size()
             self._sent.append(2 * (world_size - 1) / world_size * tensor.nbytes)
             return all_reduce(tensor, *args, **options)
 
-        def counted_scatter(received: Tensor, payload: Tensor, *args: Any, **options: Any) -> Any:
-            self._sent.append(payload.nbytes)
-            return scatter(received, payload, *args, **options)
-
-        def counted_gather(gathered: Tensor, mine: Tensor, *args: Any, **options: Any) -> Any:
-            self._sent.append(gathered.nbytes - mine.nbytes)
-            return gather(gathered, mine, *args, **options)
+        def counted_all_to_all(received: Tensor, sent: Tensor, of: Any, to: Any, **options: Any) -> Any:
+            self._sent.append(sent.nbytes * (1 - to[dist.get_rank()] / max(sum(to), 1)))
+            return all_to_all(received, sent, of, to, **options)
 
         with (
             patch.object(dist, "all_reduce", counted_all_reduce),
-            patch.object(dist, "all_to_all_single", counted_scatter),
-            patch.object(exchange, "all_gather_into", counted_gather),
+            patch.object(dist, "all_to_all_single", counted_all_to_all),
         ):
             yield
 
@@ -166,7 +148,7 @@ def _train(
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy=GradAvgStrategy(reduction="weighted_mean", **way.options()),
+        strategy=GradAvgStrategy(reduction="weighted_mean", ddp_comm_hook=way.hook),
         max_epochs=task.epochs,
         accumulate_grad_batches=task.micro_batches,
         use_distributed_sampler=False,  # the data module gives each rank its chunks

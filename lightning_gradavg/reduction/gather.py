@@ -6,9 +6,9 @@ applied to the losses,
     g = d/dtheta sum over q of  w_q * l_q / Z
       = sum over r of  (dx_r/dtheta)^T  sum over q of  (w_q / Z) * dl_q/dx_r .
 
-The strategy multiplies each rank's loss by `w_q` before its backward, and the sum over ranks by `1/Z` after it: what
-comes back to the rows of rank r is then the plain sum over ranks, the adjoint of the gather. `average_gradients`
-multiplies each rank's gradient by `w_r / Z` after the backward, so there it has to be
+Where losses are multiplied by `w_q` before the backward, as under the strategy, what comes back to the rows of rank r
+is the plain sum over ranks, the adjoint of the gather. `average_gradients` multiplies each rank's gradient by `w_r / Z`
+after the backward, so there it has to be
 
     sum over q of  (w_q / w_r) * dl_q/dx_r ,
 
@@ -17,31 +17,31 @@ which is the plain sum where all multipliers are equal (mean, sum, normalized su
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
-from operator import not_
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gradavg.arguments import Refusals, refuse
 from lightning_gradavg.ranks import Contribution, World, by_rank, on_ranks
-from lightning_gradavg.reduction.average import agreed_factors, checked_weight
-from lightning_gradavg.reduction.sums import SUM_DTYPES
+from lightning_gradavg.reduction.average import agreed_factors, checked_weight, unserved
+from lightning_gradavg.reduction.sums import SUM_DTYPES, as_bytes, byte_counts, from_bytes, gather_rows
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
 from lightning_gradavg.tree import leaves, rebuilt
 
 __all__ = ["collectives_refused", "gather", "losses_weighed", "require_allowed", "weigh_losses_from_here"]
 
 T = TypeVar("T")
+_Operation: TypeAlias = Callable[[Sequence[Tensor]], Iterable[Tensor]]
 
 _REFUSED: ContextVar[str | None] = ContextVar("refused", default=None)
-_ON_GATHER: ContextVar[Callable[[], None] | None] = ContextVar("on_gather", default=None)
+_WEIGHED: ContextVar[bool] = ContextVar("weighed", default=False)
 
 
 def gather(
@@ -92,29 +92,20 @@ def gather(
     mine, agreed = world.agree(
         "gather cannot proceed", lambda: _Rows.of(tensors, reduction, weight, world.device_types), _difference
     )
-    disabled = [rank for rank, (enabled, *_) in enumerate(agreed.details) if not enabled]
-    # Per rank, of each tensor twice its rows plus 1 if it requires grad.
-    entries = [of_rank for _, *of_rank in agreed.details]
-    rows = [[entry >> 1 for entry in of_rank] for of_rank in entries]
-    wanted = [any(entry & 1 for entry in of_leaf) for of_leaf in zip(*entries, strict=True)]
-    if any(wanted) and disabled:
-        raise ValueError(
-            f"gather runs under torch.no_grad {on_ranks(disabled)}, but other ranks need a gradient, for which those"
-            " would wait for ever. Use torch.no_grad on all ranks or on none."
-        )
-    factors = agreed_factors(mine.rule, agreed)
+    # Per rank whether it runs with grad, and of each tensor twice its rows plus 1 if it requires grad.
+    enabled, *by_leaf = zip(*agreed.details, strict=True)
+    rows = [[entry >> 1 for entry in of_rank] for _, *of_rank in agreed.details]
+    wanted = [any(entry & 1 for entry in of_leaf) for of_leaf in by_leaf]
+    weighed = _WEIGHED.get()
+    factors = [1.0] * world.size if weighed else agreed_factors(mine.rule, agreed)
+    values = [torch.cat(blocks) for blocks in zip(*gather_rows(mine.leaves, rows, world), strict=True)]
     if any(wanted):
-        on_gather = _ON_GATHER.get()
-        if on_gather is None:
-            _require_kept(mine.rule, factors, [any(of_rank) for of_rank in rows])
-        else:
-            factors = [1.0] * world.size
-            on_gather()
-    if world.size == 1:
-        gathered = tuple(leaf.clone() for leaf in mine.leaves)
-    else:
-        gathered = _apply(_Gather, mine.leaves, _Exchange(world, rows, factors), wanted, False)
-    result: T = rebuilt(tensors, iter(gathered))
+        _require_backward(mine.rule, enabled, factors, rows)
+        crossing = _Crossing(world, factors, [list(compress(of_rank, wanted)) for of_rank in rows])
+        own, gathered = compress(mine.leaves, wanted), compress(values, wanted)
+        live = iter(_apply(lambda _: gathered, crossing.sum_back, crossing.send_out, own))
+        values = [next(live) if is_wanted else value for value, is_wanted in zip(values, wanted, strict=True)]
+    result: T = rebuilt(tensors, iter(values))
     return result
 
 
@@ -130,18 +121,14 @@ def collectives_refused(reason: str) -> AbstractContextManager[None]:
     return _within(_REFUSED, reason)
 
 
-def losses_weighed(on_gather: Callable[[], None] | None) -> AbstractContextManager[None]:
-    """Say that losses are multiplied by their weights before the backward, of what `gather` is called for within.
-
-    Args:
-        on_gather: Called when gradients will cross ranks. None where losses are not multiplied, which changes nothing.
-    """
-    return _within(_ON_GATHER, on_gather)
+def losses_weighed(*, weighed: bool = True) -> AbstractContextManager[None]:
+    """Say whether losses are multiplied by their weights before the backward, of what `gather` is called for within."""
+    return _within(_WEIGHED, weighed)
 
 
-def weigh_losses_from_here(on_gather: Callable[[], None] | None) -> None:
-    """Say so from here on, or with None no longer, where forwards and losses may take turns, or have other contexts."""
-    _ON_GATHER.set(on_gather)
+def weigh_losses_from_here(*, weighed: bool) -> None:
+    """Say so from here on, or no longer, where forwards and losses may take turns, or have other contexts."""
+    _WEIGHED.set(weighed)
 
 
 @contextmanager
@@ -151,6 +138,19 @@ def _within(variable: ContextVar[T], value: T) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+_REFUSED_LEAVES: Refusals = (
+    (
+        lambda leaf: not isinstance(leaf, Tensor),
+        "must be a tensor, or a tuple, list or dict of tensors; got {0!r} of type {0.__class__.__name__}",
+    ),
+    (
+        lambda leaf: leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized,
+        "must be a dense tensor, got layout {0.layout} and {0.dtype}",
+    ),
+    (lambda leaf: leaf.ndim == 0, "has no dimension to concatenate along: pass tensor.reshape(1), one row"),
+)
 
 
 @dataclass(frozen=True)
@@ -167,27 +167,23 @@ class _Rows(Contribution):
 
     @classmethod
     def of(cls, tensors: Any, reduction: Any, weight: Any, device_types: Sequence[str] | None) -> _Rows:
-        rule = resolve_rule(reduction)
-        labeled = list(leaves(tensors, "tensors"))
+        rule, labeled = resolve_rule(reduction), list(leaves(tensors, "tensors"))
         if not labeled:
             raise ValueError(f"there is no tensor in {tensors!r}: pass at least one")
         for label, leaf in labeled:
-            _check(label, leaf, device_types)
-        if len({leaf.device for _, leaf in labeled}) > 1:
+            refuse(label, leaf, (*_REFUSED_LEAVES, *unserved(device_types)))
+        own = [leaf for _, leaf in labeled]
+        if len({leaf.device for leaf in own}) > 1:
             devices = ", ".join(f"{label} on {leaf.device}" for label, leaf in labeled)
             raise ValueError(f"the tensors of one call must be on one device, got {devices}")
-        if rule.uses_weight and weight is None:
-            raise ValueError(
-                f"reduction={rule.name!r}, {rule.formula}, needs a weight: pass the same weight= as for the loss"
-            )
-        number = checked_weight(weight) if rule.uses_weight else None
         # The rank's own structure counts, and so does every shape but the number of rows.
-        shapes = [f"(rows, {', '.join(map(str, leaf.shape[1:]))})" for _, leaf in labeled]
         forms = "; ".join(
-            f"{label} of shape {shape} and {leaf.dtype}" for shape, (label, leaf) in zip(shapes, labeled, strict=True)
+            f"{label} of shape (rows, {', '.join(map(str, leaf.shape[1:]))}) and {leaf.dtype}"
+            for label, leaf in labeled
         )
-        grad, own = torch.is_grad_enabled(), [leaf for _, leaf in labeled]
+        grad = torch.is_grad_enabled()
         entries = [2 * leaf.shape[0] + (leaf.requires_grad and grad) for leaf in own]
+        number = checked_weight(rule, weight)
         return cls(f"{forms}, reduction={rule.name!r}", [grad, *entries], number, rule, own)
 
 
@@ -198,9 +194,17 @@ def _difference(descriptions: Sequence[str]) -> str:
     )
 
 
-def _require_kept(rule: Rule, factors: Sequence[float], present: Sequence[bool]) -> None:
-    """Raise where other ranks' losses need the gradient of rows whose rank will have its gradient discarded."""
-    lost = [rank for rank, factor in enumerate(factors) if factor == 0 and present[rank]]
+def _require_backward(
+    rule: Rule, enabled: Sequence[int], factors: Sequence[float], rows: Sequence[Sequence[int]]
+) -> None:
+    """Raise where a rank would not join the backward, or its part of the gradient would be discarded afterwards."""
+    disabled = [rank for rank, is_enabled in enumerate(enabled) if not is_enabled]
+    if disabled:
+        raise ValueError(
+            f"gather runs under torch.no_grad {on_ranks(disabled)}, but other ranks need a gradient, for which those"
+            " would wait for ever. Use torch.no_grad on all ranks or on none."
+        )
+    lost = [rank for rank, factor in enumerate(factors) if factor == 0 and any(rows[rank])]
     if lost and any(factors):
         raise ValueError(
             f"reduction={rule.name!r} discards the gradient of a rank of weight 0, but there are rows {on_ranks(lost)}"
@@ -209,59 +213,19 @@ def _require_kept(rule: Rule, factors: Sequence[float], present: Sequence[bool])
         )
 
 
-def _check(label: str, leaf: Any, device_types: Sequence[str] | None) -> None:
-    if not isinstance(leaf, Tensor):
-        raise TypeError(
-            f"{label} must be a tensor, or a tuple, list or dict of tensors; got {leaf!r} of type {type(leaf).__name__}"
-        )
-    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
-        raise ValueError(f"{label} must be a dense tensor, got layout {leaf.layout} and {leaf.dtype}")
-    if leaf.ndim == 0:
-        raise ValueError(f"{label} has no dimension to concatenate along: pass tensor.reshape(1), one row")
-    if device_types is not None and leaf.device.type not in device_types:
-        raise ValueError(
-            f"{label} is on {leaf.device}, but the process group serves {', '.join(device_types)}: move it"
-        )
-
-
 @dataclass(frozen=True)
-class _Exchange:
-    """Moves rows between ranks and back, as bytes: every dtype travels, on every backend.
+class _Crossing:
+    """Takes gradients home to the ranks whose rows they are of, and their own gradients out again.
 
     Attributes:
         world: The ranks.
-        rows: `rows[q][i]`, the rows that rank q has of tensor i.
         factors: Per rank, what its gradient will be multiplied by in the reduction, as far as it differs.
+        rows: `rows[q][i]`, the rows that rank q has of tensor i.
     """
 
     world: World
-    rows: Sequence[Sequence[int]]
     factors: Sequence[float]
-
-    def of(self, wanted: Sequence[bool]) -> _Exchange:
-        """Return the exchange of some of the tensors."""
-        return replace(self, rows=[list(compress(of_rank, wanted)) for of_rank in self.rows])
-
-    def gather(self, tensors: Sequence[Tensor], *, weigh: bool = False) -> list[Tensor]:
-        """Return the ranks' tensors along dimension 0; with `weigh`, the adjoint of `sum_back`.
-
-        Args:
-            tensors: This rank's rows of every tensor.
-            weigh: Whether to multiply the rows of rank r by this rank's factor over that of rank r.
-        """
-        mine = _pack(tensors)
-        sizes = [_bytes(tensors, of_rank) for of_rank in self.rows]
-        slots = mine.new_empty(self.world.size, max(sizes))
-        padded = torch.cat([mine, mine.new_zeros(max(sizes) - len(mine))])
-        if max(sizes) > 0:
-            dist.all_gather(list(slots.unbind()), padded, group=self.world.group)
-        blocks = [_unpack(slot[:size], tensors, n) for slot, size, n in zip(slots, sizes, self.rows, strict=True)]
-        if weigh:
-            blocks = [
-                [_times(block, self._ratio(self.world.rank, rank)) for block in of_rank]
-                for rank, of_rank in enumerate(blocks)
-            ]
-        return [torch.cat(of_leaf) for of_leaf in zip(*blocks, strict=True)]
+    rows: Sequence[Sequence[int]]
 
     def sum_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the sum over ranks of their gradients of this rank's rows, each times its factor over this rank's.
@@ -269,94 +233,62 @@ class _Exchange:
         Args:
             gradients: This rank's gradients of all ranks' rows.
         """
-        cut = [gradient.split([of_rank[i] for of_rank in self.rows]) for i, gradient in enumerate(gradients)]
-        send = torch.cat([_pack(blocks) for blocks in zip(*cut, strict=True)])
-        mine = self.rows[self.world.rank]
-        size, sizes = _bytes(gradients, mine), [_bytes(gradients, of_rank) for of_rank in self.rows]
-        received = send.new_empty(self.world.size * size)
-        # Not reduce_scatter: on gloo that moves twice the bytes, and sums half precision in half precision.
-        dist.all_to_all_single(received, send, [size] * self.world.size, sizes, group=self.world.group)
-        totals = [
-            gradient.new_zeros((n, *gradient.shape[1:]), dtype=_wide(gradient))
-            for gradient, n in zip(gradients, mine, strict=True)
-        ]
+        by_leaf = zip(gradients, zip(*self.rows, strict=True), strict=True)
+        cut = [gradient.split(list(of_leaf)) for gradient, of_leaf in by_leaf]
+        send = torch.cat([as_bytes(blocks) for blocks in zip(*cut, strict=True)])
+        sizes = byte_counts(gradients, self.rows)
+        mine, size = self.rows[self.world.rank], sizes[self.world.rank]
+        received = send
+        if self.world.group is not None:
+            received = send.new_empty(self.world.size * size)
+            # Not reduce_scatter: on gloo that moves twice the bytes, and sums half precision in half precision.
+            dist.all_to_all_single(received, send, [size] * self.world.size, sizes, group=self.world.group)
+        totals = [torch.zeros_like(own, dtype=_wide(own)) for own in (blocks[self.world.rank] for blocks in cut)]
         for rank, block in enumerate(received.view(self.world.size, size)):
             ratio = self._ratio(rank, self.world.rank)
-            if ratio == 0:  # nothing behind its loss, which may be NaN
-                continue
-            for total, part in zip(totals, _unpack(block, gradients, mine), strict=True):
-                total.add_(part.to(total.dtype), alpha=ratio)
+            for total, part in zip(totals, from_bytes(block, gradients, mine), strict=True):
+                if ratio > 0:  # else there is nothing behind its loss, which may be NaN
+                    total.add_(part.to(total.dtype), alpha=ratio)
         return [total.to(gradient.dtype) for total, gradient in zip(totals, gradients, strict=True)]
+
+    def send_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return all ranks' tensors times this rank's factor over that of each: the adjoint of `sum_back`."""
+        scaled = [
+            [_times(block, self._ratio(self.world.rank, rank)) for block in of_rank]
+            for rank, of_rank in enumerate(gather_rows(tensors, self.rows, self.world))
+        ]
+        return [torch.cat(blocks) for blocks in zip(*scaled, strict=True)]
 
     def _ratio(self, rank: int, other: int) -> float:
         # A rank without factor has no rows: what it receives is empty.
         return self.factors[rank] / self.factors[other] if self.factors[other] else 1.0
 
 
-class _Gather(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
+    """A linear operation, its adjoint, and the adjoint of that, by which backwards of backwards take turns."""
+
     @staticmethod
-    def forward(
-        ctx: Any, exchange: _Exchange, wanted: Sequence[bool], weigh: bool, _anchor: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.wanted = exchange, wanted
-        gathered = exchange.gather(tensors, weigh=weigh)
-        ctx.mark_non_differentiable(*compress(gathered, map(not_, wanted)))
-        return tuple(gathered)
+    def forward(ctx: Any, operation: _Operation, adjoint: _Operation, back: _Operation, *tensors: Tensor) -> Any:
+        ctx.turns = adjoint, back
+        return tuple(operation(tensors[1:]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # What needs no gradient on any rank stays out of it.
-        wanted = ctx.wanted
-        home = iter(_apply(_SumBack, list(compress(gradients, wanted)), ctx.exchange.of(wanted)))
-        return None, None, None, None, *(next(home) if is_wanted else None for is_wanted in wanted)
+        adjoint, back = ctx.turns
+        return None, None, None, None, *_apply(adjoint, back, adjoint, gradients)
 
 
-class _SumBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, _anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return tuple(exchange.sum_back(gradients))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_apply(_Gather, gradients, ctx.exchange, [True] * len(gradients), True)
-
-
-def _apply(function: type[torch.autograd.Function], tensors: Sequence[Tensor], *settings: Any) -> tuple[Tensor, ...]:
-    """Apply a function with an anchor before its tensors.
-
-    Without a leaf of its own that requires grad, a rank whose tensors need no gradient would not join the backward of
-    the others.
-    """
+def _apply(
+    operation: _Operation, adjoint: _Operation, back: _Operation, tensors: Iterable[Tensor]
+) -> tuple[Tensor, ...]:
+    # Without a leaf of its own that requires grad, a rank whose tensors need none would not join the others' backward.
     anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
-    outputs: tuple[Tensor, ...] = function.apply(*settings, anchor, *tensors)
-    return outputs
+    apply: Callable[..., tuple[Tensor, ...]] = _Linear.apply
+    return apply(operation, adjoint, back, anchor, *tensors)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
     return SUM_DTYPES.get(tensor.dtype, tensor.dtype)
-
-
-def _bytes(like: Sequence[Tensor], rows: Sequence[int]) -> int:
-    return sum(n * math.prod(leaf.shape[1:]) * leaf.element_size() for leaf, n in zip(like, rows, strict=True))
-
-
-def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of the tensors, one after the other."""
-    whole = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
-    # One expanded element is contiguous with a stride of 0, which cannot be viewed as bytes.
-    return torch.cat([tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in whole])
-
-
-def _unpack(data: Tensor, like: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """Return the tensors that `_pack` made bytes of, with the dtypes and shapes of `like` apart from the rows."""
-    tensors, start = [], 0
-    for leaf, n in zip(like, rows, strict=True):
-        stop = start + _bytes([leaf], [n])
-        # A copy, because a slice may start where no number of this dtype may.
-        tensors.append(data[start:stop].clone().view(leaf.dtype).reshape(n, *leaf.shape[1:]))
-        start = stop
-    return tensors
 
 
 def _times(tensor: Tensor, ratio: float) -> Tensor:

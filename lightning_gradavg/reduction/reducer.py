@@ -1,315 +1,251 @@
-"""The DDP communication hook that reduces a window by a rule, with one small exchange per optimizer step.
+"""`GradAvgReducer`: the rules for `DistributedDataParallel` in loops that are not those of Lightning's Trainer."""
 
-Buckets are summed as they come, and multiplied after the sum by what all ranks together know: no bucket waits for the
-totals, which were begun before it and are long there when its sum is.
-"""
+from __future__ import annotations
 
-# DDP compares the hook's annotations with the real objects, so this module must not postpone their evaluation.
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+import warnings
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.futures import Future
-from torch.profiler import record_function
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from lightning_gradavg.device import HostCopy, on_device
-from lightning_gradavg.lightning_internals import profiling, stored, until_done
-from lightning_gradavg.place import Place
-from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction.average import average_gradients
-from lightning_gradavg.reduction.combine import (
-    after_sum,
-    constant_normalizer,
-    depends_on_window,
-    unit_above,
-    window_ratio,
-)
-from lightning_gradavg.reduction.sums import BucketSum, as_real, done
-from lightning_gradavg.reduction.window import WHOLE_LOSS, MicroBatch, Totals, Window, as_weight
-from lightning_gradavg.rules import Rule
+from lightning_gradavg.lightning_internals import after_backward
+from lightning_gradavg.place import Place, places_on_nodes
+from lightning_gradavg.ranks import Contribution, World, by_value
+from lightning_gradavg.reduction.accumulation import Accumulation
+from lightning_gradavg.reduction.average import agreed_factors
+from lightning_gradavg.reduction.gather import weigh_losses_from_here
+from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights, zero_loss
+from lightning_gradavg.reduction.weights import Weights, loss_terms
+from lightning_gradavg.reduction.window import Window
+from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
+from lightning_gradavg.tree import leaves
 
-__all__ = ["BucketSum", "Reducer"]
+__all__ = ["GradAvgReducer"]
 
 
-@dataclass
-class _Closed:
-    """A window that is being reduced.
+class GradAvgReducer:
+    """Weighs losses so that `DistributedDataParallel` reduces their gradients by a rule, in any training loop.
 
-    Attributes:
-        window: The window.
-        divided_by: What its gradients were divided by before the sum: `N u`, where multipliers follow the window's
-            length with their ratio.
-        constant: Z of a rule that uses no weight.
-        totals: The sum of the ranks' summaries, which is under way; None if nothing is exchanged.
-        work: Its arrival.
-        scale: The future of what sums of buckets are multiplied by; None where named terms have one each, which is in
-            the gradients themselves.
-        reached: Whether DDP has handed a bucket over.
-    """
+    ::
 
-    window: Window
-    divided_by: Any
-    constant: float
-    totals: Totals | None = None
-    work: dist.Work | None = None
-    scale: Future[Any] | None = None
-    reached: bool = False
+        reducer = GradAvgReducer(reduction="weighted_mean")
+        reducer.register(ddp_model)
+        ...
+        reducer.weigh(loss, weight=n).backward()
 
+    The sums run over (rank, micro-batch) pairs: what is run within `ddp_model.no_sync()` belongs to the window that the
+    next backward outside of it ends, and nothing is to be divided by hand, but for the plain mean, whose losses are
+    divided by the window as with stock DDP. Each backward that reaches the model runs one weighed loss; one that raises
+    gives its window up, and leaves the gradients that were there before it.
 
-class Reducer:
-    """Reduces the gradients of a DDP module by a rule.
-
-    A window goes through `add` once per micro-batch, `close` before the backward of its last micro-batch, `hook` once
-    per bucket during that backward, and `finish` after it.
+    Within the forward and until `weigh`, `lightning_gradavg.gather` knows the rule.
 
     Args:
-        rule: The reduction rule.
-        places: The places of all ranks of the process group, in rank order.
-        group: The process group that DDP reduces over; None for the default one.
-        device: Where the gradients are.
-        bucket_sum: Sums a bucket.
-        averages: Whether `bucket_sum` returns the mean over the ranks, as DDP asks of a communication hook.
-        windows_may_differ: Whether ranks may accumulate different numbers of micro-batches, so that the numbers must
-            be compared even where the rule uses no weight.
-        window: Makes the first window, of the rule, the places and the rank.
+        reduction: A key of `lightning_gradavg.rules.RULES`, or a function `(place, weight) -> Share`, pure and the same
+            on all ranks.
 
-    Attributes:
-        window: The window that is open.
-        accumulating: While true, DDP runs the hook but the gradient is to stay local.
-        discarded: While a tensor, whether this rank's gradient is not to count: buckets are zeroed where it is true,
-            unread.
+    Raises:
+        ValueError: If `reduction` names no rule.
+        TypeError: If `reduction` is neither a name nor a function.
     """
 
-    def __init__(
-        self,
-        rule: Rule,
-        places: Sequence[Place],
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        bucket_sum: BucketSum,
-        *,
-        averages: bool = False,
-        windows_may_differ: bool = False,
-        window: Callable[[Rule, Sequence[Place], int], Window] = Window,
-    ) -> None:
-        self.rule, self.places, self.device = rule, tuple(places), device
-        self.world = World.of(group)
-        self.window = window(rule, self.places, self.world.rank)
-        self.accumulating = False
-        self.discarded: Tensor | None = None
-        self._bucket_sum = bucket_sum
-        self._summands = len(self.places) if averages else 1
-        self._exchanges = rule.uses_weight or windows_may_differ
-        self._depends_on_window = depends_on_window(rule, self.places)
-        self._unit = self.window.unit
-        self._constants: dict[int, tuple[float, float]] = {}
-        self._closed: _Closed | None = None
-        self._unchecked: tuple[Window, HostCopy] | None = None
-        self._read: Totals | None = None
-
-    def reset(self) -> None:
-        """Forget a window that was begun and never reduced."""
-        self.window, self._closed = self.window.anew(), None
-
-    def add(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """Append a micro-batch to the window, and return the multiplier `w` of each of its loss terms.
-
-        The first time, a collective operation, for a unit: from then on it follows from the windows before.
-        """
-        shares = self.window.add(micro_batch)
-        if self._unit is None and self.rule.uses_weight and self.window.length == 1:
-            weights = [on_device(as_weight(share.normalizer, self.device), self.device) for share in shares.values()]
-            largest = torch.stack(weights).nan_to_num(0, 0, 0).amax()
-            if self.world.group is not None:
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.world.group)
-            # Where no rank has any weight yet, the next window asks again.
-            number = float(largest)
-            self._unit = unit_above([number]) if number > 0 else None
-        return {term: share.multiplier for term, share in shares.items()}
+    def __init__(self, *, reduction: str | RuleFunction | Rule = "mean") -> None:
+        self._rule = resolve_rule(reduction)
+        self._window: Window
+        self._registered: list[weakref.ref[DistributedDataParallel]] = []
+        self._synced: dict[int, bool] = {}
+        self._running = False
+        self._handles: list[RemovableHandle] = []
 
     @property
-    def unit(self) -> float:
-        """What multipliers are divided by before a loss is multiplied: a power of two, the same on all ranks."""
-        return 1.0 if self._unit is None else self._unit
+    def _models(self) -> list[DistributedDataParallel]:
+        """The models that are still in use, which a program may wrap one after another, as in cross-validation."""
+        return [model for model in (reference() for reference in self._registered) if model is not None]
 
-    def close(self, loss_divisor: float) -> None:
-        """Begin the exchange of the totals; every rank must call this before its buckets are reduced.
+    def register(self, model: DistributedDataParallel, *, node: int | None = None) -> None:
+        """Reduce the gradients of a model by the rule from now on. A collective operation.
 
-        Raises:
-            ValueError: If a rule that uses no weight cannot be accumulated.
-        """
-        window, self.window, self.discarded = self.window, self.window.anew(), None
-        constant, ratio = self._constants_of(window)
-        closed = self._closed = _Closed(window, loss_divisor * ratio * self.unit, constant)
-        if self._exchanges:
-            summary = window.summary(self.device)
-            closed.totals = window.totals(summary)
-            if self.world.group is not None:
-                closed.work = dist.all_reduce(summary, group=self.world.group, async_op=True)
-        if window.terms == (WHOLE_LOSS,):
-            closed.scale = self._future_scale(closed)
-
-    def _future_scale(self, closed: _Closed) -> Future[Any]:
-        """Return the future of what every bucket is multiplied by, for all buckets computed once."""
-
-        def scale(_: Any = None) -> Any:
-            return self._factor(closed, 0) * self._summands
-
-        if closed.work is not None:
-            # On an accelerator the future notes the stream, and whoever waits for it waits on his own stream for that.
-            return closed.work.get_future().then(scale)
-        future: Future[Any] = Future() if self.device.type == "cpu" else Future(devices=[self.device])
-        future.set_result(scale())
-        return future
-
-    def _constants_of(self, window: Window) -> tuple[float, float]:
-        """Return Z of a rule that uses no weight, and the ratio of its multipliers, for a window of this length."""
-        length = len(window.micro_batches)
-        if length not in self._constants:
-            if self.rule.uses_weight:
-                # No number where there is no such ratio, which is then found in the totals.
-                self._constants[length] = 0.0, window.ratio
-            else:
-                ratio = window_ratio(self.rule, self.places, length)
-                self._constants[length] = constant_normalizer(self.rule, self.places, length), ratio
-        return self._constants[length]
-
-    def _factor(self, closed: _Closed, index: int) -> Any:
-        """Return what the sum of one term's gradients is multiplied by, once the totals are there."""
-        normalizer: Any = closed.constant
-        if self.rule.uses_weight:
-            assert closed.totals is not None
-            totals = closed.totals
-            if self.device.type == "cpu":
-                # Read once: every operator costs more than all of this arithmetic.
-                totals = closed.window.totals(totals.values.tolist())
-            normalizer = totals.normalizer(index)
-        return after_sum(normalizer=normalizer, divided_by=closed.divided_by)
-
-    def term_factors(self) -> dict[str, Any]:
-        """Return each loss term's factor of the closed window, waiting for the totals; buckets are then only summed.
-
-        Different normalizers cannot be applied to a bucket that holds the gradients of all terms.
-        """
-        closed = self._require_closed()
-        if closed.work is not None:
-            closed.work.wait()
-        return {term: self._factor(closed, index) for index, term in enumerate(closed.window.terms)}
-
-    def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Sum a bucket over the ranks, and scale the sum: a DDP communication hook."""
-        del state
-        if not profiling():
-            return self._reduce(bucket)
-        # So that a trace names the bucket, from here until it is reduced.
-        with record_function(f"gradavg::bucket {bucket.index()}") as label:
-            return until_done(label, self._reduce(bucket))
-
-    def _reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        buffer = bucket.buffer()
-        if self.accumulating:
-            return done(buffer)
-        closed = self._require_closed()
-        closed.reached, scale = True, closed.scale
-        if self.discarded is not None:
-            # A product of 0 and NaN is NaN: a gradient is discarded by selection.
-            stored(buffer).masked_fill_(self.discarded, 0)
-
-        def scaled(future: Future[Tensor]) -> Tensor:
-            total: Tensor = future.value()
-            factor = self._summands if scale is None else scale.wait()
-            if not (isinstance(factor, (int, float)) and factor == 1):
-                as_real(stored(total)).mul_(factor)
-            if total.dtype == buffer.dtype:
-                return total
-            return total.to(buffer.dtype) if total.is_sparse else buffer.copy_(total)
-
-        summed: Future[Tensor] = self._bucket_sum(bucket).then(scaled)
-        return summed
-
-    def reduce_apart(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-        """Reduce gradients that are in no bucket as buckets are, after the last backward of a window.
+        Several models may be registered, of which one loss may reach some, as those of a GAN.
 
         Args:
-            parameters: Those that DDP does not know, the same on all ranks.
-            group: The process group that DDP reduces over.
+            model: The wrapped model.
+            node: The node of this process; by default as its launcher tells it, see `lightning_gradavg.place`.
 
         Raises:
-            ValueError: If the ranks' parameters differ.
+            TypeError: If the model is not wrapped.
+            ValueError: If it cannot be served, or the ranks' arguments differ.
         """
-        closed = self._require_closed()
-        if self.discarded is not None:
-            for numbers in _gradients(parameters):
-                numbers.masked_fill_(self.discarded, 0)
-        # The mean, and not the sum: in half precision a sum may overflow where the result does not.
-        average_gradients(parameters, group=group)
-        if closed.work is not None:
-            closed.work.wait()
-        factor = 1.0 if closed.scale is None else self._factor(closed, 0)
-        for numbers in _gradients(parameters):
-            as_real(numbers).mul_(factor * len(self.places))
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                f"the losses of a DistributedDataParallel are weighed, got {type(model).__name__}. Wrap the model"
+                " first; or call lightning_gradavg.average_gradients after the backward of one that is not wrapped."
+            )
+        if model.static_graph:
+            raise ValueError(
+                "static_graph=True has DDP take its first backward for that of every step, which those within a window"
+                " are not. Leave it out, or use lightning_gradavg.GradAvgStrategy with Lightning's Trainer."
+            )
+        world = World.of(model.process_group)
+        if self._registered and world != self._window.world:
+            raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
+        if not self._registered:
+            rule, device = self._rule, next(model.parameters()).device
+            self._window = Window(rule, self._places(world, node), world, device, compares=rule != RULES["mean"])
+            self._weights = Weights(rule, device, "weigh was given", warnings.warn, lambda _: None)
+        self._handles += [
+            model.register_forward_pre_hook(self._on_forward),
+            model.register_forward_hook(self._on_output),
+        ]
+        self._registered.append(weakref.ref(model))
+        # Once each: models may share some.
+        parameters = list(dict.fromkeys(one for each in self._models for one in each.module.parameters()))
+        self._accumulation = Accumulation(self._window, parameters, owned_by_user=True)
+        self._sparse = [one for each in self._models for one in sparse_weights(each)]
 
-    @property
-    def reached(self) -> bool:
-        """Whether DDP has handed over a bucket of the window that is being reduced; from `close` to `finish`."""
-        return self._require_closed().reached
+    def _places(self, world: World, node: int | None) -> tuple[Place, ...]:
+        """Return the places of all ranks, which reduce alike; their nodes may be unknown if they do not matter."""
+        alike = f"{self._rule.name!r}, {self._rule.formula}"
+        _, agreed = world.agree(
+            "GradAvgReducer cannot reduce",
+            lambda: Contribution(alike, [], 1.0),
+            lambda found: f"the reduction differs between ranks: {by_value(found)}. Pass the same on all of them.",
+        )
+        if node is not None:
+            return world.places(node)
+        agreed_factors(self._rule, agreed)
+        return places_on_nodes([node or 0 for node in agreed.nodes])
 
-    def finish(self) -> None:
-        """End the window and raise, on all ranks, what is wrong with it.
+    def _on_forward(self, model: DistributedDataParallel, *_: Any) -> None:
+        self._synced[id(model)] = model.require_backward_grad_sync
+        weigh_losses_from_here(weighed=True)
+
+    def _on_output(self, model: DistributedDataParallel, inputs: Any, output: Any) -> None:
+        del model, inputs
+        for _, leaf in leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and self._rule != RULES["mean"]:
+                leaf.register_hook(self._require_weighed)
+
+    def _require_weighed(self, gradient: Tensor) -> None:
+        del gradient
+        if not self._running:
+            raise RuntimeError(
+                f"a gradient reached the model by a backward that the reduction {self._rule.name!r} was not told of, so"
+                " it would be averaged. Call GradAvgReducer.weigh(loss, weight=...).backward() instead."
+            )
+
+    def weigh(
+        self,
+        loss: Tensor | Mapping[str, Tensor],
+        *,
+        weight: Any = None,
+        divided_by: float | None = None,
+        samples: int | None = None,
+    ) -> Tensor:
+        """Return a loss of the same value, whose backward accumulates and, at the window's end, reduces by the rule.
+
+        A collective operation at the end of a window, under a rule with weights.
+
+        Args:
+            loss: The loss, with graph; or its terms by name, each normalized by its own global weight.
+            weight: The number of loss terms (samples, tokens, ...) behind it, >= 0 and of any type; of named terms one
+                for each. A rule that uses weights needs it.
+            divided_by: What the trainer divides every loss of the window by before the backward; None for nothing, and
+                under the plain mean for what a window needs.
+            samples: The number of samples, where the batch is a chunk of a split one: they are the weight if none is
+                given. With 0 samples the loss does not count.
 
         Raises:
-            ValueError: If a rank had an unusable weight or share, or some micro-batches had a weight and some had not;
-                on an accelerator one optimizer step later, because the totals are not waited for. A faulty window
-                leaves gradients of zero.
+            RuntimeError: If no model is registered, or some are within `no_sync()` and some are not, or DDP would
+                reduce nothing, as after a forward within `no_sync()`.
+            ValueError: If `divided_by` is no number > 0; on all ranks alike, if some rank's weight is missing or not
+                usable: of the same window on a CPU, of the one before on an accelerator, which is not waited for.
         """
-        closed, self._closed = self._require_closed(), None
-        self.check()
-        if closed.totals is None:
-            return
-        if closed.work is not None:
-            closed.work.wait()
-        self._unchecked = closed.window, HostCopy(closed.totals.values)
-        if self.device.type == "cpu":
-            self.check()
-        if self._unit is not None and self._read is not None:
-            # Here and nowhere else, so that the ranks do it alike: `check` is also called between steps.
-            self._unit = self._read.unit_after(self._unit)
+        if divided_by is not None and not 0 < divided_by < math.inf:
+            raise ValueError(
+                f"divided_by={divided_by!r} is no finite number > 0: pass what the trainer divides each loss by"
+            )
+        weigh_losses_from_here(weighed=False)
+        last, terms, problem = self._ends_window(), loss_terms(loss), None
+        if self._rule.uses_weight and weight is None and samples is None:
+            problem = (
+                f"reduction={self._rule.name!r}, {self._rule.formula}, needs a weight: pass weight= with every loss,"
+                " the number of loss terms (samples, tokens, ...) behind it"
+            )
+        micro_batch = self._weights.read(terms, weight, None, samples, problem)
+
+        def begin(weighed: WeighedLoss) -> None:
+            of_window = None if self._rule == RULES["mean"] else 1.0
+            self._window.loss_divisor = of_window if divided_by is None else divided_by
+            self._begin(weighed, last=last)
+
+        weighed = WeighedLoss.of(terms, micro_batch, begin=begin)
+        if micro_batch.is_zero and self._sparse:
+            # Its gradient is stopped at the loss, but DDP takes no sparse gradient that is undefined.
+            zero = zero_loss(self._sparse, set(map(id, self._sparse)))
+            weighed.value = weighed.value + zero.to(weighed.value.dtype)
+        return weighed.value
+
+    def _ends_window(self) -> bool:
+        """Return whether the next backward ends the window."""
+        synced = {model.require_backward_grad_sync for model in self._models}
+        if len(synced) != 1:
+            raise RuntimeError(
+                "some models are within no_sync() and some are not, so it is not clear whether this backward ends the"
+                " window. Enter it for all models of the loop, or for none."
+                if synced
+                else "there is no model yet whose gradients are reduced: call register first"
+            )
+        (last,) = synced
+        if last and self._synced and not any(self._synced.values()):
+            # Gradients would stay those of each rank, without a word, as with stock DDP.
+            raise RuntimeError(
+                "DDP would reduce nothing in this backward: it reduces in the first backward after a forward outside of"
+                " no_sync(). Have the window's last forward outside of it, too; and run one backward for each forward:"
+                " pass several losses as one, their sum, or as named terms with a weight each."
+            )
+        return last
+
+    def _begin(self, weighed: WeighedLoss, *, last: bool) -> None:
+        """Weigh a loss, at the root of its backward."""
+        inside = ExitStack()
+        self._running = True
+
+        def end() -> None:
+            inside.close()
+            self._running = False
+            if last:
+                self._synced = dict.fromkeys(self._synced, False)
+            try:
+                self._accumulation.reduce()
+            except ValueError:
+                self._accumulation.abandon()
+                raise
+            self._accumulation.end()
+
+        def fail() -> None:
+            inside.close()
+            self._running = False
+            self._accumulation.abandon()
+
+        try:
+            self._accumulation.start(weighed, inside, last=last)
+        except BaseException:
+            fail()
+            raise
+        after_backward(end, fail)
 
     def check(self) -> None:
-        """Raise what `finish` would raise with the next window: when training ends, or before it is saved."""
-        unchecked, self._unchecked = self._unchecked, None
-        if unchecked is None:
-            return
-        window, copy = unchecked
-        totals = self._read = window.totals(copy.read())
-        problem = totals.problem
-        if problem is None and self._depends_on_window and totals.uneven:
-            problem = f"the ranks accumulated different numbers of micro-batches, which {self.rule.name!r} depends on"
-        if problem is None:
-            return
-        found = self.world.gather_objects(window.problems())
-        culprits = "".join(f"\n  rank {rank}: {text}" for rank, problems in enumerate(found) for text in problems)
-        raise ValueError(f"reduction {self.rule.name!r}: {problem}.{culprits}")
+        """Raise what is wrong with the last window, where no further one does: at the end, or before it is saved."""
+        if self._registered:
+            self._window.check()
 
-    @property
-    def closed(self) -> tuple[Window, float]:
-        """The window that is being reduced, and what its gradients were divided by; from `close` to `finish`. Waits."""
-        closed = self._require_closed()
-        return closed.window, float(closed.divided_by)
-
-    def _require_closed(self) -> _Closed:
-        if self._closed is None:
-            raise RuntimeError(
-                f"a gradient reached the reduction {self.rule.name!r} by a backward that the strategy was not told of."
-                " In manual optimization call self.manual_backward(loss, weight=...) instead of loss.backward(), and in"
-                " a loop of your own GradAvgReducer.weigh(loss, weight=...).backward()."
-            )
-        return self._closed
-
-
-def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    return [stored(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    def close(self) -> None:
+        """Let the models go: their forwards are no longer watched."""
+        for handle in self._handles:
+            handle.remove()
+        self._registered, self._handles = [], []

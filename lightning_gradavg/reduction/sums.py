@@ -6,18 +6,30 @@ neither, and bfloat16 loses bits at every addition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
-from lightning_gradavg.lightning_internals import sparse_parts
+from lightning_gradavg.lightning_internals import copy_each, sparse_parts, views_of
 from lightning_gradavg.ranks import World
 
-__all__ = ["SUM_DTYPES", "BucketSum", "as_real", "done", "plain_sum", "sum_sparse", "zero_gradient"]
+__all__ = [
+    "SUM_DTYPES",
+    "as_bytes",
+    "as_real",
+    "byte_counts",
+    "from_bytes",
+    "gather_rows",
+    "sum_dense",
+    "sum_sparse",
+    "writable",
+    "zero_gradient",
+]
 
 SUM_DTYPES = {
     torch.float16: torch.float32,
@@ -32,15 +44,12 @@ SUM_DTYPES = {
 """The dtypes that a gradient may have, and the dtype that each is summed in."""
 
 
-BucketSum: TypeAlias = Callable[[dist.GradBucket], Future[Tensor]]
-"""Begins the sum of a bucket over the ranks; the future holds it in the bucket's memory or in memory of its own."""
+# The cap of a bucket is DDP's: larger ones gain no bandwidth and start later.
+BUCKET_BYTES = 25 * 2**20
 
-
-def done(value: Tensor) -> Future[Tensor]:
-    """Return the future of a tensor that is there."""
-    future: Future[Tensor] = Future() if value.device.type == "cpu" else Future(devices=[value.device])
-    future.set_result(value)
-    return future
+# From this size on a gradient is a bucket of its own, usually without a copy: one more collective is cheaper than
+# copying 1 MiB into a bucket and back.
+SINGLE_BYTES = 2**20
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -48,19 +57,81 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def plain_sum(group: dist.ProcessGroup | None) -> BucketSum:
-    """Return an all-reduce: the sum of a bucket in the dtype of sums, in its memory if it has that."""
+def writable(parameter: Tensor, sparse_dim: int, dtype: torch.dtype) -> Tensor:
+    """Return a parameter's gradient: a zero one where it has none, a copy where it cannot be written in place."""
+    gradient = parameter.grad
+    if gradient is None:
+        return zero_gradient(parameter, sparse_dim, dtype)
+    if gradient.is_sparse or _is_writable(gradient):
+        return gradient
+    return gradient.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
-    def start(bucket: dist.GradBucket) -> Future[Tensor]:
-        buffer = bucket.buffer()
-        if buffer.is_sparse:
-            return done(_sparse_sums([buffer], World.of(group))[0])
-        wide = buffer.to(SUM_DTYPES[buffer.dtype])
-        future: Future[Any] = dist.all_reduce(wide, group=group, async_op=True).get_future()
-        # Each backend returns something else: gloo a list of tensors, a later release perhaps the tensor.
-        return future.then(lambda _: wide)
 
-    return start
+def _is_writable(gradient: Tensor) -> bool:
+    """Return whether every element has a memory of its own (not so after `expand`) that holds its value itself."""
+    holds_values = not (gradient.is_conj() or gradient.is_neg())
+    if gradient.is_contiguous():
+        return holds_values
+    steps = sorted((stride, size) for stride, size in zip(gradient.stride(), gradient.shape, strict=True) if size > 1)
+    reaches = accumulate((stride * (size - 1) for stride, size in steps), initial=1)
+    apart = all(stride >= reach for (stride, _), reach in zip(steps, reaches, strict=False))
+    return apart and holds_values
+
+
+def sum_dense(gradients: Sequence[Tensor], factor: float, world: World) -> None:
+    """Replace every gradient by `sum over ranks of factor * gradient`, in place.
+
+    Args:
+        gradients: Strided, no two elements in one memory, none lazily conjugated. The same shapes and dtypes, in the
+            same order, on all ranks; strides may differ.
+        factor: What this rank's gradients are multiplied by; 0 discards them, whatever they hold.
+        world: The ranks.
+    """
+    storages = Counter(gradient.untyped_storage().data_ptr() for gradient in gradients)
+    buckets = [(members, _flat(members, storages)) for members in _partition(gradients)]
+    works = []
+    for _, flat in buckets:
+        if factor == 0:
+            flat.zero_()
+        elif factor != 1:
+            as_real(flat).mul_(factor)
+        if world.group is not None:
+            works.append(dist.all_reduce(as_real(flat), group=world.group, async_op=True))
+    for work in works:
+        work.wait()
+    for members, flat in buckets:
+        if flat is not members[0]:
+            copy_each(members, views_of(flat, members))
+
+
+def _flat(members: list[Tensor], storages: Counter[int]) -> Tensor:
+    """Return the memory that a bucket is summed in: that of its only gradient, or a copy of them all."""
+    first, dtype = members[0], SUM_DTYPES[members[0].dtype]
+    # What holds more than one gradient could be read half-summed, were it reduced in place.
+    alone = len(members) == storages[first.untyped_storage().data_ptr()] == 1
+    if alone and dtype == first.dtype and first.is_contiguous():
+        return first
+    flat = torch.empty(sum(gradient.numel() for gradient in members), dtype=dtype, device=first.device)
+    copy_each(views_of(flat, members), members)
+    return flat
+
+
+def _partition(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut gradients into buckets. Depends on nothing but their order, shapes, dtypes and which share a device."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    for gradient in gradients:
+        dtype = SUM_DTYPES[gradient.dtype]
+        size = gradient.numel() * dtype.itemsize
+        if size >= SINGLE_BYTES:
+            yield [gradient]
+        elif size > 0:
+            members, used = open_buckets.get((dtype, gradient.device), ([], 0))
+            if members and used + size > BUCKET_BYTES:
+                yield members
+                members, used = [], 0
+            members.append(gradient)
+            open_buckets[dtype, gradient.device] = members, used + size
+    yield from (members for members, _ in open_buckets.values())
 
 
 def sum_sparse(gradients: Sequence[Tensor], world: World, factor: float = 1.0) -> list[Tensor]:
@@ -81,39 +152,66 @@ def sum_sparse(gradients: Sequence[Tensor], world: World, factor: float = 1.0) -
 def _sparse_sums(gradients: Sequence[Tensor], world: World, factor: float = 1.0) -> list[Tensor]:
     if not gradients:
         return []
-    wide = [_scaled(gradient, factor) for gradient in gradients]
-    counts = zip(*world.gather_integers([len(sparse_parts(tensor)[1]) for tensor in wide]), strict=True)
-    return [_gathered(tensor, of_tensor, world.group) for tensor, of_tensor in zip(wide, counts, strict=True)]
+    mine = [_entries(gradient, factor) for gradient in gradients]
+    counts = zip(*world.gather_integers([len(values) for _, values in mine]), strict=True)
+    totals = []
+    for gradient, parts, of_ranks in zip(gradients, mine, counts, strict=True):
+        blocks = gather_rows(parts, [[count, count] for count in of_ranks], world)
+        indices, values = map(torch.cat, zip(*blocks, strict=True))
+        totals.append(_coo(indices.t(), values, gradient.shape).coalesce())
+    return totals
 
 
-def _scaled(gradient: Tensor, factor: float) -> Tensor:
-    """Return the gradient scaled and coalesced, with nothing added up in fewer than 32 bits."""
+def _entries(gradient: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Return a row of indices and a scaled value per entry, with nothing added up in fewer than 32 bits."""
     indices, values = sparse_parts(gradient)
     if factor == 0:
         indices, values = indices[:, :0], values[:0]
     values = values.to(SUM_DTYPES[values.dtype], copy=True).resolve_conj().resolve_neg()
     as_real(values).mul_(factor)
-    return _coo(indices, values, gradient.shape).coalesce()
+    summed = _coo(indices, values, gradient.shape).coalesce()
+    return summed.indices().t(), summed.values()
 
 
-def _gathered(tensor: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Return the sum of all ranks' entries, each padded to the longest on the way."""
-    if group is None or max(counts) == 0:
-        return tensor
-    indices, values = (
-        torch.cat([part[:count] for part, count in zip(_padded_rows(rows, counts, group), counts, strict=True)])
-        for rows in (tensor.indices().t(), tensor.values())
-    )
-    return _coo(indices.t(), values, tensor.shape).coalesce()
+def gather_rows(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], world: World) -> list[list[Tensor]]:
+    """Return all ranks' rows of some tensors, `[rank][tensor]`, by one collective.
+
+    They travel as bytes, each rank's padded to the longest: so every dtype does, on every backend.
+
+    Args:
+        tensors: This rank's, dense and on one device; the same dtypes and shapes on all ranks, apart from the rows.
+        rows: `rows[rank][tensor]`, how many rows each rank has.
+        world: The ranks.
+    """
+    mine, sizes = as_bytes(tensors), byte_counts(tensors, rows)
+    slots = mine.new_empty(world.size, max(sizes))
+    slots[world.rank, : len(mine)] = mine
+    if world.group is not None and max(sizes) > 0:
+        dist.all_gather(list(slots.unbind()), slots[world.rank].clone(), group=world.group)
+    return [from_bytes(slot[:size], tensors, n) for slot, size, n in zip(slots, sizes, rows, strict=True)]
 
 
-def _padded_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-    padded = rows.new_zeros(max(counts), *rows.shape[1:])
-    padded[: len(rows)] = rows
-    received = [torch.empty_like(padded) for _ in counts]
-    if padded.numel() > 0:
-        dist.all_gather([as_real(one) for one in received], as_real(padded), group=group)
-    return received
+def byte_counts(like: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> list[int]:
+    """Return how many bytes each rank's rows have."""
+    widths = [math.prod(leaf.shape[1:]) * leaf.element_size() for leaf in like]
+    return [sum(n * width for n, width in zip(of_rank, widths, strict=True)) for of_rank in rows]
+
+
+def as_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of the tensors, one after the other."""
+    whole = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+    # One expanded element is contiguous with a stride of 0, which cannot be viewed as bytes.
+    return torch.cat([tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in whole])
+
+
+def from_bytes(data: Tensor, like: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
+    """Return the tensors that `as_bytes` took apart, with the dtypes and shapes of `like` apart from the rows."""
+    parts = data.split([byte_counts([leaf], [[n]])[0] for leaf, n in zip(like, rows, strict=True)])
+    # Copies, because a part may start where no number of its dtype may.
+    return [
+        part.clone().view(leaf.dtype).reshape(n, *leaf.shape[1:])
+        for part, leaf, n in zip(parts, like, rows, strict=True)
+    ]
 
 
 def zero_gradient(parameter: Tensor, sparse_dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
@@ -125,6 +223,6 @@ def zero_gradient(parameter: Tensor, sparse_dim: int = 0, dtype: torch.dtype | N
     return _coo(indices, values, parameter.shape)
 
 
-def _coo(indices: Tensor, values: Tensor, shape: torch.Size, *, coalesced: bool | None = None) -> Tensor:
+def _coo(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     # The invariants hold by construction; looking at them would wait for the device.
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=coalesced)
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)

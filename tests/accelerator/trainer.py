@@ -9,7 +9,6 @@ from unittest.mock import patch
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from ranks import make_trainer
 from torch import nn
@@ -74,10 +73,4 @@ def make_sim_trainer(strategy: Strategy | str, **options: Any) -> Trainer:
     """Return a quiet `Trainer` on the simulated device, as `ranks.make_trainer` does for the CPU."""
     if "sim" not in AcceleratorRegistry:
         AcceleratorRegistry.register("sim", SimAccelerator, description="a simulated device")
-    precision = options.pop("precision", None)
-    if precision in ("16-mixed", "bf16-mixed"):
-        # Lightning's own choice of the plugin is for "cuda", by that name, whatever the accelerator.
-        options["plugins"] = [*options.get("plugins", ()), MixedPrecision(precision, "sim")]
-    elif precision is not None:
-        options["precision"] = precision
     return make_trainer(strategy, accelerator="sim", **options)

@@ -145,7 +145,7 @@ def test_importing_twice_registers_once():
         "importlib.reload(g); g.GradAvgStrategy.register_strategies(r);"
         "print(sorted(name for name in r if name.startswith('gradavg')))"
     )
-    kinds = ["data_parallel", "fork", "notebook", "single_device", "spawn", "sum", "weighted"]
+    kinds = ["data_parallel", "fork", "model_parallel", "notebook", "single_device", "spawn", "sum", "weighted"]
     names = ["gradavg", *(f"gradavg_{kind}" for kind in kinds)]
     assert f"{names}\n" == run(sys.executable, "-c", code).stdout
 

@@ -1,19 +1,15 @@
-"""Modules and data that `gradavg verify` is given by name; run as a script, a run with the verifier as a callback."""
+"""Modules and data that `gradavg verify` is given by name."""
 
-import multiprocessing
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-
-from lightning_gradavg import GradAvgStrategy, GradAvgVerifier
 
 
 class Classifier(LightningModule):
@@ -33,11 +29,10 @@ class Classifier(LightningModule):
 
 
 class Scaled(Classifier):
-    """Takes its learning rate from what a launcher sets, and its workers from where a script does."""
+    """Takes its learning rate from what a launcher sets, and what loads in workers."""
 
     def configure_optimizers(self) -> Any:
         assert int(os.environ["LOCAL_RANK"]) == self.local_rank
-        assert multiprocessing.get_start_method(allow_none=True) in (None, "fork")
         return torch.optim.SGD(self.parameters(), lr=0.1 * int(os.environ["WORLD_SIZE"]))
 
 
@@ -107,29 +102,3 @@ class Stream(IterableDataset[Any]):
 
 def stream() -> Any:
     return DataLoader(Stream(), batch_size=4)
-
-
-def fit(loss: str, on_difference: Any) -> None:
-    """Train for real, on two processes that the Trainer starts, with the verifier as a callback."""
-    verifier = GradAvgVerifier(2, on_difference=on_difference)
-    trainer = Trainer(
-        strategy=GradAvgStrategy(split_batches=True),
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[verifier],
-    )
-    trainer.fit(Classifier(loss), Data())
-    assert verifier.report is not None
-    found = verifier.report.first.cause if verifier.report.first is not None else verifier.report.verdict
-    # One write, because the ranks share the output.
-    sys.stdout.write(f"rank {trainer.global_rank}: {trainer.global_step} steps, {found}\n")
-
-
-# No guard: as most scripts are, and as the reference must be able to read them.
-if len(sys.argv) > 1 and sys.argv[0] == __file__:
-    fit(sys.argv[1], sys.argv[2])

@@ -208,9 +208,6 @@ void SimNccl::startCoalescing() {
 }
 
 c10::intrusive_ptr<c10d::Work> SimNccl::endCoalescing() {
-  for (auto& receive : receives_)
-    receive();
-  receives_.clear();
   coalescing_ = false;
   Tensors tensors = std::move(coalesced_);
   coalesced_.clear();
@@ -409,32 +406,6 @@ SimNccl::WorkPtr SimNccl::alltoall_base(
 
 SimNccl::WorkPtr SimNccl::barrier(const c10d::BarrierOptions& options) {
   return run({"barrier", {}, {}, false, Tensors(size_), Tensors(size_), [] {}, true});
-}
-
-// Messages.
-
-SimNccl::WorkPtr SimNccl::send(Tensors& tensors, int rank, int) {
-  auto move = [&] {
-    wire_->send("message " + told(tensors) + " in group " + group_, {ranks_[rank], host_copy(tensors[0]), {}});
-  };
-  return launch("send to rank " + std::to_string(rank), tensors, {}, true, coalescing_ ? stream_ : message_stream_, move);
-}
-
-SimNccl::WorkPtr SimNccl::recv(Tensors& tensors, int rank, int) {
-  check(tensors[0]);
-  at::Tensor target = on_host(tensors[0]), bytes = at::empty(target.sizes(), target.options());
-  auto receive = [=, this, what = "message " + told(tensors) + " in group " + group_] {
-    WithoutInterpreter unlocked;
-    if (wire_->receive(what, {ranks_[rank], {}, bytes}, options_->timeout))
-      target.copy_(bytes);
-  };
-  auto move = [&] {
-    if (coalescing_)
-      receives_.emplace_back(receive); // all of a coalesced batch are sent first
-    else
-      receive();
-  };
-  return launch("recv from rank " + std::to_string(rank), {}, tensors, true, coalescing_ ? stream_ : message_stream_, move);
 }
 
 // DDP's timers.

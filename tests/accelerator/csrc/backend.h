@@ -60,8 +60,6 @@ class SimNccl final : public c10d::Backend {
       at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
       const c10d::AllToAllOptions& options) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
-  WorkPtr send(Tensors& tensors, int rank, int tag) override;
-  WorkPtr recv(Tensors& tensors, int rank, int tag) override;
 
  private:
   struct Call;
@@ -76,11 +74,9 @@ class SimNccl final : public c10d::Backend {
   std::vector<int> ranks_;
   c10::intrusive_ptr<Options> options_;
   int64_t stream_ = model().stream_of_its_own();
-  int64_t message_stream_ = model().stream_of_its_own();
   Clock order_; // NCCL runs what is launched on one communicator in order, whatever the streams
   uint64_t launches_ = 0;
   bool coalescing_ = false;
-  std::vector<std::function<void()>> receives_; // of the coalesced messages, which all run at once
   Tensors coalesced_;
 };
 

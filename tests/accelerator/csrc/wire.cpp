@@ -106,22 +106,6 @@ bool Wire::meet_all(const std::string& what, std::chrono::milliseconds timeout) 
   return meet(what, parcels, timeout);
 }
 
-void Wire::send(const std::string& what, const Parcel& parcel) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  post(header(what, parcel.to, false), parcel.rank, kMessage);
-  if (parcel.to.nbytes())
-    post(parcel.to, parcel.rank, kMessage);
-}
-
-bool Wire::receive(const std::string& what, const Parcel& parcel, std::chrono::milliseconds timeout) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!same(what, parcel, kMessage, timeout))
-    return false;
-  if (parcel.from.nbytes())
-    take(parcel.from, parcel.rank, kMessage, timeout);
-  return true;
-}
-
 int64_t Wire::number(const std::string& group) {
   std::lock_guard<std::mutex> lock(mutex_);
   return numbers_[group]++;

@@ -32,10 +32,6 @@ class Wire {
   // All ranks of the world come here, and none of them has launched what the others do not know of.
   bool meet_all(const std::string& what, std::chrono::milliseconds timeout);
 
-  // One message, which the sender does not wait for.
-  void send(const std::string& what, const Parcel& parcel);
-  bool receive(const std::string& what, const Parcel& parcel, std::chrono::milliseconds timeout);
-
   // How many collectives of a group came before on this rank.
   int64_t number(const std::string& group);
 

@@ -1,0 +1,176 @@
+"""Losses whose gradient is multiplied when their backward runs, and gradients that must not count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from lightning_gradavg.lightning_internals import stored
+from lightning_gradavg.reduction.sums import zero_gradient
+from lightning_gradavg.reduction.weights import WHOLE_LOSS, MicroBatch
+
+__all__ = ["WeighedLoss", "gradients_discarded", "nan_stopped", "sparse_weights", "weigh_terms", "zero_loss"]
+
+
+class _WeighTerms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, coefficients: list[Any], begin: Callable[[], None] | None, *terms: Tensor) -> Tensor:
+        ctx.coefficients, ctx.begin = coefficients, begin
+        ctx.like = [(term.dtype, term.shape) for term in terms]
+        return sum(terms[1:], terms[0].clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        if ctx.begin is not None:
+            ctx.begin()
+        weighed = [
+            None if value is None else (grad * value).to(dtype).reshape(shape)
+            for value, (dtype, shape) in zip(ctx.coefficients, ctx.like, strict=True)
+        ]
+        return None, None, *weighed
+
+
+def weigh_terms(coefficients: list[Any], terms: Iterable[Tensor], begin: Callable[[], None] | None = None) -> Tensor:
+    """Return the sum of the terms, whose gradients `coefficients` multiplies when the backward runs.
+
+    The value is the plain sum: only gradients are weighed. The backward may run several times with other coefficients
+    (`retain_graph=True`).
+
+    Args:
+        coefficients: One number per term, read at each backward. None stops that term's gradient.
+        terms: 0-dim losses.
+        begin: Called when a backward begins, before the coefficients are read.
+    """
+    weighed: Tensor = _WeighTerms.apply(coefficients, begin, *terms)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return weighed
+
+
+@dataclass
+class WeighedLoss:
+    """A loss whose terms are weighed when its backward runs.
+
+    Attributes:
+        value: The sum of the terms, with graph. Its value is not weighed.
+        micro_batch: The weights.
+        coefficients: What the backward multiplies each term by; empty where the loss is not weighed.
+    """
+
+    value: Tensor
+    micro_batch: MicroBatch
+    coefficients: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, terms: Mapping[str, Tensor], micro_batch: MicroBatch, *, plain: bool = False, begin: Any = None
+    ) -> WeighedLoss:
+        """Return a loss to be weighed, of which terms that share a weight are one term.
+
+        Args:
+            terms: The loss terms by name.
+            micro_batch: Their weights.
+            plain: Whether the loss carries nothing, so that its graph is left as it is.
+            begin: Called with the weighed loss when its backward begins.
+        """
+        losses = list(terms.values())
+        if tuple(micro_batch.weights) == (WHOLE_LOSS,):
+            losses = [sum(losses[1:], losses[0])]
+        if plain:
+            return cls(losses[0], micro_batch)
+        coefficients: list[Any] = [1.0] * len(losses)
+        weighed = cls(losses[0], micro_batch, coefficients)
+        weighed.value = weigh_terms(coefficients, losses, None if begin is None else partial(begin, weighed))
+        return weighed
+
+
+def sparse_weights(module: nn.Module) -> list[Tensor]:
+    """Return the parameters of a module whose gradients are sparse, which DDP does not take undefined."""
+    embeddings = (each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+    return [each.weight for each in embeddings if each.sparse]
+
+
+class _ZeroGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sparse: Container[int], *parameters: Tensor) -> Tensor:
+        ctx.like = [(parameter, int(id(parameter) in sparse)) for parameter in parameters]
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        del grads
+        return None, *(zero_gradient(parameter, sparse_dim) for parameter, sparse_dim in ctx.like)
+
+
+def zero_loss(parameters: Sequence[Tensor], sparse: Container[int]) -> Tensor:
+    """Return a loss of 0 that gives every parameter a zero gradient, whatever the parameter's value.
+
+    Args:
+        parameters: Leaves, one or more of which require a gradient.
+        sparse: The `id` of those whose gradients are sparse.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    loss: Tensor = _ZeroGradients.apply(sparse, *trained)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return loss
+
+
+@contextmanager
+def gradients_discarded(parameters: Iterable[nn.Parameter], *, nan_only: bool) -> Iterator[None]:
+    """Replace gradients by zeros within the context, before they are accumulated.
+
+    A gradient is replaced and not multiplied: 0 times NaN is NaN.
+
+    Args:
+        parameters: The parameters.
+        nan_only: Whether to replace only what is NaN: gradients of other ranks' losses, which come through gathers and
+            through batch norm over all ranks, pass.
+    """
+
+    def zeros(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:
+            return None
+        if not nan_only:
+            return torch.zeros_like(gradient)
+        kept = gradient.clone()
+        stored(kept).masked_fill_(stored(kept).isnan(), 0)
+        return kept
+
+    handles = [parameter.register_hook(zeros) for parameter in parameters if parameter.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def nan_stopped(loss: Tensor) -> Iterator[None]:
+    """Have functions written in Python see 0 for NaN where the backward of a loss that does not count runs.
+
+    Its gradient is undefined, which torch's own operators pass on. A reentrant checkpoint and a compiled module make
+    zeros of it, which a derivative that is infinite makes NaN; and a gather would send that to the other ranks.
+    """
+
+    def without_nan(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(None if each is None else each.masked_fill(each.isnan(), 0) for each in gradients)
+
+    handles: list[Any] = []
+    seen, ahead = set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [each for each, _ in node.next_functions]
+            if isinstance(node, BackwardCFunction):
+                handles.append(node.register_prehook(without_nan))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,208 @@
+"""What a loss weighs: the weights that users give with it, or the samples of its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gradavg.rules import Rule
+from lightning_gradavg.tree import batch_samples, leaves
+
+__all__ = ["MOST_TERMS", "WHOLE_LOSS", "MicroBatch", "Weights", "as_weight", "loss_terms", "misspelt_weight"]
+
+WHOLE_LOSS = ""
+"""The name of the only loss term of a loss that is one tensor."""
+
+MOST_TERMS = 56
+"""The most loss terms of a loss: the ranks' exchange has one length, whatever each of them found."""
+
+
+def as_weight(value: Any, device: torch.device) -> Any:
+    """Return `value` as a float; a tensor on an accelerator stays there, a detached 0-dim float64 copy. Never waits.
+
+    Args:
+        value: An int, a float, a NumPy scalar, or a tensor with one element, of any dtype and on any device.
+        device: Where the gradients are.
+
+    Raises:
+        TypeError: If `value` is not one number.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise TypeError(f"a weight is one number, got a tensor of shape {tuple(value.shape)} and {value.dtype}")
+        if value.device.type != "cpu":
+            # A copy, as on the host: the user may keep counting in the same tensor.
+            return value.detach().reshape(()).to(device=device, dtype=torch.float64, non_blocking=True, copy=True)
+        return float(value.detach())
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"a weight is one number, got {value!r} of type {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise TypeError(f"a weight is one number, got {type(value).__name__} too large for a float") from None
+    except (TypeError, ValueError):
+        raise TypeError(f"a weight is one number, got {value!r} of type {type(value).__name__}") from None
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank knows of one micro-batch.
+
+    Attributes:
+        weights: The weight of every loss term by name; the one name `WHOLE_LOSS` for an undivided loss.
+        explicit: Whether the user gave the weight; otherwise the number of samples was taken.
+        problem: Why the weights cannot be used, or None. Raised on all ranks together.
+        absent: Whether its gradient is to be discarded under any rule: it only keeps the rank busy.
+        without_loss: Whether it is absent because `training_step` returned no loss.
+    """
+
+    weights: Mapping[str, Any]
+    explicit: bool = False
+    problem: str | None = None
+    absent: bool = False
+    without_loss: bool = False
+
+    def read(self) -> MicroBatch:
+        """Return it with weights that the host has read, which waits for those on an accelerator."""
+        if not any(isinstance(weight, Tensor) for weight in self.weights.values()):
+            return self
+        return replace(self, weights={term: float(weight) for term, weight in self.weights.items()})
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the host knows that nothing of it counts."""
+        return self.absent or all(isinstance(w, float) and w == 0 for w in self.weights.values())
+
+
+def loss_terms(loss: Any) -> Mapping[str, Tensor]:
+    """Return the terms of a loss by name; the one name `WHOLE_LOSS` for a loss that is one tensor.
+
+    Raises:
+        TypeError: If a term is no tensor.
+        ValueError: If there are no terms, or too many.
+    """
+    terms: Mapping[str, Tensor] = loss if isinstance(loss, Mapping) else {WHOLE_LOSS: loss}
+    for term in terms.values():
+        if not isinstance(term, Tensor):
+            raise TypeError(f"a loss is a tensor with a graph, got {term!r} of type {type(term).__name__}")
+    if not 0 < len(terms) <= MOST_TERMS:
+        raise ValueError(f"a loss has 1 to {MOST_TERMS} named terms, got {len(terms)}: add some of them up")
+    return {name: terms[name] for name in sorted(terms)}
+
+
+def misspelt_weight(result: Mapping[Any, Any]) -> str | None:
+    """Return what is wrong with a result of `training_step` that has no weight, but a key that looks like one.
+
+    Such as "weights" or "Weight". A "height" is none: hardly anybody misspells the first letter.
+    """
+    if result.get("weight") is not None:
+        return None
+    near = (key for key in map(str, result) if key != "weight" and key[:1] in "wW")
+    found = [key for key in near if get_close_matches(key.lower(), ["weight"], cutoff=0.8)]
+    return f'the result of training_step has {found[0]!r}: call it "weight", or by another name' if found else None
+
+
+IGNORE_INDEX = -100
+"""`ignore_index` of torch's losses, where it is not given."""
+
+_TARGETS = (torch.int16, torch.int32, torch.int64)
+_LOOKS = 8
+
+_IGNORED = (
+    "integer tensors of a batch hold -100, the targets that torch's losses ignore, and no weight is given: the loss"
+    " then counts by its samples, the ignored ones too. If it is a mean over targets, return"
+    ' {"loss": loss, "weight": (targets != -100).sum()} from training_step.'
+)
+
+
+def holds_ignored_targets(batch: Any) -> bool:
+    """Return whether an integer tensor on the host, of a type that targets have, holds `IGNORE_INDEX`."""
+    held = (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.device.type == "cpu")
+    return any(bool((leaf == IGNORE_INDEX).any()) for leaf in held if leaf.dtype in _TARGETS)
+
+
+class Weights:
+    """Reads the weights of a run's micro-batches.
+
+    Args:
+        rule: The rule. One that uses no weight gives each micro-batch 1.
+        device: Where the gradients are.
+        giver: What gives weights, or does not, in words.
+        warn: Takes what a user is warned of.
+        tell: Takes what a user is told.
+    """
+
+    def __init__(
+        self, rule: Rule, device: torch.device, giver: str, warn: Callable[[str], None], tell: Callable[[str], None]
+    ) -> None:
+        self._rule, self._device, self._giver, self._warn, self._tell = rule, device, giver, warn, tell
+        self._explicit: bool | None = None
+        self._looks, self._targets_ignored = _LOOKS if rule.uses_weight else 0, False
+
+    def look_at(self, batch: Any) -> None:
+        """Look for targets that do not count, in the first batches, before they move to where reading waits."""
+        if self._looks > 0:
+            self._looks -= 1
+            self._targets_ignored = holds_ignored_targets(batch)
+
+    def read(
+        self, terms: Iterable[str], weight: Any, batch: Any, samples: float | None = None, problem: str | None = None
+    ) -> MicroBatch:
+        """Return the weights of a micro-batch; what is wrong with them is noted in it, for all ranks to raise together.
+
+        Args:
+            terms: The names of the loss terms.
+            weight: What the user gave: nothing, one number for all terms, or one per term by name.
+            batch: The batch, whose samples are counted where no weight was given.
+            samples: The number of samples, where it is known; 0 if those of the batch do not count.
+            problem: What is known to be wrong with them.
+        """
+        explicit, names, named = weight is not None, sorted(terms), isinstance(weight, Mapping)
+        if not self._rule.uses_weight:
+            if explicit:
+                self._warn(
+                    f'a "weight" was given, but reduction={self._rule.name!r} does not use weights: it is ignored.'
+                )
+            return MicroBatch({WHOLE_LOSS: float(samples != 0)}, absent=samples == 0)
+        problem = problem or self._note(given=explicit)
+        if samples == 0:
+            return MicroBatch(dict.fromkeys(names if named else [WHOLE_LOSS], 0.0), explicit, problem, absent=True)
+        try:
+            given: Any = weight if explicit else batch_samples(batch) if samples is None else samples
+            given = given if named else {WHOLE_LOSS: given}
+            if not named or set(given) == set(names):
+                return MicroBatch(
+                    {name: as_weight(given[name], self._device) for name in sorted(given)}, explicit, problem
+                )
+            found = f"its weights are named {sorted(given)}, but its loss terms {list(filter(None, names))}"
+        except TypeError as error:
+            found = str(error)
+        except ValueError:
+            found = (
+                f"the number of samples cannot be read from a batch of type {type(batch).__name__}:"
+                ' return {"loss": loss, "weight": n} from training_step'
+            )
+        return MicroBatch(dict.fromkeys(names, 0.0), explicit, problem or found)
+
+    def _note(self, *, given: bool) -> str | None:
+        """Say what stands in for a weight that is not given; return what is wrong where others of the run had one."""
+        before, self._explicit = self._explicit, given
+        if given:
+            self._looks = 0
+        else:
+            self._tell(f"GradAvgStrategy: n = samples of the batch, as {self._giver} no weight")
+            if self._targets_ignored:
+                self._targets_ignored, self._looks = False, 0
+                self._warn(_IGNORED)
+        if before in (None, given):
+            return None
+        return (
+            f"a weight was {'not ' * given}given in the steps before, but {'not ' * (not given)}in this one:"
+            ' return "weight" from every training_step (or pass weight= to every manual_backward, or to what does the'
+            " backward in your own loop), or never"
+        )

@@ -1,1 +1,0 @@
-"""How gradients travel between the ranks: in which type (codecs), by which way (route), and how (exchange)."""

@@ -1,0 +1,421 @@
+"""Communication hooks under stock DDP and under the strategy: the mean, its bits, its error, and the bytes sent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults import run_ranks
+from jsonargparse import ArgumentParser
+from lightning.pytorch.strategies import DDPStrategy
+from ranks import RankPool, make_trainer
+from roundings import relative_error
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from toys import Toy, loader
+
+from lightning_gradavg import GradAvgStrategy, hooks
+
+NARROW = ("bfloat16", "float16")
+NAMES = (*NARROW, "float32_sum", "by_node", "by_node_bfloat16", "by_node_float16")
+FLAT, EVEN, UNEVEN, SINGLE = [0, 0], [0, 0, 1, 1], [0, 0, 0, 1], [0, 1]
+# Of an L2 norm: one rounding to p bits makes about 0.41 * 2**-p. In 16 bits a gradient is rounded once before the sum,
+# but by the rank that sums it, and once after it; one that has 16 bits itself only after it.
+ONE_ROUNDING = {torch.bfloat16: 1.9e-3, torch.float16: 2.4e-4}
+LARGEST_ERROR = {"bfloat16": 2.4e-3, "float16": 3.1e-4}
+SIZES = (1, 7, 1000, 300_001)
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[RankPool]:
+    pool = RankPool(8)
+    yield pool
+    pool.close()
+
+
+class Bucket:
+    """What a hook reads of a bucket of DDP."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[Tensor]:
+        return [self._buffer]
+
+
+@contextmanager
+def on_nodes(nodes: Sequence[int]) -> Iterator[None]:
+    """Have the launcher tell of nodes, and the hooks ask anew."""
+    hooks._MADE.clear()
+    with mock.patch.dict(os.environ, {"GROUP_RANK": str(nodes[dist.get_rank()])}):
+        yield
+    hooks._MADE.clear()
+
+
+def begin(name: str, gradient: Tensor) -> Any:
+    hook: Callable[..., Any] = getattr(hooks, name)
+    return hook(None, Bucket(gradient))
+
+
+def random(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def means(name: str, nodes: Sequence[int], sizes: Sequence[int], dtype: torch.dtype, scale: float = 1.0) -> Any:
+    """Body: the means of several buckets that travel at once."""
+    with on_nodes(nodes):
+        buckets = [random(dist.get_rank(), size, dtype) * scale for size in sizes]
+        futures = [begin(name, bucket) for bucket in buckets]
+        results = [future.wait() for future in futures]
+    assert all(one.dtype == dtype for one in results)
+    return results
+
+
+def of_all(ranks: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+    """Assert that all ranks hold the same bits, and return them."""
+    for other in ranks[1:]:
+        assert all(torch.equal(mine, first) for mine, first in zip(other, ranks[0], strict=True))
+    return ranks[0]
+
+
+def exact_mean(ranks: int, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.stack([random(rank, size, dtype).double() for rank in range(ranks)]).mean(0)
+
+
+DTYPES = {
+    "float32_sum": [torch.float32, torch.float64, torch.bfloat16, torch.float16],
+    "by_node": [torch.float32, torch.float64, torch.bfloat16, torch.float16],
+}
+CASES = [
+    (name, nodes, dtype)
+    for name in NAMES
+    for nodes in (SINGLE, [0, 0, 1], EVEN, UNEVEN)
+    for dtype in DTYPES.get(name, [torch.float32, torch.bfloat16, torch.float16])
+]
+
+
+def allowed(name: str, dtype: torch.dtype) -> float:
+    wire = name.removeprefix("by_node_")
+    if dtype in ONE_ROUNDING:  # a hook that is narrower between nodes than the sum there rounds that, too
+        return ONE_ROUNDING[dtype] + (LARGEST_ERROR[wire] if name.startswith("by_node_") else 0)
+    return LARGEST_ERROR.get(wire, 4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(("name", "nodes", "dtype"), CASES, ids=str)
+def test_mean(world, name, nodes, dtype):
+    results = of_all(world(len(nodes)).run(means, name, nodes, SIZES, dtype))
+    for size, found in zip(SIZES, results, strict=True):
+        # The norm of few numbers is no average: each may be off by twice its largest rounding.
+        bound = allowed(name, dtype) * (1 if size > 1000 else 4)
+        assert relative_error(found, exact_mean(len(nodes), size, dtype)) <= bound
+
+
+NODES_OF_TWO = [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "dtype", "bound"),
+    [
+        ("bfloat16", [0] * 8, torch.float32, 2.4e-3),
+        ("by_node_bfloat16", NODES_OF_TWO, torch.float32, 2.4e-3),
+        ("float16", [0] * 8, torch.float32, 3e-4),
+        ("float32_sum", [0] * 8, torch.bfloat16, 1.7e-3),
+        ("by_node", NODES_OF_TWO, torch.bfloat16, 1.7e-3),
+    ],
+    ids=str,
+)
+def test_error_does_not_grow_with_ranks(eight, name, nodes, dtype, bound):
+    """On 8 ranks a ring of bfloat16 has 4.0e-3, and 3.2e-3 of parameters that are bfloat16 themselves."""
+    (found,) = of_all(eight.run(means, name, nodes, [100_000], dtype))
+    assert relative_error(found, exact_mean(8, 100_000, dtype)) <= bound
+
+
+@pytest.mark.parametrize("name", [*NARROW, "by_node_float16"])
+def test_complex_gradients(world, name):
+    """Real and imaginary parts are sent side by side."""
+    (found,) = of_all(world(2).run(means, name, SINGLE, [9999], torch.complex64))
+    real = exact_mean(2, 9999, torch.float32)
+    assert relative_error(found.real, real) <= allowed(name, torch.float32)
+    assert torch.equal(torch.zeros(9999), found.imag)
+
+
+SCALES = [("float16", 2.0**100), ("float16", 2.0**-100), ("bfloat16", 2.0**-100), ("float32_sum", 2.0**100)]
+
+
+@pytest.mark.parametrize(("name", "scale"), SCALES)
+def test_any_magnitude(world, name, scale):
+    """float16 ends at 65504 and at 6e-8: neither what is sent nor the mean overflows or underflows."""
+    (found,) = of_all(world(2).run(means, name, FLAT, [100_000], torch.float32, scale))
+    assert relative_error(found.double() / scale, exact_mean(2, 100_000, torch.float32)) <= allowed(name, torch.float32)
+
+
+def mean_of_large(name: str) -> Tensor:
+    with on_nodes(EVEN):
+        mean: Tensor = begin(name, torch.full((100,), 60000.0, dtype=torch.float16)).wait()
+        return mean
+
+
+@pytest.mark.parametrize("name", ["float16", "float32_sum", "by_node"])
+def test_sums_of_half_precision_do_not_overflow(world, name):
+    assert torch.equal(torch.full((100,), 60000.0, dtype=torch.float16), world(4).run(mean_of_large, name)[2])
+
+
+def mean_with_bad_numbers(name: str, nodes: Sequence[int]) -> Tensor:
+    with on_nodes(nodes):
+        gradient = random(dist.get_rank(), 2000, torch.float32)
+        if dist.get_rank() == 1:
+            gradient[3], gradient[1500] = torch.nan, torch.inf
+        mean: Tensor = begin(name, gradient).wait()
+        return mean
+
+
+@pytest.mark.parametrize("nodes", [EVEN, UNEVEN], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_numbers_are_seen_everywhere(world, name, nodes):
+    """One rank's NaN and infinity reach all ranks, as GradScaler needs, and spoil nothing else."""
+    exact = exact_mean(4, 2000, torch.float32)
+    for found in world(4).run(mean_with_bad_numbers, name, nodes):
+        assert [3, 1500] == (~found.isfinite()).nonzero().flatten().tolist()
+        assert found[3].isnan()
+        assert found[1500] == torch.inf
+        fine = found.isfinite()
+        assert relative_error(found[fine], exact[fine]) <= 1.1 * allowed(name, torch.float32)
+
+
+BUCKETS = 64
+
+
+def mean_in_skew(name: str, nodes: Sequence[int]) -> int:
+    """Body: many small buckets in flight, while each rank works for a time of its own; return the wrong means."""
+    rank, world_size, wrong = dist.get_rank(), dist.get_world_size(), 0
+    draw = torch.Generator().manual_seed(rank)
+    busy = torch.randn(120, 120, generator=draw)
+    with on_nodes(nodes), mock.patch.object(hooks, "_PIECE_BYTES", 64):
+        for step in range(10):
+            futures = []
+            for index in range(BUCKETS):
+                for _ in range(int(torch.randint(4, (), generator=draw))):
+                    busy = torch.tanh(busy @ busy)
+                number = float(world_size * (rank + index % 7 + step % 5))  # exact in 16 bits, as is the mean
+                futures.append(begin(name, torch.full((1 + index,), number)))
+            for index, future in enumerate(futures):
+                expected = world_size * (world_size - 1) / 2 + world_size * (index % 7 + step % 5)
+                wrong += not bool((future.wait() == expected).all())
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"), [("bfloat16", FLAT), ("float16", [0, 0, 0]), ("by_node", EVEN), ("by_node_bfloat16", UNEVEN)]
+)
+def test_order_under_skew(world, name, nodes):
+    """Buckets of many pieces, on ranks that are never at the same point, neither hang nor mix up."""
+    assert [0] * len(nodes) == world(len(nodes)).run(mean_in_skew, name, nodes)
+
+
+def bytes_sent(name: str, nodes: Sequence[int], dtype: torch.dtype) -> Counter[bool]:
+    """Body: bytes that this rank hands to collectives for other ranks, by whether these are on other nodes."""
+    sent: Counter[bool] = Counter()
+    rank, exchange = dist.get_rank(), dist.all_to_all_single
+
+    def counted(received: Tensor, rows: Tensor, of: Any, to: Any, *, group: Any, async_op: bool) -> Any:
+        for other, count in zip(dist.get_process_group_ranks(group), to, strict=True):
+            if other != rank:
+                sent[nodes[other] != nodes[rank]] += count * rows[:1].numel() * rows.element_size()
+        return exchange(received, rows, of, to, group=group, async_op=async_op)
+
+    with on_nodes(nodes), mock.patch.object(dist, "all_to_all_single", counted):
+        begin(name, torch.zeros(48_000, dtype=dtype)).wait()
+    return sent
+
+
+# Of 48000 numbers, in bytes: there and back, in the node and between nodes, by each rank.
+SENT = [
+    ("bfloat16", FLAT, torch.float32, {False: 48_000 * 2}),
+    ("bfloat16", [0] * 4, torch.float32, {False: 48_000 * 2 * 2 * 3 / 4}),
+    ("float32_sum", [0] * 4, torch.bfloat16, {False: 48_000 * 2 * 2 * 3 / 4}),
+    ("by_node", EVEN, torch.float32, {False: 48_000 * 4, True: 24_000 * 4}),
+    ("by_node_bfloat16", EVEN, torch.float32, {False: 24_000 * 4 + 24_000 * 2, True: 24_000 * 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "nodes", "dtype", "expected"), SENT)
+def test_bytes_sent(world, name, nodes, dtype, expected):
+    """Half the bytes of float32, in as many as a ring sends; node by node only one bucket per node goes out."""
+    assert [expected] * len(nodes) == world(len(nodes)).run(bytes_sent, name, nodes, dtype)
+
+
+class Layers(nn.Module):
+    """Two matrices, in buckets of their own, and a parameter without a gradient on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False)
+        self.unused = nn.Parameter(torch.zeros(3))
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    def forward(self, x: Tensor, *, all_used: bool) -> Tensor:
+        y = self.second(self.first(x)).sum()
+        return y + self.unused.sum() if all_used else y
+
+
+def gradients_of_ddp(name: str, nodes: Sequence[int], **options: Any) -> list[list[float]]:
+    """Body: two backwards of stock DDP, whose input is rank + 1."""
+    with on_nodes(nodes):
+        model = DistributedDataParallel(Layers(), find_unused_parameters=True, bucket_cap_mb=0.00001, **options)
+        model.register_comm_hook(None, getattr(hooks, name))
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.full((1, 4), dist.get_rank() + 1.0), all_used=dist.get_rank() != 1).backward()
+        return [parameter.grad.flatten().tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize(("name", "nodes"), [*((name, SINGLE) for name in NAMES), ("by_node_float16", EVEN)])
+def test_stock_ddp(world, name, nodes, views):
+    """d/dfirst is 2 x, d/dsecond is first(x) = 4 x, on average over x = 1, 2, ...; the unused one gets 1 of each."""
+    ranks = len(nodes)
+    mean = sum(range(1, ranks + 1)) / ranks
+    expected = [[(ranks - 1) / ranks] * 3, [2 * mean] * 12, [4 * mean] * 6]
+    assert [expected] * ranks == world(ranks).run(gradients_of_ddp, name, nodes, gradient_as_bucket_view=views)
+
+
+def train(name: str, dtype: torch.dtype) -> list[float]:
+    hooks._MADE.clear()
+    model = Toy(lr=0.0, dtype=dtype)
+    trainer = make_trainer(
+        GradAvgStrategy(ddp_comm_hook=getattr(hooks, name)), max_epochs=1, use_distributed_sampler=False
+    )
+    trainer.fit(model, loader([[1.0 + 2 * dist.get_rank()], [5.0]]))
+    return [gradient.item() for gradient in model.seen.gradients]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_strategy_on_cpu(world, name):
+    """Lightning drops hooks on a CPU, and GradAvgStrategy registers them there."""
+    assert [[2.0, 5.0]] * 2 == world(2).run(train, name, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LightningCLI of 2.6 calls an old API of jsonargparse
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("strategy", [GradAvgStrategy, DDPStrategy])
+def test_import_path_in_yaml(name, strategy):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(strategy, "strategy")
+    path = f"lightning_gradavg.hooks.{name}"
+    parsed = parser.instantiate_classes(parser.parse_string(f"strategy:\n  ddp_comm_hook: {path}\n"))
+    assert parsed.strategy._ddp_comm_hook is getattr(hooks, name)
+
+
+def begin_odd(case: str) -> Any:
+    hooks._MADE.clear()
+    rank = dist.get_rank()
+    if case == "empty":
+        return begin("bfloat16", torch.empty(0)).wait().tolist()
+    if case == "sparse":
+        indices, values = torch.tensor([[rank]]), torch.tensor([2.0 + rank])
+        gradient = torch.sparse_coo_tensor(indices, values, (3,), check_invariants=True).coalesce()
+        return begin("bfloat16", gradient).wait().to_dense().tolist()
+    if case == "float64":
+        return begin("bfloat16", torch.zeros(3, dtype=torch.float64))
+    if case == "group":
+        groups = [dist.new_group([0, 1]), dist.new_group([2])]
+        return hooks.bfloat16(groups[rank // 2], Bucket(torch.full((2,), rank * 2.0))).wait().tolist()  # type: ignore[arg-type]
+    environ = {"nodes": {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}, "number": {"GROUP_RANK": "one"} if rank else {}}
+    with mock.patch.dict(os.environ, environ[case]):
+        return begin("by_node", torch.zeros(3)).wait()
+
+
+ODD: list[tuple[str, int, Any]] = [
+    ("empty", 2, []),
+    ("sparse", 2, [1.0, 1.5, 0.0]),
+    ("float64", 2, "gradients of torch.float64 in 16 bits"),
+    ("nodes", 2, "on ranks 0, 1: the launcher does not say which node this is: set GROUP_RANK or NODE_RANK"),
+    ("number", 2, "on rank 1: the environment variable GROUP_RANK is the index of the node, from 0; got 'one'"),
+    ("empty", 1, []),
+]
+
+
+@pytest.mark.parametrize(("case", "ranks", "expected"), ODD)
+def test_odd_buckets(world, case, ranks, expected):
+    """What has nothing to round comes back, and what cannot be served is the same error on all ranks."""
+    for answer in world(ranks).run_expecting_errors(begin_odd, case):
+        if isinstance(expected, str):
+            assert answer.type_name == "ValueError"
+            assert expected in answer.message
+        else:
+            assert expected == answer
+
+
+def test_groups_of_some_ranks(world):
+    """A hook that needs groups of its own refuses a part of the ranks; a rank that is alone needs none."""
+    first, second, third = world(3).run_expecting_errors(begin_odd, "group")
+    assert "takes all 3 ranks of the run, but it reduces over 2" in first.message == second.message
+    assert [4.0, 4.0] == third
+
+
+def fail_on_one_rank() -> None:
+    """Body: something that rank 1 sends fails."""
+    calls, encode = Counter[str](), hooks._Code.encode
+
+    def failing(*args: Any) -> None:
+        calls["encode"] += 1
+        if dist.get_rank() == 1 and calls["encode"] == 8:
+            raise MemoryError("out of paper")
+        encode(*args)
+
+    with mock.patch.object(hooks._Code, "encode", failing):
+        for future in [begin("bfloat16", torch.ones(100)) for _ in range(6)]:
+            future.wait()
+
+
+def test_failure_of_one_rank_reaches_all(tmp_path):
+    """What fails on one rank is raised by the backward that waits for it, and on the others when that rank has left."""
+    first, second = run_ranks(fail_on_one_rank, {}, folder=tmp_path, timeout=300)
+    assert "out of paper" in second.said
+    assert (first.exit_code, second.exit_code) == (1, 1)
+    assert "gloo" in first.said
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from lightning_gradavg import hooks
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+model.register_comm_hook(None, hooks.bfloat16)
+model(torch.full((1, 3), 1.0 + 2 * rank)).sum().backward()
+print(model.module.weight.grad.tolist())
+"""
+
+
+def test_process_ends(tmp_path):
+    """A process that closes nothing ends at once, with no word of complaint."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+        for rank in range(2)
+    ]
+    answers = [(*rank.communicate(timeout=60), rank.returncode) for rank in ranks]
+    assert [("[[2.0, 2.0, 2.0]]\n", "", 0)] * 2 == answers

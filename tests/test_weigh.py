@@ -1,0 +1,250 @@
+"""Weights of every type, the terms of a loss, gradients weighed at the backward, and gradients discarded."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gradavg.reduction.weigh import WeighedLoss, gradients_discarded, weigh_terms, zero_loss
+from lightning_gradavg.reduction.weights import MOST_TERMS, WHOLE_LOSS, MicroBatch, Weights, as_weight, loss_terms
+from lightning_gradavg.rules import RULES, Rule
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+WEIGHTED = RULES["weighted_mean"]
+FLOATING = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+TENSORS = [
+    torch.full(shape, 3, dtype=dtype, requires_grad=dtype in FLOATING)
+    for shape in ((), (1,), (1, 1))
+    for dtype in (*FLOATING, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+]
+NUMBERS = [3, 3.0, np.int64(3), np.float32(3), np.float64(3), np.uint8(3), np.array(3), Fraction(3), Decimal(3)]
+
+
+@pytest.mark.parametrize("value", [*NUMBERS, *TENSORS], ids=repr)
+def test_numbers_and_tensors_of_one_are_weights(value: Any) -> None:
+    """Case 32: of any type, and read as a float of the host."""
+    weight = as_weight(value, CPU)
+    assert (float, 3.0) == (type(weight), weight)
+
+
+def test_weight_is_not_rounded() -> None:
+    """Case 32: counts beyond float32 stay exact, and a truth value counts as one or nothing."""
+    assert (2.0**24 + 1, 2.0**40 + 1) == (as_weight(torch.tensor(2**24 + 1), CPU), as_weight(2**40 + 1, CPU))
+    assert [0.0, 1.0] == [as_weight(torch.tensor(value), CPU) for value in (False, True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64], ids=str)
+def test_tensor_on_an_accelerator_stays_there(dtype: torch.dtype) -> None:
+    """A tensor off the CPU is not read, but detached, 0-dim and float64 there; a number stays on the host."""
+    weight = as_weight(torch.empty(1, dtype=dtype, device=META, requires_grad=dtype.is_floating_point), META)
+    assert (torch.float64, (), "meta", False) == (weight.dtype, weight.shape, weight.device.type, weight.requires_grad)
+    assert 3.0 == as_weight(3, META)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "None of type NoneType"),
+        ("3", "'3' of type str"),
+        (b"3", "b'3' of type bytes"),
+        ([3], "[3] of type list"),
+        (3j, "3j of type complex"),
+        pytest.param(10**400, "too large for a float", id="10**400"),
+        (np.array([1, 2]), "of type ndarray"),
+        (torch.ones(2), "a tensor of shape (2,) and torch.float32"),
+        (torch.ones(0), "a tensor of shape (0,) and torch.float32"),
+        (torch.tensor(1j), "a tensor of shape () and torch.complex64"),
+        (torch.ones(2, device=META), "a tensor of shape (2,) and torch.float32"),
+    ],
+    ids=str,
+)
+def test_what_is_not_one_number(value: Any, said: str) -> None:
+    with pytest.raises(TypeError, match="a weight is one number, got") as caught:
+        as_weight(value, CPU)
+    assert said in str(caught.value)
+
+
+def reader(rule: Rule = WEIGHTED, **told: Any) -> Weights:
+    return Weights(rule, CPU, "training_step returned", told.get("warn", print), told.get("tell", print))
+
+
+@pytest.mark.parametrize(
+    ("given", "weights"),
+    [
+        ({}, {"": 5.0}),
+        ({"samples": 3}, {"": 3.0}),
+        ({"weight": 7}, {"": 7.0}),
+        ({"weight": {"cls": 2, "box": torch.tensor(4)}}, {"box": 4.0, "cls": 2.0}),
+        ({"rule": RULES["sum"], "weight": "ignored"}, {"": 1.0}),
+        ({"samples": 0}, {"": 0.0}),
+        ({"samples": 0, "weight": 3}, {"": 0.0}),
+        ({"samples": 0, "weight": {"cls": 1, "box": 2}}, {"box": 0.0, "cls": 0.0}),
+    ],
+    ids=str,
+)
+def test_weights_are_read(given: dict[str, Any], weights: dict[str, float]) -> None:
+    """The weight is that given, for all terms or for each; else the samples, told or counted; or none where unused."""
+    options = {"terms": ("cls", "box"), "weight": None, "batch": torch.ones(5, 2)} | given
+    micro_batch = reader(options.pop("rule", WEIGHTED)).read(**options)
+    assert weights == micro_batch.weights
+    explicit, absent = given.get("weight") is not None and "rule" not in given, given.get("samples") == 0
+    assert (explicit, None, absent) == (micro_batch.explicit, micro_batch.problem, micro_batch.absent)
+
+
+@pytest.mark.parametrize(
+    ("weight", "batch", "problem"),
+    [
+        ({"a": 1}, None, "its weights are named ['a'], but its loss terms ['a', 'b']"),
+        ({"a": 1, "b": "x"}, None, "a weight is one number, got 'x' of type str"),
+        ("x", None, "a weight is one number, got 'x' of type str"),
+        (None, object(), "the number of samples cannot be read from a batch of type object"),
+    ],
+    ids=["missing", "a string of a term", "a string", "no samples"],
+)
+def test_faults_of_weights_are_noted(weight: Any, batch: Any, problem: str) -> None:
+    """What is wrong is noted for all ranks to raise together, and not raised here."""
+    micro_batch = reader().read(("a", "b"), weight, batch)
+    assert str(micro_batch.problem).startswith(problem)
+    assert {"a": 0.0, "b": 0.0} == micro_batch.weights
+
+
+def test_ignored_targets_are_looked_for_in_eight_batches() -> None:
+    """Each look reads every integer tensor of a batch: after 8 batches, or once a weight was given, there is none."""
+    ignored, plain = torch.tensor([3, -100]), torch.tensor([3, 100])
+    for index, warned in ((7, 1), (8, 0)):
+        warnings: list[str] = []
+        weights = reader(warn=warnings.append)
+        for number in range(12):
+            weights.look_at(ignored if number == index else plain)
+            weights.read(("",), None, plain)
+        assert warned == len(warnings)
+    weights = reader()
+    weights.read(("",), 1, plain)
+    weights.look_at(None if weights._looks else ignored)
+    assert not weights._targets_ignored
+
+
+def leaf(value: float, dtype: torch.dtype = torch.float64) -> Any:
+    return nn.Parameter(torch.tensor(value, dtype=dtype))
+
+
+def test_gradients_are_weighed_and_the_value_is_not() -> None:
+    """Also below a division and a loss scale, and in a gradient of a gradient."""
+    a, b = leaf(1.0), leaf(1.0)
+    loss = weigh_terms([0.5, None], [3 * a, 5 * b])
+    assert (8.0, True) == (loss.item(), loss.requires_grad)
+    (loss / 2 * 1024).backward()
+    assert (0.5 * 3 / 2 * 1024, 0.0) == (a.grad.item(), 0.0 if b.grad is None else b.grad.item())
+    w = leaf(3.0)
+    (slope,) = torch.autograd.grad(weigh_terms([2.0], [w**2]), w, create_graph=True)
+    assert (12.0, 4.0) == (slope.item(), torch.autograd.grad(slope, w)[0].item())
+
+
+COEFFICIENTS: list[list[Any]] = [[1.0, None], [None, 1.0], [2.0, 10.0]]
+
+
+def test_coefficients_are_read_at_the_backward() -> None:
+    """They may be set after the forward, or when the backward begins, and another backward may have others."""
+    w, coefficients, values = leaf(1.0), list[Any]([1.0, 1.0]), iter(COEFFICIENTS)
+    loss = weigh_terms(
+        coefficients, [3 * w, (5 * w).reshape(1)], lambda: coefficients.__setitem__(slice(2), next(values))
+    )
+    seen = []
+    for _ in range(3):
+        w.grad = None
+        loss.sum().backward(retain_graph=True)
+        seen.append(w.grad.item())
+    assert [3.0, 5.0, 56.0] == seen
+
+
+@pytest.mark.parametrize(("coefficient", "expected"), [(None, 2.0), (0.0, math.nan)])
+def test_none_stops_a_gradient_that_is_no_number(coefficient: float | None, expected: float) -> None:
+    """Case 9: the term of an empty mean is left out of the backward, where 0 times its NaN would be NaN."""
+    w, mask = leaf(1.0), torch.zeros(3, dtype=torch.float64)
+    weigh_terms([1.0, coefficient], [2 * w, (w * mask).sum() / mask.sum()]).backward()
+    assert w.grad.item() == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize("coefficient", [0.5, torch.tensor(0.5, dtype=torch.float64)], ids=["number", "tensor"])
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_gradients_keep_their_dtype(dtype: torch.dtype, coefficient: float | Tensor) -> None:
+    a, b = leaf(1.0, dtype), leaf(1.0, torch.float32)
+    loss = weigh_terms([coefficient, coefficient], [2 * a, 4 * b])
+    assert torch.promote_types(dtype, torch.float32) == loss.dtype
+    loss.backward()
+    assert (dtype, torch.float32, 1.0, 2.0) == (a.grad.dtype, b.grad.dtype, a.grad.item(), b.grad.item())
+
+
+def test_first_term_is_not_changed_in_place() -> None:
+    term = 2 * leaf(1.0)
+    weigh_terms([1.0], [term]).detach().mul_(10)
+    assert 2.0 == term.item()
+
+
+def test_terms_are_named_and_sorted() -> None:
+    a, b = leaf(1.0), leaf(2.0)
+    assert {WHOLE_LOSS: a} == loss_terms(a)
+    assert ["box", "cls"] == list(loss_terms({"cls": a, "box": b}))
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "said"),
+    [
+        (0.5, TypeError, "a loss is a tensor with a graph, got 0.5 of type float"),
+        ({"a": None}, TypeError, "got None of type NoneType"),
+        ({}, ValueError, f"a loss has 1 to {MOST_TERMS} named terms, got 0"),
+        (dict.fromkeys(map(str, range(MOST_TERMS + 1)), leaf(1.0)), ValueError, f"got {MOST_TERMS + 1}: add some"),
+    ],
+)
+def test_what_is_no_loss(loss: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        loss_terms(loss)
+
+
+@pytest.mark.parametrize(
+    ("weights", "plain", "count"),
+    [({WHOLE_LOSS: 4.0}, False, 1), ({"a": 4.0, "b": 4.0}, False, 2), ({"": 1.0}, True, 0)],
+)
+def test_terms_that_share_a_weight_are_one(weights: dict[str, float], plain: bool, count: int) -> None:
+    """A loss of several terms with one weight has one coefficient, and one that carries nothing has none."""
+    weighed = WeighedLoss.of({"a": 2 * leaf(1.0), "b": 3 * leaf(1.0)}, MicroBatch(weights), plain=plain)
+    assert (5.0, count) == (weighed.value.item(), len(weighed.coefficients))
+
+
+@pytest.mark.parametrize(("nan_only", "kept"), [(False, 0.0), (True, math.inf)])
+def test_gradients_are_discarded(nan_only: bool, kept: float) -> None:
+    """NaN becomes 0, and what else there is does where it is to; what was there before stays; no hook is left."""
+    w, frozen, unused = nn.Parameter(torch.ones(2)), leaf(1.0).requires_grad_(False), leaf(1.0)
+    (w * torch.tensor([2.0, 3.0])).sum().backward()
+    with gradients_discarded([w, frozen, unused], nan_only=nan_only):
+        (weigh_terms([1.0, None], [(w * torch.tensor([math.nan, math.inf])).sum(), unused * 2]) + frozen).backward()
+    assert [2.0, 3.0 + kept] == w.grad.tolist()
+    assert frozen.grad is None
+    assert unused.grad is None or unused.grad.item() == 0
+    with pytest.raises(RuntimeError, match="stopped"), gradients_discarded([w], nan_only=nan_only):
+        raise RuntimeError("stopped")
+    assert not w._backward_hooks
+
+
+def test_sparse_gradients_are_discarded() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    with gradients_discarded(table.parameters(), nan_only=True):
+        (table(torch.tensor([1, 2, 2])).sum() * math.nan).backward()
+    assert table.weight.grad.is_sparse
+    assert torch.equal(torch.zeros(4, 2), table.weight.grad.to_dense())
+
+
+def test_loss_of_nothing() -> None:
+    """A loss of 0 gives each parameter, NaN as it may be, a gradient of zeros, and a sparse one no entries."""
+    dense, table = nn.Parameter(torch.full((2,), math.nan)), nn.Parameter(torch.ones(4, 2))
+    loss = zero_loss([dense, table], {id(table)})
+    loss.backward()
+    assert (0.0, [0.0, 0.0]) == (loss.item(), dense.grad.tolist())
+    assert (True, 0) == (table.grad.is_sparse, table.grad._nnz())
