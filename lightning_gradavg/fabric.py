@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from typing_extensions import override
 
 from lightning_gradavg.arguments import nearest
 from lightning_gradavg.batches.split import ChunkLoader, split_batches
-from lightning_gradavg.launch import destroy_at_exit
+from lightning_gradavg.launch import EndsProcessGroup
 from lightning_gradavg.lightning_internals import replace_sync_control
 from lightning_gradavg.reduction.reducer import GradAvgReducer
 from lightning_gradavg.reduction.sharded import ShardedReducer, refuse_options, refuse_wrapped, sharded_rule
@@ -50,7 +49,7 @@ _INSTEAD: Mapping[str, str] = {
 }
 
 
-class _Weighing(ParallelStrategy):
+class _Weighing(EndsProcessGroup, ParallelStrategy):
     """What both strategies do around a backward, a checkpoint and a process group."""
 
     _reducer: GradAvgReducer | None
@@ -60,14 +59,6 @@ class _Weighing(ParallelStrategy):
     def samples(self) -> int | None:
         """None: the ranks' batches are their own."""
         return None
-
-    @override
-    def setup_environment(self) -> None:
-        """Join the process group, and see to its end."""
-        ours = not dist.is_initialized()
-        super().setup_environment()
-        if ours:
-            destroy_at_exit()
 
     @override
     def backward(

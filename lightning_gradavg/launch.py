@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from lightning_gradavg.lightning_internals import is_interactive, start_method
 from lightning_gradavg.ranks import World, by_value, digest
 
-__all__ = ["destroy_at_exit", "plain", "require_alike", "require_launch"]
+__all__ = ["EndsProcessGroup", "plain", "require_alike", "require_launch"]
 
 
 def require_launch(strategy: Any) -> None:
@@ -119,13 +119,18 @@ def require_alike(world: World, trainer: Trainer, module: LightningModule | None
         )
 
 
-def destroy_at_exit() -> None:
-    """Have the process end its process group before the interpreter ends.
+class EndsProcessGroup:
+    """Ends the process group that a strategy of Trainer or Fabric makes before the interpreter ends.
 
     Lightning does it for NCCL alone. Gloo's threads, left to the interpreter's end, can abort the process.
     """
-    if dist.is_initialized() and dist.get_backend() != "nccl":
-        atexit.register(_destroy)
+
+    def setup_environment(self) -> None:
+        """Join the process group, and see to its end."""
+        ours = not dist.is_initialized()
+        super().setup_environment()  # type: ignore[misc]  # the strategy's
+        if ours and dist.is_initialized() and dist.get_backend() != "nccl":
+            atexit.register(_destroy)
 
 
 def _destroy() -> None:

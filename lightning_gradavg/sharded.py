@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gradavg.batches.part import Batches
-from lightning_gradavg.launch import destroy_at_exit, require_alike
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.comm_hook import CommHook
-from lightning_gradavg.reduction.gather import losses_weighed
 from lightning_gradavg.reduction.manual import ManualSteps
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.sharded import (
@@ -37,6 +30,7 @@ from lightning_gradavg.reduction.sharded import (
 )
 from lightning_gradavg.reduction.weights import MicroBatch
 from lightning_gradavg.rules import RULES
+from lightning_gradavg.training import WeighedTraining
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,6 +64,11 @@ class _ShardedReduction(Reduction):
         self._accumulation = ShardedAccumulation(self.window, model, optimizers, owned_by_user=manual)
         return model
 
+    @property
+    @override
+    def defers(self) -> bool:
+        return False
+
     @override
     def _without_loss(self, output: Any, *, counts: bool) -> Any:
         return self._stand_in(MicroBatch({}))
@@ -86,7 +85,7 @@ class _ShardedReduction(Reduction):
         """Leave it: there are no such parameters."""
 
 
-class GradAvgModelParallelStrategy(ModelParallelStrategy):
+class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
     """Training of a sharded model whose reduced gradient is that of a stated rule, over all ranks and micro-batches.
 
     Shard the model in `configure_model`, as with Lightning's `ModelParallelStrategy`: by `fully_shard` (FSDP2, or HSDP
@@ -109,6 +108,8 @@ class GradAvgModelParallelStrategy(ModelParallelStrategy):
         TypeError: If an option is unknown, or cannot be served where the model is sharded.
     """
 
+    _reduction: _ShardedReduction
+
     def __init__(
         self,
         *,
@@ -127,7 +128,8 @@ class GradAvgModelParallelStrategy(ModelParallelStrategy):
         )
         self._reduction = _ShardedReduction(rule, CommHook(None, None, None), on_weighed=lambda *_: None)
         self._batches = Batches()
-        self._prepares: str | None = None
+        self._parts = self._reduction, self._batches
+        self._plain = {"reduction": rule.name}
 
     @classmethod
     @override
@@ -136,108 +138,17 @@ class GradAvgModelParallelStrategy(ModelParallelStrategy):
         strategy_registry.register("gradavg_model_parallel", cls, description=cls.__name__, override=True)
 
     @override
-    def setup_environment(self) -> None:
-        """Join the process group, and see to its end."""
-        ours = not dist.is_initialized()
-        super().setup_environment()
-        if ours:
-            destroy_at_exit()
-
-    @override
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        run = Run(trainer, module, self.root_device, World.of(None))
-        self._reduction.setup(run)
-        self._batches.setup(run)
-        trains = trainer.state.fn == TrainerFn.FITTING
-        if trains:
+        if self._trains:
             refuse_wrapped(module)
-            require_alike(run.world, trainer, module, {"reduction": self._reduction.rule.name})
         super().setup(trainer)
-        if trains:
-            model = self._reduction.shard(run, self.device_mesh, self.optimizers)
+        if self._trains:
+            model = self._reduction.shard(self._reduction.run, self.device_mesh, self.optimizers)
             rule, window = self._reduction.rule, trainer.accumulate_grad_batches
             rank_zero_info(
                 f"{type(self).__name__}: reduction={rule.name!r}, g = {rule.formula};"
                 f" {model.ranks} data-parallel x {model.peers.size} tensor-parallel ranks ({dist.get_backend()});"
                 f" windows of {window} micro-batch{'es' * (window > 1)}"
             )
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks. Lightning names the loaders here that it is about to prepare."""
-        super().barrier(name)
-        if name is not None and name.endswith("_dataloader()"):
-            self._prepares = name.removesuffix("_dataloader()")
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        dataloader = super().process_dataloader(dataloader)
-        module = self.lightning_module
-        trains = module is not None and module.trainer.state.fn == TrainerFn.FITTING
-        return self._batches.process_dataloader(dataloader) if trains and self._prepares == "train" else dataloader
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self.lightning_module is not None and self.lightning_module.trainer.training:
-            self._reduction.look_at(batch)
-        return super().batch_to_device(batch, device, dataloader_idx)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.lightning_module is not None
-        batch = args[0] if args else next(iter(kwargs.values()), None)
-        self._reduction.begin_step(batch, self._batches.missing)
-        with self._batches.training_step(), losses_weighed():
-            output = super().training_step(*args, **kwargs)
-        return self._reduction.read(output, self._samples) if self._reduction.manual is None else output
-
-    @property
-    def _samples(self) -> int | None:
-        """0 for a batch that only keeps the rank busy."""
-        return None if self._batches.chunk is None else 0
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Have the window go on after the backward within."""
-        self._reduction.hold(holding=True)
-        try:
-            with super().block_backward_sync():
-                yield
-        finally:
-            self._reduction.hold(holding=False)
-
-    @override
-    def backward(
-        self, closure_loss: Any, optimizer: Optimizer | None, *args: Any, weight: Any = None, **kwargs: Any
-    ) -> Tensor:
-        """Run the backward of a step's loss; at the end of a window, finish its gradients."""
-        module, precision = self.lightning_module, self.precision_plugin
-        assert module is not None
-        if self._reduction.manual is not None:
-            closure_loss = self._reduction.add(closure_loss, weight, self._samples).value
-        (loss,) = self._reduction.take()
-        self.pre_backward(closure_loss)
-        root = precision.pre_backward(closure_loss, module)
-        self._reduction.backward(loss, lambda: precision.backward(root, module, optimizer, *args, **kwargs))
-        self._reduction.reduce()
-        self._reduction.end_window()
-        closed: Tensor = precision.post_backward(root, module)
-        self.post_backward(closed)
-        return closed
-
-    @override
-    def on_train_end(self) -> None:
-        """Check the weights of the last step, which no further step does."""
-        super().on_train_end()
-        self._reduction.check()
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            # What is wrong with the last step must not get into a file.
-            self._reduction.check()
-        super().save_checkpoint(checkpoint, *args, **kwargs)

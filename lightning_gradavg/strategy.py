@@ -4,8 +4,7 @@ Each of them is handed on to the parts that have something to say to it. What on
 here; where the order of two parts matters, it stands here.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -14,14 +13,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -33,7 +31,7 @@ from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.faults.nonfinite import NonFinite, refuse_unjudged
 from lightning_gradavg.faults.part import faults_of
 from lightning_gradavg.fingerprint import combined, state_digests
-from lightning_gradavg.launch import destroy_at_exit, plain, require_alike, require_launch
+from lightning_gradavg.launch import plain, require_launch
 from lightning_gradavg.loaders import loader_batch_size
 from lightning_gradavg.options import Options, StrategyFacts, check_reproducible, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
@@ -43,7 +41,7 @@ from lightning_gradavg.rates.part import rates_of
 from lightning_gradavg.rates.recipe import RunRecipe
 from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.comm_hook import CommHook
-from lightning_gradavg.reduction.gather import losses_weighed, require_allowed
+from lightning_gradavg.reduction.gather import require_allowed
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.weigh import WeighedLoss
 from lightning_gradavg.replicas.pieces import Step
@@ -54,6 +52,7 @@ from lightning_gradavg.reproducible.part import AlignedReplicas, Arithmetic, Fix
 from lightning_gradavg.reproducible.reduction import TreeReduction
 from lightning_gradavg.rules import RuleFunction
 from lightning_gradavg.termination import Termination
+from lightning_gradavg.training import WeighedTraining
 
 __all__ = ["GradAvgStrategy"]
 
@@ -76,7 +75,7 @@ NonFiniteName = Literal["propagate", "raise", "skip_step"]
 _CHECKPOINT_KEY = "lightning_gradavg"
 
 
-class GradAvgStrategy(DDPStrategy):
+class GradAvgStrategy(WeighedTraining, DDPStrategy):
     """Data-parallel training whose reduced gradient is that of a stated rule, over all ranks and micro-batches.
 
     With no option it is stock DDP: the same bits, no communication hook. The one difference is a last accumulation
@@ -235,8 +234,6 @@ class GradAvgStrategy(DDPStrategy):
             self._faults,
             Termination(),
         )
-        self._begun: list[Part] = []
-        self._prepares: str | None = None
         self._saved: Saved | None = None
 
     def __repr__(self) -> str:
@@ -349,28 +346,17 @@ class GradAvgStrategy(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        """Join the process group, and see to its end."""
-        state, ours = random_state(), not dist.is_initialized()
+        state = random_state()
         super().setup_distributed()
         if self._options.split_batches:
             # Lightning starts random numbers anew from the seed here, so that ranks draw alike, which loaders see to
             # themselves: a script goes on drawing as on one device.
             restore_random_state(state)
-        if ours:
-            destroy_at_exit()
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        assert self.lightning_module is not None
-        run = Run(trainer, self.lightning_module, self.root_device, World.of(None))
-        self._begun = []
-        for part in self._parts:
-            part.setup(run)
-            self._begun.append(part)
         if type(self.checkpoint_io) is TorchCheckpointIO:
             self.checkpoint_io = WholeCheckpoints()
-        if trainer.state.fn == TrainerFn.FITTING:
-            require_alike(run.world, trainer, run.module, self._plain)
         super().setup(trainer)
 
     @override
@@ -393,14 +379,8 @@ class GradAvgStrategy(DDPStrategy):
 
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks. Lightning names the loaders here that it is about to prepare."""
-        if self._faults.ends_apart():
-            return
-        super().barrier(name, *args, **kwargs)
-        if name is not None and name.endswith("_dataloader()"):
-            self._prepares = name.removesuffix("_dataloader()")
-            for part in self._parts:
-                part.prepare_loaders(self._prepares)
+        if not self._faults.ends_apart():
+            super().barrier(name, *args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -408,22 +388,20 @@ class GradAvgStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        dataloader = super().process_dataloader(dataloader)
-        module = self.lightning_module
         if self._evaluation.prepares:
             return self._evaluation.process_dataloader(dataloader)
-        if self._prepares != "train" or module is None or module.trainer.state.fn != TrainerFn.FITTING:
-            return dataloader
-        size = loader_batch_size(dataloader)
-        dataloader = self._batches.process_dataloader(dataloader)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def _process_training_loader(self, loader: object) -> object:
+        size = loader_batch_size(loader)
+        loader = super()._process_training_loader(loader)
         self._rates.add_loader(size, self._batches.accumulation)
-        return dataloader
+        return loader
 
     def on_train_start(self) -> None:
         """Begin with the training loaders, which are known now."""
         super().on_train_start()
-        for part in self._parts:
-            part.on_train_start()
         for message in self._rates.begin(self._batches.accumulation):
             self._reduction.warn(message)
         if self._saved is not None and self._ddp_comm_state is not None:
@@ -443,98 +421,50 @@ class GradAvgStrategy(DDPStrategy):
         )
 
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self.lightning_module is not None and self.lightning_module.trainer.training:
-            self._faults.on_train_batch_start()
-            self._batches.on_train_batch_start()
-            self._reduction.look_at(batch)
-            self._rates.arrive(batch, self._batches.accumulation)
-        return super().batch_to_device(batch, device, dataloader_idx)
+    def _begin_batch(self, batch: Any) -> None:
+        self._faults.on_train_batch_start()
+        super()._begin_batch(batch)
+        self._rates.arrive(batch, self._batches.accumulation)
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
         assert self.lightning_module is not None
         automatic = self.lightning_module.automatic_optimization
-        arguments = *args, *kwargs.values()
-        self._reduction.begin_step(next(iter(arguments), None), self._batches.missing)
         self._reports.begin_step()
-        step = Step(super().training_step, self._backward_within_step, self._reduction, self._batches)
+        step = Step(forward, self._backward_within_step, self._reduction, self._batches)
         try:
-            with self._batches.stepping(), self._rates.training_step(), losses_weighed():
-                output: STEP_OUTPUT = self._replicas.run_step(step, *arguments)
+            with self._rates.training_step():
+                output = self._replicas.run_step(step, *arguments)
         except ValueError as error:
             # Of a chunk of one sample. Raised here, the other ranks would wait for this one; in manual optimization
             # there is no loss that could carry the news.
             if not (automatic and self._options.rule.uses_weight and "more than 1 value per channel" in str(error)):
                 raise
             output = self._reduction.fail_together(str(error))
-        agreed: STEP_OUTPUT = self._reduction.agree(output)
-        return agreed
+        return self._reduction.agree(output)
 
+    @property
     @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Keep the gradients of a micro-batch local."""
-        try:
-            if self._reduction.hold(holding=True):
-                yield
-            else:
-                with super().block_backward_sync():
-                    yield
-        finally:
-            self._reduction.hold(holding=False)
-
-    @override
-    def backward(
-        self, closure_loss: Any, optimizer: Optimizer | None, *args: Any, weight: Any = None, **kwargs: Any
-    ) -> Tensor:
-        """Run the backward of a step's loss, the last one if the step has several pieces."""
-        module, precision = self.lightning_module, self.precision_plugin
-        assert module is not None
-        if not module.automatic_optimization:
-            closure_loss = self._reduction.add(closure_loss, weight, self._replicas.samples(self._batches.chunk)).value
-        (loss,) = self._reduction.take()
-        self.pre_backward(closure_loss)
-        root = precision.pre_backward(closure_loss, module)
-        self._backward_of(loss, root, optimizer, *args, **kwargs)
-        # The first backward of a static graph in manual optimization is reduced in post_backward.
-        deferred = not module.automatic_optimization and self._reduction.defers
-        if not deferred:
-            self._end_backward()
-        closed: Tensor = precision.post_backward(root, module)
-        self.post_backward(closed)
-        if deferred:
-            self._end_backward()
-        return closed
+    def _samples(self) -> float | None:
+        return self._replicas.samples(self._batches.chunk)
 
     def _backward_within_step(self) -> None:
         """Run the backward of a piece that is not the last of its step. Hooks see that of the last one."""
         (loss,) = self._reduction.take()
-        scaler, module = getattr(self.precision_plugin, "scaler", None), self.lightning_module
+        precision, module = self.precision_plugin, self.lightning_module
         assert module is not None
         root = loss.value / module.trainer.accumulate_grad_batches
-        self._backward_of(loss, root if scaler is None else scaler.scale(root), None, final=False)
+        scaler = getattr(precision, "scaler", None)
+        root = root if scaler is None else scaler.scale(root)
+        self._backward_of(loss, lambda: precision.backward(root, module, None), final=False)
 
-    def _backward_of(
-        self,
-        loss: WeighedLoss,
-        root: Tensor,
-        optimizer: Optimizer | None,
-        *args: Any,
-        final: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        """Run the backward of one of a step's losses."""
-
-        def run() -> None:
-            assert self.lightning_module is not None
-            self.precision_plugin.backward(root, self.lightning_module, optimizer, *args, **kwargs)
-
+    @override
+    def _backward_of(self, loss: WeighedLoss, run: Callable[[], None], *, final: bool = True) -> None:
         with self._reports.backward(loss, last=self._reduction.ends_window(final=final)):
-            self._reduction.backward(loss, run, final=final)
+            super()._backward_of(loss, run, final=final)
 
+    @override
     def _end_backward(self) -> None:
-        """End a micro-batch, once its gradients are there."""
         self._reduction.reduce()
         if self._reduction.manual is None:
             self._replicas.end_step()
@@ -551,23 +481,13 @@ class GradAvgStrategy(DDPStrategy):
         self._reduction.end_window()
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if self._reduction.manual is not None:
-            self._reduction.manual.note_step(optimizer)
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         step = super().optimizer_step
-        return self._rates.optimizer_step(optimizer, lambda: step(optimizer, closure, model, **kwargs))
+        return self._rates.optimizer_step(optimizer, lambda: step(optimizer, *args, **kwargs))
 
     @override
     def on_train_end(self) -> None:
-        """Check the weights of the last step, which no further step does."""
         super().on_train_end()
-        self._reduction.check()
         self._faults.on_train_end()
 
     @override
@@ -656,8 +576,6 @@ class GradAvgStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self._faults.ends_apart():
             return
-        # What is wrong with the last step must not get into a file.
-        self._reduction.check()
         saved: Saved = {}
         for part in self._parts:
             part.save(saved, checkpoint)
@@ -665,13 +583,11 @@ class GradAvgStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        module = self.lightning_module
-        trains = module is not None and module.trainer.state.fn == TrainerFn.FITTING
-        if trains:
+        if self._trains:
             require_whole(checkpoint_path, World.of(None))
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._saved = checkpoint.get(_CHECKPOINT_KEY)
-        if trains:
+        if self._trains:
             # Of a checkpoint of another strategy only the recipe is asked, which it does not have.
             for part in self._parts if self._saved is not None else (self._rates,):
                 part.load(self._saved or {})
@@ -689,12 +605,6 @@ class GradAvgStrategy(DDPStrategy):
             exception.args = (f"{told}.\n{exception}",)
         if advice is None:
             super().on_exception(exception)
-
-    @override
-    def teardown(self) -> None:
-        for part in reversed(self._begun):
-            part.teardown()
-        super().teardown()
 
 
 _OF_OPTIONS = (

@@ -17,7 +17,7 @@ FLOORS = (
     "rules ranks part",
     "options reduction rates hooks",
     "batches checkpoints evaluation launch termination faults",
-    "replicas report reproducible",
+    "replicas report reproducible training",
     "strategy sharded plan fabric",
     "verify monitor",
     "cli",
@@ -33,7 +33,7 @@ LIGHTNING_IN = (
     "lightning_internals methods stand_in part batches.part checkpoints evaluation faults.part launch rates.part",
     "reduction.reduction replicas.part replicas.pieces replicas.state replicas.obstacles replicas.log",
     "reproducible.part",
-    "strategy sharded fabric termination monitor verify cli __init__",
+    "strategy sharded training fabric termination monitor verify cli __init__",
 )
 """Folders and modules that may import Lightning. Everything else is the core, and works without."""
 

@@ -1,0 +1,184 @@
+"""What a strategy does around a training step, whatever engine averages the gradients: DDP, or FSDP2 on shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_gradavg.batches.part import Batches
+from lightning_gradavg.launch import EndsProcessGroup, require_alike
+from lightning_gradavg.part import Part, Run
+from lightning_gradavg.ranks import World
+from lightning_gradavg.reduction.gather import losses_weighed
+from lightning_gradavg.reduction.reduction import Reduction
+from lightning_gradavg.reduction.weigh import WeighedLoss
+
+__all__ = ["WeighedTraining"]
+
+
+class WeighedTraining(EndsProcessGroup, ParallelStrategy):
+    """Weighs the losses of a strategy that averages gradients. Its class comes before that of the engine.
+
+    Attributes:
+        _reduction: Weighs losses, and finishes what the engine averaged.
+        _batches: Knows what stands behind a batch.
+        _parts: All parts, in the order in which they are asked.
+        _plain: The options that must be the same on all ranks.
+    """
+
+    _reduction: Reduction
+    _batches: Batches
+    _parts: tuple[Part, ...]
+    _plain: Mapping[str, Any]
+    _prepares: str | None = None
+    _begun: tuple[Part, ...] = ()
+
+    @property
+    def _trains(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        run = Run(trainer, module, self.root_device, World.of(None))
+        self._begun = ()
+        for part in self._parts:
+            part.setup(run)
+            self._begun += (part,)
+        if self._trains:
+            require_alike(run.world, trainer, module, self._plain)
+        super().setup(trainer)
+
+    @override
+    def teardown(self) -> None:
+        for part in reversed(self._begun):
+            part.teardown()
+        super().teardown()
+
+    @override
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks. Lightning names the loaders here that it is about to prepare."""
+        super().barrier(name, *args, **kwargs)  # type: ignore[safe-super]  # the engine's
+        if name is not None and name.endswith("_dataloader()"):
+            self._prepares = name.removesuffix("_dataloader()")
+            for part in self._parts:
+                part.prepare_loaders(self._prepares)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        return self._process_training_loader(dataloader) if self._prepares == "train" and self._trains else dataloader
+
+    def _process_training_loader(self, loader: object) -> object:
+        return self._batches.process_dataloader(loader)
+
+    def on_train_start(self) -> None:
+        """Begin with the training loaders, which are known now."""
+        super().on_train_start()
+        for part in self._parts:
+            part.on_train_start()
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self.lightning_module is not None and self.lightning_module.trainer.training:
+            self._begin_batch(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _begin_batch(self, batch: Any) -> None:
+        self._batches.on_train_batch_start()
+        self._reduction.look_at(batch)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        arguments = *args, *kwargs.values()
+        self._reduction.begin_step(next(iter(arguments), None), self._batches.missing)
+        with self._batches.stepping(), losses_weighed():
+            output: STEP_OUTPUT = self._run_step(super().training_step, *arguments)
+        return output
+
+    def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the output of a step, in automatic optimization with one loss to run the backward from."""
+        with self._batches.training_step():
+            output = forward(*arguments)
+        return output if self._reduction.manual is not None else self._reduction.read(output, self._samples)
+
+    @property
+    def _samples(self) -> float | None:
+        """The weight of a loss that has none: None where only its batch tells, 0 for one that does not count."""
+        return None if self._batches.chunk is None else self._batches.chunk.samples
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Have the window go on after the backward within."""
+        try:
+            if self._reduction.hold(holding=True):
+                yield
+            else:
+                with super().block_backward_sync():
+                    yield
+        finally:
+            self._reduction.hold(holding=False)
+
+    @override
+    def backward(
+        self, closure_loss: Any, optimizer: Optimizer | None, *args: Any, weight: Any = None, **kwargs: Any
+    ) -> Tensor:
+        """Run the backward of a step's loss; at the end of a window, finish its gradients."""
+        module, precision, manual = self.lightning_module, self.precision_plugin, self._reduction.manual is not None
+        assert module is not None
+        if manual:
+            closure_loss = self._reduction.add(closure_loss, weight, self._samples).value
+        (loss,) = self._reduction.take()
+        self.pre_backward(closure_loss)
+        root = precision.pre_backward(closure_loss, module)
+        self._backward_of(loss, lambda: precision.backward(root, module, optimizer, *args, **kwargs))
+        # The first backward of a static graph in manual optimization is reduced in post_backward.
+        deferred = manual and self._reduction.defers
+        if not deferred:
+            self._end_backward()
+        closed: Tensor = precision.post_backward(root, module)
+        self.post_backward(closed)
+        if deferred:
+            self._end_backward()
+        return closed
+
+    def _backward_of(self, loss: WeighedLoss, run: Callable[[], None], *, final: bool = True) -> None:
+        """Run the backward of one of a step's losses."""
+        self._reduction.backward(loss, run, final=final)
+
+    def _end_backward(self) -> None:
+        """Finish the gradients of a micro-batch, once they are there."""
+        self._reduction.reduce()
+        self._reduction.end_window()
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self._reduction.manual is not None:
+            self._reduction.manual.note_step(optimizer)
+        return super().optimizer_step(optimizer, *args, **kwargs)
+
+    @override
+    def on_train_end(self) -> None:
+        """Check the weights of the last step, which no further step does."""
+        super().on_train_end()
+        self._reduction.check()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if self._trains:
+            # What is wrong with the last step must not get into a file.
+            self._reduction.check()
+        super().save_checkpoint(checkpoint, *args, **kwargs)
