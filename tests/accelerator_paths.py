@@ -1,8 +1,7 @@
 """Every way in which the package touches a device, as bodies that run on ranks with any: the table is `PATHS`.
 
 Each body returns what came of it, on the CPU, and is the same on all devices but for roundings. `tests/gpu.py` runs all
-of them on CUDA and NCCL, `tests/test_accelerator_paths.py` those that share no stream with Lightning's own plug-ins on
-the simulated accelerator.
+of them on CUDA and NCCL, `tests/test_accelerator.py` runs `SIMULATED` on the simulated device.
 """
 
 from __future__ import annotations
@@ -500,7 +499,7 @@ PATHS: Mapping[str, Path] = {
 }
 
 SIMULATED = [name for name, path in PATHS.items() if path.waits is not None or "Reducer" in name or "NaN" in name]
-"""Those that test streams of ours, or waits of the host."""
+"""Those with stated waits of the host, and a few more."""
 
 COUNTED = (
     "stock DDPStrategy",

@@ -1,4 +1,4 @@
-"""Builds the simulator's C++ once, and keeps it in the user's cache folder for later runs with the same sources."""
+"""Compile the simulated device once, and keep it in the user's cache folder for later runs with the same source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 __all__ = ["build", "library", "obstacle"]
 
 NAME = "gradavg_simulator"
-SOURCES = Path(__file__).parent / "csrc"
+SOURCE = Path(__file__).parent / "device.cpp"
 OLDEST_TORCH = (2, 11)  # the oldest that it was tried with
 # Optimizing takes longer than it saves: what computes is torch's own. Without NDEBUG some of torch's structures are not
 # those of its releases.
@@ -40,9 +40,7 @@ def obstacle() -> str | None:
 def library() -> Path:
     """Return where the extension module of these sources and this torch is, or will be."""
     parts = [torch.__version__, sys.version, *FLAGS]
-    digest = hashlib.sha256("\0".join(parts).encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    digest = hashlib.sha256("\0".join(parts).encode() + SOURCE.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "lightning-gradavg" / f"simulator-{digest.hexdigest()[:16]}" / f"{NAME}.so"
 
@@ -91,16 +89,4 @@ def _path() -> str:
 if __name__ == "__main__":
     from torch.utils.cpp_extension import load
 
-    folder = Path(sys.argv[1])
-    sources = sorted(SOURCES.glob("*.cpp"))
-    # What takes long are torch's headers: two units read them twice, at the same time, a unit per source nine times.
-    units = {folder / "even.cpp": sources[::2], folder / "odd.cpp": sources[1::2]}
-    for unit, included in units.items():
-        unit.write_text("".join(f'#include "{source}"\n' for source in included))
-    load(
-        NAME,
-        [str(unit) for unit in units],
-        build_directory=str(folder),
-        extra_cflags=list(FLAGS),
-        verbose=True,
-    )
+    load(NAME, [str(SOURCE)], build_directory=sys.argv[1], extra_cflags=list(FLAGS), verbose=True)

@@ -1,59 +1,78 @@
-"""Registers the device `sim`, with `torch.sim`, and the backend `simnccl` for its tensors, in this process."""
+"""Register the device `sim`, with `torch.sim`, and the backend `simnccl` for its tensors, in this process."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import sys
 import types
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-import lightning_gradavg
 from accelerator.build import NAME, build
 
-__all__ = ["SimModule", "load", "wire"]
+__all__ = ["SimModule", "Wait", "load", "waits"]
 
-TESTS = Path(__file__).resolve().parents[1]
-HARNESS = ("accelerator", "ranks.py", "conftest.py", "toys.py")
+
+class Wait(NamedTuple):
+    """The host waited for the device.
+
+    Attributes:
+        what: What it did: "item", "copy to the host", "event.synchronize", an operator.
+        where: The innermost line of Python; "" in a thread of torch's own, such as autograd's.
+    """
+
+    what: str
+    where: str
+
+
+_waits: list[Wait] = []
+
+
+def _note(what: str) -> None:
+    frame = sys._getframe().f_back
+    _waits.append(Wait(what, "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"))
+
+
+@contextmanager
+def waits() -> Iterator[list[Wait]]:
+    """Yield a list of the waits of the host within the block, which grows with them."""
+    _waits.clear()
+    yield _waits
 
 
 @cache
-def load() -> Any:
-    """Register the device in this process, for good, and return the extension module."""
-    path = build()
-    spec = importlib.util.spec_from_file_location(NAME, path)
+def load() -> None:
+    """Register the device in this process, for good."""
+    spec = importlib.util.spec_from_file_location(NAME, build())
     assert spec is not None
     assert spec.loader is not None
     engine = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(engine)
-    engine.watch(
-        [str(Path(lightning_gradavg.__file__).resolve().parent), str(TESTS)], [str(TESTS / name) for name in HARNESS]
-    )
+    engine.tell_of_waits(_note)
     torch.utils.rename_privateuse1_backend("sim")
-    torch._register_device_module("sim", SimModule(engine))
+    torch._register_device_module("sim", SimModule())
     torch.utils.generate_methods_for_privateuse1_backend()
     # DDP keeps nodes of the stream that it was made on; on CUDA, too, torch says so to every user of Lightning.
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     dist.Backend.register_backend("simnccl", partial(_make_backend, engine), extended_api=True, devices=["sim"])
-    return engine
 
 
-def wire() -> Any:
-    """Return what the ranks of the world talk over, or None where there is no world."""
-    return _wires[-1] if _wires else None
+def _make_backend(engine: Any, options: Any, _: Any) -> Any:
+    gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+    return engine.Collectives(gloo)
 
 
 class SimModule(types.ModuleType):
-    """`torch.sim`: what torch, Lightning and users ask of the module of a device."""
+    """`torch.sim`: what torch, Lightning and users ask of the module of a device. Its random numbers are the CPU's."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self) -> None:
         super().__init__("torch.sim")
-        self.default_generators = (engine.default_generator(),)
         self.Stream, self.Event = torch.Stream, torch.Event
         self.current_stream, self.set_stream = torch.accelerator.current_stream, torch.accelerator.set_stream
         self.synchronize = torch.accelerator.synchronize
@@ -86,28 +105,15 @@ class SimModule(types.ModuleType):
         return stream
 
     def manual_seed_all(self, seed: int) -> None:
-        self.default_generators[0].manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
 
     manual_seed = manual_seed_all
 
     def get_rng_state(self, device: Any = "sim") -> torch.Tensor:
-        return self.default_generators[0].get_state()
+        return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = "sim") -> None:
-        self.default_generators[0].set_state(state)
+        torch.set_rng_state(state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
-
-
-_wires: list[Any] = []
-
-
-def _make_backend(engine: Any, options: Any, _: Any) -> Any:
-    if not dist.is_initialized():  # the world itself
-        gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
-        _wires.append(engine.Wire(gloo))
-    if not _wires:
-        raise RuntimeError('a group of "simnccl" needs the world to have it, too: "cpu:gloo,sim:simnccl"')
-    ranks = options.global_ranks_in_group or range(options.group_size)
-    return engine.SimNccl(_wires[-1], options.group_id, list(ranks), options.group_rank, options.timeout)

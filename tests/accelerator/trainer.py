@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 from unittest.mock import patch
@@ -55,18 +56,9 @@ class SimAccelerator(Accelerator):
 
 
 def _setup_model(strategy: DDPStrategy, model: nn.Module) -> DistributedDataParallel:
-    """Wrap the model as on CUDA, and order the stream that Lightning makes DDP on.
-
-    Lightning 2.6.6 enters `torch.cuda.stream(torch.cuda.Stream())`, by that name, for every device but the CPU
-    (lightning/pytorch/strategies/ddp.py:194). That stream waits for nothing, and nothing waits for it: the forward may
-    read parameters that DDP's constructor is still broadcasting. That race is not ours.
-    """
-    side = torch.Stream(device=strategy.root_device)
-    side.wait_stream(torch.accelerator.current_stream())
-    with patch.object(torch.cuda, "Stream", lambda: side), patch.object(torch.cuda, "stream", lambda stream: stream):
-        wrapped = type(strategy)._setup_model(strategy, model)
-    torch.accelerator.current_stream().wait_stream(side)
-    return wrapped
+    """Wrap the model without the side stream that Lightning 2.6.6 asks `torch.cuda` for (strategies/ddp.py:194)."""
+    with patch.object(torch.cuda, "Stream", lambda: None), patch.object(torch.cuda, "stream", lambda _: nullcontext()):
+        return type(strategy)._setup_model(strategy, model)
 
 
 def make_sim_trainer(strategy: Strategy | str, **options: Any) -> Trainer:
