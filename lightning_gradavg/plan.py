@@ -1,8 +1,8 @@
 """From a recipe that works to a cluster: the batches, steps and learning rates of `gradavg plan`.
 
-Three runs stand side by side: the base run of the recipe, the run of this package that keeps (or names) the global
-batch, and what stock DDP does with the unchanged script. Everything here is arithmetic. The fields are those of the
-JSON, and docs/scaling.md lists them: batches in samples, lengths in optimizer steps, None for what is not known.
+Three runs stand side by side: the base run, the run of this package that keeps (or names) the global batch, and stock
+DDP with the unchanged script. Fields are those of the JSON (docs/scaling.md): batches in samples, lengths in optimizer
+steps, None for what is not known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from lightning_gradavg.rates.scaling import (
     as_count,
     as_positive,
     contradictions,
-    decoupled_weight_decay,
     global_batch_size,
     scale_factor,
     scale_limit,
@@ -52,11 +51,9 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """The optimizers that a recipe may name, with the defaults of `torch.optim` for what a scaling may change."""
 
+_T = TypeVar("_T")
+
 _COUNTS = ("batch_size", "devices", "accumulate_grad_batches", "steps", "epochs", "dataset_size", "warmup_steps")
-
-_Given = TypeVar("_Given")
-_Answer = TypeVar("_Answer")
-
 _WARMUP_EPOCHS = 5  # Goyal et al. 2017, section 2.2
 
 
@@ -67,17 +64,12 @@ class Recipe:
     Attributes:
         batch_size: The `batch_size` of its `DataLoader`.
         lr: Its learning rate.
-        devices: DDP ranks that it ran on, each with its own loader batch. One process is 1, and so is `DataParallel` on
-            any number of GPUs, which shares one loader batch.
+        devices: Its DDP ranks, each with its own loader batch. `DataParallel`, which shares one, counts as 1.
         accumulate_grad_batches: Loader batches per optimizer step and rank.
         optimizer: A key of `OPTIMIZERS`; `betas`, `alpha` and `eps` are its own, None for those of `torch.optim`.
         weight_decay: Its weight decay; read for AdamW, whose decay depends on the batch.
         steps: Its length, or `epochs` with `dataset_size`.
         warmup_steps: The warm-up of its schedule.
-
-    Raises:
-        ValueError: If a value is out of range, or does not belong to the optimizer or beside another one.
-        TypeError: If a value is of another type.
     """
 
     batch_size: int
@@ -96,28 +88,35 @@ class Recipe:
 
     def __post_init__(self) -> None:
         as_positive("lr", self.lr)
-        given = self._given
+        given, defaults = self._given, OPTIMIZERS.get(self.optimizer, {})
         for name in _COUNTS:
             as_count(name, given.get(name, 1), least=int(name != "warmup_steps"))
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer {self.optimizer!r} is not known. Use one of {', '.join(OPTIMIZERS)}.")
-        if stray := sorted({"betas", "alpha", "eps"} & given.keys() - OPTIMIZERS[self.optimizer].keys()):
-            users = ", ".join(user for user, defaults in OPTIMIZERS.items() if stray[0] in defaults)
-            raise ValueError(
-                f"{stray[0]}={given[stray[0]]!r} has no meaning for optimizer {self.optimizer!r}. Leave it out, or use"
-                f" one of {users}."
-            )
-        if "eps" in self.hyperparameters:
-            scale_limit(self.hyperparameters)  # raises ValueError for betas or an alpha that cannot be
-        for name in ("eps", "weight_decay"):
-            if not 0 <= given.get(name, 0) < math.inf:
-                raise ValueError(f"{name} must be finite and >= 0, got {given[name]!r}.")
-        if {"steps", "epochs"} <= given.keys():
-            raise ValueError(
-                f"steps={self.steps} and epochs={self.epochs} both give the length. Leave one of them out."
-            )
-        if "epochs" in given and "dataset_size" not in given:
-            raise ValueError(f"epochs={self.epochs} needs the size of the data set to become steps. Give dataset_size.")
+        refused = {
+            f"optimizer {self.optimizer!r} is not known. Use one of {', '.join(OPTIMIZERS)}.": (
+                self.optimizer not in OPTIMIZERS
+            ),
+            **{
+                f"{name}={given.get(name)!r} has no meaning for optimizer {self.optimizer!r}. Leave it out, or use one"
+                f" of {', '.join(user for user in OPTIMIZERS if name in OPTIMIZERS[user])}.": name not in defaults
+                for name in ("betas", "alpha", "eps")
+                if name in given
+            },
+            **{
+                f"{name} must be finite and >= 0, got {given.get(name)!r}.": not 0 <= given.get(name, 0) < math.inf
+                for name in ("eps", "weight_decay")
+            },
+            f"steps={self.steps} and epochs={self.epochs} both give the length. Leave one of them out.": (
+                {"steps", "epochs"} <= given.keys()
+            ),
+            f"epochs={self.epochs} needs the size of the data set to become steps. Give dataset_size.": (
+                "epochs" in given and "dataset_size" not in given
+            ),
+        }
+        for message, holds in refused.items():
+            if holds:
+                raise ValueError(message)
+        if defaults:
+            scale_limit(self.hyperparameters)  # raises for smoothing constants that are out of range
 
     @property
     def _given(self) -> dict[str, Any]:
@@ -134,17 +133,12 @@ class Recipe:
     def hyperparameters(self) -> dict[str, Any]:
         """What a scaling reads of the optimizer's parameter group."""
         defaults = OPTIMIZERS[self.optimizer]
-        return {"lr": self.lr, **defaults, **{name: self._given[name] for name in defaults.keys() & self._given.keys()}}
+        return {"lr": self.lr, **{name: self._given.get(name, default) for name, default in defaults.items()}}
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where to train now, on `devices_per_node` devices of each of `nodes` nodes.
-
-    Raises:
-        ValueError: If either is below 1.
-        TypeError: If either is not an int.
-    """
+    """Where to train now, on `devices_per_node` devices of each of `nodes` nodes."""
 
     nodes: int
     devices_per_node: int
@@ -154,8 +148,7 @@ class Cluster:
         as_count("devices_per_node", self.devices_per_node)
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks, one per device."""
+    def world_size(self) -> int:  # noqa: D102
         return self.nodes * self.devices_per_node
 
 
@@ -170,14 +163,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one scaling says about one run.
-
-    Attributes:
-        weight_decay: For AdamW whose weight decay is known, the value that keeps the decay per sample. It is not part
-            of any scaling and nothing applies it: see `decoupled_weight_decay`.
-        lr_warmup_steps: Of the gradual warm-up of Goyal et al. 2017 over five epochs, for `"linear"` above scale 1.
-        largest_global_batch_size: Where a smaller global batch would be feasible, the largest one.
-    """
+    """What one scaling says about one run; nothing applies the weight decay that keeps AdamW's decay per sample."""
 
     lr_scaling: str
     feasible: bool
@@ -191,7 +177,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """One way to run the recipe: its batches, its length, what becomes of the gradient, and what every scaling says."""
+    """One way to run the recipe."""
 
     world_size: int
     loader_batch_size: int
@@ -230,14 +216,7 @@ class NoiseAdvice:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer of `gradavg plan`: three runs, common advice judged, and how to write it down.
-
-    Attributes:
-        nearest_even_batch_sizes: The global batch, or the nearest ones that divide evenly among the devices.
-        advice: Empty where the number of ranks did not change.
-        notes: What does not fit into a table.
-        code: The `DataLoader` and the `Trainer` of the run of this package, with one feasible `lr_scaling`.
-    """
+    """The answer of `gradavg plan`: three runs, common advice judged, and how to write it down."""
 
     recipe: Recipe
     cluster: Cluster
@@ -257,29 +236,19 @@ def counted(count: int, noun: str) -> str:
 
 
 def nearest_even_batches(size: int, parts: int) -> tuple[int, ...]:
-    """Return the batch sizes nearest to `size` that divide evenly by `parts`: `size` itself, or one on each side of it.
-
-    Where `size` is below `parts` there is only the one above.
-    """
+    """Return the batch sizes nearest to `size` that divide evenly by `parts`: `size` itself, or one on each side."""
     below = size - size % parts
-    return (size,) if below == size else tuple(batch for batch in (below, below + parts) if batch)
+    return (size,) if below == size else tuple(filter(None, (below, below + parts)))
 
 
 def chunks(size: int, devices: int, max_device_batch_size: int | None = None) -> tuple[Chunks, ...]:
-    """Return the chunks of a global batch as `torch.chunk` cuts them, equal ones together, largest first.
-
-    Args:
-        size: Samples of the global batch.
-        devices: Number of devices.
-        max_device_batch_size: Most samples that a device may hold at once; None for no limit. A chunk is computed in
-            as few even micro-batches as keep to it.
-    """
+    """Return the chunks of a global batch as `torch.chunk` cuts them, equal ones together, largest first."""
     counts = Counter(stop - start for start, stop in chunk_bounds(size, devices))
-    micro_batches = {samples: max(1, -(-samples // (max_device_batch_size or size))) for samples in counts}
-    return tuple(Chunks(samples, count, -(-samples // micro_batches[samples])) for samples, count in counts.items())
+    pieces = {samples: max(1, -(-samples // (max_device_batch_size or size))) for samples in counts}
+    return tuple(Chunks(samples, count, -(-samples // pieces[samples])) for samples, count in counts.items())
 
 
-def _if_known(value: _Given | None, function: Callable[[_Given], _Answer]) -> _Answer | None:
+def _if_known(value: _T | None, function: Callable[[_T], Any]) -> Any:
     return None if value is None else function(value)
 
 
@@ -288,15 +257,14 @@ def _outcome(name: str, recipe: Recipe, scale: float, steps_per_epoch: int | Non
     try:
         values = {**base, **scaled_hyperparameters(name, scale, base)}
     except ValueError as error:
-        if "eps" not in base:
-            return Outcome(name, feasible=False, problem=str(error))
         # The limit itself is not feasible, hence the largest integer strictly below it; the base batch always is.
-        below = math.ceil(scale_limit(base) * recipe.global_batch_size) - 1
-        largest = max(below, recipe.global_batch_size)
+        limit = scale_limit(base) * recipe.global_batch_size if "eps" in base else None
+        largest = _if_known(limit, lambda limit: max(math.ceil(limit) - 1, recipe.global_batch_size))
         return Outcome(name, feasible=False, problem=str(error), largest_global_batch_size=largest)
     factor, decay, warmup = scale_factor(name, scale), None, None
-    if recipe.optimizer == "adamw" and recipe.weight_decay is not None:
-        decay = decoupled_weight_decay(recipe.weight_decay, scale, factor)
+    if recipe.optimizer == "adamw":
+        # A derivation of this project: a step decays the weights by lr * decay, and stands for `scale` base steps.
+        decay = _if_known(recipe.weight_decay, lambda decay: decay * scale / factor)
     if name == "linear" and factor > 1 and steps_per_epoch is not None:
         warmup = min(filter(None, (_WARMUP_EPOCHS * steps_per_epoch, steps)))
     return Outcome(name, True, None, factor, values, decay, warmup)
@@ -304,13 +272,13 @@ def _outcome(name: str, recipe: Recipe, scale: float, steps_per_epoch: int | Non
 
 def _run(recipe: Recipe, split: tuple[Chunks, ...], *, loader_batch_size: int, shortened: float = 1) -> Run:
     """Return the run whose global batches are split in this way, and whose schedule is shortened by this factor."""
-    batch = BatchScale(sum(chunk.samples * chunk.devices for chunk in split), recipe.global_batch_size)
-    total, scale, parts = batch.global_batch_size, batch.scale, batch.global_batch_size // loader_batch_size
+    total = sum(chunk.samples * chunk.devices for chunk in split)
+    scale, parts = total / recipe.global_batch_size, total // loader_batch_size
     # Of stock DDP, too: its sampler pads to equal shares, the loader keeps its incomplete last batch, Lightning steps
     # at the end of an epoch whatever the window holds, and a ceiling of ceilings is the ceiling of the product.
     per_epoch = _if_known(recipe.dataset_size, lambda size: -(-size // total))
     steps = _if_known(recipe.steps, lambda count: scaled_steps(count, shortened))
-    if recipe.epochs is not None and per_epoch is not None:
+    if recipe.epochs is not None:
         steps = recipe.epochs * per_epoch
     return Run(
         world_size=sum(chunk.devices for chunk in split),
@@ -352,32 +320,31 @@ def _advice(recipe: Recipe, gradavg: Run, stock: Run) -> tuple[Advice, ...]:
         f"multiply it by {ratio:.4g} (ranks)": ratio,
         f"multiply it by {math.sqrt(ratio):.4g} (sqrt of ranks)": math.sqrt(ratio),
     }
-    advice = (
+    return tuple(
         Advice(text, recipe.lr * factor, _verdict(factor, gradavg.scale), _verdict(factor, stock.scale))
         for text, factor in factors.items()
+        if ratio != 1
     )
-    return tuple(advice) if ratio != 1 else ()
 
 
 def _noise_advice(recipe: Recipe, gradavg: Run, stock: Run, noise_scale: float) -> NoiseAdvice:
-    """Return what eta(B) = eta_max / (1 + B_noise / B) says (McCandlish et al. 2018, section 2.2).
+    """Return what eta(B) = eta_max / (1 + B_noise / B), a formula for SGD, says (McCandlish et al. 2018, section 2.2).
 
     Linear scaling from B0 to B overshoots it by (B + B_noise) / (B0 + B_noise), which stays below 2 up to B = B_noise
     whatever the base batch, and grows without bound beyond: the limit is the noise scale itself.
     """
-    noise = as_positive("noise_scale", noise_scale)
-    if recipe.optimizer != "sgd":  # which the formula is about
-        return NoiseAdvice(noise, noise, None, None)
-    base = recipe.global_batch_size
-    ratios = ((1 + noise / base) / (1 + noise / run.global_batch_size) for run in (gradavg, stock))
-    return NoiseAdvice(noise, noise, *(recipe.lr * ratio for ratio in ratios))
+    noise, base = as_positive("noise_scale", noise_scale), recipe.global_batch_size
+    ratios = [(1 + noise / base) / (1 + noise / run.global_batch_size) for run in (gradavg, stock)]
+    return NoiseAdvice(noise, noise, *(recipe.lr * ratio if recipe.optimizer == "sgd" else None for ratio in ratios))
 
 
 def _noise_notes(recipe: Recipe, gradavg: Run, stock: Run, noise: NoiseAdvice) -> Iterator[str]:
-    safe = f"linear scaling is safe to a global batch of about {noise.linear_scaling_limit:.3g}"
-    if recipe.global_batch_size >= noise.linear_scaling_limit:
-        base = recipe.global_batch_size
-        safe = f"the base batch of {base} is beyond it, and no linear scaling to a larger batch is safe"
+    base, limit = recipe.global_batch_size, noise.linear_scaling_limit
+    safe = (
+        f"linear scaling is safe to a global batch of about {limit:.3g}"
+        if base < limit
+        else f"the base batch of {base} is beyond it, and no linear scaling to a larger batch is safe"
+    )
     yield (
         f"Your noise scale is about {noise.noise_scale:.3g}: {safe}. By eta(B) = eta_max / (1 + B_noise / B)"
         " (McCandlish et al. 2018, arXiv 1812.06162) it overshoots the optimal learning rate of SGD by less than 2 up"
@@ -386,66 +353,49 @@ def _noise_notes(recipe: Recipe, gradavg: Run, stock: Run, noise: NoiseAdvice) -
     if noise.gradavg_lr is None:
         yield (
             f"For {recipe.optimizer} there is no such formula; the optimal learning rate then grows like B^a with a"
-            " between 0.5 and 1 (same paper), and stops to grow near the noise scale, too."
+            " between 0.5 and 1 (same paper), and stops growing near the noise scale, too."
         )
-        return
     for name, run, lr in (("GradAvg", gradavg, noise.gradavg_lr), ("stock DDP", stock, noise.stock_ddp_lr)):
-        if run.scale != 1:
+        if run.scale != 1 and lr is not None:
             yield (
                 f"{name}, global batch {run.global_batch_size}: by that formula lr {lr:.6g}, where linear scaling says"
                 f" {recipe.lr * run.scale:.6g}."
             )
 
 
-def _batch_notes(recipe: Recipe, gradavg: Run, max_device_batch_size: int | None) -> Iterator[str]:
+def _notes(recipe: Recipe, base: Run, gradavg: Run, stock: Run, max_device_batch_size: int | None) -> Iterator[str]:
     total, ranks, most, least = gradavg.global_batch_size, gradavg.world_size, gradavg.chunks[0], gradavg.chunks[-1]
-    if most != least:
-        even = " and ".join(map(str, nearest_even_batches(total, ranks)))
-        yield (
-            f"{counted(total, 'sample')} cannot be shared evenly by {counted(ranks, 'device')}: they are cut as"
-            " torch.chunk cuts them, which reduction='weighted_mean' makes exact. Nearest global batches that divide"
-            f" evenly: {even}."
-        )
-    if least.samples == 0:
-        yield (
-            f"{counted(least.devices, 'device')} of {ranks} would get no sample of any global batch:"
-            f" {counted(ranks - least.devices, 'device')} would be as fast."
-        )
-    if max_device_batch_size is None and most.micro_batch_size > recipe.batch_size:
-        yield (
-            f"A device holds {most.micro_batch_size} samples at once, and {recipe.batch_size} in the base run. If"
-            f" memory does not allow that, give max_device_batch_size={recipe.batch_size}."
-        )
-    last = (recipe.dataset_size or 0) % total
-    if last:
-        yield f"The last global batch of an epoch holds {last} of {counted(total, 'sample')}; its mean is over those."
-
-
-def _loss_notes(recipe: Recipe, base: Run, gradavg: Run, stock: Run) -> Iterator[str]:
-    parts = base.sum_loss_divisor
-    if parts > 1:
-        yield (
-            f"A sum loss of the base run was divided by {parts} (ranks times window); reduction='sum' does not do that,"
-            f" so its learning rate is the recipe's divided by {parts}: {recipe.lr / parts:.6g} at scale 1."
-        )
-    found = contradictions("sum", "linear", BatchScale(gradavg.global_batch_size, recipe.global_batch_size))
-    if "counted_twice" in found:
-        yield f"With a sum loss: {found['counted_twice']}"
-    for run in {run.global_batch_size: run for run in (gradavg, stock)}.values():
-        refused = (outcome for outcome in run.scalings if outcome.largest_global_batch_size is not None)
-        yield from (f"Global batch {run.global_batch_size}: {outcome.problem}" for outcome in refused)
+    last, parts = (recipe.dataset_size or 0) % total, base.sum_loss_divisor
+    twice = contradictions("sum", "linear", BatchScale(total, recipe.global_batch_size)).get("counted_twice")
     decays = {outcome.lr_scaling: outcome.weight_decay for outcome in gradavg.scalings if outcome.weight_decay}
-    if gradavg.scale != 1 and decays:
-        yield (
-            "No scaling changes AdamW's weight_decay. To keep the decay per sample it would be"
-            f" {', '.join(f'{decay:.6g} with {name!r}' for name, decay in decays.items())}: a derivation of this"
-            " project, not of the cited papers."
-        )
-    yield (
+    refused = {
+        f"Global batch {run.global_batch_size}: {outcome.problem}": outcome.largest_global_batch_size is not None
+        for run in (gradavg, stock)
+        for outcome in run.scalings
+    }
+    notes = {
+        f"{counted(total, 'sample')} cannot be shared evenly by {counted(ranks, 'device')}: they are cut as torch.chunk"
+        " cuts them, which reduction='weighted_mean' makes exact. Nearest global batches that divide evenly:"
+        f" {' and '.join(map(str, nearest_even_batches(total, ranks)))}.": most != least,
+        f"{counted(least.devices, 'device')} of {ranks} would get no sample of any global batch:"
+        f" {counted(ranks - least.devices, 'device')} would be as fast.": least.samples == 0,
+        f"A device holds {most.micro_batch_size} samples at once, and {recipe.batch_size} in the base run. If memory"
+        f" does not allow that, give max_device_batch_size={recipe.batch_size}.": (
+            max_device_batch_size is None and most.micro_batch_size > recipe.batch_size
+        ),
+        f"The last global batch of an epoch holds {last} of {counted(total, 'sample')}; its mean is over those.": last,
+        f"A sum loss of the base run was divided by {parts} (ranks times window); reduction='sum' does not do that, so"
+        f" its learning rate is the recipe's divided by {parts}: {recipe.lr / parts:.6g} at scale 1.": parts > 1,
+        f"With a sum loss: {twice}": twice,
+        **refused,
+        "No scaling changes AdamW's weight_decay. To keep the decay per sample it would be"
+        f" {', '.join(f'{decay:.6g} with {name!r}' for name, decay in decays.items())}: a derivation of this project,"
+        " not of the cited papers.": gradavg.scale != 1 and decays,
         "A loss that is a mean over anything other than samples, such as tokens, needs their count as the weight:"
         " training_step returns {'loss': loss, 'weight': number of tokens}. Without it, the weight is the number of"
-        " samples."
-    )
+        " samples.": True,
+    }
+    return (note for note, holds in notes.items() if holds)
 
 
 def _code(recipe: Recipe, cluster: Cluster, run: Run, max_device_batch_size: int | None) -> tuple[str, ...]:
@@ -471,7 +421,7 @@ def make_plan(
     max_device_batch_size: int | None = None,
     noise_scale: float | None = None,
 ) -> Plan:
-    """Return how to run `recipe` on `cluster`, and what stock DDP would have made of it.
+    """Return how to run `recipe` on `cluster`, and what stock DDP would make of it.
 
     Args:
         recipe: The base recipe.
@@ -481,13 +431,11 @@ def make_plan(
         noise_scale: The gradient noise scale in samples (examples/noise_scale.py measures it); None where unknown.
 
     Raises:
-        ValueError: If `global_batch_size` or `max_device_batch_size` is below 1, `noise_scale` not finite and > 0, or
-            the warm-up of the recipe longer than its steps.
+        ValueError: If a number is out of range, or the warm-up of the recipe longer than its steps.
         TypeError: If a number is of another type.
     """
     total = recipe.global_batch_size if global_batch_size is None else as_count("global_batch_size", global_batch_size)
-    if max_device_batch_size is not None:
-        as_count("max_device_batch_size", max_device_batch_size)
+    as_count("max_device_batch_size", 1 if max_device_batch_size is None else max_device_batch_size)
     base, stock = _stock_ddp_run(recipe, recipe.devices), _stock_ddp_run(recipe, cluster.world_size)
     if (base.warmup_steps or 0) > (base.steps or math.inf):
         raise ValueError(f"warmup_steps={base.warmup_steps} is longer than the recipe's {base.steps} steps.")
@@ -495,7 +443,7 @@ def make_plan(
         recipe,
         chunks(total, cluster.world_size, max_device_batch_size),
         loader_batch_size=total,
-        shortened=BatchScale(total, recipe.global_batch_size).scale,
+        shortened=total / recipe.global_batch_size,
     )
     noise = _if_known(noise_scale, lambda noise: _noise_advice(recipe, gradavg, stock, noise))
     return Plan(
@@ -509,8 +457,7 @@ def make_plan(
         noise=noise,
         notes=(
             *(_noise_notes(recipe, gradavg, stock, noise) if noise else ()),
-            *_batch_notes(recipe, gradavg, max_device_batch_size),
-            *_loss_notes(recipe, base, gradavg, stock),
+            *_notes(recipe, base, gradavg, stock, max_device_batch_size),
         ),
         code=_code(recipe, cluster, gradavg, max_device_batch_size),
     )

@@ -305,7 +305,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             replicated=options.replicated,
             equivalent_to=options.preset.name if options.preset is not None else None,
             scales_rates=self._rates.recipe.scales,
-            samples=self._replicas.samples(self._batches.chunk),
+            samples=self._replicas.weight(self._batches.chunk),
         )
 
     def fingerprint(self) -> str:
@@ -446,7 +446,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     @property
     @override
     def _samples(self) -> float | None:
-        return self._replicas.samples(self._batches.chunk)
+        return self._replicas.weight(self._batches.chunk)
 
     def _backward_within_step(self) -> None:
         """Run the backward of a piece that is not the last of its step. Hooks see that of the last one."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import lightning_gradavg
 from lightning_gradavg.replicas.random_streams import ReplicaStreams
 
 CPU = torch.device("cpu")
@@ -114,27 +111,6 @@ def test_a_device_without_streams_is_refused():
     """The error quotes the device and says which have streams."""
     with pytest.raises(ValueError, match=r"device must be a CPU or an accelerator .* got 'meta': move"):
         ReplicaStreams(0, torch.device("meta"))
-
-
-def test_torch_without_numpy_has_streams():
-    """Where NumPy cannot be imported, torch's and Python's draws are the same as where it can."""
-    # Importing the package would import Lightning, which needs NumPy; the module stands below both.
-    program = f"""
-import random, sys, types, warnings
-sys.modules["numpy"] = None  # to import it raises ImportError
-package = sys.modules["lightning_gradavg"] = types.ModuleType("lightning_gradavg")
-package.__path__ = {list(lightning_gradavg.__path__)!r}
-warnings.simplefilter("ignore")  # torch's about the missing NumPy
-import torch
-from lightning_gradavg.replicas.random_streams import ReplicaStreams
-with ReplicaStreams(3, torch.device("cpu")).of(1, 2):
-    print(torch.rand(()).item(), random.random())
-"""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
-
-    assert 0 == result.returncode, result.stderr
-    with ReplicaStreams(3, CPU).of(1, 2):
-        assert f"{torch.rand(()).item()} {random.random()}" == result.stdout.strip()
 
 
 @pytest.mark.gpu

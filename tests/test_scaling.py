@@ -16,7 +16,6 @@ from lightning_gradavg.rates.scaling import (
     SCALINGS,
     Scaling,
     batch_scale,
-    decoupled_weight_decay,
     resolve_scaling,
     scale_factor,
     scale_limit,
@@ -325,12 +324,3 @@ def test_steps_are_monotonic_and_within_half_a_step(steps: int, scale: float, la
     assert scaled_steps(steps, 1.0) == steps
     result = scaled_steps(steps, scale)
     assert abs(result - Fraction(steps) / Fraction(repr(scale))) <= Fraction(1, 2) or result == 1
-
-
-@pytest.mark.parametrize(("name", "expected"), [("none", 0.4), ("linear", 0.1), ("sqrt", 0.2), ("adam_sde", 0.2)])
-def test_weight_decay_that_keeps_the_decay_per_sample(name: str, expected: float) -> None:
-    """lr * weight_decay grows by k: unchanged under linear scaling, sqrt(k) times larger under the square root."""
-    factor = scale_factor(name, 4.0)
-    decay = decoupled_weight_decay(0.1, 4.0, factor)
-    assert decay == pytest.approx(expected, rel=1e-15)
-    assert factor * decay == pytest.approx(4.0 * 0.1, rel=1e-15)

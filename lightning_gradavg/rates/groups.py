@@ -1,15 +1,13 @@
 """Effective learning rates in parameter groups, for the length of a step.
 
-Whenever no step is in progress a group holds *base values*, those of a run that has its base batch: schedulers compute
-with them, and checkpoints hold them. From `begin` to `end` it holds *effective values*. After t optimizer steps
+While no step is in progress, a group holds *base values*, which schedulers and checkpoints see. From `begin` to `end`
+it holds *effective values*. After t optimizer steps
 
     effective lr = factor(t) * base lr,        factor(t) = warmup_factor(f(k), t, T)
 
-With `"adam_sde"` the smoothing constants and `eps` have effective and base values, too. They follow the scale at once:
-warm-up is for the learning rate alone.
-
-Momentum is not corrected when the factor changes: `torch.optim` keeps the learning rate outside the momentum buffer,
-and only buffers that contain it need the correction of Goyal et al. 2017 (arXiv 1706.02677).
+With `"adam_sde"` the smoothing constants and `eps` follow the scale, too, without a warm-up. Momentum needs no
+correction when the factor changes: the buffers of `torch.optim` do not contain the learning rate (Goyal et al. 2017,
+arXiv 1706.02677).
 """
 
 from __future__ import annotations
@@ -51,20 +49,12 @@ class _Scaled(NamedTuple):
 class LearningRates:
     """Scales what the parameter groups of optimizers hold, while a step is in progress.
 
-    A value that someone else writes into a group during a step is an effective value: the step uses it unchanged. Its
-    base is the written value / the factor. The next step uses it unchanged, too, unless the base or the factor has
-    changed by then. A learning rate that is a tensor is changed in place.
-
-    Args:
-        lr_scaling: A key of `SCALINGS`, a function `scale -> factor`, or a `Scaling`.
-        lr_warmup_steps: Optimizer steps from the base to the scaled learning rate, of each optimizer; 0 for none.
+    A value that someone else writes into a group during a step is an effective value: this step uses it unchanged, and
+    so do later ones until its base or the factor changes. Its base is the written value / the factor. A learning rate
+    that is a tensor is changed in place.
 
     Attributes:
         scale: Global batch over base batch; 1 until `set_scale`.
-
-    Raises:
-        ValueError: If `lr_scaling` is a string that names no scaling, or `lr_warmup_steps` is negative.
-        TypeError: If either is of another type.
     """
 
     def __init__(self, lr_scaling: str | ScaleFunction | Scaling, lr_warmup_steps: int = 0) -> None:
@@ -75,32 +65,26 @@ class LearningRates:
         self._steps: dict[Optimizer, int] = {}
         self._begun: dict[Optimizer, list[_Scaled]] = {}
         self._ended: dict[Optimizer, list[_Scaled]] = {}
-        self._stepping: list[Optimizer] = []
+        self._stepping: set[Optimizer] = set()
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
-        """Scale these optimizers and no others. Step counters start at 0, but for those that are attached already.
+        """Scale these optimizers and no others. Those that are attached already go on counting.
 
         Raises:
-            ValueError: If a value cannot be scaled (see `scaled_hyperparameters`), now or at the smallest beta of a
-                scheduler with `cycle_momentum`. Nothing is attached then.
+            ValueError: If a value cannot be scaled, now or at the lowest beta1 of its scheduler. Nothing changes then.
         """
         self.end()
         steps = {optimizer: self._steps.get(optimizer, 0) for optimizer in optimizers}
         for optimizer, count in steps.items():
-            self._scaled(optimizer, count, self._factor, self.scale)
+            self._scaled(optimizer, self._factor, self.scale, count)
         self._steps, self._ended = steps, {}
 
     def set_scale(self, scale: float) -> None:
-        """Set the scale of the steps from the next one on.
-
-        Raises:
-            ValueError: As in `attach`, or if `scale` or the factor is not finite and > 0. Nothing changes then.
-            TypeError: If `scale` or the factor is not a number.
-        """
+        """Set the scale of the steps from the next one on. What raises changes nothing."""
         self.end()
         factor = scale_factor(self._scaling, scale)
-        for optimizer, count in self._steps.items():
-            self._scaled(optimizer, count, factor, scale)
+        for optimizer in self._steps:
+            self._scaled(optimizer, factor, scale)
         self.scale, self._factor = float(scale), factor
 
     @property
@@ -117,9 +101,9 @@ class LearningRates:
         """Have all groups hold base values, but for those of optimizers that are within a `step`.
 
         Raises:
-            ValueError: If no base value leads to a value that was written. The group holds its last one then.
+            ValueError: If no base value leads to a value that was written. The group holds its last base value then.
         """
-        for optimizer in [optimizer for optimizer in self._begun if optimizer not in self._stepping]:
+        for optimizer in self._begun.keys() - self._stepping:
             self._end(optimizer)
 
     @contextmanager
@@ -132,7 +116,7 @@ class LearningRates:
                 " configure_optimizers."
             )
         self._begin(optimizer)
-        self._stepping.append(optimizer)
+        self._stepping.add(optimizer)
         try:
             yield
             self._steps[optimizer] += 1
@@ -144,19 +128,14 @@ class LearningRates:
         """Return the effective learning rates of an optimizer's next step, or of the one in progress, by group."""
         if optimizer in self._begun:
             return [group["lr"] for group in optimizer.param_groups]
-        scaled = self._scaled(optimizer, self._steps[optimizer], self._factor, self.scale)
-        return [each.effective["lr"] for each in scaled]
+        return [each.effective["lr"] for each in self._scaled(optimizer, self._factor, self.scale)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step counters, in the order of `attach`: plain data without scale, factor or learning rates."""
+        """Return the step counters, in the order of `attach`."""
         return {"steps": list(self._steps.values())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the step counters to what `state_dict` returned.
-
-        Raises:
-            ValueError: If it is not of as many optimizers as are attached.
-        """
+        """Set the step counters to what `state_dict` returned."""
         steps = state_dict["steps"]
         if len(steps) != len(self._steps):
             raise ValueError(
@@ -173,7 +152,7 @@ class LearningRates:
 
     def _begin(self, optimizer: Optimizer) -> None:
         if optimizer not in self._begun:
-            scaled = self._scaled(optimizer, self._steps[optimizer], self._factor, self.scale)
+            scaled = self._scaled(optimizer, self._factor, self.scale)
             self._begun[optimizer] = _written([(each, each.effective) for each in scaled])
 
     def _end(self, optimizer: Optimizer) -> None:
@@ -193,24 +172,20 @@ class LearningRates:
         group, (lr_factor, scale) = scaled.group, scaled.factors
         changed = zip(scaled.effective, scaled.left, strict=True)
         effective = {name: _kept(group[name]) for name, left in changed if _stamp(group[name]) != left}
-        if not effective:
-            return scaled
-        base = scaled_hyperparameters(self._scaling, 1 / scale, group) if effective.keys() - {"lr"} else {}
-        base |= {"lr": group["lr"] / lr_factor}
-        return scaled._replace(
-            base={**scaled.base, **{name: base[name] for name in effective}},
-            effective={**scaled.effective, **effective},
-        )
+        moments = scaled_hyperparameters(self._scaling, 1 / scale, group) if effective.keys() - {"lr"} else {}
+        base = {name: group["lr"] / lr_factor if name == "lr" else moments[name] for name in effective}
+        return scaled._replace(base=scaled.base | base, effective=scaled.effective | effective)
 
-    def _scaled(self, optimizer: Optimizer, count: int, factor: float, scale: float) -> list[_Scaled]:
-        """Return what is to stand in the groups of an optimizer, which hold base values, after `count` steps."""
+    def _scaled(self, optimizer: Optimizer, factor: float, scale: float, count: int | None = None) -> list[_Scaled]:
+        """Return what the groups of an optimizer, which hold base values, are to hold after `count` steps."""
         ended = {id(each.group): each for each in self._ended.get(optimizer, ())}
+        count = self._steps[optimizer] if count is None else count
         factors = (warmup_factor(factor, count, self._warmup_steps), scale)
         scaled = []
         for index, group in enumerate(optimizer.param_groups):
             last = ended.get(id(group))
             if last is not None and last.factors == factors and last.left == _stamps(group, last.base):
-                scaled.append(last)
+                scaled.append(last)  # also the bits of a value that was written
                 continue
             try:
                 effective = self._effective(group, *factors)
@@ -220,12 +195,11 @@ class LearningRates:
         return scaled
 
     def _effective(self, base: _Values, lr_factor: float, scale: float) -> _Values:
-        """Return the effective values of a group: `lr` by its factor in the warm-up, moments by the scale."""
         if {"betas", "base_momentum"} <= base.keys():
             # OneCycleLR and CyclicLR leave in the group how far they will lower beta1.
-            cycled = {**base, "betas": (base["base_momentum"], *base["betas"][1:])}
+            lowest = {**base, "betas": (base["base_momentum"], *base["betas"][1:])}
             try:
-                scaled_hyperparameters(self._scaling, scale, cycled)
+                scaled_hyperparameters(self._scaling, scale, lowest)
             except ValueError as error:
                 raise ValueError(f"with the beta1 that its scheduler will set (cycle_momentum): {error}") from error
         return scaled_hyperparameters(self._scaling, scale, base) | {"lr": base["lr"] * lr_factor}

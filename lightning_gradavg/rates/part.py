@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.utilities import rank_zero_info
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_gradavg.lightning_internals import TrainingLoop, finds_learning_rate, last_rates
+from lightning_gradavg.methods import replaced
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.rates.groups import LearningRates
 from lightning_gradavg.rates.recipe import RunRecipe
@@ -22,13 +24,7 @@ __all__ = ["Rates", "ScaledRates", "rates_of"]
 
 
 class Rates(Part):
-    """Keeps a recipe: what a user stated of batch and learning rate, on any number of ranks. Nothing is scaled.
-
-    Args:
-        recipe: The recipe.
-        allow_change: Whether a checkpoint of another recipe may be resumed.
-        may_differ: Whether a checkpoint need not agree, because this run trains as stock DDP does.
-    """
+    """Keeps the recipe of a run, and compares it with that of a checkpoint. Nothing is scaled."""
 
     def __init__(self, recipe: RunRecipe, *, allow_change: bool, may_differ: bool) -> None:
         self.recipe = recipe
@@ -56,14 +52,7 @@ class Rates(Part):
         self.recipe.set_batch(self._sizes, world_size=self.run.world.size, accumulation=accumulation)
 
     def begin(self, accumulation: int) -> list[str]:
-        """Begin training, and return what does not fit together in the recipe.
-
-        Args:
-            accumulation: Loader batches per optimizer step.
-
-        Raises:
-            ValueError: If the checkpoint that is resumed was trained under another recipe.
-        """
+        """Begin training, and return what does not fit together in the recipe."""
         self._follow(accumulation)
         self._compare()
         return self.recipe.contradictions(self.run.num_nodes)
@@ -80,7 +69,7 @@ class Rates(Part):
         """End a step in which something failed."""
 
     def learning_rates(self) -> tuple[float, ...]:
-        """Return those that the step in progress uses, or else the next one, of every group of every optimizer."""
+        """Return those that the step in progress or the next one uses, of every group of every optimizer."""
         groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
         return tuple(float(group["lr"]) for group in groups if "lr" in group)
 
@@ -122,8 +111,7 @@ class Rates(Part):
 class ScaledRates(Rates):
     """Has optimizers hold effective learning rates from the arrival of a batch until they have stepped.
 
-    In manual optimization, where the user decides when a step begins, they hold them until `training_step` begins, and
-    within every `step`.
+    In manual optimization they hold them until `training_step` begins, and within every `step`.
     """
 
     def __init__(self, recipe: RunRecipe, *, allow_change: bool) -> None:
@@ -131,7 +119,7 @@ class ScaledRates(Rates):
         self._rates = LearningRates(recipe.lr_scaling, recipe.lr_warmup_steps)
         self._finds_lr = False
         self._schedulers: dict[LRScheduler, Any] = {}
-        self._hook, self._monitors = ExitStack(), ExitStack()
+        self._hooks = ExitStack()
 
     def setup(self, run: Run) -> None:
         """Let go of an earlier run: not at its end, after which a checkpoint can still be saved."""
@@ -165,53 +153,44 @@ class ScaledRates(Rates):
         super().arrive(batch, accumulation)
         self._schedulers = {scheduler: last_rates(scheduler) for scheduler in self._known_schedulers()}
         self._begin()
-        self._heed_skipping()
 
     def _known_schedulers(self) -> Iterator[LRScheduler]:
         """Yield the schedulers that Lightning steps, and those that the module or a callback keeps."""
-        trainer = self.run.trainer
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        kept = chain.from_iterable(vars(owner).values() for owner in (self.run.module, *callbacks))
+        trainer: Any = self.run.trainer
+        kept = chain.from_iterable(vars(owner).values() for owner in (self.run.module, *trainer.callbacks))
         items = chain.from_iterable(value if isinstance(value, list) else [value] for value in kept)
         for item in chain(items, (config.scheduler for config in trainer.lr_scheduler_configs)):
             if isinstance(item, LRScheduler) and item.optimizer in self._optimizers:
                 yield item
 
-    def _heed_skipping(self) -> None:
-        """End the step of a batch that `on_train_batch_start` skips: Lightning tells nobody, and steps schedulers."""
-        module = self.run.module
-        if not is_overridden("on_train_batch_start", module):
-            return
-        hook = module.on_train_batch_start
-
-        def on_train_batch_start(*args: Any, **kwargs: Any) -> Any:
-            self._hook.close()
-            response = hook(*args, **kwargs)
-            if response == -1:
-                self._end()
-            return response
-
-        self._hook.enter_context(_replaced(module, on_train_batch_start))
-
     def begin(self, accumulation: int) -> list[str]:
         """Begin training, and return what does not fit together in the recipe."""
         messages = super().begin(accumulation)
-        for callback in self.run.trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+        module, trainer = self.run.module, cast(Any, self.run.trainer)
+        for callback in trainer.callbacks:
             if isinstance(callback, LearningRateMonitor):
-                self._monitors.enter_context(_replaced(callback, self._in_force(callback.on_train_epoch_start)))
+                self._replace(callback, "on_train_epoch_start", self._in_force)
+        if is_overridden("on_train_batch_start", module):
+            self._replace(module, "on_train_batch_start", self._unless_skipped)
         return messages
 
-    def _in_force(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a hook that sees effective values, although no step is in progress."""
+    def _replace(self, owner: object, name: str, wrapper: Callable[..., Any]) -> None:
+        self._hooks.enter_context(replaced(owner, name, partial(wrapper, getattr(owner, name))))
 
-        def on_train_epoch_start(*args: Any, **kwargs: Any) -> None:
-            self._begin()
-            try:
-                hook(*args, **kwargs)
-            finally:
-                self._rates.end()
+    def _in_force(self, hook: Callable[..., Any], *args: Any) -> None:
+        """Have a monitor see effective values although no step is in progress."""
+        self._begin()
+        try:
+            hook(*args)
+        finally:
+            self._rates.end()
 
-        return on_train_epoch_start
+    def _unless_skipped(self, hook: Callable[..., Any], *args: Any) -> Any:
+        """End the step of a batch that is skipped: Lightning steps schedulers without telling the strategy."""
+        response = hook(*args)
+        if response == -1:
+            self._end()
+        return response
 
     def _begin(self) -> None:
         if not self._finds_lr:
@@ -220,10 +199,7 @@ class ScaledRates(Rates):
     @contextmanager
     def training_step(self) -> Iterator[None]:
         """Surround a training step, within an optimizer step or not, as where the window goes on."""
-        if not self.run.module.automatic_optimization:
-            self._end()
-        else:
-            self._begin()
+        (self._begin if self.run.module.automatic_optimization else self._end)()
         try:
             yield
         finally:
@@ -254,12 +230,11 @@ class ScaledRates(Rates):
 
     def end(self) -> None:
         """End a step in which something failed."""
-        self._hook.close()
         self._schedulers = {}
         self._rates.end()
 
     def learning_rates(self) -> tuple[float, ...]:
-        """Return those that the step in progress uses, or else the next one, of every group of every optimizer."""
+        """Return those that the step in progress or the next one uses, of every group of every optimizer."""
         return tuple(float(lr) for optimizer in self._optimizers for lr in self._rates.of(optimizer))
 
     def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -278,8 +253,8 @@ class ScaledRates(Rates):
         saved["rates"] = self._rates.state_dict()
 
     def teardown(self) -> None:
-        """Let go of callbacks."""
-        self._monitors.close()
+        """Put the hooks back."""
+        self._hooks.close()
 
     def describe(self) -> str:
         """Return the scale, and what it makes of the learning rates."""
@@ -287,21 +262,14 @@ class ScaledRates(Rates):
         return f"; scale {self.recipe.batch.scale:g}, learning rate x {self.recipe.lr_scale:g}, at first {rates}"
 
 
-@contextmanager
-def _replaced(owner: Any, hook: Callable[..., Any]) -> Iterator[None]:
-    """Have an object call a function instead of its hook of that name."""
-    own, name = vars(owner), hook.__name__
-    before = {name: own[name]} if name in own else {}
-    own[name] = hook
-    try:
-        yield
-    finally:
-        del own[name]
-        own.update(before)
-
-
 def rates_of(recipe: RunRecipe, *, allow_change: bool, may_differ: bool) -> Rates:
-    """Return the part that serves a recipe. See `Rates` for the arguments."""
+    """Return the part that serves a recipe.
+
+    Args:
+        recipe: The recipe.
+        allow_change: Whether a checkpoint of another recipe may be resumed.
+        may_differ: Whether a checkpoint need not agree, because this run trains as stock DDP does.
+    """
     if recipe.scales:
         return ScaledRates(recipe, allow_change=allow_change)
     return Rates(recipe, allow_change=allow_change, may_differ=may_differ)

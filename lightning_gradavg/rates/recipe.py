@@ -82,16 +82,7 @@ class RunRecipe:
         return scale_factor(self._scaling, self.batch.scale)
 
     def set_batch(self, sizes: Sequence[int | None], *, world_size: int, accumulation: int) -> None:
-        """Compute the global batch, and the scale.
-
-        Args:
-            sizes: The batch size of every training loader.
-            world_size: Ranks of the process group.
-            accumulation: Loader batches per optimizer step and rank.
-
-        Raises:
-            ValueError: If the scale cannot be known.
-        """
+        """Compute the global batch and the scale from the batch sizes of all training loaders."""
         size = sizes[0] if len({*sizes}) == 1 else None
         if size is None and self.base_batch_size is not None and self.scales:
             raise ValueError(
@@ -110,7 +101,7 @@ class RunRecipe:
             self.batch = BatchScale(self.global_batch_size, self.global_batch_size)
 
     def contradictions(self, nodes: int) -> list[str]:
-        """Return what does not fit together, with the effective multiplier."""
+        """Return what does not fit together in the recipe."""
         return list(contradictions(self.rule.name, self._scaling, self.batch, nodes=nodes).values())
 
     def settings(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Learning rate and batch size: what a change of the global batch asks of the optimizer.
 
 The *scale* `k = B / B0` is the ratio of the global batch, all samples of one optimizer step over ranks and window, to
-the base batch that the learning rate was tuned for. A *scaling* is a choice of the factor `f(k)` of the learning rate.
-All suppose a gradient that is a mean over the global batch.
+the base batch that the learning rate was tuned for. A *scaling* is a choice of the factor `f(k)` of the learning rate,
+for a gradient that is a mean over the global batch.
 
 Sources: linear and gradual warm-up, Goyal et al. 2017 (arXiv 1706.02677); square root, Krizhevsky 2014 (arXiv
 1404.5997); Adam and RMSprop, Malladi et al. 2022 (arXiv 2205.10287).
@@ -15,7 +15,6 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -28,7 +27,6 @@ __all__ = [
     "as_positive",
     "batch_scale",
     "contradictions",
-    "decoupled_weight_decay",
     "global_batch_size",
     "resolve_scaling",
     "scale_factor",
@@ -59,13 +57,9 @@ class Scaling:
     formula: str
 
 
-def _one(scale: float) -> float:
-    return 1.0
-
-
 SCALINGS: Mapping[str, Scaling] = MappingProxyType(
     {
-        "none": Scaling("none", _one, False, "lr"),
+        "none": Scaling("none", lambda scale: 1.0, False, "lr"),
         "linear": Scaling("linear", operator.pos, False, "k * lr"),
         "sqrt": Scaling("sqrt", math.sqrt, False, "sqrt(k) * lr"),
         "adam_sde": Scaling("adam_sde", math.sqrt, True, "sqrt(k) * lr, 1 - k * (1 - beta), eps / sqrt(k)"),
@@ -75,12 +69,7 @@ SCALINGS: Mapping[str, Scaling] = MappingProxyType(
 
 
 def resolve_scaling(lr_scaling: str | ScaleFunction | Scaling) -> Scaling:
-    """Return the scaling that `lr_scaling` is, names as a key of `SCALINGS`, or is the function `scale -> factor` of.
-
-    Raises:
-        ValueError: If it is a string that names no scaling.
-        TypeError: If it is neither a string, a scaling nor callable.
-    """
+    """Return the scaling that `lr_scaling` is or names, or of which it is the function."""
     if isinstance(lr_scaling, Scaling):
         return lr_scaling
     if callable(lr_scaling):
@@ -115,12 +104,7 @@ def as_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def scale_factor(lr_scaling: str | ScaleFunction | Scaling, scale: float) -> float:
-    """Return the factor of the learning rate at `scale`; below scale 1 it lowers the learning rate.
-
-    Raises:
-        ValueError: If `scale`, or what a user's function returned for it, is not finite and > 0.
-        TypeError: If either is not a number.
-    """
+    """Return the factor of the learning rate at `scale`; ValueError unless both are finite and > 0."""
     scaling, scale = resolve_scaling(lr_scaling), as_positive("scale", scale)
     return as_positive(f"the factor of lr_scaling {scaling.name!r} at scale {scale:g}", scaling.factor(scale))
 
@@ -150,13 +134,7 @@ def _smoothing(hyperparameters: Mapping[str, Any]) -> dict[str, float]:
 
 
 def scale_limit(hyperparameters: Mapping[str, Any]) -> Fraction:
-    """Return the scale that `"adam_sde"` must stay below, 1 / (1 - the smallest smoothing constant), but for scale 1.
-
-    It is exact: 10 for `betas=(0.9, 0.999)`, 100 for RMSprop's `alpha=0.99`.
-
-    Raises:
-        ValueError: If the parameter group is not one of Adam or RMSprop, or a smoothing constant is not in [0, 1).
-    """
+    """Return the scale that `"adam_sde"` must stay below, exactly: 1 / (1 - the smallest smoothing constant)."""
     return 1 / (1 - _as_written(min(_smoothing(hyperparameters).values())))
 
 
@@ -179,12 +157,9 @@ def scaled_hyperparameters(
 ) -> dict[str, Any]:
     """Return the hyperparameters that `lr_scaling` governs, at `scale`, by name.
 
-    `"adam_sde"` keeps the stochastic differential equation of Adam or RMSprop (Malladi et al. 2022, arXiv 2205.10287):
-    lr' = sqrt(k) * lr, 1 - beta' = k * (1 - beta) for every beta (RMSprop: `alpha`), eps' = eps / sqrt(k) with eps
-    outside the square root as in `torch.optim`. Weight decay is not part of it: see `decoupled_weight_decay`.
-
-    Applying `k` and then `1 / k` returns the original values to 1e-15 relative, but for a smoothing constant that was
-    taken to `k < 1` first: so near to 1 float64 itself leaves an error of up to 1e-15 / k.
+    `"adam_sde"` keeps the stochastic differential equation of Adam or RMSprop (Malladi et al. 2022): lr' = sqrt(k) *
+    lr, 1 - beta' = k * (1 - beta) for every beta (RMSprop: `alpha`), eps' = eps / sqrt(k) with eps outside the square
+    root as in `torch.optim`. Weight decay is not part of it.
 
     Args:
         lr_scaling: A key of `SCALINGS`, a function `scale -> factor`, or a `Scaling`.
@@ -213,8 +188,7 @@ def scaled_hyperparameters(
 def warmup_factor(factor: float, step: int, warmup_steps: int) -> float:
     """Return the factor of the learning rate after `step` optimizer steps of the gradual warm-up of Goyal et al. 2017.
 
-    1 + (f - 1) * t / T for t < T, then f: it starts at the base learning rate, not at 0. A factor below 1 is approached
-    downwards in the same way. T = 0 means no warm-up.
+    It is 1 + (f - 1) * t / T for t < T, then f: the warm-up starts at the base learning rate, not at 0.
     """
     return 1 + (factor - 1) * step / warmup_steps if step < warmup_steps else factor
 
@@ -222,32 +196,15 @@ def warmup_factor(factor: float, step: int, warmup_steps: int) -> float:
 def scaled_steps(steps: int, scale: float) -> int:
     """Return how many steps at `scale` see as many samples as `steps` base steps: steps / k, rounded half up.
 
-    This holds for a schedule's length, milestones and warm-up. At least 1, unless `steps` is 0.
-
-    Raises:
-        ValueError: If `steps` is negative, or `scale` is not finite and > 0.
+    It is at least 1, unless `steps` is 0.
     """
     exact = as_count("steps", steps, least=0) / _as_written(as_positive("scale", scale))
     return max(math.floor(exact + Fraction(1, 2)), min(steps, 1))
 
 
-def decoupled_weight_decay(weight_decay: float, scale: float, factor: float) -> float:
-    """Return the decoupled weight decay that keeps the decay per sample: weight_decay * k / f.
-
-    A derivation of this project, in none of the cited papers. An AdamW step decays the weights by lr * weight_decay,
-    and one step at scale k stands for k base steps, so lr' * weight_decay' = k * lr * weight_decay.
-    """
-    return weight_decay * scale / factor
-
-
 @dataclass(frozen=True)
 class BatchScale:
-    """The global batch and the base batch, both in samples (or both in tokens) per optimizer step.
-
-    Attributes:
-        global_batch_size: All samples of one optimizer step, over ranks and window.
-        base_batch_size: The global batch that the learning rate was tuned for.
-    """
+    """The global batch and the base batch: samples of one optimizer step, over ranks and window."""
 
     global_batch_size: int
     base_batch_size: int
@@ -265,14 +222,7 @@ class BatchScale:
 def global_batch_size(
     loader_batch_size: int, *, world_size: int, accumulate_grad_batches: int = 1, split_batches: bool = False
 ) -> int:
-    """Return the samples of one optimizer step, over ranks and window.
-
-    With `split_batches` the ranks share each loader batch, and their number does not enter.
-
-    Raises:
-        ValueError: If a count is below 1.
-        TypeError: If a count is not an int.
-    """
+    """Return the samples of one optimizer step. With `split_batches` the ranks share each loader batch."""
     samples = as_count("loader_batch_size", loader_batch_size)
     window = as_count("accumulate_grad_batches", accumulate_grad_batches)
     ranks = as_count("world_size", world_size)
@@ -288,14 +238,13 @@ def batch_scale(
     base_batch_size: int | None = None,
     base_world_size: int = 1,
 ) -> BatchScale:
-    """Return the global batch of a run, counted as in `global_batch_size`, and the base batch.
+    """Return the global batch of a run and the base batch.
 
     Without `base_batch_size` the base run is this script, with the same loader and accumulation, on `base_world_size`
     ranks: the scale is world_size / base_world_size, and with `split_batches` 1.
 
     Raises:
-        ValueError: If a count is below 1, or `base_world_size` is given for a run with `split_batches`, where it could
-            not say anything.
+        ValueError: If a count is below 1, or `base_world_size` says nothing because ranks share each batch.
         TypeError: If a count is not an int.
     """
     if as_count("base_world_size", base_world_size) > 1 and split_batches and base_batch_size is None:
@@ -304,14 +253,16 @@ def batch_scale(
             " is the loader's batch on any number of ranks. Give base_batch_size, the global batch that the"
             " learning rate was tuned for."
         )
-    on_ranks = partial(
-        global_batch_size,
-        loader_batch_size,
-        accumulate_grad_batches=accumulate_grad_batches,
-        split_batches=split_batches,
+    total, base = (
+        global_batch_size(
+            loader_batch_size,
+            world_size=ranks,
+            accumulate_grad_batches=accumulate_grad_batches,
+            split_batches=split_batches,
+        )
+        for ranks in (world_size, base_world_size)
     )
-    base = on_ranks(world_size=base_world_size) if base_batch_size is None else base_batch_size
-    return BatchScale(on_ranks(world_size=world_size), base)
+    return BatchScale(total, base if base_batch_size is None else base_batch_size)
 
 
 def contradictions(
@@ -319,35 +270,36 @@ def contradictions(
 ) -> dict[str, str]:
     """Return what does not fit together in a choice of rule, scaling and batch: messages by what is wrong.
 
-    - `"counted_twice"`: a summed gradient grows with the batch by itself, `"sum"` by the scale, `"mean_of_node_sums"`
-      by the batch of a node, `"sum_of_node_means"` by the number of nodes; a scaled learning rate counts that again.
-      Other rules are taken to be means, and the base run to be one on a single node.
-    - `"unchanged_batch"`: the global batch is the base batch, so that there is nothing to scale.
-    - `"base_above_global"`: the base batch is the larger one, so that the learning rate becomes smaller.
+    `"counted_twice"`: the gradient of a sum grows with the batch, and so does the scaled learning rate. Other rules
+    are taken for means, and the base run for one on a single node. `"unchanged_batch"`: there is nothing to scale.
+    `"base_above_global"`: the learning rate becomes smaller.
     """
     scaling = resolve_scaling(lr_scaling)
     scale, factor = batch.scale, scale_factor(scaling, batch.scale)
     growths = {"sum": scale, "mean_of_node_sums": scale / nodes, "sum_of_node_means": float(nodes)}
     growth = growths.get(rule_name, 1.0)
     batches = f"global batch {batch.global_batch_size}, base batch {batch.base_batch_size}"
-    found = {}
-    if 1 not in (growth, factor):
-        found["counted_twice"] = (
-            f"reduction={rule_name!r} and lr_scaling={scaling.name!r} count the change of the batch twice"
-            f" ({batches}): the gradient is already {growth:.6g} times the base run's and the learning rate is"
-            f" {factor:.6g} times its own, so an SGD step is {growth * factor:.6g} times the base step. Use"
-            f" lr_scaling='none' with {rule_name!r}, or lr_scaling={scaling.name!r} with a mean such as"
-            " 'normalized_sum' (sum losses) or 'weighted_mean'."
-        )
-    if scale == factor == 1:
-        found["unchanged_batch"] = (
+    holds = {
+        "counted_twice": 1 not in (growth, factor),
+        "unchanged_batch": scale == factor == 1,
+        "base_above_global": scale < 1,
+    }
+    texts = {
+        "counted_twice": (
+            f"reduction={rule_name!r} and lr_scaling={scaling.name!r} count the change of the batch twice ({batches}):"
+            f" the gradient is already {growth:.6g} times the base run's and the learning rate is {factor:.6g} times"
+            f" its own, so an SGD step is {growth * factor:.6g} times the base step. Use lr_scaling='none' with"
+            f" {rule_name!r}, or lr_scaling={scaling.name!r} with a mean such as 'normalized_sum' (sum losses) or"
+            " 'weighted_mean'."
+        ),
+        "unchanged_batch": (
             f"lr_scaling={scaling.name!r} changes nothing: the global batch is the base batch ({batches}). If the"
             " learning rate was tuned for another batch, give it as base_batch_size."
-        )
-    if scale < 1:
-        found["base_above_global"] = (
-            f"the base batch is larger than the global batch ({batches}): lr_scaling={scaling.name!r} multiplies"
-            f" the learning rate by {factor:.6g}. If that is not meant, correct base_batch_size or base_world_size:"
-            " both speak of the run that the learning rate was tuned for."
-        )
-    return {} if scaling.name == "none" else found
+        ),
+        "base_above_global": (
+            f"the base batch is larger than the global batch ({batches}): lr_scaling={scaling.name!r} multiplies the"
+            f" learning rate by {factor:.6g}. If that is not meant, correct base_batch_size or base_world_size: both"
+            " describe the run that the learning rate was tuned for."
+        ),
+    }
+    return {name: texts[name] for name, wrong in holds.items() if wrong and scaling.name != "none"}

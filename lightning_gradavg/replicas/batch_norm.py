@@ -9,8 +9,8 @@ the rank's own loss, after Ioffe and Szegedy, "Batch Normalization" (arXiv:1502.
 is right where the reduced gradient is the sum over ranks of `d l_r / d theta` times a number that is the same for all.
 The gradients of gamma and beta stay those of the rank's own rows, which are summed like all others.
 
-Each forward is two collectives, and each backward that reaches the input is one: all ranks run the same layers in the
-same order, forwards and backwards, also ranks without rows, and where `torch.utils.checkpoint` runs a forward again.
+Each forward is two collectives, each backward that reaches the input one: all ranks run the same layers in the same
+order, also ranks without rows, and where `torch.utils.checkpoint` runs a forward again.
 """
 
 from __future__ import annotations
@@ -40,12 +40,10 @@ _counted: ContextVar[bool] = ContextVar("counted", default=True)
 def synchronize_batch_norm(module: nn.Module, group: dist.ProcessGroup | None = None) -> list[str]:
     """Let every batch norm of a module normalize over the values of all ranks. Call it on every rank.
 
-    It applies where a batch norm uses the statistics of the batch: while it is in training mode, and, if it keeps no
-    running statistics, while `module` is. In evaluation a rank normalizes its own batch. Only the layers' attribute
-    `forward` is set. Copies made with `copy.deepcopy` are synchronized, too; pickled ones are not.
-
-    Ranks may have different numbers of rows, or none. Inside `not_counted` a rank's rows count for nothing. Half
-    precision is computed in float32. There is no second derivative.
+    It applies where a batch norm uses the statistics of the batch; in evaluation a rank normalizes its own batch. Only
+    the layers' attribute `forward` is set. Copies of `copy.deepcopy` are synchronized, too; pickled ones are not.
+    Ranks may have different numbers of rows, or none. Half precision is computed in float32. There is no second
+    derivative.
 
     Args:
         module: The model, the same on all ranks.
@@ -55,8 +53,7 @@ def synchronize_batch_norm(module: nn.Module, group: dist.ProcessGroup | None = 
         The names of the synchronized layers. Those that `unsynchronizable_batch_norms` names are left alone.
 
     Raises:
-        ValueError: If this process is not a member of `group`. Later, from a forward, on all ranks alike, if all ranks
-            together have one value per channel.
+        ValueError: From a forward, on all ranks, if all ranks together have one value per channel.
     """
     world = World.of(group)
     names = []
@@ -68,7 +65,7 @@ def synchronize_batch_norm(module: nn.Module, group: dist.ProcessGroup | None = 
 
 
 def restore_batch_norm(module: nn.Module) -> None:
-    """Undo `synchronize_batch_norm` in a module and in all that it contains."""
+    """Undo `synchronize_batch_norm`."""
     for norm in module.modules():
         if isinstance(vars(norm).get("forward"), _Synchronized):
             del vars(norm)["forward"]
@@ -87,8 +84,8 @@ def _batch_norms(module: nn.Module) -> list[tuple[str, BatchNorm]]:
 def not_counted() -> Iterator[None]:
     """Inside, let this rank's rows count for nothing in synchronized batch norms, on this thread.
 
-    They are normalized with the statistics of the other ranks' rows, whose gradients do not depend on them. Enter it
-    around the forward. What `torch.utils.checkpoint` runs again in the backward counts as the forward before it did.
+    They are normalized with the statistics of the other ranks' rows. Enter it around the forward. What
+    `torch.utils.checkpoint` runs again in the backward counts as the forward before it did.
     """
     token = _counted.set(False)
     try:
@@ -104,20 +101,14 @@ def _forward_of(norm: nn.Module) -> Callable[..., Any]:
 
 
 class _Synchronized:
-    """The forward of a synchronized batch norm.
-
-    Args:
-        norm: The layer.
-        model: The model that was synchronized; while it is in training mode, evaluation is elsewhere.
-        world: The ranks.
-    """
+    """The forward of a synchronized batch norm. While `model` is not in training mode, it is the layer's own."""
 
     def __init__(self, norm: BatchNorm, model: nn.Module, world: World) -> None:
         self.norm, self.model, self.world = norm, model, world
         self.counted = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Synchronized:
-        # A process group cannot be copied. Nor may the copy of one layer drag along the model that it is part of.
+        # A process group cannot be copied, and the copy of a layer must not copy the model that it is part of.
         return _Synchronized(copy.deepcopy(self.norm, memo), memo.get(id(self.model), self.model), self.world)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -129,7 +120,8 @@ class _Synchronized:
         # A forward within a backward is a recomputation, perhaps on a thread of autograd without the context.
         if not in_backward():
             self.counted = _counted.get()
-        if not self._uses_all_ranks or (self.world.group is None and self.counted):
+        of_batch = norm.training or (norm.running_mean is None and norm.running_var is None and self.model.training)
+        if not of_batch or (self.world.group is None and self.counted):
             return BatchNorm.forward(norm, input)
         require_dimensions(norm, input)
         if input.shape[1] != norm.num_features and (norm.affine or norm.track_running_stats):
@@ -140,11 +132,6 @@ class _Synchronized:
         normalize: Any = _Normalize.apply
         output: Tensor = normalize(input, norm.weight, norm.bias, norm, self.world, self.counted)
         return output
-
-    @property
-    def _uses_all_ranks(self) -> bool:
-        norm = self.norm
-        return norm.training or (norm.running_mean is None and norm.running_var is None and self.model.training)
 
 
 class _Normalize(torch.autograd.Function):
@@ -165,8 +152,7 @@ class _Normalize(torch.autograd.Function):
         number = torch.full((1,), n, dtype=torch.float64, device=values.device)
         reduced = _sum_over_ranks(torch.cat([values.sum(dims, dtype=wide).double(), number]), world, counted)
         total = reduced[-1]
-        # Only ranks that may be in it look at the number, because an accelerator is waited for to see it.
-        if n <= 1 and total.item() == 1:
+        if n <= 1 and total.item() == 1:  # only ranks with so few rows wait for an accelerator
             raise ValueError(
                 "Expected more than 1 value per channel when training, but the samples of all ranks together have 1, on"
                 f" this rank in an input of shape {tuple(values.shape)}. Use larger batches, or drop_last=True."
@@ -189,31 +175,25 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, *gradients), None, None, None
-
-
-def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the values, the weight and the bias."""
-    values, weight, mean, inverse, total = ctx.saved_tensors
-    shape, dims = _layout(values)
-    wide = _wide(values.dtype)
-    dy = gradient.to(wide)
-    normalized = (values.to(wide) - mean.to(wide).view(shape)).mul_(inverse.to(wide).view(shape))
-    of_bias, of_weight = dy.sum(dims), (dy * normalized).sum(dims)
-    of_values = None
-    if ctx.needs_input_grad[0]:
-        sums = _sum_over_ranks(torch.cat([of_bias, of_weight]).double(), ctx.world, ctx.counted)
-        if ctx.counted:
-            to_mean, to_deviation = ((part / total.clamp(min=1)).to(wide).view(shape) for part in sums.chunk(2))
-            centered = normalized.mul_(-to_deviation).add_(dy).sub_(to_mean)
-        else:  # the statistics do not depend on these values
-            centered = dy
-        of_values = (centered * _scale(inverse, weight).to(wide).view(shape)).to(values.dtype)
-    return (
-        of_values,
-        of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-        of_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
-    )
+        values, weight, mean, inverse, total = ctx.saved_tensors
+        shape, dims = _layout(values)
+        wide = _wide(values.dtype)
+        dy = gradients[0].to(wide)
+        normalized = (values.to(wide) - mean.to(wide).view(shape)).mul_(inverse.to(wide).view(shape))
+        of_bias, of_weight = dy.sum(dims), (dy * normalized).sum(dims)
+        of_values = None
+        if ctx.needs_input_grad[0]:
+            sums = _sum_over_ranks(torch.cat([of_bias, of_weight]).double(), ctx.world, ctx.counted)
+            if ctx.counted:  # else the statistics do not depend on these values
+                to_mean, to_deviation = ((part / total.clamp(min=1)).to(wide).view(shape) for part in sums.chunk(2))
+                dy = normalized.mul_(-to_deviation).add_(dy).sub_(to_mean)
+            of_values = (dy * _scale(inverse, weight).to(wide).view(shape)).to(values.dtype)
+        return (
+            of_values,
+            of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            of_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
+            *(None, None, None),
+        )
 
 
 def _move_running_statistics(norm: BatchNorm, mean: Tensor, squares: Tensor, total: Tensor) -> None:
@@ -235,7 +215,7 @@ def _scale(inverse: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _sum_over_ranks(vector: Tensor, world: World, counted: bool) -> Tensor:
-    """Sum a vector of float64, in place: for one number per channel that costs nothing, and it keeps counts exact."""
+    """Sum a vector of float64, which keeps counts exact, in place."""
     if not counted:
         vector.zero_()  # it may be NaN, which no factor removes
     if world.group is not None:
@@ -249,5 +229,5 @@ def _layout(values: Tensor) -> tuple[list[int], list[int]]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    # A sum of half precision numbers stops to grow at 2048 in float16 and at 256 in bfloat16.
+    # A sum of ones in half precision stops at 2048 in float16, and at 256 in bfloat16.
     return torch.promote_types(dtype, torch.float32)

@@ -43,7 +43,7 @@ class _Entry(NamedTuple):
     parts: list[Part]
 
     def combined(self) -> Part:
-        """Return the value of all parts that count, selected: what does not count may be NaN."""
+        """Return the value of the parts that count; what does not count may be NaN."""
         reduction, counted = reduction_name(self.arguments), [part for part in self.parts if part[1]]
         if len(counted) == 1:
             return counted[0]
@@ -55,8 +55,8 @@ class ReplicaLog:
     """Collects what `self.log` is given in a step, and logs it once per batch.
 
     A mean is weighted by the replicas' samples, or the `batch_size` that was given. With `sync_dist=True` a value is
-    that of the replicas of all ranks. What does not count adds nothing, and neither does a rank that has not logged a
-    name that another has.
+    that of the replicas of all ranks. What does not count adds nothing, nor does a rank that has not logged a name that
+    another has.
 
     Args:
         module: The module whose `log` is replaced.
@@ -83,7 +83,7 @@ class ReplicaLog:
         for entry in self._entries.values():
             value, size = entry.combined()
             value = on_device(value, self._module.device).to(entry.dtype)
-            # In float64, as sizes add up over an epoch; filled, as a copy would be waited for.
+            # In float64, as sizes add up over an epoch; filled, as the host would wait for a copy.
             number = torch.full((), size, dtype=torch.float64, device=value.device)
             self._module.log(**{**entry.arguments, "value": value, "batch_size": number})
 
@@ -113,7 +113,7 @@ class ReplicaLog:
         rows = self._world.gather_floats([*values.tolist(), *(size for _, size in mine)])
         of_ranks = torch.tensor(rows, dtype=torch.float64).view(len(rows), 2, -1)
         for index, (name, entry) in enumerate(sorted(own.items())):
-            # Which leaves a value as it is: there is nothing left to synchronize.
+            # There is nothing left to synchronize.
             arguments = {**entry.arguments, "rank_zero_only": True}
             parts = [(value, float(size)) for value, size in of_ranks[..., index]]
             self._entries[name] = _Entry(arguments, entry.dtype, parts)

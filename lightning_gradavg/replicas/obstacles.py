@@ -28,58 +28,47 @@ def has_step_end(module: LightningModule) -> bool:
 
 
 def require_none(run: Run, options: Options, *, static_graph: bool) -> None:
-    """Raise a ValueError that names what makes the run that was asked for impossible, each with what to do.
-
-    Args:
-        run: The run that begins.
-        options: What was asked for.
-        static_graph: Whether DDP was told that every iteration is alike.
-    """
+    """Raise a ValueError that names what makes the run that was asked for impossible, each with what to do."""
     module, ranks, preset, most = run.module, run.world.size, options.preset, options.max_device_batch_size
-    manual, pieces = not module.automatic_optimization, options.in_pieces(ranks)
+    manual, replicas = not module.automatic_optimization, options.num_replicas or ranks
     gathers = preset is not None and has_step_end(module)
-    one_device, of_replicas = options.one_device, preset is not None and not options.one_device
-    replicas = options.num_replicas or ranks
     cut = f"max_device_batch_size={most}" if most else f"num_replicas={replicas} on {ranks} rank{'s' * (ranks > 1)}"
     norms = {name: each for name, each in module.named_modules() if isinstance(each, BatchNorm)}
     synced = syncs_batch_norm(run.trainer.strategy)
     synchronized = [name for name, each in norms.items() if synced or isinstance(each, nn.SyncBatchNorm)]
     unknown = unsynchronizable_batch_norms(module)
     whole = f"batch norm in {', '.join(norms)}" if norms else "training_step_end" * gathers
-    found = _found(
-        {
-            f"manual optimization with {cut}: training_step steps the optimizer, but a rank has to run it for several"
-            " pieces of a batch before a step. Use automatic optimization, or as many ranks as pieces": (
-                pieces and manual
-            ),
-            f"training_step_end with {cut}: each process runs training_step once before the loss of all outputs is"
-            " computed. Use as many processes as replicas, or return each replica's loss from training_step": (
-                gathers and replicas != ranks
-            ),
-            "training_step_end with manual optimization: training_step runs its backward before the outputs are"
-            " gathered. Return the outputs from training_step and the loss from training_step_end instead": (
-                gathers and manual
-            ),
-            f"static_graph=True with {cut}: a step then has several backwards. Leave static_graph out": (
-                pieces and static_graph
-            ),
-            f"reduction={options.rule.name!r} with training_step_end: it computes the loss of the whole batch, of which"
-            " there are no parts to combine. Leave reduction out": (
-                gathers and options.rule.name not in ("mean", "weighted_mean")
-            ),
-            f"SyncBatchNorm in {', '.join(synchronized)}: with equivalent_to='data_parallel' every replica"
-            " normalizes over its own chunk. Use Trainer(sync_batchnorm=False) and plain batch norm": (
-                of_replicas and synchronized
-            ),
-            f"SyncBatchNorm in {', '.join(synchronized)}: torch has it on accelerators only. Use plain batch norm,"
-            " which is synchronized here on any device": one_device and synchronized and run.device.type == "cpu",
-            f"batch norm with a forward of its own in {', '.join(unknown)}: its statistics cannot be synchronized."
-            " Use torch's batch norm, or equivalent_to='data_parallel'": one_device and unknown,
-            f"{cut} with {whole}, which needs the whole batch at once. Leave max_device_batch_size out": (
-                one_device and most is not None and whole
-            ),
-        }
-    )
+    in_pieces = {
+        f"manual optimization with {cut}: training_step steps the optimizer, but a rank has to run it for several"
+        " pieces of a batch before a step. Use automatic optimization, or as many ranks as pieces": manual,
+        f"static_graph=True with {cut}: a step then has several backwards. Leave static_graph out": static_graph,
+    }
+    of_all_outputs = {
+        f"training_step_end with {cut}: each process runs training_step once before the loss of all outputs is"
+        " computed. Use as many processes as replicas, or return each replica's loss from training_step": (
+            replicas != ranks
+        ),
+        "training_step_end with manual optimization: training_step runs its backward before the outputs are gathered."
+        " Return the outputs from training_step and the loss from training_step_end instead": manual,
+        f"reduction={options.rule.name!r} with training_step_end: it computes the loss of the whole batch, of which"
+        " there are no parts to combine. Leave reduction out": options.rule.name not in ("mean", "weighted_mean"),
+    }
+    data_parallel = {
+        f"SyncBatchNorm in {', '.join(synchronized)}: with equivalent_to='data_parallel' every replica normalizes over"
+        " its own chunk. Use Trainer(sync_batchnorm=False) and plain batch norm": synchronized,
+    }
+    one_device = {
+        f"SyncBatchNorm in {', '.join(synchronized)}: torch has it on accelerators only. Use plain batch norm, which is"
+        " synchronized here on any device": synchronized and run.device.type == "cpu",
+        f"batch norm with a forward of its own in {', '.join(unknown)}: its statistics cannot be synchronized. Use"
+        " torch's batch norm, or equivalent_to='data_parallel'": unknown,
+        f"{cut} with {whole}, which needs the whole batch at once. Leave max_device_batch_size out": most and whole,
+    }
+    found = [
+        *(_found(in_pieces) if options.in_pieces(ranks) else ()),
+        *(_found(of_all_outputs) if gathers else ()),
+        *(_found(one_device if options.one_device else data_parallel) if preset is not None else ()),
+    ]
     if found:
         asked = f"equivalent_to={preset.name!r}" if preset is not None else cut
         raise ValueError(f"{asked} cannot hold:\n  " + "\n  ".join(found))

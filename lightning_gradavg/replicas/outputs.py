@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from numbers import Number
 from typing import Any
 
@@ -20,15 +20,7 @@ __all__ = ["gather_outputs", "join_outputs", "require_rows"]
 def join_outputs(outputs: Sequence[Any], device: torch.device) -> Any:
     """Return the outputs of this process's replicas as one, with graph.
 
-    Tensors are concatenated along dimension 0 through dicts, lists, tuples and named tuples. A number, Python's or a
-    0-dim tensor, becomes one entry per replica. None stays None.
-
-    Args:
-        outputs: What each replica returned, in order; one or more.
-        device: Where Python's numbers are put.
-
-    Raises:
-        TypeError: If an output is something else, or the replicas' outputs are not alike.
+    Tensors are concatenated along dimension 0, in any structure. A number becomes one entry per replica. None stays.
     """
     rows = [_rows(output, device) for output in outputs]
     different = next((of_replica for of_replica in rows if of_replica.keys() != rows[0].keys()), None)
@@ -53,16 +45,12 @@ def gather_outputs(
     Every rank can compute the same loss from the result; `gather` brings each row's gradient home.
 
     Args:
-        outputs: What each of this rank's replicas returned, in order. A rank without replicas gives the one output of
-            its stand-in, of which the structure is used and no row.
+        outputs: What each of this rank's replicas returned, in order; without replicas, that of its stand-in, of which
+            the structure is used and no row.
         device: Where Python's numbers are put.
         group: The process group.
         counted: Whether this rank has replicas.
         sparse: The `id` of the parameters whose gradients are sparse.
-
-    Raises:
-        TypeError: As `join_outputs`.
-        ValueError: If the ranks' outputs do not fit together.
     """
     joined = join_outputs(outputs, device)
     rows = list(_rows(joined, device).values())
@@ -99,26 +87,24 @@ def _rows(value: Any, device: torch.device) -> dict[str, Tensor]:
 
 
 def _with_rows(value: Any, rows: Sequence[Tensor]) -> Any:
-    """Return an output of the same structure with other tensors; None stays None."""
+    """Return an output of the same structure with other tensors."""
     remaining = iter(rows)
     return mapped(value, lambda leaf: None if leaf is None else next(remaining))
 
 
-def _names(labels: Sequence[str] | dict[str, Tensor]) -> str:
+def _names(labels: Iterable[str]) -> str:
     return ", ".join(f"output{label}" for label in labels) or "no tensor"
 
 
 def _no_rows(rows: Sequence[Tensor], sparse: Container[int]) -> list[Tensor]:
     """Return the tensors without their rows.
 
-    The parameters that a replica's outputs depend on get their gradients, of zero, below the gather, as on the other
-    ranks: where they came earlier, this rank would reduce them before the others have left the backward of the gather.
-    A slice of no rows would give them gradients, too, but 0 times an infinite derivative is NaN.
+    The parameters below the outputs get a gradient of zero through the gather, when the other ranks' parameters get
+    theirs: earlier, this rank would reduce them while the others are in the backward of the gather. A slice of no rows
+    is not enough, as 0 times an infinite derivative is NaN.
     """
     parameters = _parameters_below([tensor for tensor in rows if tensor.requires_grad])
-    if not parameters:
-        return [tensor[:0] for tensor in rows]
-    zero = zero_loss(parameters, sparse)
+    zero = zero_loss(parameters, sparse) if parameters else 0.0
     return [tensor.detach()[:0] + zero if tensor.requires_grad else tensor[:0] for tensor in rows]
 
 
@@ -128,8 +114,7 @@ def _parameters_below(tensors: Sequence[Tensor]) -> list[nn.Parameter]:
     seen, found = set(nodes), {}
     while nodes:
         node = nodes.pop()
-        variable = getattr(node, "variable", None)
-        if variable is not None:
+        if (variable := getattr(node, "variable", None)) is not None:
             found[id(variable)] = variable
         below = {next_node for next_node, _ in getattr(node, "next_functions", ())} - seen
         seen |= below

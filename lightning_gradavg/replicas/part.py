@@ -30,10 +30,7 @@ __all__ = ["ManyReplicas", "logged_whole"]
 
 
 class ManyReplicas(Pieces):
-    """Runs the replicas of a loader batch on any number of ranks, so that the ranks no longer matter.
-
-    Each replica is a piece that starts from the buffers at the beginning of the batch, and draws from a random stream
-    of its own (`ReplicaState`).
+    """Runs the replicas of a loader batch, each a piece, so that the number of ranks no longer matters.
 
     Attributes:
         gathers: Whether the loss is that of `training_step_end`.
@@ -58,21 +55,16 @@ class ManyReplicas(Pieces):
             self._streams,
             run.world,
             several=self._options.in_pieces(run.world.size),
-            keeps_assigned=self._keeps_assigned(run),
+            keeps_assigned=self._options.one_device or self.num_replicas(run.world.size) == 1,
             ignored=run.ddp.parameters_to_ignore,
         )
         self.on_evaluation_end()
 
-    def _keeps_assigned(self, run: Run) -> bool:
-        """Return whether a tensor that is assigned in place of a buffer is kept."""
-        return self.num_replicas(run.world.size) == 1
-
     def _agreed_seed(self, world: World) -> int:
-        """Return rank 0's seed, or that of the run that is resumed: ranks that were not seeded differ."""
+        """Return the seed of the run that is resumed, or rank 0's: unseeded ranks differ."""
         saved, self._saved_seed = self._saved_seed, None
         own = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
-        seed: int = world.from_first(own if saved is None else saved)
-        return seed
+        return int(world.from_first(own if saved is None else saved))
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save what all random numbers of training steps follow from."""
@@ -82,15 +74,14 @@ class ManyReplicas(Pieces):
         """Remember it for the next run."""
         self._saved_seed = saved.get("replica_seed")
 
-    def _weight(self, chunk: Chunk, samples: int) -> float:
-        """Return the weight of the loss of so many samples, of one replica or of all of them."""
-        return chunk.batch_samples if self.gathers else samples
+    def weight(self, chunk: Chunk | None) -> float | None:
+        """Return the samples of the loss of a step: with `training_step_end`, those of all ranks."""
+        return chunk.batch_samples if self.gathers and chunk is not None else super().weight(chunk)
 
     @property
     def _batch_index(self) -> int:
         """How many loader batches came before, which the random numbers depend on."""
-        index: int = self.run.trainer.fit_loop.epoch_loop.total_batch_idx
-        return index
+        return int(self.run.trainer.fit_loop.epoch_loop.total_batch_idx)
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Return the output of a training step of all of this rank's replicas."""
@@ -103,12 +94,12 @@ class ManyReplicas(Pieces):
             step_end = partial(self._run_step_end, self.run.module.training_step, step)
             with replaced(self.run.module, "training_step", step_end), self._log.collecting():
                 self._log.samples = chunk.samples
-                output = self._read(step, step.forward(batch, *args), self._weight(chunk, chunk.samples))
+                output = self._read(step, step.forward(batch, *args), self.weight(chunk))
         if not self.run.module.automatic_optimization:
             self.end_step()
         return output
 
-    def _as_piece(self, piece: ReplicaSlice, batches: Batches) -> AbstractContextManager[Any]:  # the state has all
+    def _as_piece(self, piece: ReplicaSlice, batches: Batches) -> AbstractContextManager[Any]:
         return self._state.piece(piece, self._batch_index)
 
     def end_step(self) -> None:
@@ -123,8 +114,8 @@ class ManyReplicas(Pieces):
     def _together(self, chunk: Chunk) -> Iterator[None]:
         """Raise on all ranks what batch norm says of a replica of one sample, which only some ranks may have."""
         replicas = self.num_replicas(self.run.world.size)
-        sizes = [stop - start for start, stop in chunk_bounds(chunk.batch_samples, replicas)]
-        if 1 not in sizes:
+        # Over one device, batch norm has the samples of all ranks.
+        if self._options.one_device or all(b - a != 1 for a, b in chunk_bounds(chunk.batch_samples, replicas)):
             yield
             return
         problem = None

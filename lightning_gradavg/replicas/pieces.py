@@ -33,11 +33,10 @@ class Step(NamedTuple):
     """How a training step is run.
 
     Attributes:
-        forward: Runs the user's through the wrapper, in the precision of the run, with the arguments of
-            `training_step`.
+        forward: Runs the user's through the wrapper.
         backward: Runs the backward of a loss that is not the step's last.
-        reduction: Is handed the losses.
-        batches: Knows what stands behind the batch.
+        reduction: Reads the losses.
+        batches: Knows what is behind the batch.
     """
 
     forward: Callable[..., Any]
@@ -47,12 +46,7 @@ class Step(NamedTuple):
 
 
 class Replicas(Part):
-    """A rank's batch is computed as it is, by the module itself.
-
-    Args:
-        options: What the user's options come to.
-        static_graph: Whether DDP was told that every iteration is alike.
-    """
+    """A rank's batch is computed as it is, by the module itself."""
 
     def __init__(self, options: Options, *, static_graph: bool = False) -> None:
         self._options, self._static_graph = options, static_graph
@@ -70,22 +64,18 @@ class Replicas(Part):
         """Return the number of chunks that each loader batch is computed in."""
         return self._options.num_replicas or world_size
 
-    def samples(self, chunk: Chunk | None) -> float | None:
+    def weight(self, chunk: Chunk | None) -> float | None:
         """Return the weight of a loss that has none: the samples of its batch, None where they are not known."""
-        return None if chunk is None else self._weight(chunk, chunk.samples)
-
-    def _weight(self, chunk: Chunk, samples: int) -> float:  # noqa: ARG002  # one loss of all takes those of the batch
-        """Return the weight of the loss of so many samples of a chunk."""
-        return samples
+        return None if chunk is None else chunk.samples
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Return the output of a training step, with one loss whose backward is to be run."""
         with step.batches.training_step():
             output = step.forward(batch, *args)
-        return self._read(step, output, self.samples(step.batches.chunk))
+        return self._read(step, output, self.weight(step.batches.chunk))
 
     def _read(self, step: Step, output: Any, weight: float | None) -> Any:
-        """Return an output with one loss, having handed its loss to the reduction."""
+        """Return an output with one loss, which the reduction has read."""
         return step.reduction.read(output, weight) if self.run.module.automatic_optimization else output
 
     def end_step(self) -> None:
@@ -95,40 +85,37 @@ class Replicas(Part):
 class Pieces(Replicas):
     """A rank computes its samples in pieces, one after another, such as parts of at most `max_device_batch_size`."""
 
+    stays_local = False
+    """Whether DDP reduces nothing."""
+
     def configure_ddp(self, run: Run) -> None:
         """Prepare the pieces of a run."""
         super().configure_ddp(run)
-        preset = self._options.preset
-        self._log = ReplicaLog(run.module, run.world, whole=preset is not None)
+        self._log = ReplicaLog(run.module, run.world, whole=self._options.preset is not None)
         # Ranks may then run a step different numbers of times.
         self._in_pieces = self._options.in_pieces(run.world.size)
-        self._refusing: Callable[[], AbstractContextManager[Any]] = (
-            partial(collectives_refused, _APART) if self._in_pieces else nullcontext
-        )
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
-        """Return the output of a training step, the joined one of all pieces, with the loss of the last to be run."""
+        """Return the joined output of all pieces, with the loss of the last to be run."""
         batches = step.batches
         assert isinstance(batches, SplitBatches)
         chunk = batches.chunk
         assert chunk is not None
         pieces, outputs = self._cut(batches, batch), []
+        refusing = partial(collectives_refused, _APART) if self._in_pieces else nullcontext
         with self._log.collecting(), self._together(chunk):
             for index, piece in enumerate(pieces, 1):
                 self._log.samples = piece.samples
                 last = index == len(pieces)
-                local = nullcontext() if last and not self._stays else self.run.ddp.no_sync()
+                local = nullcontext() if last and not self.stays_local else self.run.ddp.no_sync()
                 with local, self._as_piece(piece, batches):
-                    with self._agreeing(step.reduction) if index == 1 else nullcontext(), self._refusing():
+                    with self._agreeing(step.reduction) if index == 1 else nullcontext(), refusing():
                         output = step.forward(piece.batch, *args)
-                        outputs.append(self._read(step, output, self._weight(chunk, piece.samples)))
+                        outputs.append(self._read(step, output, piece.samples))
                     if not last:
-                        self._require_loss(outputs[-1])
+                        _require_loss(outputs[-1])
                         step.backward()
         return outputs[0] if len(outputs) == 1 else self._joined(outputs, pieces, chunk)
-
-    _stays = False
-    """Whether DDP reduces nothing."""
 
     @contextmanager
     def _agreeing(self, reduction: Reduction) -> Iterator[None]:
@@ -153,7 +140,7 @@ class Pieces(Replicas):
 
     def _joined(self, outputs: Sequence[Any], pieces: Sequence[ReplicaSlice], chunk: Chunk) -> Any:
         """Return the pieces' outputs as one, with the mean loss, whose backward is that of the last piece."""
-        self._require_loss(outputs[-1])
+        _require_loss(outputs[-1])
         named = [output if isinstance(output, Mapping) else {"loss": output} for output in outputs]
         of_samples = [one["loss"].detach() * piece.samples for one, piece in zip(named, pieces, strict=True)]
         keys = dict.fromkeys(key for one in named for key in one if key != "loss")
@@ -167,12 +154,13 @@ class Pieces(Replicas):
         except (TypeError, RuntimeError):  # of no tensors, or of shapes that do not fit
             return values
 
-    def _require_loss(self, output: Any) -> None:
-        if (output.get("loss") if isinstance(output, Mapping) else output) is None:
-            raise RuntimeError(
-                "training_step returned no loss for one of the pieces of a batch. Return"
-                ' {"loss": loss, "weight": 0} for samples that are not to count.'
-            )
+
+def _require_loss(output: Any) -> None:
+    if (output.get("loss") if isinstance(output, Mapping) else output) is None:
+        raise RuntimeError(
+            "training_step returned no loss for one of the pieces of a batch. Return"
+            ' {"loss": loss, "weight": 0} for samples that are not to count.'
+        )
 
 
 class _Shown(torch.autograd.Function):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from lightning_gradavg.batches.chunks import Chunk
@@ -31,18 +30,11 @@ class SingleDevice(ManyReplicas):
         self._checked_uneven = False
         super().configure_ddp(run)
 
-    def _keeps_assigned(self, run: Run) -> bool:  # noqa: ARG002  # whatever the run
-        return True
-
     def _is_to_check(self, chunk: Chunk, batch_index: int) -> bool:
         """Return whether ranks compare their buffers now: ever more rarely, and once after an uneven batch."""
         uneven = chunk.batch_samples % self.run.world.size != 0 and not self._checked_uneven
         self._checked_uneven |= uneven
         return uneven or (batch_index + 1) & batch_index == 0  # in steps 1, 2, 4, 8, ...
-
-    @contextmanager
-    def _together(self, chunk: Chunk) -> Iterator[None]:  # noqa: ARG002  # it is asked of replicas
-        yield  # batch norm has the samples of all ranks
 
     def _gathered(self, output: Any, **options: Any) -> Any:
         if self.run.world.size == 1:

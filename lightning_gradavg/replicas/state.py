@@ -1,8 +1,7 @@
 """What a replica owns: its own copies of the buffers, and its own random numbers.
 
-A rank runs its replicas one after another, as `nn.DataParallel` runs them on its devices. What one computes depends
-neither on the rank that it is on nor on the replicas before it: each starts from the module's buffers and draws from a
-stream of its own. What replica 0 writes into its buffers, the module keeps.
+What a replica computes depends neither on its rank nor on the replicas before it: each starts from the module's buffers
+and draws from its own stream. What replica 0 writes into its buffers, the module keeps.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from itertools import chain
 
@@ -40,8 +39,7 @@ class ReplicaState:
         streams: The random numbers of every replica.
         world: The ranks that share the replicas. Rank 0 has replica 0.
         several: Whether a rank may run the step more than once.
-        keeps_assigned: Whether a tensor that is assigned in place of a buffer is kept, too, as on one device;
-            `nn.DataParallel` drops it.
+        keeps_assigned: Whether a tensor that is assigned in place of a buffer is kept, which `nn.DataParallel` drops.
         ignored: Names of buffers that ranks keep for themselves.
     """
 
@@ -63,11 +61,7 @@ class ReplicaState:
         self._originals: Buffers | None = None
 
     def begin(self, *, check: bool) -> None:
-        """Begin a step.
-
-        Args:
-            check: Whether all ranks must have written the same into their buffers, as batch norm over all ranks does.
-        """
+        """Begin a step; with `check`, all ranks must write the same into their buffers."""
         if self._originals is not None:  # of a step whose backward was never run
             self._put(self._originals)
         self._originals, self._check = self._buffers(), check
@@ -77,14 +71,8 @@ class ReplicaState:
     def piece(self, piece: ReplicaSlice, batch_index: int) -> Iterator[None]:
         """Run a replica within the context: from the buffers at the beginning of the step, with its own random numbers.
 
-        The buffers stay in place: a backward after the context may run parts of the forward again.
-
-        Args:
-            piece: The replica; one of no samples, which only keeps the rank busy, leaves no trace.
-            batch_index: How many loader batches came before, which the random numbers depend on.
-
-        Raises:
-            RuntimeError: If the step wrote parameters, or made or removed buffers.
+        The copies stay in place: a backward after the context may run parts of the forward again. A piece of no
+        samples, which only keeps the rank busy, leaves no trace.
         """
         assert self._originals is not None
         copied = {id(buffer): buffer.detach().clone() for buffer in self._originals.values()}
@@ -92,15 +80,18 @@ class ReplicaState:
         self._put(copies)
         versions = versions_of(self._parameters.values())
         try:
-            nobody = -1 - self._world.rank  # a number that no replica has
-            traces = _without_traces(self._module) if piece.replica is None else nullcontext()
-            with self._streams.of(batch_index, nobody if piece.replica is None else piece.replica), traces:
+            stream = -1 - self._world.rank if piece.replica is None else piece.replica
+            with ExitStack() as around:
+                around.enter_context(self._streams.of(batch_index, stream))
+                if piece.replica is None:
+                    around.enter_context(not_counted())
+                    around.enter_context(metrics_kept(self._module))
                 yield
         except BaseException:
             self._put(self._originals)
             raise
-        three = zip(self._parameters, versions, versions_of(self._parameters.values()), strict=True)
-        changed = [name for name, before, after in three if before != after]
+        after = versions_of(self._parameters.values())
+        changed = [name for name, old, new in zip(self._parameters, versions, after, strict=True) if old != new]
         if changed:
             raise RuntimeError(
                 f"training_step has written the parameters {', '.join(changed)}, but it runs once per replica, and of"
@@ -119,11 +110,7 @@ class ReplicaState:
         self._written[piece.replica] = copies
 
     def end(self) -> None:
-        """Have the module's buffers be replica 0's, on all ranks. A collective operation.
-
-        Raises:
-            ValueError: On all ranks, if they wrote different numbers and are to be compared.
-        """
+        """Have the module's buffers be replica 0's, on all ranks. A collective operation."""
         if self._originals is None:
             return
         originals, self._originals = self._originals, None
@@ -144,7 +131,7 @@ class ReplicaState:
             if (buffer.shape, buffer.dtype) != (copy.shape, copy.dtype):
                 raise RuntimeError(
                     f"the training step has assigned a tensor of shape {tuple(buffer.shape)} and {buffer.dtype} to the"
-                    f" buffer {label} of shape {tuple(copy.shape)} and {copy.dtype}: keep them alike."
+                    f" buffer {label} of shape {tuple(copy.shape)} and {copy.dtype}: keep shape and dtype."
                 )
             copies[label] = buffer.detach()
         elif not self._warned and self._world.rank == 0:
@@ -156,7 +143,7 @@ class ReplicaState:
             )
 
     def _buffers(self) -> Buffers:
-        """Return the module's buffers by name. A tensor that is registered twice is there twice."""
+        """Return the module's buffers by name; one that is registered twice is there twice."""
         return {
             label: buffer
             for path, owner in self._owners.items()
@@ -170,10 +157,10 @@ class ReplicaState:
 
     def _require_alike(self, written: Mapping[int | None, Buffers]) -> None:
         """Raise, on all ranks, if ranks have written different numbers; a stand-in's do not count."""
-        counted = [buffers for replica, buffers in written.items() if replica is not None]
         mine = [
             (label, blake2b(bits(buffer), digest_size=8).digest())
-            for buffers in counted
+            for replica, buffers in written.items()
+            if replica is not None
             for label, buffer in buffers.items()
         ]
         found = Counter(label for label, _ in set(chain.from_iterable(self._world.gather_objects(mine))))
@@ -184,9 +171,3 @@ class ReplicaState:
                 " they depend on the samples of a rank, and on one device they would depend on all. Compute them from"
                 " the whole batch in training_step_end, or use equivalent_to='data_parallel', which keeps replica 0's."
             )
-
-
-@contextmanager
-def _without_traces(module: LightningModule) -> Iterator[None]:
-    with not_counted(), metrics_kept(module):
-        yield

@@ -38,9 +38,6 @@ class FixedArithmetic(Arithmetic):
 
     One thread: sums are cut by threads, and processes of one machine have fewer each. Deterministic algorithms, with
     torch's error for an operator that has none. No search for the fastest convolution, which time decides.
-
-    Args:
-        replicas: Replicas of each loader batch.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -61,8 +58,7 @@ class FixedArithmetic(Arithmetic):
         )
         put_back(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
         if _WORKSPACE not in os.environ:
-            # Or cuBLAS, which has no other way, is refused by torch.
-            os.environ[_WORKSPACE] = ":4096:8"
+            os.environ[_WORKSPACE] = ":4096:8"  # without it torch refuses cuBLAS
             put_back(os.environ.pop, _WORKSPACE, None)
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
@@ -70,22 +66,20 @@ class FixedArithmetic(Arithmetic):
 
     def _require_served(self, run: Run) -> None:
         replicas, ranks = self._replicas, run.world.size
-        if replicas % ranks != 0:
-            served = [str(count) for count in range(1, replicas + 1) if replicas % count == 0]
-            raise ValueError(
-                f"reproducible=True with num_replicas={replicas} on {ranks} processes: the number of processes must"
-                f" divide num_replicas. Use {', '.join(served)} of them, or another num_replicas."
-            )
-        if not run.module.automatic_optimization:
-            raise ValueError(
-                "reproducible=True does not serve manual optimization: a rank would step after the first of its"
-                " replicas. Use automatic optimization, or leave reproducible out."
-            )
-        if has_step_end(run.module):
-            raise ValueError(
-                "reproducible=True does not serve training_step_end: the gradient of one loss of all outputs is summed"
-                " by autograd in an order that follows the ranks. Return the loss of each replica from training_step."
-            )
+        served = [str(count) for count in range(1, replicas + 1) if replicas % count == 0]
+        refused = {
+            f"reproducible=True with num_replicas={replicas} on {ranks} processes: the number of processes must divide"
+            f" num_replicas. Use {', '.join(served)} of them, or another num_replicas.": replicas % ranks != 0,
+            "reproducible=True does not serve manual optimization: a rank would step after the first of its replicas."
+            " Use automatic optimization, or leave reproducible out.": not run.module.automatic_optimization,
+            "reproducible=True does not serve training_step_end: the gradient of one loss of all outputs is summed by"
+            " autograd in an order that follows the ranks. Return the loss of each replica from training_step.": (
+                has_step_end(run.module)
+            ),
+        }
+        for message, holds in refused.items():
+            if holds:
+                raise ValueError(message)
 
     def configure_ddp(self, run: Run) -> None:
         """Note the settings that are the user's choice. A collective operation."""
@@ -106,12 +100,12 @@ class FixedArithmetic(Arithmetic):
 
 def _float32_products() -> dict[str, Any]:
     """Return what float32 numbers are multiplied in."""
-    if not hasattr(torch.backends.cudnn, "conv"):  # before torch 2.9
+    backends: Any = torch.backends
+    if not hasattr(backends.cudnn, "conv"):  # before torch 2.9
         return {
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
-            "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+            "cudnn_allow_tf32": backends.cudnn.allow_tf32,
         }
-    backends: Any = torch.backends
     chosen = {
         "float32_matmul": backends.cuda.matmul,
         "float32_matmul_cpu": backends.mkldnn.matmul,
@@ -119,18 +113,17 @@ def _float32_products() -> dict[str, Any]:
         "float32_conv_cpu": backends.mkldnn.conv,
         "float32_rnn": backends.cudnn.rnn,
     }
-    # "none" is the default, which is what "ieee" says.
+    # "none", the default, is the same as "ieee".
     return {name: each.fp32_precision.replace("none", "ieee") for name, each in chosen.items()}
 
 
 class AlignedReplicas(ManyReplicas):
     """Gives every replica its samples in memory of their own.
 
-    A slice of a batch begins wherever the samples before it end, and kernels add up in another order where a row does
-    not begin at a multiple of some bytes: cuBLAS and MKL choose them by that, and torch's own loops are cut by it.
+    A slice begins wherever the samples before it end, and kernels choose the order of their sums by that alignment.
     """
 
-    _stays = True
+    stays_local = True
 
     def _cut(self, batches: SplitBatches, batch: Any) -> list[ReplicaSlice]:
         return [each._replace(batch=mapped(each.batch, _copied)) for each in super()._cut(batches, batch)]

@@ -39,7 +39,7 @@ _BUCKET_BYTES = 25 * 2**20
 
 
 class Fold(Generic[T]):
-    """Adds up consecutive nodes as far as the tree allows without those that follow, as a binary counter carries.
+    """Adds up consecutive nodes as far as the tree allows, as a binary counter carries.
 
     Args:
         leaves: Leaves of the tree.
@@ -97,12 +97,11 @@ def sum_over_ranks(
 ) -> list[Tensor | None]:
     """Return the sum of the gradients of all replicas, the same bits on any number of ranks. A collective operation.
 
-    A zero is always the positive one: a rank without a gradient sends zeros, and -0.0 + 0.0 is 0.0.
+    A zero is always positive: a rank without a gradient sends zeros, and -0.0 + 0.0 is 0.0.
 
     Args:
-        nodes: What this rank's replicas add up to: the nodes of a `Fold` of all replicas with `add_gradients`, into
-            which each of them was pushed.
-        parameters: The parameters, the same on all ranks, which the results are like.
+        nodes: The nodes of a `Fold` of all replicas with `add_gradients`, into which this rank's were pushed.
+        parameters: The parameters, the same on all ranks.
         replicas: Replicas of all ranks; the number of ranks divides it.
         world: The ranks, of which each has as many replicas, those of rank 0 first.
         factor: What the sums are multiplied by before they are rounded to the dtype of their parameter.
