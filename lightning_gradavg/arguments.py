@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
 from functools import wraps
@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Refusals", "by_keyword", "nearest", "refuse"]
+__all__ = ["Refusals", "by_keyword", "did_you_mean", "nearest", "refuse"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -73,7 +73,9 @@ def by_keyword(constructor: _F) -> _F:
             if name not in annotations:
                 raise TypeError(f"{name}={value!r} is not an option of {owner}{nearest(name, names)}")
             if value not in literal.get(name, [value]):
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, literal[name]))}.")
+                accepted_names = ", ".join(map(repr, literal[name]))
+                hint = did_you_mean(value, literal[name])
+                raise ValueError(f"{name}={value!r} is not one of {accepted_names}.{hint}")
             accepted = plain[name]
             if accepted and not any(_is(value, one) for one in accepted):
                 *words, last = [word for one in accepted for word in _WORDS[one]]
@@ -84,10 +86,15 @@ def by_keyword(constructor: _F) -> _F:
     return checked  # type: ignore[return-value]  # `wraps` keeps the signature
 
 
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """Return the sentence that names the known name nearest to a wrong one, with a space before it; "" without one."""
+    found = get_close_matches(given, list(known), 1) if isinstance(given, str) else []
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """Return what ends a sentence that refuses a name: the nearest known one, or all of them."""
-    found = get_close_matches(name, known, 1)
-    return f". Did you mean {found[0]!r}?" if found else f". It has {', '.join(known)}."
+    return "." + (did_you_mean(name, known) or f" It has {', '.join(known)}.")
 
 
 def _plain(annotation: Any) -> tuple[Any, ...]:

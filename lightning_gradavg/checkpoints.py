@@ -19,9 +19,8 @@ __all__ = ["WholeCheckpoints", "require_whole"]
 class WholeCheckpoints(TorchCheckpointIO):
     """Writes a checkpoint beside its place, and moves it there when it is on the disk.
 
-    Lightning moves it from the folder for temporary files, which copies where that is another disk, and does not wait
-    for the disk: a kill or a loss of power leaves a part of a file, in the place of the checkpoint before. What is not
-    on a local file system is left to Lightning.
+    Lightning moves it from the folder for temporary files, perhaps on another disk, and does not wait for the disk: a
+    kill or a power cut replaces the previous checkpoint by a part of a file. Lightning writes what is not local.
     """
 
     @override
@@ -31,7 +30,7 @@ class WholeCheckpoints(TorchCheckpointIO):
             return
         place = Path(path).absolute()
         place.parent.mkdir(parents=True, exist_ok=True)
-        # One name for each place: what a killed run left is written over. Lightning looks for *.ckpt.
+        # One name for each place, so that the next run overwrites what a killed one left. Lightning looks for *.ckpt.
         unfinished = place.with_name(f".{place.name}.unfinished")
         try:
             with unfinished.open("wb") as file:
@@ -46,13 +45,9 @@ class WholeCheckpoints(TorchCheckpointIO):
 
 
 def require_whole(path: Any, world: World) -> None:
-    """Raise on all ranks if a checkpoint is torn. A collective operation.
+    """Raise a ValueError on all ranks if a checkpoint is torn. A collective operation.
 
-    Rank 0 looks, for all: ranks read one shared folder, or have copies of it. Every byte is checked against the
-    checksums that `torch.save` writes. What is not on a local file system is taken for whole.
-
-    Raises:
-        ValueError: If it is torn; the text names the newest whole one beside it.
+    Rank 0 checks every byte against the checksums of `torch.save`, for all ranks, unless the file is not local.
     """
     problem = world.from_first(_problem(Path(path)) if world.rank == 0 and _is_local(path) else None)
     if problem is not None:
@@ -74,7 +69,7 @@ def _problem(place: Path) -> str | None:
 
 
 def _damage(place: Path) -> str | None:
-    """Return what is wrong with a file that `torch.save` wrote; None for a whole one, or one of another format."""
+    """Return what is wrong with a file that `torch.save` wrote, if anything."""
     with place.open("rb") as file:
         begin = file.read(2)
     if begin not in (b"PK", b"", b"\0\0"):  # torch.save writes zip archives; blocks that were not written read as zeros

@@ -1,4 +1,4 @@
-"""Copies between host and device and sums over ranks that nobody waits for, and streams, on any accelerator or none."""
+"""Asynchronous copies between host and device and reductions over ranks, and streams, on any accelerator or none."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ON_HOST = ("cpu", "meta")
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. A copy from ordinary memory would be waited for, one from pinned is not."""
+    """Return a tensor on a device, copied from pinned memory, which nobody waits for."""
     if device.type in _ON_HOST or tensor.device.type not in _ON_HOST:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:
-    """The values of a tensor, as the current stream finds it, on their way to the host: begun now and read later."""
+    """A copy of a tensor to the host that begins now, on the current stream, and is read later."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._values, self._event = tensor, None
@@ -41,13 +41,12 @@ class HostCopy:
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:
-    """Return a stream of an accelerator; None for a device that has none."""
+    """Return a stream of an accelerator, if the device is one."""
     return None if device.type in _ON_HOST else torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream that an accelerator's operators are launched on now."""
-    # torch.accelerator came with torch 2.6. Before, CUDA is the only accelerator that is served.
+    """Return the current stream of an accelerator; before torch 2.6, which has `torch.accelerator`, of CUDA."""
     module: Any = getattr(torch, "accelerator", torch.cuda)
     return module.current_stream(device)  # type: ignore[no-any-return]
 
@@ -64,13 +63,7 @@ _side_stream = lru_cache(new_stream)
 
 
 class Tally:
-    """Integers of all ranks, put together element by element while the ranks go on. A collective operation.
-
-    Args:
-        row: This rank's.
-        op: What is kept of them.
-        device: Where the process group takes tensors from.
-    """
+    """Integers of all ranks, reduced element by element while the ranks go on. A collective operation."""
 
     def __init__(self, row: Sequence[int], op: Any, device: torch.device) -> None:
         self._tensor = on_device(torch.tensor(row, dtype=torch.int64), device)
@@ -86,7 +79,7 @@ class Tally:
             return HostCopy(self._tensor)
 
     def read(self) -> list[int]:
-        """Return the row of all ranks, which is long there a step later."""
+        """Return the reduced row; a step later nobody waits for it."""
         if self._copy is None:
             self._work.wait()
         return list((self._copy or HostCopy(self._tensor)).read())

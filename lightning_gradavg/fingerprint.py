@@ -20,12 +20,9 @@ _SIZE = 8  # bytes of a digest: 16 characters
 def state_digests(
     module: nn.Module, optimizers: Sequence[Optimizer], further: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, str]:
-    """Return a digest of every tensor and number of a training state, by name: 16 characters that its bits decide.
+    """Return 16 characters per tensor and number of a training state, by name, that depend on its bits.
 
-    Args:
-        module: Its parameters and buffers count, those that are not saved with it, too.
-        optimizers: What each keeps of every parameter, and the options of its groups.
-        further: Other values by name, such as random states; one digest each.
+    The state is all parameters and buffers, the optimizers' state and options, and further values by name.
     """
     return {name: _digest(value) for name, value in _state(module, optimizers, further)}
 

@@ -1,4 +1,4 @@
-"""What must be so before a run begins: where processes can be started, how many there are, and that they are alike."""
+"""What must hold before a run begins: that its processes can be started, their number, and that they are equal."""
 
 from __future__ import annotations
 
@@ -23,14 +23,10 @@ __all__ = ["EndsProcessGroup", "plain", "require_alike", "require_launch"]
 
 
 def require_launch(strategy: Any) -> None:
-    """Check that a strategy's launcher can start its processes, and have it accept uneven nodes of torchrun.
-
-    Args:
-        strategy: A `DDPStrategy` whose launcher is configured.
+    """Check that a `DDPStrategy` can start its processes, and have its launcher accept uneven nodes of torchrun.
 
     Raises:
-        MisconfigurationException: If it starts scripts, and this is a notebook; or if SLURM started another number of
-            tasks than the Trainer is to use, which would train alone, or wait for others.
+        MisconfigurationException: If it would start scripts from a notebook, or SLURM started another number of tasks.
     """
     launcher, environment = strategy.launcher, strategy.cluster_environment
     if is_interactive() and not launcher.is_interactive_compatible:
@@ -69,22 +65,15 @@ _OPTIONS_OF_TRAINER = (
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options whose values are numbers, texts or None, which can be compared between processes."""
+    """Return the options that are numbers, texts or None, which processes can compare."""
     return {name: value for name, value in options.items() if isinstance(value, (int, float, str, type(None)))}
 
 
 def require_alike(world: World, trainer: Trainer, module: LightningModule | None, options: Mapping[str, Any]) -> None:
-    """Raise on all ranks, before any waits for another, unless they are parts of one run. A collective operation.
+    """Raise a RuntimeError on all ranks, before any waits for another, unless they are parts of one run.
 
-    Args:
-        world: All ranks.
-        trainer: The Trainer.
-        module: The user's module; None where ranks may have different ones, as beside model parallelism.
-        options: Those of the strategy, by name.
-
-    Raises:
-        RuntimeError: If packages, options of strategy or Trainer, the module's class or its parameters differ, or two
-            ranks have one place.
+    They are if packages, options of strategy and Trainer, and the module's class and parameters are equal, and no two
+    ranks have one place. `module` is None if ranks may have different ones. A collective operation.
     """
     if world.size == 1:
         return
@@ -101,7 +90,7 @@ def require_alike(world: World, trainer: Trainer, module: LightningModule | None
         "the parameters": digest("\n".join(parameters)),
     }
     found = world.gather_objects((mine, (strategy.node_rank, strategy.local_rank)))
-    # An option that is an object on some rank is compared by nobody.
+    # Nobody compares an option that is an object on some rank.
     for name in [name for name in mine if all(name in facts for facts, _ in found)]:
         values = [facts[name] for facts, _ in found]
         if len(set(values)) > 1:
@@ -120,10 +109,7 @@ def require_alike(world: World, trainer: Trainer, module: LightningModule | None
 
 
 class EndsProcessGroup:
-    """Ends the process group that a strategy of Trainer or Fabric makes before the interpreter ends.
-
-    Lightning does it for NCCL alone. Gloo's threads, left to the interpreter's end, can abort the process.
-    """
+    """Ends a strategy's process group before the interpreter, whose end gloo's threads can abort. Lightning ends NCCL's."""
 
     def setup_environment(self) -> None:
         """Join the process group, and see to its end."""
@@ -144,5 +130,5 @@ def _shape(parameter: torch.nn.Parameter) -> str:
 
 
 def _first_that_differ(ranks: list[list[str]]) -> list[str]:
-    """Return of lists of one length the first items that are not all the same."""
+    """Return the first items of equally long lists that are not all the same."""
     return next(list(items) for items in zip(*ranks, strict=True) if len(set(items)) > 1)

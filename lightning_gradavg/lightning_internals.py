@@ -1,9 +1,8 @@
 """Every private name of Lightning, torch and torchmetrics that this package touches, each with its reason.
 
-Public interfaces do not offer what is done here. `PRIVATE` lists the names by their owner, read in lightning 2.5.0 and
-2.6.6, torch 2.4.0 and 2.13.0, and torchmetrics 1.4.0 and 1.9.0; `NEWER` those that came with a later
-release, whose absence is an answer. `missing()` tells which of them the installed releases have not: look there first
-when a release breaks something. No other file of the package may touch one (`tests/test_lightning_internals.py`).
+No public interface offers these. `PRIVATE` lists the names by owner, read in lightning 2.5.0 and 2.6.6, torch 2.4.0 and
+2.13.0, and torchmetrics 1.4.0 and 1.9.0; `NEWER` lists those that a later release added. When a release breaks
+something, look at `missing()` first. No other file may touch one (`tests/test_lightning_internals.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecision
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:  # the core, which touches names of torch, works without Lightning and torchmetrics
@@ -32,59 +28,9 @@ if TYPE_CHECKING:  # the core, which touches names of torch, works without Light
     from lightning.pytorch.trainer.states import RunningStage
     from torchmetrics import Metric
 
-__all__ = [
-    "BEFORE_TRANSFER",
-    "NEWER",
-    "PRIVATE",
-    "BatchNorm",
-    "EvaluationPass",
-    "MetricInside",
-    "MixedPrecision",
-    "SignalHooks",
-    "TorchDispatchMode",
-    "TrainingLoop",
-    "after_backward",
-    "averages_of",
-    "backend_name",
-    "broadcast_from_first",
-    "cloned",
-    "copy_each",
-    "defers_reduction",
-    "fetched_here",
-    "finds_learning_rate",
-    "flushes_static_graph",
-    "in_backward",
-    "injects_samplers",
-    "is_interactive",
-    "iterator_of",
-    "last_rates",
-    "leave_batch_norm_alone",
-    "let_go",
-    "limited_batches",
-    "missing",
-    "neutral_result",
-    "put_back",
-    "reduced_parameters",
-    "replace_sync_control",
-    "require_dimensions",
-    "restore_evaluation_loops",
-    "scale_each",
-    "set_injection_of_samplers",
-    "sharded_modules",
-    "sparse_parts",
-    "start_method",
-    "start_no_processes",
-    "store_of_world",
-    "stored",
-    "syncs_batch_norm",
-    "timeout_of",
-    "version_of",
-    "versions_of",
-    "views_of",
-    "within_notes",
-    "without_gradient_hooks",
-    "writes_in_place",
-]
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+MixedPrecision = torch.nn.parallel.distributed._MixedPrecision
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
 _LOOPS = "lightning.pytorch.loops"
 _CONNECTORS = "lightning.pytorch.trainer.connectors"
@@ -141,11 +87,11 @@ NEWER: Mapping[str, Mapping[str, str]] = {
     "torch>=2.6": {"torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_fsdp_param_group"},
     "torch>=2.7": {"torch._C._distributed_c10d:Backend.Options": "_timeout"},
 }
-"""Names of which the package asks whether they are there, by the release that has them first."""
+"""Names that the package looks for before it uses them, by the first release that has them."""
 
 
 def missing(private: Mapping[str, str] = PRIVATE, newer: Mapping[str, Mapping[str, str]] = NEWER) -> list[str]:
-    """Return the names that the installed releases have not, as `module:Class.name`. Empty where all is as expected."""
+    """Return the listed names that the installed releases lack, as `module:Class.name`."""
     there = [private, *(names for release, names in newer.items() if RequirementCache(release))]
     listed = ((owner, name) for names in there for owner, each in names.items() for name in each.split())
     return [f"{owner}.{name}".replace(":.", ":") for owner, name in listed if not _has(owner, name)]
@@ -159,7 +105,7 @@ def _has(owner: str, name: str) -> bool:
         return False
     for part in filter(None, cls.split(".")):
         found = getattr(found, part, None)
-    # What a constructor sets is no attribute of the class: it stands in its text.
+    # The class does not have what its constructor sets, but its source does.
     bases = inspect.getmro(found) if inspect.isclass(found) else ()
     return hasattr(found, name) or any(f"self.{name}" in _source(base) for base in bases)
 
@@ -172,136 +118,102 @@ def _source(cls: type) -> str:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return what serves a device in a process group: the group's own name may be `cpu:gloo,cuda:nccl`.
-
-    `ProcessGroup._get_backend`: `torch.distributed.get_backend` returns the name of the whole configuration.
-    """
+    """Return the backend of one device: `torch.distributed.get_backend` may return `cpu:gloo,cuda:nccl`."""
     backend: Any = group._get_backend(device)
-    name: str = backend.name()
-    return name
+    return str(backend.name())
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return how long a process group waits for a rank; None where its backend does not tell (`options._timeout`)."""
+    """Return the timeout of a process group, if its backend tells it."""
     options: Any = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
 
 
 def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
-    """Return the parameters that DDP reduces, in the order in which its messages count them.
-
-    `DistributedDataParallel._build_params_for_reducer`: nothing public tells them.
-    """
+    """Return the parameters that DDP reduces, in the order in which its messages count them."""
     parameters: list[nn.Parameter] = model._build_params_for_reducer()[0]
     return parameters
 
 
 def flushes_static_graph(strategy: Any) -> bool:
-    """Return whether Lightning starts the reduction of a static graph's first backward in manual optimization.
-
-    `DDPStrategy._pl_static_graph_delay_done`, there since lightning 2.6.
-    """
+    """Return whether Lightning (since 2.6) starts the reduction of a static graph's first manual backward."""
     return hasattr(strategy, "_pl_static_graph_delay_done")
 
 
 def defers_reduction(strategy: Any) -> bool:
-    """Return whether the reduction of the backward that runs now happens in Lightning's `post_backward`: see above."""
+    """Return whether Lightning's `post_backward` reduces the backward that runs now: see above."""
     return not getattr(strategy, "_pl_static_graph_delay_done", True)
 
 
 def syncs_batch_norm(strategy: Any) -> bool:
-    """Return whether Lightning is about to turn batch norm into SyncBatchNorm.
-
-    `ParallelStrategy._layer_sync`: what `Trainer(sync_batchnorm=True)` sets.
-    """
+    """Return whether `Trainer(sync_batchnorm=True)` is about to convert batch norm."""
     return strategy._layer_sync is not None
 
 
 class SignalHooks:
-    """Where Lightning asks all ranks whether to end, and what it does on SIGTERM, and when SLURM ends a job.
+    """Where lightning 2.6 has all ranks agree on the end of the run, and what it does on SIGTERM and SLURM's signal.
 
-    `_TrainingEpochLoop._broadcast_sigterm_tensor`, `_SignalConnector._sigterm_notifier_fn` and `received_sigterm`,
-    there since lightning 2.6, which blocks every rank at every batch, and `_slurm_sigusr_handler_fn`: see
-    `lightning_gradavg.termination`.
-
-    Args:
-        loop: The training epoch loop.
-        connector: The signal connector.
+    See `lightning_gradavg.termination` for what replaces it.
     """
 
     _BROADCAST, _NOTIFIER, _REQUEUE = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 
     def __init__(self, loop: Any, connector: Any) -> None:
-        self._loop, self._connector = loop, connector
+        self._loop, self.connector = loop, connector
 
     @classmethod
     def of(cls, trainer: Any) -> SignalHooks | None:
-        """Return those of a trainer, None if it has none."""
+        """Return those of a trainer, if it has any."""
         loop, connector = trainer.fit_loop.epoch_loop, getattr(trainer, "_signal_connector", None)
         there = hasattr(type(loop), cls._BROADCAST) and hasattr(type(connector), cls._NOTIFIER)
         return cls(loop, connector) if there else None
 
     def replace(self, agree: Callable[[], None], notice: Callable[..., None], requeue: Callable[..., None]) -> None:
-        """Have these called instead."""
+        """Have Lightning call these instead."""
         setattr(self._loop, self._BROADCAST, agree)
-        setattr(self._connector, self._NOTIFIER, notice)
-        setattr(self._connector, self._REQUEUE, requeue)
+        setattr(self.connector, self._NOTIFIER, notice)
+        setattr(self.connector, self._REQUEUE, requeue)
 
     def restore(self) -> None:
         """Leave the trainer as it was."""
-        vars(self._loop).pop(self._BROADCAST, None)
-        for name in (self._NOTIFIER, self._REQUEUE):
-            vars(self._connector).pop(name, None)
+        for owner, name in (
+            (self._loop, self._BROADCAST),
+            (self.connector, self._NOTIFIER),
+            (self.connector, self._REQUEUE),
+        ):
+            vars(owner).pop(name, None)
 
     def requeue(self, *args: Any) -> None:
-        """Write a checkpoint, and have SLURM queue the job again, as Lightning does."""
-        getattr(type(self._connector), self._REQUEUE)(self._connector, *args)
-
-    @property
-    def received(self) -> bool:
-        """Whether the run is to end."""
-        return bool(self._connector.received_sigterm)
-
-    @received.setter
-    def received(self, value: bool) -> None:
-        self._connector.received_sigterm = value
+        """Write a checkpoint and have SLURM queue the job again, as Lightning does."""
+        getattr(type(self.connector), self._REQUEUE)(self.connector, *args)
 
 
 def is_interactive() -> bool:
-    """Return whether this is a notebook or a prompt, where no script can be started again.
-
-    `lightning.fabric.utilities.imports._IS_INTERACTIVE`, asked for late, since tests replace it.
-    """
-    # The core imports no Lightning.
-    from lightning.fabric.utilities import imports  # noqa: PLC0415  # see above
+    """Return whether this is a notebook or a prompt, which has no script to start again."""
+    from lightning.fabric.utilities import imports  # noqa: PLC0415  # the core imports no Lightning
 
     return bool(imports._IS_INTERACTIVE)
 
 
 def start_method(strategy: Any) -> str:
-    """Return how a strategy starts its processes: `DDPStrategy._start_method`."""
-    method: str = strategy._start_method
-    return method
+    """Return how a strategy starts its processes."""
+    return str(strategy._start_method)
 
 
 def leave_batch_norm_alone(strategy: Any) -> None:
-    """Have Lightning not turn batch norm into SyncBatchNorm: see `syncs_batch_norm`."""
+    """Have Lightning keep batch norm as it is."""
     strategy._layer_sync = None
 
 
 class MetricInside:
-    """What torchmetrics keeps of a metric beside its states: `Metric._update_count`, `_computed` and `_reductions`.
-
-    Args:
-        metric: The metric.
-    """
+    """What torchmetrics keeps of a metric beside its states."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
 
     @property
     def updates(self) -> int:
-        """How often it was updated. Of a metric that never was, `compute` warns."""
+        """Updates so far: without any, `compute` warns."""
         return self._metric._update_count
 
     @updates.setter
@@ -310,7 +222,7 @@ class MetricInside:
 
     @property
     def reductions(self) -> dict[str, Any]:
-        """What reduces each of its states over the ranks."""
+        """The reduction of each state over the ranks."""
         return dict(self._metric._reductions)
 
     @reductions.setter
@@ -318,12 +230,12 @@ class MetricInside:
         self._metric._reductions = dict(reductions)
 
     def forget(self) -> None:
-        """Have it compute anew: it remembers the value that it computed last."""
+        """Forget the value that it computed last."""
         self._metric._computed = None
 
 
 def put_back(metric: Metric, states: Mapping[str, Any], updates: int) -> None:
-    """Give a metric the states and the number of updates of before. Its `reset` knows those of the beginning."""
+    """Give a metric earlier states and number of updates; its `reset` gives it the first ones."""
     for name, state in states.items():
         setattr(metric, name, state)
     inside = MetricInside(metric)
@@ -335,77 +247,62 @@ _BROADCAST_BYTES = 250 * 2**20  # as DistributedDataParallel broadcasts its buff
 
 
 def broadcast_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Write rank 0's tensors into those of all ranks of a group, None for that of all, in few messages.
-
-    `torch.distributed._broadcast_coalesced`: `broadcast` sends one tensor at a time.
-    """
+    """Write rank 0's tensors into those of all ranks of a group, in few messages; `broadcast` sends one at a time."""
     if tensors:
         of_all: Any = dist.group.WORLD
         dist._broadcast_coalesced(of_all if group is None else group, list(tensors), _BROADCAST_BYTES, 0)
 
 
 def injects_samplers(trainer: Any) -> bool:
-    """Return whether Lightning gives loaders a sampler for each rank.
-
-    `Trainer._accelerator_connector.use_distributed_sampler`: it is asked for every loader, of training or not.
-    """
+    """Return whether Lightning gives every loader a distributed sampler."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
 def set_injection_of_samplers(trainer: Any, value: bool) -> None:
-    """Have Lightning give the loaders that it prepares next a sampler for each rank, or not: see above."""
+    """Have Lightning give the loaders that it prepares next a distributed sampler, or not."""
     trainer._accelerator_connector.use_distributed_sampler = value
 
 
 class TrainingLoop:
-    """What Lightning's training loop reads, and whether it is at the end of an epoch.
-
-    `_FitLoop._combined_loader` and `_should_accumulate`, `CombinedLoader._iterator` and `_spec`,
-    `_TrainingEpochLoop._num_ready_batches_reached` and `_batches_that_stepped`.
-    A batch comes to the strategy in the user's own type, and nothing public tells which iterator it came from.
-
-    Args:
-        fit_loop: The Trainer's.
-    """
+    """What Lightning's training loop reads, and how far it is: a batch does not say which iterator it came from."""
 
     def __init__(self, fit_loop: Any) -> None:
         self._loop = fit_loop
 
     @property
     def epoch(self) -> Any:
-        """What reads the loaders in the epoch under way, another object in each; None before the first."""
+        """What reads the loaders in this epoch, a new object in each; None before the first."""
         return getattr(self._loop._combined_loader, "_iterator", None)
 
     @property
     def iterators(self) -> list[Any]:
-        """Those of the loaders in the epoch under way, in order. The shorter of two loaders gets several in turn."""
-        iterators: list[Any] = getattr(self.epoch, "iterators", [])
-        return iterators
+        """Those of the loaders in this epoch, in order. The shorter of two loaders gets several in turn."""
+        return getattr(self.epoch, "iterators", [])
 
     @property
     def structure(self) -> Any:
-        """The loaders' structure, which is that of their batches: a `TreeSpec` of `torch.utils._pytree`."""
+        """The structure of the loaders and their batches: a `TreeSpec` of `torch.utils._pytree`."""
         return self._loop._combined_loader._spec
 
     @property
     def cycles(self) -> bool:
-        """Whether the shorter of several loaders is begun anew until the longest has ended: `CombinedLoader._mode`."""
+        """Whether shorter loaders begin again until the longest has ended."""
         return bool(self._loop._combined_loader._mode == "max_size_cycle")
 
     @property
     def epoch_ended(self) -> bool:
-        """Whether no further batch of the epoch will be trained on, although loaders may have some."""
+        """Whether the epoch trains on no further batch, although loaders may have some."""
         return bool(self._loop.epoch_loop._num_ready_batches_reached())
 
     @property
     def between_batches(self) -> bool:
-        """Whether the next batch is read or moved, and no hook of a batch is running: `batch_progress`."""
+        """Whether no hook of a batch is running."""
         progress = self._loop.epoch_loop.batch_progress.current
         return bool(progress.ready == progress.completed)
 
     @property
     def ready(self) -> int:
-        """Batches of the epoch that reached training: one more than the number of the batch in training."""
+        """Batches of the epoch that reached training, with the one in training."""
         return int(self._loop.epoch_loop.batch_progress.current.ready)
 
     @property
@@ -415,7 +312,7 @@ class TrainingLoop:
 
     @property
     def completed(self) -> int:
-        """Batches of the epoch whose hooks have been called, too."""
+        """Batches of the epoch whose hooks were called, too."""
         return int(self._loop.epoch_loop.batch_progress.current.completed)
 
     @property
@@ -425,12 +322,11 @@ class TrainingLoop:
 
     @property
     def step(self) -> int:
-        """The step that Lightning's own callbacks log with: the optimizer steps before this one."""
-        steps: int = self._loop.epoch_loop._batches_that_stepped
-        return steps
+        """Optimizer steps before this one: the step that Lightning's own callbacks log with."""
+        return int(self._loop.epoch_loop._batches_that_stepped)
 
     def restart_at(self, batch: int) -> None:
-        """Have a resumed epoch go on at a batch, which is trained on again if it was, or was interrupted."""
+        """Have a resumed epoch go on at a batch, even if it was trained on before."""
         loop = self._loop.epoch_loop
         progress = loop.batch_progress
         processed, repeats = self.processed, self.ready > self.processed or batch < self.processed
@@ -444,40 +340,28 @@ class TrainingLoop:
 
 
 def finds_learning_rate(trainer: Any) -> bool:
-    """Return whether Lightning is searching for a learning rate: `_LRCallback` is there while it does."""
+    """Return whether Lightning is searching for a learning rate."""
     return any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks)
 
 
 def last_rates(scheduler: LRScheduler) -> Any:
-    """Return what a scheduler computed last, another object after every step: `LRScheduler._last_lr`."""
+    """Return what a scheduler computed last, a new object after every step."""
     return vars(scheduler).get("_last_lr")
 
 
 def limited_batches(stage: RunningStage, length: float, limit: float) -> float:
-    """Return how many batches of a loader `limit_*_batches` leaves: `_parse_num_batches`, with Lightning's errors.
-
-    Raises:
-        MisconfigurationException: If it is a fraction of an unknown length, or leaves nothing of a loader.
-    """
-    # The core imports no Lightning.
-    from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches  # noqa: PLC0415  # see above
+    """Return how many batches of a loader `limit_*_batches` leaves, or raise Lightning's errors."""
+    from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches  # noqa: PLC0415  # as above
 
     return _parse_num_batches(stage, length, limit)
 
 
 class EvaluationPass:
-    """The evaluation loop under way, and where it computes what was logged.
-
-    `Trainer._active_loop` and `_logger_connector`; `_combined_loader` of the loops, with `CombinedLoader._mode`;
-    `_EvaluationLoop._results`, `_logged_outputs` and `_store_dataloader_outputs`; `_PredictionLoop._predictions`.
-    No hook comes between the last batch of an evaluation and the computation of its results.
-
-    Args:
-        trainer: The Trainer.
+    """The evaluation loop under way: no hook comes between its last batch and the computation of its results.
 
     Attributes:
-        mode: How several loaders are read: `"sequential"`, or together, as `CombinedLoader` names it.
-        loaders: The loaders that are read, in order.
+        mode: How several loaders are read, as `CombinedLoader` names it.
+        loaders: Those loaders, in order.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -488,20 +372,18 @@ class EvaluationPass:
 
     @property
     def predictions(self) -> list[list[Any]]:
-        """Of a prediction loop those of each loader, which the Trainer returns; nothing where it returns none."""
-        predictions: list[list[Any]] = self._loop._predictions
-        return predictions if self._loop.return_predictions else []
+        """The predictions per loader that the Trainer returns, if any."""
+        return self._loop._predictions if self._loop.return_predictions else []
 
     @property
     def results(self) -> dict[str, Any]:
         """What was logged, by key."""
-        results: dict[str, Any] = self._loop._results
-        return results
+        return self._loop._results  # type: ignore[no-any-return]  # of Lightning
 
     def compute_at_end(self, complete: Callable[[], None]) -> None:
-        """Have the results of all loaders computed once all were read, after `complete`, and not of each after its own.
+        """Compute the results of all loaders at the end, after `complete`.
 
-        In stock, ranks that have no batch of a loader compute the results of fewer loaders than the others.
+        Stock computes each loader's after it, so that ranks without a batch of one compute fewer than the others.
         """
         loop, connector = self._loop, self._trainer._logger_connector
 
@@ -525,16 +407,15 @@ def _restore(loop: Any) -> None:
 def neutral_result(
     fields: Mapping[str, Any], reduce: Callable[..., Any], *, synced: bool, tensor: bool
 ) -> _ResultMetric:
-    """Return what `log` makes of a value, before it is updated: `_Metadata`, `_Sync._should` and `_ResultMetric`.
+    """Return what `log` makes of a value before it is updated.
 
     Args:
-        fields: Of the metadata.
-        reduce: The reduction over the ranks. It must equal what Lightning compares with in the next epoch.
-        synced: Whether it is reduced over the ranks.
-        tensor: Whether a number or tensor was logged, and not a `Metric`.
+        fields: Those of the metadata.
+        reduce: The reduction over the ranks, equal to the one that Lightning compares with in the next epoch.
+        synced: Whether `reduce` is called.
+        tensor: Whether a number or tensor was logged, not a `Metric`.
     """
-    # The core imports no Lightning.
-    from lightning.pytorch.trainer.connectors.logger_connector import result  # noqa: PLC0415  # see above
+    from lightning.pytorch.trainer.connectors.logger_connector import result  # noqa: PLC0415  # as above
 
     meta = result._Metadata(**fields)
     meta.sync = result._Sync(_should=synced, fn=reduce)
@@ -544,56 +425,32 @@ def neutral_result(
 
 
 def restore_evaluation_loops(trainer: Any) -> None:
-    """Leave the loops as they were, whose evaluation may have failed."""
+    """Leave the loops as they were, even if their evaluation failed."""
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         _restore(loop)
 
 
 def within_notes(batch_sampler: Any, function: Callable[[Any], Any]) -> Any:
-    """Return `function` of a batch sampler, inside of what notes its indices for prediction writers.
-
-    `_IndexBatchSamplerWrapper._batch_sampler`: Lightning looks for this class.
-    """
+    """Return `function` of a batch sampler, inside the wrapper that notes its indices for prediction writers."""
     if type(batch_sampler).__name__ == "_IndexBatchSamplerWrapper":
         return type(batch_sampler)(function(batch_sampler._batch_sampler))
     return function(batch_sampler)
 
 
 def cloned(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """Return a `DataLoader` with other attributes, of any subclass, without a constructor that may not know them.
-
-    `DataLoader._iterator` holds its worker processes, which are not shared.
-    """
+    """Return a copy of a `DataLoader` of any subclass with other attributes and without its worker processes."""
     copy = object.__new__(type(loader))
     copy.__dict__.update({**loader.__dict__, "_iterator": None, **attributes})
     return copy
 
 
 def iterator_of(read: Callable[[Any], Any]) -> property:
-    """Return the attribute `_iterator` of what stands for a loader: Lightning shuts down worker processes through it.
-
-    Args:
-        read: Returns, of the object with that attribute, the loader that is really read.
-    """
+    """Return the attribute `_iterator`, through which Lightning shuts down workers, of what stands for `read(self)`."""
     return property(lambda self: read(self)._iterator, lambda self, value: setattr(read(self), "_iterator", value))
 
 
-_KEPT: list[dist.ProcessGroup] = []
-
-
-def let_go(group: dist.ProcessGroup, *, failed: bool) -> None:
-    """Destroy a process group; ranks that wait for this one in it fail, as gloo closes its connections.
-
-    In torch 2.4 a group is deleted by whoever holds Python's lock, and joins threads that may wait for the lock to let
-    go of their tensors: seen once in some 200 trainings. There it is kept until the process ends, unless one failed.
-    """
-    dist.destroy_process_group(group)
-    if not failed and not RequirementCache("torch>=2.6"):
-        _KEPT.append(group)
-
-
 def store_of_world() -> Any:
-    """Return the store that the default process group was made with: `distributed_c10d._world.pg_map`."""
+    """Return the store that the default process group was made with."""
     of_all: Any = dist.group.WORLD
     return dist.distributed_c10d._world.pg_map[of_all][1]
 
@@ -613,39 +470,35 @@ class _AfterBackward:
 
 
 def after_backward(ended: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Have a function called after the backward that runs now, and after DDP has ended its reduction.
+    """Call `ended` after the backward that runs now and DDP's reduction, or `failed` if it raises.
 
-    `torch.autograd.Variable._execution_engine`, as FSDP does it. It lets go of what was queued where a backward raises.
-
-    Args:
-        ended: Called after the backward.
-        failed: Called instead where it raises.
+    The engine drops its queued callbacks when a backward raises.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_AfterBackward(ended, failed))
 
 
 def in_backward() -> bool:
-    """Return whether autograd is running a backward: `_current_graph_task_id`, which checkpointing asks, too."""
+    """Return whether autograd is running a backward."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def require_dimensions(norm: BatchNorm, input: Tensor) -> None:  # noqa: A002  # torch's name
-    """Raise as batch norm does for an input of other dimensions: `_BatchNorm._check_input_dim`."""
+    """Raise as batch norm does for an input of other dimensions."""
     norm._check_input_dim(input)
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place: `Tensor._version`, which autograd's notes name."""
+    """Return how often a tensor was written in place."""
     return tensor._version
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """Return `version_of` each of several tensors."""
-    return [tensor._version for tensor in tensors]
+    return [version_of(tensor) for tensor in tensors]
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """Return what memory a tensor has here: the values of a sparse one (`Tensor._values`), this rank's of a DTensor."""
+    """Return the values of a sparse tensor, this rank's part of a DTensor, and any other tensor itself."""
     if hasattr(tensor, "to_local"):  # torch 2.4 has DTensor elsewhere
         local: Tensor = tensor.to_local()
         return local
@@ -653,21 +506,14 @@ def stored(tensor: Tensor) -> Tensor:
 
 
 def sharded_modules(module: nn.Module) -> list[Any]:
-    """Return the modules that `fully_shard` was called on, in which every other is a parent or a child.
-
-    `torch.distributed._composable.fsdp`: torch 2.4 and 2.5 have `FSDPModule` nowhere else.
-    """
+    """Return the modules that `fully_shard` was called on. Torch 2.4 and 2.5 have `FSDPModule` here only."""
     from torch.distributed._composable.fsdp import FSDPModule  # noqa: PLC0415  # slow, and only for sharded models
 
     return [each for each in module.modules() if isinstance(each, FSDPModule)]
 
 
 def averages_of(module: Any) -> list[tuple[int, float | None]]:
-    """Return over how many ranks a sharded module averages gradients, and what a user has it divide by instead.
-
-    `FSDPModule._get_fsdp_state`: its `_fsdp_param_groups`, in older torch the one `_fsdp_param_group`, and their
-    `mesh_info` and `gradient_divide_factor`.
-    """
+    """Return over how many ranks a sharded module averages gradients, and what a user has it divide by instead."""
     state = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     sizes = ("shard_mesh_size", "replicate_mesh_size")
@@ -682,22 +528,22 @@ def averages_of(module: Any) -> list[tuple[int, float | None]]:
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return indices and values of a sparse tensor, coalesced or not: `_indices` and `_values`."""
+    """Return indices and values of a sparse tensor, coalesced or not."""
     return tensor._indices(), tensor._values()
 
 
 def views_of(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts of a flat tensor in the shapes of others: `torch._C._nn.unflatten_dense_tensors`, as DDP has."""
+    """Return the parts of a flat tensor in the shapes of others."""
     return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
 
 
 def copy_each(destinations: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-    """Copy tensors into others by one kernel: `torch._foreach_copy_`, the foreach functions have no public names."""
+    """Copy tensors into others by one kernel. The foreach functions have no public names."""
     torch._foreach_copy_(list(destinations), list(sources))
 
 
 def scale_each(tensors: Iterable[Tensor], factor: Any) -> None:
-    """Multiply tensors by a number, or a 0-dim tensor, by one kernel: `torch._foreach_mul_`."""
+    """Multiply tensors by a number or a 0-dim tensor, by one kernel."""
     held = list(tensors)
     if held:
         torch._foreach_mul_(held, factor)
@@ -712,36 +558,27 @@ class _SyncControl:
 
 
 def replace_sync_control(strategy: Any, hold: Callable[..., Any]) -> None:
-    """Have `fabric.no_backward_sync` enter `hold(stock, enabled=)`, with the context of the stock strategy.
-
-    `Strategy._backward_sync_control`: nothing public tells a strategy of Fabric that a context begins.
-    """
+    """Have `fabric.no_backward_sync` enter `hold(stock, enabled=)`, with the context of the stock strategy."""
     strategy._backward_sync_control = _SyncControl(strategy._backward_sync_control, hold)
 
 
 BEFORE_TRANSFER = "_on_before_batch_transfer"
-"""`LightningModule._on_before_batch_transfer` gets every batch as the loader made it: no hook of callbacks does."""
+"""The method of `LightningModule` that gets every batch as the loader made it; no callback does."""
 
 
 def start_no_processes(strategy: Any) -> None:
-    """Have a strategy start no processes, because the ranks are there.
-
-    `DDPStrategy._start_method`: one that comes by name, such as "ddp_spawn", has no other way to be told.
-    """
+    """Have a strategy start no processes, even one by name such as "ddp_spawn"."""
     strategy._start_method = "popen"
 
 
 def writes_in_place(operator: Any) -> bool:
-    """Return whether an operator of torch changes an argument: `OpOverload._schema`."""
+    """Return whether an operator of torch changes an argument."""
     return bool(operator._schema.is_mutable)
 
 
 @contextmanager
 def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
-    """Take the hooks on a module's parameters off inside.
-
-    `Tensor._backward_hooks`: a hook is removed by the handle alone, which only the user has.
-    """
+    """Take the hooks off a module's parameters inside: only the user has the handles."""
     hooks = [(parameter, parameter._backward_hooks) for parameter in module.parameters()]
     try:
         for parameter, _ in hooks:
@@ -754,13 +591,7 @@ def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fetched_here(watch: Callable[[Any], None]) -> Iterator[None]:
-    """Have every `DataLoader` load in this process, and show what fetches its samples, whoever made the loader.
-
-    `DataLoader._get_iterator` begins a pass, and its iterator's `_dataset_fetcher` collates.
-
-    Args:
-        watch: Is given the fetcher of every pass that begins.
-    """
+    """Have every `DataLoader` load in this process, and call `watch` with the fetcher of every pass that begins."""
     own = DataLoader._get_iterator
 
     def begun(loader: Any) -> Any:

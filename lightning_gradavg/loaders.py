@@ -24,11 +24,7 @@ __all__ = [
 
 
 class Shows:
-    """Shows the attributes of another object where it has none of its own.
-
-    Args:
-        shown: The other object.
-    """
+    """Shows the attributes of another object, unless it has its own."""
 
     def __init__(self, shown: Any) -> None:
         self._shown = shown
@@ -40,16 +36,13 @@ class Shows:
 
 
 class LoaderWrapper(Shows):
-    """Stands in the place of a user's loader, of which Lightning reads and sets more than batches.
+    """Stands in for a user's loader, of which Lightning reads and sets more than batches.
 
     Args:
         loader: The user's loader.
         read: What is iterated: that loader, or a copy of it.
         shown: Which of the two shows its attributes.
-        alike: Whether all ranks read the same, so that no worker process may be seeded by its rank.
-
-    Attributes:
-        loader: The user's loader, untouched.
+        alike: Whether all ranks read the same, so that worker processes must not be seeded by rank.
     """
 
     def __init__(self, loader: Any, *, read: Any, shown: Any, alike: bool) -> None:
@@ -69,12 +62,12 @@ class LoaderWrapper(Shows):
 
 
 def user_loader(loader: Any) -> Any:
-    """Return the user's loader of one that may be wrapped: Lightning writes ours into a user's `CombinedLoader`."""
+    """Return the user's loader, unwrapped: Lightning writes ours into a user's `CombinedLoader`."""
     return loader.loader if isinstance(loader, LoaderWrapper) else loader
 
 
 def is_sharded(loader: Any) -> bool:
-    """Return whether the user says that every rank reads its own part of the data."""
+    """Return whether the user declares that every rank reads its own part of the data."""
     owners = (loader, getattr(loader, "dataset", None))
     return any(getattr(owner, "sharded_by_rank", False) for owner in owners)
 
@@ -85,21 +78,21 @@ def keeps_state(part: Any) -> bool:
 
 
 def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
-    """Return the sampler of a loader that shares out the data, if it has one."""
+    """Return the sampler that splits a loader's data over ranks, if any."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     return next((one for one in samplers if isinstance(one, DistributedSampler) and one.num_replicas > 1), None)
 
 
 def loader_batch_size(loader: Any) -> int | None:
-    """Return the samples in a batch of a loader, or None where it does not say."""
+    """Return the samples in a batch of a loader, if it tells."""
     holders = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None))
     sizes = (getattr(holder, "batch_size", None) for holder in holders)
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def length_of(loader: Any) -> float:
-    """Return the length of a loader; infinite where it tells none."""
+    """Return the length of a loader; infinity if it tells none."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):

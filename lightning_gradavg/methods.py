@@ -1,4 +1,4 @@
-"""Methods of a module that are others for a while: a step that is run once per replica, a `log` that says more."""
+"""Methods of a module that are replaced for a while: a step that runs once per replica, a `log` that says more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["logged_as", "replaced"]
 
 @contextmanager
 def replaced(module: object, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Have a module call another method within the context. What a user has put on the instance comes back."""
+    """Replace a method of a module within the context; a user's method on the instance comes back."""
     own = vars(module).get(name)
     setattr(module, name, method)
     try:
@@ -32,17 +32,11 @@ _SIGNATURE = _LOG.replace(parameters=list(_LOG.parameters.values())[1:])
 def logged_as(
     module: LightningModule, change: Callable[[dict[str, Any]], dict[str, Any] | None]
 ) -> AbstractContextManager[None]:
-    """Have a function decide, within the context, what `module.log` and `module.log_dict` log.
-
-    Args:
-        module: The module.
-        change: Gets what `log` was given, by the names of Lightning's parameters, and returns what is to be logged
-            instead; None for nothing.
-    """
+    """Within the context, give `change` the arguments of `module.log` by name and log what it returns, unless None."""
     log: Callable[..., None] = module.log
 
     def changed(*args: Any, **kwargs: Any) -> None:
-        # Whatever the signature of a user's own `log`, it hands on what Lightning's takes.
+        # A user's own `log` hands on what Lightning's takes.
         arguments = change(dict(_SIGNATURE.bind(*args, **kwargs).arguments))
         if arguments is not None:
             log(**arguments)

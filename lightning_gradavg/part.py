@@ -1,11 +1,8 @@
 """A part of the strategy: one concern, and the moments of a run that it answers.
 
-Moments are named as Lightning names its hooks, and come in the order in which they stand here. A part overrides those
-that it has something to say to; the part that does nothing is `Part` itself. The strategy asks all parts at every
-moment, but for those of a single loader, batch, step or evaluation, where it asks those that it names:
-`process_dataloader`, `on_train_batch_start`, `training_step`, `optimizer_step`, `on_evaluation_start` and
-`on_evaluation_end`. Parts do not know each other: what one needs of another
-the strategy passes as an argument.
+Moments have the names of Lightning's hooks and come in this order. `Part` itself does nothing; a part overrides what
+concerns it. The strategy calls all parts at every moment, except those of a single loader, batch, step or evaluation.
+Parts do not know each other: the strategy passes what one needs of another.
 """
 
 from __future__ import annotations
@@ -38,8 +35,8 @@ class Run:
         module: The user's module.
         device: This rank's device.
         world: All ranks of the run.
-        model: The wrapper that reduces the gradients, and
-        places: the places of the ranks that it reduces over, in rank order; None and empty where nothing is trained.
+        model: The wrapper that reduces the gradients, if the run trains.
+        places: The places of all ranks, in rank order, if the run trains.
     """
 
     trainer: Trainer

@@ -37,13 +37,13 @@ def restore_random_state(state: RandomState) -> None:
 
 
 def same_random_state(one: RandomState, other: RandomState) -> bool:
-    """Return whether two states draw the same; where one was taken before NumPy was imported, from the other two."""
+    """Return whether two states draw the same, apart from NumPy if it was not imported for one of them."""
     same_numpy = None in (one[2], other[2]) or one[2] == other[2]
     return torch.equal(one[0], other[0]) and one[1] == other[1] and same_numpy
 
 
 def forked(state: RandomState, stream: int) -> RandomState:
-    """Return states that follow from that of torch's generator, from which each stream draws numbers of its own."""
+    """Return states for one of several streams, derived from that of torch's generator."""
     digest = blake2b(state[0].numpy().tobytes() + str(stream).encode(), digest_size=24).digest()
     for_torch, for_python, for_numpy = (int.from_bytes(digest[start : start + 8], "little") for start in (0, 8, 16))
     numpy = sys.modules.get("numpy")

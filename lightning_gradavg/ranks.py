@@ -7,29 +7,16 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_gradavg.place import Place, node_from_environment, places_on_nodes
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = [
-    "Agreed",
-    "Contribution",
-    "World",
-    "by_rank",
-    "by_value",
-    "digest",
-    "on_ranks",
-    "subgroups",
-]
+__all__ = ["Agreed", "Contribution", "World", "by_rank", "by_value", "digest", "on_ranks", "ranks_by_value"]
 
 _RANKS_SHOWN = 8
 _SETTLE_SECONDS = 0.1  # a thread needs microseconds; on a crowded machine its turn
@@ -37,11 +24,10 @@ _SETTLE_SECONDS = 0.1  # a thread needs microseconds; on a crowded machine its t
 
 @lru_cache
 def _settle_at_exit() -> None:
-    """Have threads of gloo end with their collectives before the interpreter ends, which else can abort the process.
+    """Let gloo's threads free their tensors before the interpreter ends.
 
-    Such a thread frees the tensors of a collective after it has answered, and needs the interpreter for that. One that
-    still waits for it when the interpreter ends is unwound by force: "terminate called without an active exception",
-    exit code 134, seen in 2 of 25 short runs on torch 2.13.
+    A thread that still waits for the interpreter then aborts the process: "terminate called without an active
+    exception", exit code 134, in 2 of 25 short runs on torch 2.13.
     """
     atexit.register(time.sleep, _SETTLE_SECONDS)
 
@@ -51,9 +37,9 @@ class Contribution:
     """What a rank brings to a collective call.
 
     Attributes:
-        alike: What must be the same on all ranks, as values whose `repr` tells them apart.
-        details: Integers in which ranks may differ, as many on all that are alike.
-        weight: The weight, or None if it was not given.
+        alike: What must be equal on all ranks, by its `repr`.
+        details: Integers that may differ, the same number on all ranks.
+        weight: The weight, if it was given.
     """
 
     alike: Any
@@ -62,13 +48,7 @@ class Contribution:
 
 
 class Agreed(NamedTuple):
-    """What every rank brings, in rank order.
-
-    Attributes:
-        nodes: The node, or None where it is not known.
-        weights: The weight, or None where it was not given.
-        details: As in `Contribution`; this rank's own list where they are the same.
-    """
+    """What every rank brings, in rank order: its node and weight, if known, and its details."""
 
     nodes: list[int | None]
     weights: list[float | None]
@@ -94,13 +74,8 @@ class World:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> World:
-        """Return the world of a process group, of the default one if None, or of one rank without any.
-
-        Raises:
-            ValueError: If `group` is no process group, or this process is not a member of it.
-        """
-        # What new_group returns to a process that it leaves out is no process group, whatever its annotation says.
-        left_out: object = dist.GroupMember.NON_GROUP_MEMBER
+        """Return the world of a process group (None: the default one), or raise a ValueError about `group`."""
+        left_out: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to processes that it leaves out
         if not (dist.is_available() and dist.is_initialized()):
             if group is None:
                 return cls()
@@ -129,7 +104,7 @@ class World:
         return self._gather(torch.tensor(row, dtype=torch.float64))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's value in rank order. Slow: for what happens once, or makes a message."""
+        """Return every rank's value in rank order. Slow: for setup and messages."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -139,17 +114,12 @@ class World:
     def agree(
         self, refusal: str, contribute: Callable[[], C], difference: Callable[[list[Any]], str]
     ) -> tuple[C, Agreed]:
-        """Return what this rank and all others bring to a collective call, or raise the same error on all ranks.
-
-        One small exchange, and another where the details differ.
+        """Return what this rank and all others bring to a collective call, or raise one ValueError on all ranks.
 
         Args:
-            refusal: What an error of some rank's arguments begins with.
-            contribute: Checks this rank's arguments, and may raise anything.
-            difference: Says, of all ranks' `alike`, what differs.
-
-        Raises:
-            ValueError: If `contribute` raised on any rank, or the ranks are not alike.
+            refusal: What the error begins with if `contribute` raises on any rank.
+            contribute: Checks this rank's arguments.
+            difference: Makes the error if the ranks' `alike` differ.
         """
         mine, error, row = None, None, [True, 0, 0, 0, 0]
         try:
@@ -157,7 +127,7 @@ class World:
             weight = torch.tensor(math.nan if mine.weight is None else mine.weight, dtype=torch.float64)
             row = [False, digest(repr(mine.alike)), digest(repr(mine.details)), -1 if node is None else node]
             row += [int(weight.view(torch.int64))]
-        except Exception as failure:  # noqa: BLE001  # whatever this rank meets: the others would wait for it for ever
+        except Exception as failure:  # noqa: BLE001  # the other ranks wait for this one
             error = failure
         failed, calls, details, nodes, bits = zip(*self.gather_integers(row), strict=True)
         if any(failed):
@@ -195,29 +165,12 @@ class World:
     def _gather(self, row: torch.Tensor) -> list[Any]:
         if self.group is None:
             return [row.tolist()]
-        # Chosen by what all ranks share, the group: their parameters may differ, which is what an exchange finds out.
+        # By the group, which all ranks share: their parameters may differ.
         types = self.device_types or ("cpu",)
         mine = row.to("cpu" if "cpu" in types else types[0])
         rows = mine.new_empty(self.size, len(row))
         dist.all_gather(list(rows.unbind()), mine, group=self.group)
         return rows.tolist()
-
-
-def subgroups(
-    world: World, wanted: Iterable[tuple[int, ...]], timeout: timedelta | None
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make process groups of some of the ranks of the default group. A collective operation of all of them.
-
-    Args:
-        world: The world of the default process group.
-        wanted: Sets of ranks, in increasing order and each once; the same on all ranks.
-        timeout: As in `torch.distributed.new_group`.
-
-    Returns:
-        The process group of each set; no process group for a rank that is not in it.
-    """
-    assert world.size == dist.get_world_size()
-    return {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted(wanted)}
 
 
 def ranks_by_value(values: Iterable[object]) -> dict[object, list[int]]:
@@ -234,14 +187,14 @@ def by_value(values: Iterable[object]) -> str:
 
 
 def on_ranks(ranks: Sequence[int]) -> str:
-    """Return "on rank 0" or "on ranks 1, 2", and a number instead of a long list."""
+    """Return "on rank 0" or "on ranks 1, 2"; a long list is shortened."""
     shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
     more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
     return f"on rank{'s' * (len(ranks) > 1)} {shown}{more}"
 
 
 def by_rank(values: Iterable[object]) -> str:
-    """Return "on rank 0: a; on ranks 1, 2: b" for the values a, b, b of three ranks. None is left out."""
+    """Return "on rank 0: a; on ranks 1, 2: b" for the values a, b, b of three ranks, without None."""
     found = ranks_by_value(values).items()
     return "; ".join(f"{on_ranks(ranks)}: {value}" for value, ranks in found if value is not None)
 

@@ -18,6 +18,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
+from lightning_gradavg.arguments import did_you_mean
 from lightning_gradavg.place import Place
 
 __all__ = ["RULES", "Rule", "RuleFunction", "Share", "resolve_rule", "rule_of_split_batches"]
@@ -133,7 +134,7 @@ def resolve_rule(reduction: str | RuleFunction | Rule) -> Rule:
         return reduction
     if isinstance(reduction, str):
         if reduction not in RULES:
-            raise ValueError(f"reduction={reduction!r} is not a rule. Use {accepted}.")
+            raise ValueError(f"reduction={reduction!r} is not a rule.{did_you_mean(reduction, RULES)} Use {accepted}.")
         return RULES[reduction]
     if callable(reduction):
         name = getattr(reduction, "__qualname__", type(reduction).__qualname__)

@@ -28,12 +28,12 @@ from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.checkpoints import WholeCheckpoints, require_whole
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
-from lightning_gradavg.faults.nonfinite import NonFinite, refuse_unjudged
-from lightning_gradavg.faults.part import faults_of
+from lightning_gradavg.faults.nonfinite import NonFinite
+from lightning_gradavg.faults.part import Faults
 from lightning_gradavg.fingerprint import combined, state_digests
 from lightning_gradavg.launch import plain, require_launch
 from lightning_gradavg.loaders import loader_batch_size
-from lightning_gradavg.options import Options, StrategyFacts, check_reproducible, options_of_ddp
+from lightning_gradavg.options import Options, StrategyFacts, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
 from lightning_gradavg.ranks import World
@@ -172,9 +172,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         **ddp_options: Any,
     ) -> None:
         given: dict[str, Any] = {**dict(locals()), **ddp_options}
-        check_reproducible(given)
-        of_options: dict[str, Any] = {name: given.get(name) for name in _OF_OPTIONS}
-        options = Options.of(**of_options)
+        options = Options.of(given)
         recipe = RunRecipe(
             options.rule,
             split_batches=options.split_batches,
@@ -184,13 +182,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             lr_warmup_steps=lr_warmup_steps,
             equivalent_to=options.preset.name if options.preset is not None else None,
         )
-        if model_averaging_period is not None:
-            raise ValueError(
-                f"model_averaging_period={model_averaging_period} averages weights instead of reducing gradients."
-                " Leave it out, or use lightning.pytorch.strategies.DDPStrategy."
-            )
         judge = None if nonfinite == "propagate" else NonFinite(nonfinite, rank_zero_info)
-        refuse_unjudged(options, given)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -222,7 +214,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._arithmetic = FixedArithmetic(replicas) if reproducible else Arithmetic()
         self._evaluation = ExactEvaluation() if options.exact_evaluation else Evaluation()
         # Without replicas DDP's next forward makes buffers alike, so after a step they may differ.
-        self._faults = faults_of(check_replicas_every_n_steps, buffers=options.replicated)
+        self._faults = Faults(check_replicas_every_n_steps, buffers=options.replicated)
         self._parts: tuple[Part, ...] = (
             self._arithmetic,
             self._reduction,
@@ -606,18 +598,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         if advice is None:
             super().on_exception(exception)
 
-
-_OF_OPTIONS = (
-    "reduction",
-    "equivalent_to",
-    "num_replicas",
-    "reproducible",
-    "split_batches",
-    "max_device_batch_size",
-    "exact_evaluation",
-    "broadcast_buffers",
-    "forward_sync_buffers",
-)
 
 _NAMES: dict[str, dict[str, Any]] = {
     "gradavg": {},

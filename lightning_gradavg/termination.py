@@ -1,17 +1,14 @@
-"""How the ranks of a run agree on signals, to end or to be queued again, without a wait for each other at every batch.
+"""How the ranks agree on signals, to end or to be queued again, without waiting for each other at every batch.
 
-Lightning 2.6 has rank 0 broadcast at the begin of every batch whether it is to end, and every rank read that on the
-host. So the ranks wait for each other once more per step, and an accelerator runs empty. Here the flags of all ranks
-are put together while a step runs, and read one step later, when it is long there: all ranks end at the same
-step, at the latest the second one to begin after the signal, whichever rank received it.
+Lightning 2.6 has rank 0 broadcast before every batch whether to end, and every rank read that on the host: one more
+wait per step, and an idle accelerator. Here all ranks' flags are reduced while a step runs, and read one step later.
+All ranks end at the same step, the second one after the signal at the latest, whichever rank received it.
 
-Of SLURM's signal to be queued again, Lightning has every rank write a checkpoint in its signal handler, for which the
-ranks wait for each other wherever they are. Here they do so together, in the same way.
+On SLURM's signal to be queued again, Lightning has every rank write a checkpoint in its signal handler, where ranks
+wait for each other at different places. Here they do so together, in the same way.
 
-For upstream, where this belongs: `_TrainingEpochLoop.advance` reads its flag with `.item()`, on CUDA a wait for all
-that is queued, and `_SignalConnector._sigterm_notifier_fn` broadcasts from rank 0 in the handler of whatever rank got
-the signal, which there meets another collective. The handler should set a flag alone, `advance` start an asynchronous
-all-reduce of it and read that of the batch before, and `on_advance_end` not raise on one rank by itself.
+Upstream, where this belongs, `_SignalConnector._sigterm_notifier_fn` should only set a flag, and
+`_TrainingEpochLoop.advance` should all-reduce it asynchronously and read that of the batch before.
 """
 
 from __future__ import annotations
@@ -74,7 +71,7 @@ class Termination(Part):
             self._requeued = requeues
             self._hooks.requeue(signal.SIGUSR1, None)
         if ends:
-            self._hooks.received = True
+            self._hooks.connector.received_sigterm = True
             raise SIGTERMException(TOGETHER)
 
     def _send(self) -> Tally:
@@ -99,7 +96,7 @@ class Termination(Part):
         self._received = True
         if not trainer.training and self._hooks is not None:
             # Evaluation knows no agreement, in Lightning neither.
-            self._hooks.received = True
+            self._hooks.connector.received_sigterm = True
 
     def _notice_requeue(self, number: int, frame: FrameType | None) -> None:
         """Take notice of SLURM's signal: the checkpoint is a matter of all ranks."""

@@ -1,8 +1,7 @@
 """Nested values: batches, outputs, and whatever else comes as tensors in dicts, lists, tuples and dataclasses.
 
-One walk serves all: `leaves` lists what a value holds, each with the place that messages call it by, and `rebuilt` puts
-other leaves into the same structure. `torch.utils._pytree` knows neither arbitrary mappings nor dataclasses, and its
-private names change.
+`leaves` lists what a value holds, with the place that messages call it by; `rebuilt` puts other leaves into the same
+structure. `torch.utils._pytree` knows neither arbitrary mappings nor dataclasses, and its private names change.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,19 +24,19 @@ _HASHED_ELEMENTS = 64
 
 
 def is_array(value: Any) -> bool:
-    """Return whether a value is a tensor or an array; NumPy's are told by what they offer, so it need not be there."""
+    """Return whether a value is a tensor or an array, without importing NumPy."""
     return isinstance(value, Tensor) or (hasattr(value, "dtype") and hasattr(value, "shape"))
 
 
 class _Opened(NamedTuple):
-    """A structure's items, each with the place where it stands, and what makes the same structure of others."""
+    """A structure's items with their places, and what makes the same structure of others."""
 
     items: list[tuple[str, Any]]
     made_of: Callable[[list[Any]], Any]
 
 
 def _opened(value: Any) -> _Opened | None:
-    """Return what a nested structure holds; None where it is no structure, or a named tuple of time steps."""
+    """Return what a nested structure holds; None for a leaf, such as a `PackedSequence`."""
     if isinstance(value, Mapping):
         items = [(f"[{key!r}]", item) for key, item in value.items()]
         return _Opened(items, lambda parts: _with_items(value, dict(zip(value, parts, strict=True))))
@@ -52,13 +51,12 @@ def _opened(value: Any) -> _Opened | None:
 def _record_like(value: Any, names: list[str], parts: list[Any]) -> Any:
     record = copy.copy(value)
     for name, part in zip(names, parts, strict=True):
-        # Past a frozen class, and without running `__init__` on values that it has already changed.
-        object.__setattr__(record, name, part)
+        object.__setattr__(record, name, part)  # the class may be frozen
     return record
 
 
 def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return a mapping of the same type. What else a mutable one holds is kept, as `torch.utils.data` does."""
+    """Return a mapping of the same type, with the other attributes of a mutable one."""
     if not isinstance(mapping, MutableMapping):
         return type(mapping)(items)  # type: ignore[call-arg]  # there is no other way to build one
     clone = copy.copy(mapping)
@@ -66,19 +64,13 @@ def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[An
     return clone
 
 
-def _never(value: Any) -> bool:  # noqa: ARG001  # one signature for all that say what is a leaf
-    return False
+IsLeaf: TypeAlias = Callable[[Any], bool]
+"""Whether a structure counts as a leaf."""
 
 
-def leaves(value: Any, label: str = "", *, is_leaf: Callable[[Any], bool] = _never) -> Iterator[tuple[str, Any]]:
-    """Yield what a nested value holds, in order, each with its place such as `['image'][0]`.
-
-    Args:
-        value: The value; if it is no structure, it is the only leaf.
-        label: What places begin with.
-        is_leaf: Says of a structure that it is not to be looked into.
-    """
-    opened = None if is_leaf(value) else _opened(value)
+def leaves(value: Any, label: str = "", *, is_leaf: IsLeaf | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield what a nested value holds, in order, each with its place, `label` and then such as `['image'][0]`."""
+    opened = None if is_leaf and is_leaf(value) else _opened(value)
     if opened is None:
         yield label, value
         return
@@ -86,21 +78,15 @@ def leaves(value: Any, label: str = "", *, is_leaf: Callable[[Any], bool] = _nev
         yield from leaves(item, label + place, is_leaf=is_leaf)
 
 
-def rebuilt(value: Any, items: Iterator[Any], *, is_leaf: Callable[[Any], bool] = _never) -> Any:
-    """Return a value of the same structure and types that holds other leaves.
-
-    Args:
-        value: The value whose structure it is.
-        items: As many leaves as `leaves` yields of it, in that order.
-        is_leaf: As given to `leaves`.
-    """
-    opened = None if is_leaf(value) else _opened(value)
+def rebuilt(value: Any, items: Iterator[Any], *, is_leaf: IsLeaf | None = None) -> Any:
+    """Return a value of the same structure and types that holds other leaves, in the order of `leaves`."""
+    opened = None if is_leaf and is_leaf(value) else _opened(value)
     if opened is None:
         return next(items)
     return opened.made_of([rebuilt(item, items, is_leaf=is_leaf) for _, item in opened.items])
 
 
-def mapped(value: Any, function: Callable[[Any], Any], *, is_leaf: Callable[[Any], bool] = _never) -> Any:
+def mapped(value: Any, function: Callable[[Any], Any], *, is_leaf: IsLeaf | None = None) -> Any:
     """Return a value of the same structure with `function` of each leaf."""
     return rebuilt(value, (function(leaf) for _, leaf in leaves(value, is_leaf=is_leaf)), is_leaf=is_leaf)
 
@@ -113,19 +99,17 @@ def _is_column(value: Any) -> bool:
 
 
 def _rows(leaf: Any) -> int | None:
-    """Return how many samples a leaf holds along dimension 0; None where it is no matter of samples."""
+    """Return how many samples a leaf holds along dimension 0, if any."""
     if is_array(leaf):
         return next(iter(leaf.shape), None)
     return len(leaf) if _is_column(leaf) else None
 
 
 def batch_samples(batch: Any) -> int:
-    """Return the number of samples in a collated batch: dimension 0 of its tensors and arrays.
-
-    Without any, it is the length of its lists of plain objects.
+    """Return the samples in a collated batch: dimension 0 of its arrays, else the length of its lists of objects.
 
     Raises:
-        ValueError: If there is none, or they differ, or the batch holds a `PackedSequence`.
+        ValueError: If there is no such number, or several.
     """
     held = [leaf for _, leaf in leaves(batch, is_leaf=_is_column)]
     if any(isinstance(leaf, PackedSequence) for leaf in held):
@@ -147,14 +131,13 @@ def batch_samples(batch: Any) -> int:
 
 
 def slice_batch(batch: Any, start: int, stop: int) -> Any:
-    """Return samples `start` to `stop` of a collated batch, with its structure and types kept.
+    """Return samples `start` to `stop` of a collated batch, of the same structure and types.
 
-    Tensors and arrays are sliced along dimension 0, as views, in any nesting of mappings, lists, tuples, named tuples
-    and dataclasses, as `torch.nn.parallel.scatter` does. Everything else is shared, such as sets, numbers, strings and
-    0-dimensional tensors. Unlike there, lists and tuples of one plain object per sample, such as names, are sliced.
+    Tensors and arrays are sliced along dimension 0, as views, as `torch.nn.parallel.scatter` does. Unlike there, lists
+    and tuples of one plain object per sample, such as names, are sliced, too. Everything else is shared.
 
     Raises:
-        ValueError: If the number of samples in the batch is unclear, or the batch holds a `PackedSequence`.
+        ValueError: If the number of samples in the batch is unclear.
     """
     size = batch_samples(batch)
 
@@ -165,16 +148,16 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
 
 
 def bits(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor's elements, of any type, layout and device: what a digest of it reads."""
+    """Return the bytes of a tensor's elements, of any type, layout and device."""
     flat = tensor.detach().to_dense().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
     return flat.view(torch.uint8).numpy().data  # as bytes, because NumPy has no bfloat16
 
 
 def data_digest(value: Any) -> bytes:
-    """Return 16 bytes that are equal for equal data, on any rank: of indices, samples, or a collated batch.
+    """Return 16 bytes that are equal for equal indices, samples or batches, on any rank.
 
-    Of a tensor or array the type, the shape and the ends of its first and last row are read, and of one on an
-    accelerator only the first two, so that nobody waits for it. Of unknown objects only the type is read.
+    They read the type and shape of an array and the begin of its first and last row; on an accelerator no row, so that
+    nobody waits; of an unknown object the type.
     """
     digest = blake2b(digest_size=16)
     for part in _described(value):

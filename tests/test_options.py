@@ -15,7 +15,7 @@ DEFAULTS = {name: one.default for name, one in signature(GradAvgStrategy).parame
 
 
 def options_of(**given: Any) -> Options:
-    return Options.of(**{**DEFAULTS, **given})
+    return Options.of({**DEFAULTS, **given})
 
 
 def own_rule(place: Any, weight: Any) -> Share:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from toys import Toy, loader
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
-from lightning_gradavg.faults.drift import drifted_parameter
+from lightning_gradavg.faults.drift import drifted
 
 WEIGHTED = {"reduction": "weighted_mean"}
 
@@ -309,7 +309,8 @@ def first_that_differs(changed: int | None) -> str | None:
             element = torch.view_as_real(module[changed]) if module[changed].is_complex() else module[changed]
             bits = element.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[element.element_size()])
             bits[1, -1] ^= 1
-    return drifted_parameter(module, None, torch.device("cpu"))
+    found = drifted(module.named_parameters(), None, torch.device("cpu"))
+    return None if found is None else found[0]
 
 
 @pytest.mark.parametrize("changed", [None, 0, 1, 2, 3, 4])

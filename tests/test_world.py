@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gradavg.place import places_on_nodes
-from lightning_gradavg.ranks import Agreed, Contribution, World, _settle_at_exit, by_value, digest, on_ranks, subgroups
+from lightning_gradavg.ranks import Agreed, Contribution, World, _settle_at_exit, by_value, digest, on_ranks
 
 
 @given(weight=st.one_of(st.none(), st.floats(0, allow_infinity=False)), details=st.lists(st.integers()))
@@ -96,8 +96,8 @@ def test_rank_that_is_alone() -> None:
 def exchange() -> Any:
     """Body: every exchange, of the default group and of one of two ranks."""
     rank = dist.get_rank()
-    groups = subgroups(World.of(None), [(0, 2)], None)
-    mine = World.of(groups[0, 2]) if rank != 1 else World()
+    group = dist.new_group([0, 2])
+    mine = World.of(group) if rank != 1 else World()
     worlds = (World.of(None), mine)
     try:
         return [
@@ -110,7 +110,7 @@ def exchange() -> Any:
         ]
     finally:
         if rank != 1:
-            dist.destroy_process_group(groups[0, 2])
+            dist.destroy_process_group(group)
 
 
 def test_exchanges(world: Any) -> None:

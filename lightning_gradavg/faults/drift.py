@@ -6,42 +6,27 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_gradavg.ranks import World, on_ranks, ranks_by_value
 
-__all__ = ["SameData", "drifted", "drifted_parameter", "require_replicas"]
+__all__ = ["SameData", "drifted", "require_replicas"]
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def drifted_parameter(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> str | None:
-    """Return the name of the first parameter whose bits are not the same on all ranks, or None: see `drifted`."""
-    found = drifted(module.named_parameters(), group, device)
-    return None if found is None else found[0]
 
 
 def drifted(
     tensors: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[str, list[int]] | None:
-    """Return the name of the first tensor whose bits are not the same on all ranks, and the ranks that are not as most.
+    """Return the first tensor whose bits differ between ranks, and the ranks in the minority; the same on all ranks.
 
-    Every tensor's bits are read as integers and summed, in any order and without rounding: a change of one element
-    always changes the sum, and no kernel's order of additions does. All ranks return the same. A collective operation,
-    of two integers per tensor.
-
-    Args:
-        tensors: By name, the same names on all ranks.
-        group: The process group; None for the default one.
-        device: Where the process group takes tensors from.
+    It sums each tensor's bits as integers: a change of one element always changes the sum, no order of additions does.
+    A collective operation, of two integers per tensor.
     """
-    names, sums = [], []
-    for name, tensor in tensors:
-        names.append(name)
-        sums.append(_sum_of_bits(tensor.detach()).to(device))
+    sums = {name: _sum_of_bits(tensor.detach()).to(device) for name, tensor in tensors}
     if not sums:
         return None
-    mine = torch.stack(sums)
+    names, mine = list(sums), torch.stack(list(sums.values()))
     # The largest and, as the complement of the largest complement, the smallest sum of all ranks.
     extremes = torch.stack([mine, ~mine])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
@@ -57,17 +42,7 @@ def drifted(
 def require_replicas(
     tensors: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None, device: torch.device, steps: int
 ) -> None:
-    """Raise on all ranks unless they hold the same parameters, and buffers if they are given. See `drifted`.
-
-    Args:
-        tensors: As for `drifted`; a name may say what it is, as in `"buffer 'mean'"`.
-        group: The process group; None for the default one.
-        device: Where the process group takes tensors from.
-        steps: Optimizer steps so far.
-
-    Raises:
-        RuntimeError: If they differ.
-    """
+    """Raise a RuntimeError on all ranks if any of their tensors, named as in `"buffer 'mean'"`, has `drifted`."""
     found = drifted(tensors, group, device)
     if found is not None:
         name, ranks = found
@@ -88,34 +63,21 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 class SameData:
-    """Finds out whether all ranks read the same batches.
-
-    One batch may be the same by chance, or because the data are constant; a second, different one is no chance.
-    """
+    """Finds out whether all ranks read the same batches: two different ones that are equal everywhere are no chance."""
 
     def __init__(self) -> None:
         self._same: set[bytes] = set()
         self._differed = False
 
     def compare(self, digest: bytes | None, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-        """Compare the ranks' next batch and return whether it is now clear that they read the same ones.
+        """Compare a batch of each rank, by 16 bytes of it; return whether the ranks clearly read the same ones.
 
-        A collective operation, of 16 bytes per rank.
-
-        Args:
-            digest: 16 bytes of the batch; None for a rank that has no samples, which is compared with no other.
-            group: The process group; None for the default one.
-            device: Where the process group takes tensors from.
+        A rank without samples gives None, which equals no other. A collective operation.
         """
         mine = torch.tensor([digest is not None, *(digest or bytes(16))], dtype=torch.int64, device=device)
         rows = mine.new_empty(dist.get_world_size(group), len(mine))
         dist.all_gather(list(rows.unbind()), mine, group=group)
         of_ranks = rows.tolist()
-        same = all(row[0] and row == of_ranks[0] for row in of_ranks)
-        self._differed |= not same
-        self._same.update(_digests(of_ranks))
+        self._differed |= not all(row[0] and row == of_ranks[0] for row in of_ranks)
+        self._same.update(bytes(row[1:]) for row in of_ranks)
         return not self._differed and len(self._same) > 1
-
-
-def _digests(rows: Iterable[list[int]]) -> set[bytes]:
-    return {bytes(row[1:]) for row in rows}

@@ -1,7 +1,7 @@
-"""What a rank that fails tells the others, so that those whose exchange then breaks can name the rank and its error.
+"""What a rank that fails tells the others, so that they can name it and its error when their exchange breaks.
 
-A broken exchange says nothing of why: a rank raised, was killed, or is stuck. Whoever fails leaves a line in the store
-that the process group was made with, and whose exchange failed looks there. Nothing is exchanged while all goes well.
+A broken exchange does not say whether a rank raised, was killed, or is stuck. A rank that fails leaves a line in the
+store of the process group, where the others look. Nothing is exchanged while all goes well.
 """
 
 from __future__ import annotations
@@ -27,18 +27,13 @@ TOGETHER = "all ranks end together"
 
 
 class LastWords:
-    """The line that every rank of a run may leave.
-
-    Args:
-        world: All ranks.
-        run: The number of the run in this process, the same on all ranks.
-    """
+    """The line that every rank of a run may leave; `run` is its number in this process, the same on all ranks."""
 
     def __init__(self, world: World, run: int) -> None:
         self._world, self._run = world, run
 
     def say(self, exception: BaseException) -> str | None:
-        """Leave a line, and return what is known of the others where an exchange with them broke; else None."""
+        """Leave a line; if an exchange with the other ranks broke, return what is known of them."""
         broke = is_broken_exchange(exception)
         line = f"{_BROKEN * broke}{type(exception).__name__}: {exception}"[:_MOST_CHARACTERS]
         try:
@@ -52,8 +47,18 @@ class LastWords:
             told = "the rank that failed first is not known: rank 0, which has ended, held the store" if broke else None
         return told
 
+    def is_first(self, exception: BaseException) -> bool:
+        """Return whether this rank is the first to fail, and not by an exception that the ranks agreed on."""
+        if TOGETHER in exception.args:
+            return False
+        try:
+            mine = str(self._world.rank)
+            return bool(store_of_world().compare_set(self._key("first", 0), "", mine).decode() == mine)
+        except (RuntimeError, ValueError):  # the store is gone: nobody else can ask
+            return True
+
     def alike(self, exception: BaseException, step: int) -> bool:
-        """Return whether all ranks end by such an exception at this step, which they decide once, all the same."""
+        """Return whether all ranks end by such an exception at this step. Their verdict is the same."""
         if TOGETHER in exception.args:
             return True
         try:
@@ -69,7 +74,7 @@ class LastWords:
         return bool(verdict == b"alike")
 
     def _listen(self, store: Any) -> str:
-        """Return who failed first, as far as ranks answer, and who is lost."""
+        """Return who failed, as far as ranks answer, and who is lost."""
         keys = {rank: self._key("said", rank) for rank in range(self._world.size)}
         _poll(lambda: all(store.check([key]) for key in keys.values()), _WAIT_SECONDS)
         lines = {rank: store.get(key).decode(errors="replace") for rank, key in keys.items() if store.check([key])}
@@ -100,5 +105,5 @@ def _poll(met: Callable[[], bool], seconds: float) -> None:
 
 
 def is_broken_exchange(exception: BaseException) -> bool:
-    """Return whether an exception is that of a collective; of gloo it is told by the file that it names."""
+    """Return whether a collective raised an exception; gloo's name its source file."""
     return isinstance(exception, dist.DistError) or (type(exception) is RuntimeError and "gloo" in str(exception))

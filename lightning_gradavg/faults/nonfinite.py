@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from lightning_gradavg.lightning_internals import stored
-from lightning_gradavg.options import Options
 from lightning_gradavg.part import Run
 from lightning_gradavg.ranks import by_value
 from lightning_gradavg.reduction.window import Totals
 
-__all__ = ["NO_LOSS", "NonFinite", "refuse_unjudged"]
+__all__ = ["NO_LOSS", "NonFinite"]
 
 NO_LOSS = "training_step returned no loss"
 
 
 class NonFinite:
-    """Judges windows that are reduced, once per optimizer step. The host waits for the gradients.
-
-    Args:
-        policy: `"raise"` or `"skip_step"`.
-        tell: Takes what is done about a step, on all ranks.
-    """
+    """Judges reduced windows, once per optimizer step, by `"raise"` or `"skip_step"`. The host waits for gradients."""
 
     def __init__(self, policy: str, tell: Callable[[str], None]) -> None:
         self.policy, self._tell = policy, tell
@@ -36,7 +29,7 @@ class NonFinite:
         self._losses: list[Tensor | None] = []
 
     def note(self, loss: Tensor | None) -> None:
-        """Note the loss of a micro-batch that counts, or None where there is none."""
+        """Note the loss of a micro-batch that counts, or None if there is none."""
         self._losses.append(None if loss is None else loss.detach())
 
     def problem(self) -> str | None:
@@ -48,16 +41,13 @@ class NonFinite:
         return None if finite is None or bool(finite.all()) else "the loss is not finite"
 
     def skips(self, totals: Totals, problem: str | None, gradients: Iterable[tuple[str, Tensor]], run: Run) -> bool:
-        """Return whether the step is left out, which all ranks decide alike.
+        """Return whether all ranks leave the step out, or raise a RuntimeError on all ranks under `"raise"`.
 
         Args:
             totals: What all ranks know of the window, on the host.
             problem: What is wrong with this rank's losses.
             gradients: The reduced ones, by the parameters' names.
             run: The run.
-
-        Raises:
-            RuntimeError: On all ranks, if there is a problem under `"raise"`.
         """
         if totals.without_loss == run.world.size:
             return True  # nothing is lost: Lightning's own way to leave a batch out
@@ -82,17 +72,3 @@ def _not_finite(gradients: Iterable[tuple[str, Tensor]]) -> str | None:
     finite = torch.stack([stored(gradient).isfinite().all() for _, gradient in named]).tolist() if named else []
     bad = [name for (name, _), fine in zip(named, finite, strict=True) if not fine]
     return f"the gradient of parameter {bad[0]!r} is not finite" if bad else None
-
-
-def refuse_unjudged(options: Options, given: Mapping[str, Any]) -> None:
-    """Raise a ValueError where steps are to be judged, and cannot be.
-
-    Args:
-        options: What the user's options come to.
-        given: The options of the constructor.
-    """
-    if given["nonfinite"] != "propagate" and options.reproducible:
-        raise ValueError(
-            f"nonfinite={given['nonfinite']!r} reduces what reproducible=True adds up in one order: leave one of them"
-            " out."
-        )

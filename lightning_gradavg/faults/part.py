@@ -15,7 +15,7 @@ from lightning_gradavg.faults.last_words import LastWords
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import by_value
 
-__all__ = ["ComparedReplicas", "Faults", "faults_of"]
+__all__ = ["Faults"]
 
 _log = logging.getLogger(__name__)
 
@@ -24,10 +24,26 @@ _RUNS = count()
 
 
 class Faults(Part):
-    """Has ranks that fail tell the others why, and compares where they go on from."""
+    """Has ranks that fail tell the others why, and compares the ranks' progress and replicas.
 
-    _last_words: LastWords | None = None
-    _apart: bool | None = None
+    It compares replicas when training begins, at the end of every epoch, and every so many steps.
+
+    Args:
+        every: Optimizer steps from one comparison of the replicas to the next; None for no comparison.
+        buffers: Whether the ranks hold the same buffers after every step.
+
+    Raises:
+        ValueError: If `every` is below 1.
+    """
+
+    def __init__(self, every: int | None, *, buffers: bool) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"check_replicas_every_n_steps must be an integer >= 1, or None, got {every}")
+        self._every, self._buffers = every, buffers
+        self._checked = 0, 0
+        self._evaluated = False
+        self._last_words: LastWords | None = None
+        self._apart: bool | None = None
 
     def setup(self, run: Run) -> None:
         """Begin a run, in which ranks hear of each other's errors."""
@@ -37,7 +53,7 @@ class Faults(Part):
         self._apart = None
 
     def ends_apart(self) -> bool:
-        """Return whether the run ends by an exception that other ranks do not end by: these are waited for in vain."""
+        """Return whether the run ends by an exception that other ranks do not share: do not wait for them."""
         error = sys.exc_info()[1]
         if self._last_words is None or error is None or self.run.trainer.state.status != TrainerStatus.INTERRUPTED:
             return False
@@ -45,18 +61,27 @@ class Faults(Part):
             self._apart = not self._last_words.alike(error, self.run.trainer.global_step)
             if self._apart:
                 rank = self.run.world.rank
-                _log.warning("rank %d writes no checkpoint at its end: the other ranks do not end alike", rank)
+                _log.warning("rank %d writes no checkpoint at its end: the other ranks do not end with it", rank)
         return self._apart
 
     def on_exception(self, exception: BaseException) -> str | None:
-        """Tell the other ranks; return what they tell where an exchange with them broke, or None."""
-        return None if self._last_words is None else self._last_words.say(exception)
+        """Tell the other ranks; return what they tell if an exchange with them broke.
+
+        The first rank to fail logs one line, before any rank prints a traceback.
+        """
+        if self._last_words is None:
+            return None
+        told = self._last_words.say(exception)
+        if self._last_words.is_first(exception):
+            line = f"rank {self.run.world.rank} ended with {type(exception).__name__}: {exception}".partition("\n")[0]
+            _log.error("GradAvgStrategy: %s", told or line)
+        return told
 
     def on_train_start(self) -> None:
-        """Compare the steps that a checkpoint has set.
+        """Compare the progress and the replicas that a checkpoint or the user has set.
 
         Raises:
-            RuntimeError: On all ranks, if some go on from another step: they would end apart, and be waited for.
+            RuntimeError: On all ranks, if they differ.
         """
         rows = self.run.world.gather_integers([self.run.trainer.global_step, self.run.trainer.current_epoch])
         if len({tuple(row) for row in rows}) > 1:
@@ -65,63 +90,33 @@ class Faults(Part):
                 f"the ranks do not go on from one checkpoint: training begins after {found}. Give all ranks the same"
                 " ckpt_path, in a folder that all nodes see."
             )
-
-
-class ComparedReplicas(Faults):
-    """Compares the replicas, too: when training begins, at the end of every epoch, and every so many steps.
-
-    Args:
-        every: Optimizer steps from one comparison to the next.
-        buffers: Whether the ranks hold the same buffers after every step.
-    """
-
-    def __init__(self, every: int, *, buffers: bool) -> None:
-        self._every, self._buffers = every, buffers
-        self._checked = 0, 0
-        self._evaluated = False
-
-    def on_train_start(self) -> None:
-        """Compare what a checkpoint or the user has set."""
-        super().on_train_start()
         self._check()
 
     def on_train_batch_start(self) -> None:
-        """Compare after an epoch, and where it is due."""
+        """Compare the replicas after an epoch, and when they are due."""
         epoch, step = self._checked
         trainer = self.run.trainer
-        if trainer.current_epoch != epoch or trainer.global_step - step >= self._every:
+        if self._every and (trainer.current_epoch != epoch or trainer.global_step - step >= self._every):
             self._check()
         self._evaluated = False
 
     def on_evaluation_start(self) -> None:
-        """Note that ranks have batches of their own, which a module in training mode may leave in its buffers."""
+        """Note that ranks evaluate different batches, which may change the buffers of a module in training mode."""
         self._evaluated = True
 
     def on_train_end(self) -> None:
-        """Compare after the last epoch."""
+        """Compare the replicas after the last epoch."""
         self._check()
 
     def _check(self) -> None:
         run = self.run
         self._checked = run.trainer.current_epoch, run.trainer.global_step
-        if run.world.size > 1:
+        if self._every is not None and run.world.size > 1:
             require_replicas(self._tensors(run), run.ddp.process_group, run.device, run.trainer.global_step)
 
     def _tensors(self, run: Run) -> Iterator[tuple[str, Tensor]]:
-        alike = self._buffers and not self._evaluated
-        kinds = [("parameter", run.module.named_parameters()), ("buffer", run.module.named_buffers())][: 1 + alike]
-        named = ((kind, *each) for kind, tensors in kinds for each in tensors)
+        kinds = {"parameter": run.module.named_parameters(), "buffer": run.module.named_buffers()}
+        if not self._buffers or self._evaluated:
+            del kinds["buffer"]
+        named = ((kind, *each) for kind, tensors in kinds.items() for each in tensors)
         return ((f"{kind} {name!r}", one) for kind, name, one in named if name not in run.ddp.parameters_to_ignore)
-
-
-def faults_of(check_every: int | None, *, buffers: bool) -> Faults:
-    """Return what watches a run, which compares the replicas unless `check_every` is None.
-
-    Raises:
-        ValueError: If it is below 1.
-    """
-    if check_every is None:
-        return Faults()
-    if check_every < 1:
-        raise ValueError(f"check_replicas_every_n_steps must be an integer >= 1, or None, got {check_every}")
-    return ComparedReplicas(check_every, buffers=buffers)

@@ -18,6 +18,8 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from lightning_gradavg.arguments import did_you_mean
+
 __all__ = [
     "SCALINGS",
     "BatchScale",
@@ -81,7 +83,8 @@ def resolve_scaling(lr_scaling: str | ScaleFunction | Scaling) -> Scaling:
             f"lr_scaling must be one of {accepted}; got {lr_scaling!r} of type {type(lr_scaling).__name__}."
         )
     if lr_scaling not in SCALINGS:
-        raise ValueError(f"lr_scaling={lr_scaling!r} is not a scaling. Use one of {accepted}.")
+        hint = did_you_mean(lr_scaling, SCALINGS)
+        raise ValueError(f"lr_scaling={lr_scaling!r} is not a scaling.{hint} Use one of {accepted}.")
     return SCALINGS[lr_scaling]
 
 

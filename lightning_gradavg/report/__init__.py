@@ -1,1 +1,1 @@
-"""What one optimizer step was made of: reports, the monitor, the noise scale."""
+"""What one optimizer step was made of."""

@@ -14,13 +14,10 @@ __all__ = ["LocalGradients", "squared_norm"]
 
 
 class LocalGradients:
-    """Measures every parameter's accumulated gradient during a backward, before DDP takes it to the other ranks.
+    """Measures every parameter's accumulated gradient during a backward, before DDP reduces it.
 
-    A hook that torch runs within `AccumulateGrad` comes before DDP's own, which runs after it. Nothing is changed.
-
-    Args:
-        parameters: The parameters.
-        accumulated: Whether the parameters hold the gradients of earlier micro-batches of the window.
+    Torch runs these hooks within `AccumulateGrad`, and DDP's after it. `accumulated` says whether the parameters hold
+    gradients of earlier micro-batches.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, accumulated: bool) -> None:
@@ -51,16 +48,11 @@ class LocalGradients:
 
 def squared_norm(gradients: Iterable[Tensor | None], device: torch.device | None = None) -> Tensor:
     """Return the squared norm of all gradients, a 0-dim float64 tensor; half precision is measured in float32."""
-    return _total((_norm(gradient).double().square() for gradient in gradients if gradient is not None), device)
+    dense = (each.coalesce().values() if each.is_sparse else each for each in gradients if each is not None)
+    norms = (torch.linalg.vector_norm(each, dtype=SUM_DTYPES[each.dtype]) for each in dense)
+    return _total((norm.double().square() for norm in norms), device)
 
 
 def _total(values: Iterable[Tensor], device: torch.device | None) -> Tensor:
     found = [value.to(device) for value in values]
     return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    if gradient.is_sparse:
-        gradient = gradient.coalesce().values()
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=SUM_DTYPES[gradient.dtype])
-    return norm

@@ -1,4 +1,4 @@
-"""Reports of single optimizer steps: the local gradients before the reduction, and what became of them."""
+"""Reports of single optimizer steps: the local gradients before the reduction, and the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.reduction.weigh import WeighedLoss
-from lightning_gradavg.reduction.weights import WHOLE_LOSS, MicroBatch, loss_terms
+from lightning_gradavg.reduction.weights import WHOLE_LOSS, loss_terms
 from lightning_gradavg.reduction.window import Window
 from lightning_gradavg.report.measure import LocalGradients, squared_norm
 from lightning_gradavg.report.report import ObservedMicroBatch, RankMeasurement, StepReport, measure_rank
@@ -28,14 +28,12 @@ class _Observation:
 
     Attributes:
         losses: What is known of losses, by the identity of their weighed form.
-        micro_batches: What is known of those whose backward has been, and
-        weights: their weights.
+        micro_batches: What is known of those whose backward has been.
         local: The local gradients of the last backward.
     """
 
     losses: dict[int, ObservedMicroBatch] = field(default_factory=dict)
     micro_batches: list[ObservedMicroBatch] = field(default_factory=list)
-    weights: list[MicroBatch] = field(default_factory=list)
     local: LocalGradients | None = None
 
 
@@ -91,21 +89,13 @@ class Reports(Part):
         self._asked, self._observation = self.observing, None
 
     def weighed(self, loss: Any, weighed: WeighedLoss, samples: float | None, batch: Any) -> None:
-        """Note a loss that was weighed.
-
-        Args:
-            loss: What the user returned: a tensor, or terms by name.
-            weighed: Its weighed form.
-            samples: The samples of its batch where the strategy knows, and
-            batch: the batch, to count them where it does not.
-        """
+        """Note a loss as the user returned it, its weighed form, and its samples if known, else its batch."""
         if self._observation is None:
             return
         named = tuple(weighed.micro_batch.weights) != (WHOLE_LOSS,)
         terms = loss_terms(loss) if named else {WHOLE_LOSS: weighed.value}
         losses = {name: term.detach() for name, term in terms.items()}
-        counted = self._count_samples(samples, batch)
-        self._observation.losses[id(weighed)] = ObservedMicroBatch(losses, counted)
+        self._observation.losses[id(weighed)] = ObservedMicroBatch(losses, self._count_samples(samples, batch))
 
     def _count_samples(self, samples: float | None, batch: Any) -> float:
         if self._crosses_ranks:
@@ -125,11 +115,10 @@ class Reports(Part):
             yield
             return
         observation.micro_batches.append(observation.losses.pop(id(loss), ObservedMicroBatch({}, math.nan)))
-        observation.weights.append(loss.micro_batch)
         if not last:
             yield
             return
-        observation.local = LocalGradients(self._parameters, accumulated=len(observation.weights) > 1)
+        observation.local = LocalGradients(self._parameters, accumulated=len(observation.micro_batches) > 1)
         try:
             with observation.local:
                 yield
@@ -147,7 +136,7 @@ class Reports(Part):
         return self._observation is not None and self._observation.local is not None
 
     def end_window(self, window: Window, *, loss_scale: float, **facts: Any) -> None:
-        """Report the step, with its gradients reduced and nothing added to them. A collective operation if observed.
+        """Report the step, once its gradients are reduced. A collective operation if observed.
 
         Args:
             window: The window.

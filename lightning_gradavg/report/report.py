@@ -2,8 +2,7 @@
 
     g = ( sum over r of  w_r * g_r ) / Z
 
-The multipliers `w_r`, the local gradients `g_r` and the normalizer `Z` are reported so that this formula holds among
-them, over the ranks and with the whole accumulation window of each.
+The formula holds among the reported numbers, where each rank `r` stands for its whole accumulation window.
 """
 
 from __future__ import annotations
@@ -83,15 +82,7 @@ class StepReport:
     def of(
         cls, rule: Rule, names: Sequence[str], ranks: Sequence[RankMeasurement], squared_norm: float, **facts: Any
     ) -> StepReport:
-        """Return the report that the measurements of all ranks make.
-
-        Args:
-            rule: The reduction rule.
-            names: Those of the loss terms.
-            ranks: The measurements, in the order of the ranks.
-            squared_norm: `|g|^2`.
-            facts: `step`, `learning_rates` and `lr_scale`.
-        """
+        """Return the report of all ranks' measurements, with `|g|^2`; `facts` are the remaining attributes."""
         return cls(
             rule=rule.name,
             formula=rule.formula,
@@ -111,20 +102,12 @@ class StepReport:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The weights of the ranks.
-
-        Raises:
-            ValueError: If the loss has several terms.
-        """
+        """The weights of the ranks. A ValueError if the loss has several terms."""
         return self._only_term.weights
 
     @property
     def normalizer(self) -> float:
-        """The normalizer `Z`.
-
-        Raises:
-            ValueError: If the loss has several terms.
-        """
+        """The normalizer `Z`. A ValueError if the loss has several terms."""
         return self._only_term.normalizer
 
     @property
@@ -175,12 +158,7 @@ def _number(value: float) -> str:
 
 @dataclass(frozen=True)
 class ObservedMicroBatch:
-    """What is known of one micro-batch.
-
-    Attributes:
-        losses: The undivided loss terms by name, detached.
-        samples: Its samples; NaN where the batch does not tell.
-    """
+    """The undivided loss terms of one micro-batch, by name, and its samples; NaN if unknown."""
 
     losses: Mapping[str, Tensor]
     samples: float
@@ -191,9 +169,9 @@ class RankMeasurement(NamedTuple):
 
     Attributes:
         micro_batches: Length of its window.
-        samples: Samples of its window; NaN where a batch does not tell.
+        samples: Samples of its window; NaN if unknown.
         squared_norm: `|g_r|^2`.
-        terms: Of each loss term: the sum of multiplier times loss, `n_r`, `w_r` and `z_r`.
+        terms: For each loss term the sum of multiplier times loss, `n_r`, `w_r` and `z_r`.
     """
 
     micro_batches: float
@@ -219,16 +197,9 @@ def measure_rank(
 ) -> RankMeasurement:
     """Return one rank's measurement.
 
-    The accumulated gradient is `G = S / D` with `S = sum of w_m g_m` over the window, as in
-    `lightning_gradavg.reduction.window`, and the rank's own gradient is `g_r = S / w_r`, with `w_r` the sum of the
-    multipliers for mean losses and their mean for sum losses. With several terms `G` is the rank's summand of `g`
-    times the number of ranks already.
-
-    Args:
-        window: The rank's window.
-        micro_batches: What is known of its micro-batches, in order.
-        divisor: `D`, what the losses were divided by.
-        squared_norm: `|G|^2`.
+    The accumulated gradient is `G = S / D` with `S = sum(w_m * g_m)` over the window and `D = divisor`. The rank's own
+    gradient is `g_r = S / w_r`, where `w_r` is the sum of the multipliers for mean losses and their mean for sum
+    losses. With several terms `G` already is the rank's summand of `g` times the number of ranks.
     """
     terms = []
     for name in window.terms:
