@@ -46,11 +46,9 @@ _TYPED: dict[str, Any] = {"bucket_cap_mb": float | None}  # by its documentation
 def by_keyword(constructor: _F) -> _F:
     """Have a constructor refuse positional arguments, unknown names, and values of a wrong plain type.
 
-    Values are checked where the annotation is made of types such as `bool`, `int` and None alone, or is one `Literal`:
-    `"false"` is true, and `True` is the number 1. The signature stays as it is, for command lines that are made of it.
-
-    Args:
-        constructor: An `__init__` with keyword-only parameters.
+    Values are checked if the annotation consists of types such as `bool`, `int` and None, or is one `Literal`: the
+    string `"false"` is true, and `True` is the number 1. The signature stays, for command lines made of it. `_given`
+    holds what was given.
     """
     _, *parameters = inspect.signature(constructor, eval_str=True).parameters.values()
     if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:  # stands for the options of DDP, whose defaults are typed
@@ -81,6 +79,7 @@ def by_keyword(constructor: _F) -> _F:
                 *words, last = [word for one in accepted for word in _WORDS[one]]
                 allowed = f"{', '.join(words)} or {last}" if words else last
                 raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {allowed}")
+        self._given = given
         constructor(self, **given)
 
     return checked  # type: ignore[return-value]  # `wraps` keeps the signature

@@ -43,6 +43,7 @@ _INSTEAD: Mapping[str, str] = {
     "exact_evaluation": "is your loop's: use split_batches=True, and count fabric.strategy.samples of each batch",
     "nonfinite": "is your loop's: pass weight=0 with a loss that is not finite",
     "check_replicas_every_n_steps": _OF_TRAINER,
+    "log_hyperparams": "is your loop's: call fabric.logger.log_hyperparams",
     **dict.fromkeys(("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"), _OF_TRAINER),
     "model_averaging_period": "averages weights instead of reducing gradients",
     "precision_plugin": "is called precision in Fabric",

@@ -109,7 +109,7 @@ def require_alike(world: World, trainer: Trainer, module: LightningModule | None
 
 
 class EndsProcessGroup:
-    """Ends a strategy's process group before the interpreter, whose end gloo's threads can abort. Lightning ends NCCL's."""
+    """Ends a strategy's process group before the interpreter: gloo's threads can abort it. Lightning ends NCCL's."""
 
     def setup_environment(self) -> None:
         """Join the process group, and see to its end."""

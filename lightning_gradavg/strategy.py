@@ -1,9 +1,11 @@
 """The strategy that users name: its options, and DDPStrategy's methods in the order in which Lightning calls them.
 
-Each of them is handed on to the parts that have something to say to it. What one part needs of another is an argument
-here; where the order of two parts matters, it stands here.
+It hands each of them on to the parts that it concerns. What one part needs of another is an argument here. Where the
+order of two parts matters, it is that of these calls.
 """
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -57,19 +59,10 @@ from lightning_gradavg.training import WeighedTraining
 __all__ = ["GradAvgStrategy"]
 
 ReductionName = Literal[
-    "mean",
-    "sum",
-    "weighted_mean",
-    "normalized_sum",
-    "mean_of_node_sums",
-    "mean_of_node_means",
-    "sum_of_node_means",
+    "mean", "sum", "weighted_mean", "normalized_sum", "mean_of_node_sums", "mean_of_node_means", "sum_of_node_means"
 ]
-
 PresetName = Literal["data_parallel", "single_device"]
-
 ScalingName = Literal["none", "linear", "sqrt", "adam_sde"]
-
 NonFiniteName = Literal["propagate", "raise", "skip_step"]
 
 _CHECKPOINT_KEY = "lightning_gradavg"
@@ -78,66 +71,66 @@ _CHECKPOINT_KEY = "lightning_gradavg"
 class GradAvgStrategy(WeighedTraining, DDPStrategy):
     """Data-parallel training whose reduced gradient is that of a stated rule, over all ranks and micro-batches.
 
-    With no option it is stock DDP: the same bits, no communication hook. The one difference is a last accumulation
-    window shorter than `accumulate_grad_batches`, whose mean is taken over the micro-batches that it has.
+    Without options it is stock DDP: the same bits, and no communication hook. Only the mean of a last accumulation
+    window that is shorter than `accumulate_grad_batches` differs: it is over the micro-batches that there are.
 
-    A rule that uses weights takes them from `training_step`, which returns `{"loss": loss, "weight": n}`, or from
-    `self.manual_backward(loss, weight=n)`; not given, the weight is the number of samples in the batch. Loss terms with
-    their own denominators are named: `{"loss": {"cls": a, "box": b}, "weight": {"cls": n, "box": m}}`.
+    Rules with weights read them from `training_step`, which returns `{"loss": loss, "weight": n}`, or from
+    `self.manual_backward(loss, weight=n)`. By default the weight is the number of samples in the batch. Loss terms with
+    denominators of their own have names: `{"loss": {"cls": a, "box": b}, "weight": {"cls": n, "box": m}}`.
 
     Args:
         reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
-        equivalent_to: The run to reproduce, on any number of ranks: `"data_parallel"`, that of `nn.DataParallel` on
-            `num_replicas` devices, or `"single_device"`. It sets `split_batches` and `exact_evaluation`, hands the
-            outputs of all ranks to `training_step_end`, where the module has that hook of Lightning 1.x, and keeps the
-            buffers alike on all ranks. What cannot be reproduced is an error at the start of `fit`. See
-            docs/equivalence.md.
-        num_replicas: Chunks that every loader batch is computed in, each with its own batch norm statistics and random
-            numbers; by default one per rank. A rank runs several one after another. Needs `split_batches`, which
-            `equivalent_to="data_parallel"` sets.
-        split_batches: True if the training loader's batches are the global batches: every rank gets its contiguous
-            chunk of each, cut as `torch.chunk` cuts, in the order of a run on one process. The mean is then the mean
-            over the samples of the global batch, however unevenly the ranks share them. None for what `equivalent_to`
-            says, and False without it.
-        max_device_batch_size: With `split_batches`, the most samples that a rank computes at once: larger chunks are
-            computed in pieces, within one step of Lightning, which does not change the result.
+        equivalent_to: The run to reproduce on any number of ranks: `"data_parallel"`, that of `nn.DataParallel` on
+            `num_replicas` devices, or `"single_device"`. It sets `split_batches` and `exact_evaluation`, passes the
+            outputs of all ranks to `training_step_end`, a hook of Lightning 1.x, and keeps buffers equal on all ranks.
+            What it cannot reproduce is an error at the start of `fit`. See docs/equivalence.md.
+        num_replicas: Chunks of every loader batch, each with its own batch norm statistics and random numbers; by
+            default one per rank. A rank computes several one after another. It needs `split_batches`.
+        split_batches: True if the training loader's batches are the global batches: every rank takes its contiguous
+            chunk of each, as `torch.chunk` cuts, in the order of a run on one process. The mean is then over the
+            samples of the global batch. By default as `equivalent_to` needs it.
+        max_device_batch_size: With `split_batches`, the most samples that a rank computes at once. It computes larger
+            chunks in pieces, within one step of Lightning, with the same result.
         lr_scaling: How the learning rate follows the ratio of the global batch to the base batch: `"none"`, `"linear"`,
             `"sqrt"`, `"adam_sde"`, or a function of the ratio. See `lightning_gradavg.rates.scaling`.
-        base_batch_size: The global batch that the learning rate was tuned for, in samples.
+        base_batch_size: The global batch, in samples, that the learning rate was tuned for.
         base_world_size: Without `base_batch_size`, the number of ranks that the learning rate was tuned for.
         lr_warmup_steps: Optimizer steps from the base learning rate to the scaled one.
-        allow_recipe_change: True to resume a checkpoint of another recipe, with another global batch, rule or base.
-            Otherwise the differences are an error.
-        exact_evaluation: True to have validation, test and prediction see each sample exactly once, and log the values
-            of one process. See docs/evaluation.md. None for what `equivalent_to` says, and False without it.
-        reproducible: True to train to the same bits on any number of ranks that divides `num_replicas`, and on any
-            grouping of them into nodes. It sets `equivalent_to="data_parallel"`, computes in one thread per process by
-            deterministic algorithms, and sums the replicas' gradients in one order. See docs/reproducible.md.
-        nonfinite: What becomes of a step in which a rank's loss or the reduced gradient is NaN or infinite, or a rank's
-            `training_step` returns None: `"propagate"` steps as stock DDP does, `"raise"` raises on all ranks,
-            `"skip_step"` leaves the step out on all ranks. The host then waits for the gradients. See docs/faults.md.
+        allow_recipe_change: True to resume a checkpoint with another global batch, rule or base, else an error.
+        exact_evaluation: True for validation, test and prediction to see each sample exactly once, and to log the
+            values of one process. See docs/evaluation.md. By default as `equivalent_to` needs it.
+        reproducible: True to train to the same bits on any number of ranks that divides `num_replicas`, on any nodes.
+            It sets `equivalent_to="data_parallel"`, computes in one thread per process by deterministic algorithms, and
+            sums the replicas' gradients in one order. See docs/reproducible.md.
+        nonfinite: What to do in a step with a loss or reduced gradient that is NaN or infinite, or with a
+            `training_step` that returns None: `"propagate"` steps as stock DDP does, `"raise"` raises on all ranks,
+            `"skip_step"` leaves the step out on all ranks. The latter two wait for the gradients. See docs/faults.md.
         check_replicas_every_n_steps: Optimizer steps from one comparison of the ranks' parameters to the next; they are
-            also compared when training begins, and after every epoch. Ranks that differ are a `RuntimeError` on all of
-            them. None for no comparison. See docs/faults.md.
-        accelerator: As in `DDPStrategy`.
-        parallel_devices: As in `DDPStrategy`.
-        cluster_environment: As in `DDPStrategy`.
-        checkpoint_io: As in `DDPStrategy`.
-        precision_plugin: As in `DDPStrategy`.
+            also compared when training begins and after every epoch. Ranks that differ raise a `RuntimeError`. None for
+            no comparison. See docs/faults.md.
+        log_hyperparams: Whether to give rule, global batch, learning rate factor, replicas and versions to the
+            Trainer's loggers when training begins.
+        accelerator: As in `DDPStrategy`, like all that follow without a text.
+        parallel_devices: See above.
+        cluster_environment: See above.
+        checkpoint_io: See above.
+        precision_plugin: See above.
         ddp_comm_state: State of `ddp_comm_hook`.
-        ddp_comm_hook: Reduces each bucket; it must return the mean over the ranks. It is used on CPU too. See
+        ddp_comm_hook: Reduces each bucket, on CPU, too; it must return the mean over the ranks. See
             `lightning_gradavg.hooks`.
         ddp_comm_wrapper: Wraps `ddp_comm_hook`, or a plain all-reduce.
         model_averaging_period: Refused: averaging models is not reducing gradients.
-        process_group_backend: As in `DDPStrategy`.
-        timeout: As in `DDPStrategy`.
-        start_method: As in `DDPStrategy`.
-        ddp_options: Those of `DistributedDataParallel`, by their names, but for `process_group` and `device_mesh`.
+        process_group_backend: See above.
+        timeout: See above.
+        start_method: See above.
+        ddp_options: Those of `DistributedDataParallel`, by name, without `process_group` and `device_mesh`.
 
     Raises:
-        ValueError: If `reduction` names no rule, or an option cannot be combined with it.
+        ValueError: If `reduction` names no rule, or an option contradicts another.
         TypeError: If an option is unknown, to this class or to the installed torch, or its value is of a wrong type.
     """
+
+    _given: dict[str, Any]
 
     @by_keyword
     def __init__(
@@ -157,6 +150,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         reproducible: bool = False,
         nonfinite: NonFiniteName = "propagate",
         check_replicas_every_n_steps: int | None = 1000,
+        log_hyperparams: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -171,7 +165,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_options: Any,
     ) -> None:
-        given: dict[str, Any] = {**dict(locals()), **ddp_options}
+        given: dict[str, Any] = {**locals(), **ddp_options}
         options = Options.of(given)
         recipe = RunRecipe(
             options.rule,
@@ -182,24 +176,10 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             lr_warmup_steps=lr_warmup_steps,
             equivalent_to=options.preset.name if options.preset is not None else None,
         )
-        judge = None if nonfinite == "propagate" else NonFinite(nonfinite, rank_zero_info)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            **ddp_options,
-        )
-        # Command lines hand on every default, which an older torch need not know.
+        super().__init__(**{name: given[name] for name in _OF_DDP_STRATEGY}, **ddp_options)
         self._ddp_kwargs = options_of_ddp(ddp_options)
-        self._options, self._plain = options, plain(given)
+        self._options, self._plain, self._log_hyperparams = options, plain(given), log_hyperparams
+        judge = None if nonfinite == "propagate" else NonFinite(nonfinite, rank_zero_info)
         hook = CommHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self._reports = Reports(options.rule, crosses_ranks=options.replicated)
         replicas = num_replicas or 1
@@ -213,7 +193,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._replicas = (AlignedReplicas if reproducible else replicas_of)(options, static_graph=static)
         self._arithmetic = FixedArithmetic(replicas) if reproducible else Arithmetic()
         self._evaluation = ExactEvaluation() if options.exact_evaluation else Evaluation()
-        # Without replicas DDP's next forward makes buffers alike, so after a step they may differ.
+        # Without replicas DDP's next forward makes buffers equal: after a step they may differ.
         self._faults = Faults(check_replicas_every_n_steps, buffers=options.replicated)
         self._parts: tuple[Part, ...] = (
             self._arithmetic,
@@ -229,13 +209,15 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._saved: Saved | None = None
 
     def __repr__(self) -> str:
-        # pytorch_lightning and Fabric quote a strategy of lightning.pytorch by its repr when they refuse it.
-        return (
-            f"{type(self).__name__}(reduction={self._options.rule.name!r})"
-            " [a strategy for lightning.pytorch.Trainer, of the package `lightning`: neither pytorch_lightning.Trainer,"
-            " of the package `pytorch-lightning`, nor Fabric can use it. Fabric takes"
-            " lightning_gradavg.fabric.GradAvgStrategy; in a loop of your own call lightning_gradavg.average_gradients]"
-        )
+        parameters = inspect.signature(GradAvgStrategy).parameters
+        defaults = {name: one.default for name, one in parameters.items()}
+        # Command lines give every option.
+        given = {name: value for name, value in self._given.items() if value != defaults.get(name, ...)}
+        call = f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        caller = inspect.currentframe().f_back  # type: ignore[union-attr]  # of CPython
+        of = caller.f_globals.get("__name__", "") if caller is not None else ""
+        # Which quote it only to refuse it.
+        return call + _ELSEWHERE if of.startswith(("lightning.fabric.", "pytorch_lightning.")) else call
 
     @classmethod
     @override
@@ -247,29 +229,29 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples of one optimizer step, over ranks and window; None before `fit` or where no loader tells."""
+        """Samples of one optimizer step, over ranks and window; None before `fit`, or if no loader tells."""
         return self._rates.recipe.global_batch_size
 
     @property
     def lr_scale(self) -> float:
-        """What `lr_scaling` multiplies the learning rate by, the warm-up being over."""
+        """What `lr_scaling` multiplies the learning rate by after the warm-up."""
         return self._rates.recipe.lr_scale
 
     @property
     def num_replicas(self) -> int:
-        """Chunks that each loader batch is computed in."""
+        """Chunks of each loader batch."""
         return self._replicas.num_replicas(self.world_size)
 
     @property
     def _shaping_replicas(self) -> int | None:
-        """Chunks of each loader batch that have batch statistics of their own, which the result depends on."""
+        """Chunks of each loader batch with their own batch statistics, on which the result depends."""
         return self.num_replicas if self._options.replicated and not self._options.one_device else None
 
     def observe_next_step(self) -> None:
         """Observe the optimizer step whose window begins next; `report()` returns it once its gradients are reduced.
 
-        A collective operation: every rank must call it before the same step. The observed step exchanges one vector of
-        some 240 numbers and, on an accelerator, waits for its gradients.
+        Call it on every rank before the same step, which then exchanges one vector of some 240 numbers and waits for
+        its gradients.
         """
         self._reports.observe_next_step()
 
@@ -301,10 +283,10 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         )
 
     def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits that are the same where parameters, buffers, optimizer and random state are.
+        """Return 16 hexadecimal digits that depend on the bits of parameters, buffers, optimizers and random state.
 
-        A collective operation. Of a run with `reproducible=True` they are the same after the same step on any number of
-        ranks. Of random states that of the CPU on rank 0 counts, and the seed of the replicas.
+        With `reproducible=True` they are equal after the same step on any number of ranks. Of random states, that of
+        the CPU on rank 0 counts, and the seed of the replicas. A collective operation.
 
         Raises:
             RuntimeError: If there is no module yet.
@@ -312,9 +294,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         return combined(self.state_digests())
 
     def state_digests(self) -> dict[str, str]:
-        """Return what the fingerprint is made of: as many digits of every tensor and number of the state, by name.
-
-        A collective operation.
+        """Return as many digits for every tensor and number of the state, by name. A collective operation.
 
         Raises:
             RuntimeError: If there is no module yet.
@@ -328,7 +308,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # Stock multiplies nodes by devices, which is another number where nodes are uneven.
+        # Stock multiplies nodes by devices, which is wrong for uneven nodes.
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @override
@@ -341,8 +321,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         state = random_state()
         super().setup_distributed()
         if self._options.split_batches:
-            # Lightning starts random numbers anew from the seed here, so that ranks draw alike, which loaders see to
-            # themselves: a script goes on drawing as on one device.
+            # Lightning seeds again here, so that all ranks draw the same. Our loaders do that themselves, and a script
+            # goes on drawing as on one device.
             restore_random_state(state)
 
     @override
@@ -353,7 +333,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        """Register the reduction, on CPU as on CUDA, where Lightning would drop a hook without a word."""
+        """Register the reduction, on CPU, too, where Lightning silently drops a hook."""
         model, module = self.model, self.lightning_module
         assert isinstance(model, DistributedDataParallel)
         assert module is not None
@@ -400,6 +380,21 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             rank_zero_info("GradAvgStrategy: ddp_comm_state is not part of a checkpoint and begins anew")
         self._saved = None
         rank_zero_info(self._start_line())
+        if self._log_hyperparams:
+            for logger in self._reduction.run.trainer.loggers:
+                logger.log_hyperparams(self._hyperparams())
+
+    def _hyperparams(self) -> dict[str, Any]:
+        versions = {name: sys.modules[name].__version__ for name in ("lightning_gradavg", "lightning", "torch")}
+        values = {
+            "reduction": self._options.rule.name,
+            "global_batch_size": self.global_batch_size,
+            "lr_scale": self.lr_scale,
+            "num_replicas": self._shaping_replicas,
+            "world_size": self.world_size,
+            **{f"version/{name}": version for name, version in versions.items()},
+        }
+        return {f"gradavg/{name}": value for name, value in values.items()}
 
     def _start_line(self) -> str:
         run, rule, size = self._reduction.run, self._options.rule, self.global_batch_size
@@ -428,7 +423,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             with self._rates.training_step():
                 output = self._replicas.run_step(step, *arguments)
         except ValueError as error:
-            # Of a chunk of one sample. Raised here, the other ranks would wait for this one; in manual optimization
+            # A chunk of one sample. If it raised here, the other ranks would wait for this one. In manual optimization
             # there is no loss that could carry the news.
             if not (automatic and self._options.rule.uses_weight and "more than 1 value per channel" in str(error)):
                 raise
@@ -441,7 +436,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         return self._replicas.weight(self._batches.chunk)
 
     def _backward_within_step(self) -> None:
-        """Run the backward of a piece that is not the last of its step. Hooks see that of the last one."""
+        """Run the backward of a piece that is not the last of its step. Hooks see the last one only."""
         (loss,) = self._reduction.take()
         precision, module = self.precision_plugin, self.lightning_module
         assert module is not None
@@ -469,7 +464,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             self._reports.end_window(
                 self._reduction.window, learning_rates=rates, lr_scale=self.lr_scale, loss_scale=loss_scale
             )
-        # It adds what was there before the window, which is no part of the report.
+        # It adds gradients from before the window, which are no part of the report.
         self._reduction.end_window()
 
     @override
@@ -484,29 +479,16 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._start_evaluation()
+        for part in self._parts:
+            part.on_evaluation_start()
 
-    @override
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        self._start_evaluation()
-
-    @override
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        self._start_evaluation()
-
-    def _start_evaluation(self) -> None:
-        self._replicas.on_evaluation_start()
-        self._evaluation.on_evaluation_start()
-        self._faults.on_evaluation_start()
+    on_test_start = on_predict_start = on_validation_start
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self._evaluation.through_ddp:
             return super().validation_step(*args, **kwargs)
-        # DDP's forward broadcasts buffers, in which ranks with fewer batches would not take part.
+        # DDP's forward broadcasts buffers, and would wait for ranks with fewer batches.
         assert self.lightning_module is not None
         with self.precision_plugin.val_step_context():
             return self.lightning_module.validation_step(*args, **kwargs)
@@ -515,11 +497,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def reduce(
         self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
-        """Reduce a tensor over the ranks.
-
-        Where ranks share batches the mean of integers, such as batch sizes, is exact, too: stock cuts off its decimals
-        on gloo.
-        """
+        """Reduce a tensor over the ranks. If ranks share batches, the mean of integers keeps its decimals on gloo."""
         averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         exact = averages and (self._options.split_batches or self._options.exact_evaluation or self._batches.joins)
         reduced = _widened(tensor) if exact else tensor
@@ -531,29 +509,17 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         require_allowed()
-        # Of no group, `LightningModule.all_gather` makes that of all ranks.
+        # `LightningModule.all_gather` passes the group of all ranks for None.
         if group in (None, dist.group.WORLD) and self._evaluation.alone():
             return tensor.expand(self.world_size, *tensor.shape)
         return super().all_gather(tensor, group, sync_grads)
 
     @override
     def on_validation_end(self) -> None:
-        super().on_validation_end()
-        self._end_evaluation()
+        for part in self._parts:
+            part.on_evaluation_end()
 
-    @override
-    def on_test_end(self) -> None:
-        super().on_test_end()
-        self._end_evaluation()
-
-    @override
-    def on_predict_end(self) -> None:
-        super().on_predict_end()
-        self._end_evaluation()
-
-    def _end_evaluation(self) -> None:
-        self._replicas.on_evaluation_end()
-        self._evaluation.on_evaluation_end()
+    on_test_end = on_predict_end = on_validation_end
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -580,14 +546,14 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._saved = checkpoint.get(_CHECKPOINT_KEY)
         if self._trains:
-            # Of a checkpoint of another strategy only the recipe is asked, which it does not have.
+            # A checkpoint of another strategy concerns the recipe only, which it lacks.
             for part in self._parts if self._saved is not None else (self._rates,):
                 part.load(self._saved or {})
         return checkpoint
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Name the parameters that DDP only counts when it misses their gradients, and the rank that failed first."""
+        """Name the parameters whose gradients DDP missed, and the rank that failed first."""
         self._rates.end()
         advice = self._reduction.advice(exception)
         if advice is not None:
@@ -599,6 +565,17 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             super().on_exception(exception)
 
 
+_OF_DDP_STRATEGY = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    *("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "process_group_backend", "timeout", "start_method"),
+)
+
+_ELSEWHERE = (
+    " [a strategy for lightning.pytorch.Trainer, of the package `lightning`: neither pytorch_lightning.Trainer, of the"
+    " package `pytorch-lightning`, nor Fabric can use it. Fabric takes lightning_gradavg.fabric.GradAvgStrategy; in a"
+    " loop of your own call lightning_gradavg.average_gradients]"
+)
+
 _NAMES: dict[str, dict[str, Any]] = {
     "gradavg": {},
     "gradavg_sum": {"reduction": "sum"},
@@ -608,13 +585,13 @@ _NAMES: dict[str, dict[str, Any]] = {
     "gradavg_spawn": {"start_method": "spawn"},
     "gradavg_fork": {"start_method": "fork"},
     "gradavg_notebook": {"start_method": "fork"},
-    # Without options LightningCLI takes `--trainer.strategy=lightning_gradavg.GradAvgStrategy` for a name
+    # LightningCLI reads `--trainer.strategy=lightning_gradavg.GradAvgStrategy` without options as a name
     # (https://github.com/Lightning-AI/pytorch-lightning/issues/19682), and the Trainer makes names lower case.
     "lightning_gradavg.gradavgstrategy": {},
 }
 
 
 def _widened(value: Any) -> Any:
-    """Return integers in float64. Lightning reduces what is not a tensor, too."""
+    """Return integers in float64. Lightning reduces plain numbers, too."""
     integral = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
     return value.double() if integral else value

@@ -14,6 +14,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import StrategyRegistry
 from ranks import make_trainer
 from torch.utils.data import DataLoader
@@ -48,6 +49,7 @@ OWN_OPTIONS = {
     "reproducible": False,
     "nonfinite": "propagate",
     "check_replicas_every_n_steps": 1000,
+    "log_hyperparams": True,
 }
 OPTIONS_OF_DDP_STRATEGY = words(
     "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin ddp_comm_state ddp_comm_hook"
@@ -67,6 +69,56 @@ def test_the_constructor():
     assert OWN_OPTIONS == {name: parameters[name].default for name in OWN_OPTIONS}
     assert {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD} == {one.kind for one in parameters.values()}
     assert inspect.Parameter.empty not in {one.annotation for one in parameters.values()}
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({}, ""),
+        ({"reduction": "sum", "static_graph": True}, "reduction='sum', static_graph=True"),
+        ({"split_batches": True, "max_device_batch_size": 4}, "split_batches=True, max_device_batch_size=4"),
+        ({**OWN_OPTIONS, "lr_scaling": "linear"}, "lr_scaling='linear'"),
+    ],
+)
+def test_repr_is_the_constructor_call(options, shown):
+    """Options that are given, and are not the defaults, as a command line gives them all."""
+    assert f"GradAvgStrategy({shown})" == repr(GradAvgStrategy(**options))
+
+
+class Hyperparameters(DummyLogger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, Any]] = []
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.logged.append(dict(params))
+
+
+def log_hyperparams(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Body: return the hyperparameters that a run logs."""
+    logger = Hyperparameters()
+    trainer = make_trainer(GradAvgStrategy(**options), max_epochs=1, logger=logger, log_every_n_steps=1)
+    trainer.fit(Toy(), DataLoader(torch.ones(8, dtype=torch.float64), 4))
+    return logger.logged
+
+
+def test_the_logged_hyperparameters(world):
+    """A loader's batches of 4, on 2 ranks: rule, global batch, learning rate factor, replicas and versions."""
+    options: dict[str, Any] = {"reduction": "weighted_mean", "lr_scaling": "linear", "base_batch_size": 2}
+    (logged,) = world(2).run(log_hyperparams, options)[0]
+    versions = {"lightning_gradavg": lightning_gradavg.__version__, "torch": torch.__version__}
+    assert versions.items() <= {name.removeprefix("gradavg/version/"): value for name, value in logged.items()}.items()
+    logged = {name: value for name, value in logged.items() if "version" not in name}
+    assert logged == {
+        "gradavg/reduction": "weighted_mean",
+        "gradavg/global_batch_size": 8,
+        "gradavg/lr_scale": 4.0,
+        "gradavg/num_replicas": None,
+        "gradavg/world_size": 2,
+    }
+    assert [[], []] == world(2).run(log_hyperparams, {**options, "log_hyperparams": False})
 
 
 def test_the_constructors_of_sharded_models():

@@ -64,6 +64,7 @@ _REFUSED: Mapping[str, str] = {
     "exact_evaluation": "deals batches to ranks one by one, and a sharded forward needs all ranks at once",
     "nonfinite": f"{_OF_STEP}: give a loss that is not finite the weight 0",
     "check_replicas_every_n_steps": "compares replicas, and shards are none",
+    "log_hyperparams": "is for GradAvgStrategy: call log_hyperparams of your loggers",
     **dict.fromkeys((*_DDP_OPTIONS, *_OF_STRATEGY), _OF_DDP),
     "model_averaging_period": "averages weights instead of reducing gradients",
 }
