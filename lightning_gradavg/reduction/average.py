@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg.arguments import Refusals, refuse
 from lightning_gradavg.ranks import Agreed, Contribution, World, by_value, on_ranks
@@ -79,7 +79,7 @@ def average_gradients(
     gradients = [writable(parameter, sparse_dim, _dtype(parameter)) for parameter, sparse_dim in present]
     if world.size > 1 or factor != 1:
         sum_dense([gradient for gradient in gradients if not gradient.is_sparse], factor, world)
-        totals = iter(sum_sparse([gradient for gradient in gradients if gradient.is_sparse], world, factor))
+        totals = iter(sum_sparse([gradient for gradient in gradients if gradient.is_sparse], factor, world))
         gradients = [next(totals) if gradient.is_sparse else gradient for gradient in gradients]
     for (parameter, _), gradient in zip(present, gradients, strict=True):
         parameter.grad = gradient
@@ -87,12 +87,7 @@ def average_gradients(
 
 @dataclass(frozen=True)
 class _Gradients(Contribution):
-    """What this rank brings to a reduction, checked.
-
-    Attributes:
-        rule: The reduction rule.
-        parameters: The parameters by what messages call them, each once.
-    """
+    """What this rank brings to a reduction, checked: the rule, and the parameters by what messages call them."""
 
     rule: Rule
     parameters: dict[str, Tensor]
@@ -114,44 +109,35 @@ class _Gradients(Contribution):
         return cls(alike, forms, checked_weight(rule, weight), rule, parameters)
 
 
-_DIFFERENT = (
-    "reduction= differs between ranks",
-    "the ranks pass different numbers of parameters",
-    "the ranks pass different parameters",  # and so on
-)
-
-
 def _difference(alike: Sequence[Sequence[str]]) -> str:
-    different = ((index, texts) for index, texts in enumerate(zip(*alike, strict=False)) if len(set(texts)) > 1)
-    index, texts = next(different)
-    return f"{_DIFFERENT[min(index, 2)]}: {by_value(texts)}. Pass the same, in the same order, on all ranks."
+    index, texts = next((n, texts) for n, texts in enumerate(zip(*alike, strict=False)) if len(set(texts)) > 1)
+    kinds = ("reduction= differs between ranks", "the ranks pass different numbers of parameters")
+    kind = kinds[index] if index < len(kinds) else "the ranks pass different parameters"
+    return f"{kind}: {by_value(texts)}. Pass the same, in the same order, on all ranks."
 
 
 def checked_weight(rule: Rule, weight: float | Tensor | None) -> float | None:
-    """Return a rank's weight as a number; None where it is not given, which only a rule that uses none allows.
-
-    Raises:
-        TypeError: If it is not one number.
-        ValueError: If it is not finite and >= 0, or missing.
-    """
-    if weight is None and rule.uses_weight:
-        raise ValueError(
-            f"reduction={rule.name!r}, {rule.formula}, needs a weight: pass weight= on every rank, the number of loss"
-            " terms (samples, tokens, ...) behind its gradient, 0 where it has none"
-        )
-    number = 0.0 if weight is None else float(as_weight(weight, torch.device("cpu")))
+    """Return a rank's weight as a number; None where it is not given, which only a rule without weights allows."""
+    if weight is None:
+        if rule.uses_weight:
+            raise ValueError(
+                f"reduction={rule.name!r}, {rule.formula}, needs a weight: pass weight= on every rank, the number of"
+                " loss terms (samples, tokens, ...) behind its gradient, 0 where it has none"
+            )
+        return None
+    number = float(as_weight(weight, torch.device("cpu")))
     if not is_number(number):
         raise ValueError(
             f"weight {number!r} is not a finite number >= 0: pass the number of loss terms behind the rank's gradient"
         )
-    return None if weight is None else number
+    return number
 
 
 def agreed_factors(rule: Rule, agreed: Agreed) -> list[float]:
-    """Return what the reduction multiplies each rank's gradient by, where nodes may be unknown if they do not matter.
+    """Return what the reduction multiplies each rank's gradient by.
 
     Raises:
-        ValueError: If they do, or the rule fails.
+        ValueError: If a node is unknown that the rule depends on, or the rule fails.
     """
     weights = [1.0 if weight is None else weight for weight in agreed.weights]
     unknown, count = [rank for rank, node in enumerate(agreed.nodes) if node is None], len(weights)
@@ -170,40 +156,26 @@ def agreed_factors(rule: Rule, agreed: Agreed) -> list[float]:
 def _agreed_form(label: str, *forms: int) -> int:
     """Return the form that a gradient has on the ranks where it is not None."""
     if len(set(forms) - {_ABSENT}) > 1:
+        words = {_ABSENT: "None", _DENSE: "dense"}
+        found = by_value(words.get(form, f"sparse with {form - _DENSE} sparse dimension(s)") for form in forms)
         raise ValueError(
-            f"the gradient of {label} differs between ranks: {by_value(map(_form_text, forms))}."
-            " It must have one layout wherever it is not None."
+            f"the gradient of {label} differs between ranks: {found}. It must have one layout wherever it is not None."
         )
     return max(forms)
 
 
-def _form_text(form: int) -> str:
-    words = {_ABSENT: "None", _DENSE: "dense", _DENSE + 1: "sparse with 1 sparse dimension"}
-    return words.get(form, f"sparse with {form - _DENSE} sparse dimensions")
-
-
-def _is_a(value: Any, name: str) -> bool:
-    """Return whether a class of that name is among the value's own: to import it would be slow."""
-    return name in _class_names(type(value))  # type: ignore[arg-type]  # mypy does not know that classes are hashable
-
-
-@lru_cache
-def _class_names(kind: type) -> frozenset[str]:
-    return frozenset(base.__name__ for base in kind.__mro__)
-
-
 _REFUSED_MODULES: Refusals = (
     (
-        lambda module: _is_a(module, "DistributedDataParallel"),
+        lambda module: isinstance(module, DistributedDataParallel),
         "is a DistributedDataParallel, which has reduced the gradients: leave this out, or use no_sync() and `.module`",
     ),
     (
-        lambda module: _is_a(module, "FullyShardedDataParallel"),
+        lambda module: any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__),
         "is a FullyShardedDataParallel, which has reduced the gradients and holds parts of them: leave this out",
     ),
 )
 _DTENSOR = (
-    lambda tensor: _is_a(tensor, "DTensor"),
+    lambda tensor: hasattr(tensor, "device_mesh"),
     "is a DTensor, whose placements say how it is reduced. Reduce it along its device mesh, or pass ordinary tensors",
 )
 _REFUSED_PARAMETERS: Refusals = (

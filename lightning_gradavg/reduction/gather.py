@@ -31,7 +31,7 @@ from torch import Tensor
 from lightning_gradavg.arguments import Refusals, refuse
 from lightning_gradavg.ranks import Contribution, World, by_rank, on_ranks
 from lightning_gradavg.reduction.average import agreed_factors, checked_weight, unserved
-from lightning_gradavg.reduction.sums import SUM_DTYPES, as_bytes, byte_counts, from_bytes, gather_rows
+from lightning_gradavg.reduction.sums import SUM_DTYPES, as_matrix, gather_rows
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
 from lightning_gradavg.tree import leaves, rebuilt
 
@@ -93,15 +93,14 @@ def gather(
         "gather cannot proceed", lambda: _Rows.of(tensors, reduction, weight, world.device_types), _difference
     )
     # Per rank whether it runs with grad, and of each tensor twice its rows plus 1 if it requires grad.
-    enabled, *by_leaf = zip(*agreed.details, strict=True)
-    rows = [[entry >> 1 for entry in of_rank] for _, *of_rank in agreed.details]
-    wanted = [any(entry & 1 for entry in of_leaf) for of_leaf in by_leaf]
-    weighed = _WEIGHED.get()
-    factors = [1.0] * world.size if weighed else agreed_factors(mine.rule, agreed)
-    values = [torch.cat(blocks) for blocks in zip(*gather_rows(mine.leaves, rows, world), strict=True)]
+    enabled, *entries = zip(*agreed.details, strict=True)
+    rows = [[entry >> 1 for entry in of_leaf] for of_leaf in entries]
+    wanted = [any(entry & 1 for entry in of_leaf) for of_leaf in entries]
+    factors = [1.0] * world.size if _WEIGHED.get() else agreed_factors(mine.rule, agreed)
+    values = [torch.cat(gather_rows(leaf, of_leaf, world)) for leaf, of_leaf in zip(mine.leaves, rows, strict=True)]
     if any(wanted):
         _require_backward(mine.rule, enabled, factors, rows)
-        crossing = _Crossing(world, factors, [list(compress(of_rank, wanted)) for of_rank in rows])
+        crossing = _Crossing(world, factors, list(compress(rows, wanted)))
         own, gathered = compress(mine.leaves, wanted), compress(values, wanted)
         live = iter(_apply(lambda _: gathered, crossing.sum_back, crossing.send_out, own))
         values = [next(live) if is_wanted else value for value, is_wanted in zip(values, wanted, strict=True)]
@@ -204,7 +203,7 @@ def _require_backward(
             f"gather runs under torch.no_grad {on_ranks(disabled)}, but other ranks need a gradient, for which those"
             " would wait for ever. Use torch.no_grad on all ranks or on none."
         )
-    lost = [rank for rank, factor in enumerate(factors) if factor == 0 and any(rows[rank])]
+    lost = [rank for rank, factor in enumerate(factors) if factor == 0 and any(of_leaf[rank] for of_leaf in rows)]
     if lost and any(factors):
         raise ValueError(
             f"reduction={rule.name!r} discards the gradient of a rank of weight 0, but there are rows {on_ranks(lost)}"
@@ -219,8 +218,8 @@ class _Crossing:
 
     Attributes:
         world: The ranks.
-        factors: Per rank, what its gradient will be multiplied by in the reduction, as far as it differs.
-        rows: `rows[q][i]`, the rows that rank q has of tensor i.
+        factors: Per rank, what its gradient will be multiplied by in the reduction.
+        rows: `rows[i][q]`, the rows that rank q has of tensor i.
     """
 
     world: World
@@ -228,36 +227,31 @@ class _Crossing:
     rows: Sequence[Sequence[int]]
 
     def sum_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sum over ranks of their gradients of this rank's rows, each times its factor over this rank's.
+        """Return the sum over ranks of their gradients of this rank's rows, each times its factor over this rank's."""
+        return [self._home(*each) for each in zip(gradients, self.rows, strict=True)]
 
-        Args:
-            gradients: This rank's gradients of all ranks' rows.
-        """
-        by_leaf = zip(gradients, zip(*self.rows, strict=True), strict=True)
-        cut = [gradient.split(list(of_leaf)) for gradient, of_leaf in by_leaf]
-        send = torch.cat([as_bytes(blocks) for blocks in zip(*cut, strict=True)])
-        sizes = byte_counts(gradients, self.rows)
-        mine, size = self.rows[self.world.rank], sizes[self.world.rank]
-        received = send
-        if self.world.group is not None:
-            received = send.new_empty(self.world.size * size)
+    def _home(self, gradient: Tensor, rows: Sequence[int]) -> Tensor:
+        mine, sent = rows[self.world.rank], as_matrix(gradient)
+        received = sent.new_empty(self.world.size * mine, sent.shape[1])
+        if self.world.group is None:
+            received = sent
+        elif sent.shape[1] > 0:
             # Not reduce_scatter: on gloo that moves twice the bytes, and sums half precision in half precision.
-            dist.all_to_all_single(received, send, [size] * self.world.size, sizes, group=self.world.group)
-        totals = [torch.zeros_like(own, dtype=_wide(own)) for own in (blocks[self.world.rank] for blocks in cut)]
-        for rank, block in enumerate(received.view(self.world.size, size)):
+            of_all, bytes_sent = received.view(torch.uint8), sent.view(torch.uint8)
+            dist.all_to_all_single(of_all, bytes_sent, [mine] * self.world.size, list(rows), group=self.world.group)
+        parts = received.view(self.world.size, mine, *gradient.shape[1:])
+        total = torch.zeros_like(parts[0], dtype=SUM_DTYPES[gradient.dtype])
+        for rank, part in enumerate(parts):
             ratio = self._ratio(rank, self.world.rank)
-            for total, part in zip(totals, from_bytes(block, gradients, mine), strict=True):
-                if ratio > 0:  # else there is nothing behind its loss, which may be NaN
-                    total.add_(part.to(total.dtype), alpha=ratio)
-        return [total.to(gradient.dtype) for total, gradient in zip(totals, gradients, strict=True)]
+            if ratio > 0:  # else there is nothing behind its loss, which may be NaN
+                total.add_(part.to(total.dtype), alpha=ratio)
+        return total.to(gradient.dtype)
 
     def send_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return all ranks' tensors times this rank's factor over that of each: the adjoint of `sum_back`."""
-        scaled = [
-            [_times(block, self._ratio(self.world.rank, rank)) for block in of_rank]
-            for rank, of_rank in enumerate(gather_rows(tensors, self.rows, self.world))
-        ]
-        return [torch.cat(blocks) for blocks in zip(*scaled, strict=True)]
+        gathered = [gather_rows(*each, self.world) for each in zip(tensors, self.rows, strict=True)]
+        ratios = [self._ratio(self.world.rank, rank) for rank in range(self.world.size)]
+        return [torch.cat([_times(*each) for each in zip(blocks, ratios, strict=True)]) for blocks in gathered]
 
     def _ratio(self, rank: int, other: int) -> float:
         # A rank without factor has no rows: what it receives is empty.
@@ -287,9 +281,5 @@ def _apply(
     return apply(operation, adjoint, back, anchor, *tensors)
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return SUM_DTYPES.get(tensor.dtype, tensor.dtype)
-
-
 def _times(tensor: Tensor, ratio: float) -> Tensor:
-    return tensor.to(_wide(tensor)).mul(ratio).to(tensor.dtype) if ratio else torch.zeros_like(tensor)
+    return tensor.to(SUM_DTYPES[tensor.dtype]).mul(ratio).to(tensor.dtype) if ratio else torch.zeros_like(tensor)

@@ -18,18 +18,7 @@ from torch import Tensor
 from lightning_gradavg.lightning_internals import copy_each, sparse_parts, views_of
 from lightning_gradavg.ranks import World
 
-__all__ = [
-    "SUM_DTYPES",
-    "as_bytes",
-    "as_real",
-    "byte_counts",
-    "from_bytes",
-    "gather_rows",
-    "sum_dense",
-    "sum_sparse",
-    "writable",
-    "zero_gradient",
-]
+__all__ = ["SUM_DTYPES", "as_matrix", "as_real", "gather_rows", "sum_dense", "sum_sparse", "writable", "zero_gradient"]
 
 SUM_DTYPES = {
     torch.float16: torch.float32,
@@ -58,24 +47,22 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def writable(parameter: Tensor, sparse_dim: int, dtype: torch.dtype) -> Tensor:
-    """Return a parameter's gradient: a zero one where it has none, a copy where it cannot be written in place."""
+    """Return a parameter's gradient: zeros where it has none, a copy where it cannot be written in place."""
     gradient = parameter.grad
     if gradient is None:
         return zero_gradient(parameter, sparse_dim, dtype)
-    if gradient.is_sparse or _is_writable(gradient):
+    if gradient.is_sparse or not (_repeats(gradient) or gradient.is_conj() or gradient.is_neg()):
         return gradient
     return gradient.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-def _is_writable(gradient: Tensor) -> bool:
-    """Return whether every element has a memory of its own (not so after `expand`) that holds its value itself."""
-    holds_values = not (gradient.is_conj() or gradient.is_neg())
+def _repeats(gradient: Tensor) -> bool:
+    """Return whether two elements share memory, as after `expand`."""
     if gradient.is_contiguous():
-        return holds_values
+        return False
     steps = sorted((stride, size) for stride, size in zip(gradient.stride(), gradient.shape, strict=True) if size > 1)
     reaches = accumulate((stride * (size - 1) for stride, size in steps), initial=1)
-    apart = all(stride >= reach for (stride, _), reach in zip(steps, reaches, strict=False))
-    return apart and holds_values
+    return any(stride < reach for (stride, _), reach in zip(steps, reaches, strict=False))
 
 
 def sum_dense(gradients: Sequence[Tensor], factor: float, world: World) -> None:
@@ -134,31 +121,25 @@ def _partition(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     yield from (members for members, _ in open_buckets.values())
 
 
-def sum_sparse(gradients: Sequence[Tensor], world: World, factor: float = 1.0) -> list[Tensor]:
+def sum_sparse(gradients: Sequence[Tensor], factor: float, world: World) -> list[Tensor]:
     """Return `sum over ranks of factor * gradient` of every sparse gradient, coalesced, in the dtype of the gradient.
 
-    Every rank gathers the others' entries and adds them in rank order: gloo and NCCL agree on no sparse collective.
+    Every rank gathers the others' entries and adds them in rank order: gloo and NCCL share no sparse collective.
 
     Args:
         gradients: COO tensors, coalesced or not; the same shapes, sparse dimensions and dtypes, in the same order, on
             all ranks. The number of entries may differ.
-        world: The ranks.
         factor: What this rank's gradients are multiplied by; 0 discards them, whatever they hold.
+        world: The ranks.
     """
-    totals = _sparse_sums(gradients, world, factor)
-    return [total.to(gradient.dtype) for total, gradient in zip(totals, gradients, strict=True)]
-
-
-def _sparse_sums(gradients: Sequence[Tensor], world: World, factor: float = 1.0) -> list[Tensor]:
     if not gradients:
         return []
     mine = [_entries(gradient, factor) for gradient in gradients]
     counts = zip(*world.gather_integers([len(values) for _, values in mine]), strict=True)
     totals = []
-    for gradient, parts, of_ranks in zip(gradients, mine, counts, strict=True):
-        blocks = gather_rows(parts, [[count, count] for count in of_ranks], world)
-        indices, values = map(torch.cat, zip(*blocks, strict=True))
-        totals.append(_coo(indices.t(), values, gradient.shape).coalesce())
+    for gradient, parts, rows in zip(gradients, mine, counts, strict=True):
+        indices, values = (torch.cat(gather_rows(part, rows, world)) for part in parts)
+        totals.append(_coo(indices.t(), values, gradient.shape).coalesce().to(gradient.dtype))
     return totals
 
 
@@ -173,45 +154,26 @@ def _entries(gradient: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     return summed.indices().t(), summed.values()
 
 
-def gather_rows(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], world: World) -> list[list[Tensor]]:
-    """Return all ranks' rows of some tensors, `[rank][tensor]`, by one collective.
+def gather_rows(tensor: Tensor, rows: Sequence[int], world: World) -> list[Tensor]:
+    """Return the rows of every rank, of which each has `rows[rank]`, by one collective.
 
     They travel as bytes, each rank's padded to the longest: so every dtype does, on every backend.
-
-    Args:
-        tensors: This rank's, dense and on one device; the same dtypes and shapes on all ranks, apart from the rows.
-        rows: `rows[rank][tensor]`, how many rows each rank has.
-        world: The ranks.
     """
-    mine, sizes = as_bytes(tensors), byte_counts(tensors, rows)
-    slots = mine.new_empty(world.size, max(sizes))
+    mine = as_matrix(tensor)
+    slots = mine.new_empty(world.size, max(rows), mine.shape[1])
     slots[world.rank, : len(mine)] = mine
-    if world.group is not None and max(sizes) > 0:
-        dist.all_gather(list(slots.unbind()), slots[world.rank].clone(), group=world.group)
-    return [from_bytes(slot[:size], tensors, n) for slot, size, n in zip(slots, sizes, rows, strict=True)]
+    if world.group is not None and slots.numel() > 0:
+        sent = slots.view(torch.uint8)
+        dist.all_gather(list(sent.unbind()), sent[world.rank].clone(), group=world.group)
+    return [slot[:n].view(n, *tensor.shape[1:]) for slot, n in zip(slots, rows, strict=True)]
 
 
-def byte_counts(like: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> list[int]:
-    """Return how many bytes each rank's rows have."""
-    widths = [math.prod(leaf.shape[1:]) * leaf.element_size() for leaf in like]
-    return [sum(n * width for n, width in zip(of_rank, widths, strict=True)) for of_rank in rows]
-
-
-def as_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of the tensors, one after the other."""
-    whole = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+def as_matrix(tensor: Tensor) -> Tensor:
+    """Return a tensor's rows with one further dimension, contiguous, so that they can be viewed as bytes."""
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    width = math.prod(whole.shape[1:])
     # One expanded element is contiguous with a stride of 0, which cannot be viewed as bytes.
-    return torch.cat([tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in whole])
-
-
-def from_bytes(data: Tensor, like: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """Return the tensors that `as_bytes` took apart, with the dtypes and shapes of `like` apart from the rows."""
-    parts = data.split([byte_counts([leaf], [[n]])[0] for leaf, n in zip(like, rows, strict=True)])
-    # Copies, because a part may start where no number of its dtype may.
-    return [
-        part.clone().view(leaf.dtype).reshape(n, *leaf.shape[1:])
-        for part, leaf, n in zip(parts, like, rows, strict=True)
-    ]
+    return whole.as_strided((len(whole), width), (width, 1))
 
 
 def zero_gradient(parameter: Tensor, sparse_dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
