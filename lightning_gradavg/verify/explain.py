@@ -1,16 +1,16 @@
-"""Why a gradient is not that of one process.
+"""Why a gradient differs from that of one process.
 
 `P` are the gradients that one process computes of each micro-batch alone, `F` that of all samples at once, and `G` what
-the run made of them. The combination of `P` that is `F` is what would be *right*, the one that is `G` is what was
-*done*, and where the two are not the same their names say why. Where no combination of `P` is `F`, samples are compared
-with each other: by batch norm, by a hook, or by the loss.
+the run made of them. The combination of `P` that is `F` is *right*, the one that is `G` is what was *done*. Where they
+differ, their names say why. Where no combination of `P` is `F`, samples are compared with each other: by batch norm, by
+a hook, or by the loss.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -21,15 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradavg.lightning_internals import BatchNorm, without_gradient_hooks
-from lightning_gradavg.verify.record import Refused, Taken
+from lightning_gradavg.verify.record import Refused, Taken, Tensors
 from lightning_gradavg.verify.report import times
-from lightning_gradavg.verify.twin import Computed, Twin, difference, flat
+from lightning_gradavg.verify.twin import Computed, Twin, difference, flat, gap_between, multiple_of
 
 __all__ = ["explain"]
 
 _MEANS = ("mean", "mean of the ranks' means")
 _WEIGHED = ("weights", "samples")
 _OF_TERMS = frozenset({"samples", "weights", "terms", "mean"})
+_SUM = frozenset({"sum"})
 _RIGHT = ("samples", "weights", "sum", "mean")
 _TWICE = ("divided twice", "samples, divided twice", "weights, divided twice")
 _WIRES = {"bf16 wire": torch.bfloat16, "fp16 wire": torch.float16}
@@ -45,7 +46,6 @@ class _Reading(NamedTuple):
     detail: str
 
 
-_SUM = frozenset({"sum"})
 _READINGS = (
     _Reading("sum loss", (*_MEANS, *_WEIGHED, "configured window"), _SUM, "{multiple}: the loss is a sum over samples"),
     _Reading(
@@ -69,21 +69,25 @@ class _Evidence:
 
     twin: Twin
     taken: Sequence[Taken]
-    ranks: Sequence[int]
     keys: Sequence[tuple[int, ...]]
     parts: Sequence[Computed]
     whole: Computed
 
-    @property
-    def near(self) -> float:
-        """The relative difference up to which a combination is one."""
-        return 100 * self.twin.tolerance
+    def __post_init__(self) -> None:
+        self.near = 100 * self.twin.tolerance  # up to which a combination is one
+        self.world_size = len(self.twin.tapes)
+        starts = [sum(one.size for one in self.taken[:index]) for index in range(len(self.taken))]
+        self.ranks = [self.keys[start][1] for start in starts]
 
-    @property
-    def world_size(self) -> int:
-        return len(self.twin.tapes)
+    @cached_property
+    def like(self) -> Tensors:
+        """Tensors of the names that differ."""
+        known = [*(part.gradients for part in self.parts), self.whole.gradients, self.twin.reduced]
+        _, relative = difference(self.twin.reduced, self.twin.expected, self.twin.tolerance)
+        every = {name: tensor for tensors in known for name, tensor in tensors.items()}
+        return {name: tensor for name, tensor in every.items() if relative.get(name, 0.0) > self.twin.tolerance}
 
-    @property
+    @cached_property
     def target(self) -> Tensor:
         """`F`."""
         return flat(self.whole.gradients, self.like)
@@ -94,82 +98,59 @@ class _Evidence:
         return flat(self.twin.reduced, self.like)
 
     @cached_property
-    def like(self) -> dict[str, Tensor]:
-        known = [*(part.gradients for part in self.parts), self.whole.gradients, self.twin.reduced]
-        _, relative = difference(self.twin.reduced, self.twin.expected, self.twin.tolerance)
-        differ = {name for name, each in relative.items() if each > self.twin.tolerance}
-        return {name: tensor for tensors in known for name, tensor in tensors.items() if name in differ}
-
-    @cached_property
     def rows(self) -> Tensor:
         """`P`, shape (micro-batches, elements)."""
         return torch.stack([flat(part.gradients, self.like) for part in self.parts])
 
+    @cached_property
+    def combinations(self) -> Mapping[str, list[float]]:
+        """The coefficient of every micro-batch under every hypothesis."""
+        number, ranks, window = len(self.ranks), self.ranks, self.world_size * self.twin.facts.accumulation
+        found = {
+            "mean": [1 / number] * number,
+            "sum": [1.0] * number,
+            "mean of the ranks' means": [1 / (len(set(ranks)) * ranks.count(rank)) for rank in ranks],
+            "divided twice": [1 / (number * self.world_size)] * number,
+            "multiplied": [self.world_size / number] * number,
+            "configured window": [1 / window] * number,
+            "alone": [(rank == min(ranks)) / ranks.count(rank) for rank in ranks],
+        }
+        weights = [one.weight for one in self.taken]
+        counts = {"samples": [float(one.size) for one in self.taken]}
+        counts |= {} if None in weights else {"weights": [float(weight or 0.0) for weight in weights]}
+        for name, of_parts in ((name, each) for name, each in counts.items() if sum(each) > 0):
+            found[name] = [count / sum(of_parts) for count in of_parts]
+            found[f"{name}, divided twice"] = [share / self.world_size for share in found[name]]
+        pointless = {"alone"} if len(set(ranks)) == 1 else set[str]()
+        pointless |= {"configured window"} if number == window else set[str]()
+        return {name: shares for name, shares in found.items() if name not in pointless}
+
     def named(self, target: Tensor) -> set[str]:
         """Return the names of the combinations of `P` that a gradient is."""
-        known = _combinations(self.ranks, self.taken, self.world_size, self.twin.facts.accumulation)
-        return {name for name, shares in known.items() if self._is(target, shares)}
+        return {name for name, shares in self.combinations.items() if self.combines(target, shares)}
 
-    def _is(self, target: Tensor, shares: Sequence[float]) -> bool:
+    def combines(self, target: Tensor, shares: Sequence[float]) -> bool:
+        """Return whether a gradient is this combination of `P`."""
         weights = torch.tensor(shares, dtype=torch.float64)
-        found = weights[weights != 0] @ self.rows[weights != 0]
-        return _gap(target, found) <= self.near
+        return gap_between(target, weights[weights != 0] @ self.rows[weights != 0]) <= self.near
 
     def shares(self, target: Tensor) -> list[float] | None:
         """Return the coefficients with which the parts make up a gradient; None if none do, or many could."""
-        scale = float(self.rows.abs().max())
-        if not bool(torch.isfinite(target).all()):
-            return None
-        if not (math.isfinite(scale) and scale > 0) or len(target) <= len(self.rows):
+        scale, several = float(self.rows.abs().max()), len(target) > len(self.rows)
+        if not (several and 0 < scale < math.inf and bool(torch.isfinite(target).all())):
             return None
         if int(torch.linalg.matrix_rank(self.rows, rtol=1e-9)) < len(self.rows):
             return None
         found = torch.linalg.lstsq(self.rows.T / scale, (target / scale).unsqueeze(1)).solution[:, 0]
-        return found.tolist() if _gap(target, found @ self.rows) <= self.near else None
+        return found.tolist() if gap_between(target, found @ self.rows) <= self.near else None
 
     @cached_property
     def right(self) -> dict[str, list[float]]:
         """The combinations of the parts that are the whole: by name, or "terms" with shares of their own."""
-        known = _combinations(self.ranks, self.taken, self.world_size, self.twin.facts.accumulation)
-        named = {name: known[name] for name in self.named(self.target) & set(_RIGHT) if name in known}
+        named = {name: self.combinations[name] for name in _RIGHT if name in self.named(self.target)}
         shares = None if named else self.shares(self.target)
         fits = shares is not None and min(shares) > -self.near and abs(sum(shares) - 1) < self.near
         return {"terms": shares} if fits and shares is not None else named
-
-
-def _gap(found: Tensor, expected: Tensor) -> float:
-    largest = float(expected.abs().max()) if len(expected) else 0.0
-    gap = float((found - expected).abs().max()) if len(expected) else 0.0
-    return gap / largest if largest else (math.inf if gap else 0.0)
-
-
-def _combinations(
-    ranks: Sequence[int], taken: Sequence[Taken], world_size: int, accumulation: int
-) -> Mapping[str, list[float]]:
-    """Return the coefficient of every micro-batch under every hypothesis."""
-    number, present = len(ranks), sorted(set(ranks))
-    lengths = [ranks.count(rank) for rank in ranks]
-    found = {
-        "mean": [1 / number] * number,
-        "sum": [1.0] * number,
-        "mean of the ranks' means": [1 / (len(present) * length) for length in lengths],
-        "divided twice": [1 / (number * world_size)] * number,
-        "multiplied": [world_size / number] * number,
-    }
-    if number != world_size * accumulation:
-        found["configured window"] = [1 / (world_size * accumulation)] * number
-    weights = [one.weight for one in taken]
-    counts = {"samples": [float(one.size) for one in taken]}
-    if None not in weights:
-        counts["weights"] = [float(weight or 0.0) for weight in weights]
-    for name, of_parts in counts.items():
-        total = sum(of_parts)
-        if total > 0:
-            found[name] = [count / total for count in of_parts]
-            found[f"{name}, divided twice"] = [count / total / world_size for count in of_parts]
-    if len(present) > 1:
-        found["alone"] = [(rank == present[0]) / ranks.count(rank) for rank in ranks]
-    return found
 
 
 def explain(twin: Twin, position: int) -> None:
@@ -182,40 +163,36 @@ def explain(twin: Twin, position: int) -> None:
         twin.explanation = _by_factor(twin)
         return
     _, taken, keys = twin.batches[position]
+    _require_any_order(twin, taken, keys)
     starts = [sum(one.size for one in taken[:index]) for index in range(len(taken) + 1)]
     of_parts = [keys[start:stop] for start, stop in pairwise(starts)]
-    if len(keys) > 1:
-        order = [*range(len(keys) // 2, len(keys)), *range(len(keys) // 2)]
-        same, turned = twin.compute(taken, keys), twin.compute(taken, keys, order)
-        steady = _differs(same, Computed(twin.expected, same.loss), twin) == 0.0
-        if steady and _differs(same, turned, twin):
-            raise Refused(
-                "with the samples of the batch in another order one process computes another gradient: the"
-                " loss, or what"
-                " is drawn, depends on their places in the batch"
-            )
 
     def evidence() -> _Evidence:
         parts = [twin.compute([one], mine) for one, mine in zip(taken, of_parts, strict=True)]
-        return _Evidence(twin, taken, [mine[0][1] for mine in of_parts], keys, parts, twin.compute(taken, keys))
+        return _Evidence(twin, taken, keys, parts, twin.compute(taken, keys))
 
     known = evidence()
-    twin.explanation = _of_right(known) if known.right else _of_whole(known, evidence)
+    twin.explanation = _of_parts(known) if known.right else _of_whole(known, evidence)
 
 
-def _differs(one: Computed, other: Computed, twin: Twin) -> float:
-    like = {**one.gradients, **other.gradients}
-    gap = _gap(flat(one.gradients, like), flat(other.gradients, like))
-    return gap if gap > 100 * twin.tolerance else 0.0
+def _require_any_order(twin: Twin, taken: Sequence[Taken], keys: Sequence[tuple[int, ...]]) -> None:
+    """Check that one process computes the same gradient with the samples in another order."""
+    order = [*range(len(keys) // 2, len(keys)), *range(len(keys) // 2)]
+    same, turned = twin.compute(taken, keys).gradients, twin.compute(taken, keys, order).gradients
+    like, near = {**same, **turned, **twin.expected}, 100 * twin.tolerance
+    again, other, known = (flat(each, like) for each in (same, turned, twin.expected))
+    if gap_between(again, known) <= near < gap_between(again, other):
+        raise Refused(
+            "with the samples of the batch in another order one process computes another gradient: the loss, or what is"
+            " drawn, depends on their places in the batch"
+        )
 
 
-def _multiple(twin: Twin, position: int = 0) -> tuple[str, float | None]:  # noqa: ARG001  # one signature
+def _multiple(twin: Twin) -> tuple[str, float | None]:
     like = {**twin.expected, **twin.reduced}
-    mine, other = flat(twin.reduced, like), flat(twin.expected, like)
-    factor = float(mine.dot(other) / other.dot(other)) if float(other.dot(other)) else math.nan
-    if math.isfinite(factor) and _gap(mine, factor * other) <= 1e4 * twin.tolerance:
-        return f"the gradient is {times(factor)} that of one process", factor
-    return "the gradient is another one", None
+    factor = multiple_of(flat(twin.reduced, like), flat(twin.expected, like), 1e4 * twin.tolerance)
+    known = "another one" if factor is None else f"{times(factor)} that of one process"
+    return f"the gradient is {known}", factor
 
 
 def _by_factor(twin: Twin) -> tuple[str, str]:
@@ -229,58 +206,55 @@ def _by_factor(twin: Twin) -> tuple[str, str]:
     return "unexplained", text
 
 
-def _of_right(known: _Evidence) -> tuple[str, str]:
-    """Return why a gradient that is made up of its parts is made up otherwise."""
-    twin, right = known.twin, set(known.right)
+def _of_parts(known: _Evidence) -> tuple[str, str]:
+    """Return why a gradient that is a combination of its parts is the wrong one."""
+    twin = known.twin
     ratios = [
         one.loss / part.loss if part.loss else math.nan for one, part in zip(known.taken, known.parts, strict=True)
     ]
-    compensated = any(math.isfinite(ratio) and abs(ratio - 1) > known.near for ratio in ratios)
-    if compensated:
+    if any(abs(ratio - 1) > known.near for ratio in ratios if math.isfinite(ratio)):
         shown = ", ".join(f"{ratio:.4g}" for ratio in ratios)
-        divided = all(math.isclose(ratio * known.world_size, 1, rel_tol=1e-4) for ratio in ratios)
         text = f"{_multiple(twin)[0]}; the ranks' losses are {shown} x those of the same samples on one process"
-        mean_is_right = '; with it `reduction="mean"` is right' * _mean_is_right(known, ratios)
-        return ("double division", text) if divided else ("hand-compensated loss", text + mean_is_right)
+        if all(math.isclose(ratio * known.world_size, 1, rel_tol=1e-4) for ratio in ratios):
+            return "double division", text
+        mean_is_right = known.combines(known.target, [ratio / len(ratios) for ratio in ratios])
+        return "hand-compensated loss", text + '; with it `reduction="mean"` is right' * mean_is_right
     done = known.named(known.reduced)
     likely, unlikely = (_WEIGHED, _MEANS) if twin.facts.uses_weight else (_MEANS, _WEIGHED)
     done -= set(unlikely) if done & set(likely) else set()
     done -= set() if "sum" in twin.facts.rule else {"sum"}
     for reading in _READINGS:
-        if done & set(reading.done) and right & reading.right:
+        if done & set(reading.done) and set(known.right) & reading.right:
             return reading.cause, _detail(known, reading.detail)
-    changed = _changed(known)
-    return changed if changed is not None else _by_factor(twin)
-
-
-def _mean_is_right(known: _Evidence, ratios: Sequence[float]) -> bool:
-    shares = [ratio / len(ratios) for ratio in ratios]
-    return known._is(known.target, shares)  # of this module
+    return _changed(known) or _by_factor(twin)
 
 
 def _detail(known: _Evidence, text: str) -> str:
-    facts, right = known.twin.facts, next(iter(known.right.values()))
-    shares = f"one process takes the shares {', '.join(f'{one:.4g}' for one in right)} of the micro-batches, the run"
-    found = known.shares(known.reduced)
-    if found is not None and "{shares}:" in text:
-        shares += f" {', '.join(f'{one:.4g}' for one in found)}"
-    length = len(known.ranks) / len(set(known.ranks))
-    values = {"multiple": _multiple(known.twin)[0], "ranks": known.world_size, "shares": shares}
-    return text.format(**values, length=length, window=facts.accumulation)
+    right, found = next(iter(known.right.values())), known.shares(known.reduced)
+    shares = f"one process takes the shares {_listed(right)} of the micro-batches, the run"
+    return text.format(
+        multiple=_multiple(known.twin)[0],
+        ranks=known.world_size,
+        shares=f"{shares} {_listed(found)}" if found is not None and "{shares}:" in text else shares,
+        length=len(known.ranks) / len(set(known.ranks)),
+        window=known.twin.facts.accumulation,
+    )
+
+
+def _listed(shares: Sequence[float]) -> str:
+    return ", ".join(f"{one:.4g}" for one in shares)
 
 
 def _changed(known: _Evidence) -> tuple[str, str] | None:
     """Return what was done to the ranks' gradients beyond combining them, if it is known."""
-    fair = torch.tensor(next(iter(known.right.values())), dtype=torch.float64)
     local = [flat(one.local, known.like) for one in known.taken]
-    straight = all(_is_multiple(mine, row, known.near) for mine, row in zip(local, known.rows, strict=True))
-    if not straight:
+    if not all(_is_multiple(mine, row, known.near) for mine, row in zip(local, known.rows, strict=True)):
         return "gradient hooks", "a rank's own gradient is another one than that of one process for the same samples"
-    elements = torch.cat([tensor.reshape(-1)[:_ELEMENTS] for tensor in known.twin.reduced.values()])
+    elements = _elements(known.twin.reduced, known.like)
     for name, dtype in _WIRES.items():
         if torch.equal(elements.to(dtype).double(), elements):
             return name, f"every element of the gradient is a number of {str(dtype).removeprefix('torch.')}"
-    shares = known.shares(known.reduced)
+    fair, shares = torch.tensor(next(iter(known.right.values())), dtype=torch.float64), known.shares(known.reduced)
     if shares is not None:
         scales = torch.tensor(shares, dtype=torch.float64) / fair
         lengths, cut = scales * known.rows.norm(dim=1), scales < 1 - known.near
@@ -288,54 +262,41 @@ def _changed(known: _Evidence) -> tuple[str, str] | None:
         if bool(cut.any()) and float(scales.max()) < 1 + known.near and float(lengths[cut].min()) > norm * (1 - 1e-4):
             text = f"every rank clipped its gradient to a norm of {norm:.4g} before they were reduced"
             return "clipped before the reduction", text
+    rows = torch.stack([_elements(part.gradients, known.like) for part in known.parts])
     most = float(elements.abs().max())
-    rows = torch.stack(
-        [
-            torch.cat([_elements(part.gradients, name, like) for name, like in known.like.items()])
-            for part in known.parts
-        ]
-    )
-    found = torch.cat([_elements(known.twin.reduced, name, like) for name, like in known.like.items()])
     for bound in (most, most * len(rows)):
-        if _gap(found, fair @ rows.clamp(-bound, bound)) <= known.near:
+        if gap_between(elements, fair @ rows.clamp(-bound, bound)) <= known.near:
             text = f"every rank clipped its gradient to values of {bound:.4g} before they were reduced"
             return "clipped before the reduction", text
     return None
 
 
-def _elements(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-    return tensors.get(name, torch.zeros_like(like)).double().reshape(-1)[:_ELEMENTS]
+def _elements(tensors: Tensors, like: Tensors) -> Tensor:
+    """Return the elements that sketches hold, without the sums."""
+    return torch.cat([tensors.get(name, torch.zeros_like(each))[:_ELEMENTS] for name, each in like.items()])
 
 
 def _is_multiple(found: Tensor, expected: Tensor, near: float) -> bool:
-    norm = float(expected.dot(expected))
-    return (
-        norm == 0 or float(found.dot(found)) == 0 or _gap(found, float(found.dot(expected)) / norm * expected) <= near
-    )
+    """Return whether a gradient is a multiple of another; zero is."""
+    return not (found.any() and expected.any()) or multiple_of(found, expected, near) is not None
 
 
 def _of_whole(known: _Evidence, again: Callable[[], _Evidence]) -> tuple[str, str]:
-    """Return what makes the gradient of a batch no combination of those of its parts."""
+    """Return why the gradient of a batch is no combination of those of its parts."""
     twin = known.twin
-    module = twin.module
     variations: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {
-        "batch norm": _without_statistics,
+        **({} if twin.facts.replicated else {"batch norm": _without_statistics}),  # which are over all ranks there
         "gradient hooks": without_gradient_hooks,
     }
-    if twin.facts.replicated:
-        del variations["batch norm"]  # which is over all ranks there
     for cause, variation in variations.items():
-        with variation(module):
+        with variation(twin.module):
             other = again()
         if other.right:
             made_up = f"is made up of its parts' ({', '.join(other.right)})"
             return cause, f"without it the gradient of the whole batch {made_up}, with it not"
     if _has_constant_term(known):
-        text = "it depends on no sample, and every micro-batch adds it"
-        return (
-            "constant term",
-            f"two parts of a batch have its loss and one term more, the same for every batch: {text}",
-        )
+        text = "two parts of a batch have its loss and one term more: it depends on no sample"
+        return "constant term", f"{text}, and every micro-batch adds it"
     reached = {name for tape in twin.tapes for name in tape.collectives if "gather" in name or "reduce" in name}
     losses = [one.loss for one in known.taken]
     if reached and math.isclose(sum(losses) / len(losses), known.whole.loss, rel_tol=1e-7):
@@ -350,12 +311,12 @@ def _has_constant_term(known: _Evidence) -> bool:
     twice = known.twin.compute([*known.taken, *known.taken], [*known.keys, *known.keys])
     of_parts = (known.rows.sum(0) - known.target) / max(1, len(known.rows) - 1)
     of_twice = 2 * known.target - flat(twice.gradients, known.like)
-    return len(known.rows) > 1 and _gap(of_twice, of_parts) <= 10 * known.near and float(of_parts.abs().max()) > 0
+    return len(known.rows) > 1 and gap_between(of_twice, of_parts) <= 10 * known.near and bool(of_parts.any())
 
 
 @contextmanager
 def _without_statistics(module: nn.Module) -> Iterator[None]:
-    """Have batch norm scale and shift only."""
+    """Let batch norm scale and shift only."""
 
     def affine(norm: BatchNorm) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
@@ -365,7 +326,7 @@ def _without_statistics(module: nn.Module) -> Iterator[None]:
         return forward
 
     with ExitStack() as stack:
-        for part in module.modules():
-            known = isinstance(part, BatchNorm) and (part.training or not part.track_running_stats)
-            stack.enter_context(mock.patch.object(part, "forward", affine(part)) if known else nullcontext())  # type: ignore[arg-type]
+        for part in (part for part in module.modules() if isinstance(part, BatchNorm)):
+            if part.training or not part.track_running_stats:
+                stack.enter_context(mock.patch.object(part, "forward", affine(part)))
         yield

@@ -1,8 +1,8 @@
 """The processes of a verification, and `verify`.
 
-A process per rank, with the variables that a launcher sets, records; then one more is the twin. Each builds module and
-data anew, in the same way, and leads a session of its own, which is ended with all that it started. None imports the
-main module of the script that asks: if a class of it is needed, the script is run up to where it trains.
+One process per rank, with the variables that a launcher sets, records; then one more is the twin. Each builds module
+and data anew, and leads a session of its own, which ends with everything that it started. None imports the main module
+of the script that asks: if a class of it is needed, the script runs up to where it trains.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_gradavg.verify.judge import in_float32, judge, not_shown
-from lightning_gradavg.verify.record import Enough, Loading, Recorder, Refused, Tape, precision_of
+from lightning_gradavg.verify.record import Enough, Recorder, Refused, Tape
 from lightning_gradavg.verify.report import CAUSES, Report
 from lightning_gradavg.verify.target import (
     MainModule,
@@ -41,6 +41,7 @@ from lightning_gradavg.verify.target import (
     Target,
     TrainsOnImport,
     is_refused,
+    quiet_options,
     resolve_strategy,
 )
 
@@ -90,11 +91,11 @@ def record_run(
         steps: Global batches to train on.
         double: Whether to compute in float64.
     """
-    recorder = Recorder(steps, Loading(), double=double)
+    recorder = Recorder(steps, double=double)
     kept = {name: value for name, value in options.items() if name != "precision"}
-    plugins = [*kept.pop("plugins", ()), precision_of(recorder)]
-    callbacks = [*(kept.pop("callbacks", None) or ()), recorder]
-    trainer = Trainer(strategy=strategy, **{**kept, "plugins": plugins, "callbacks": callbacks})
+    kept["plugins"] = [*kept.get("plugins", ()), recorder.plugin]
+    kept["callbacks"] = [*(kept.get("callbacks") or ()), recorder]
+    trainer = Trainer(strategy=strategy, **kept)
     try:
         with recorder.watching(module), suppress(Enough):
             trainer.fit(module, **data)
@@ -170,7 +171,7 @@ def verify(
     if is_refused():
         raise TrainsOnImport
     settings = Settings(devices, steps, accelerator, single, compare_order, tolerance)
-    settings.options(trainer_options)  # a wrong one is refused before any process starts
+    quiet_options(trainer_options, accelerator)  # a wrong one is refused before any process starts
     target = Target(module, data, {**trainer_options, "strategy": strategy}, seed)
     return verify_target(target, settings, ignore)
 
@@ -187,7 +188,7 @@ def _rank(target: Target, rank: int, settings: Settings, folder: Path) -> Tape |
         module, data, options = target.build()
         strategy = resolve_strategy(options.pop("strategy", None) or "ddp")
         require_memory(module, settings.devices, double=not settings.single)
-        options = {**settings.options(options), "devices": settings.devices}
+        options = {**quiet_options(options, settings.accelerator), "devices": settings.devices}
         return record_run(strategy, options, module, data, steps=settings.steps, double=not settings.single)
     except ValueError as error:
         if "SyncBatchNorm" in str(error):
@@ -202,7 +203,7 @@ def _alone(target: Target, tapes: Sequence[Tape], settings: Settings) -> Report:
 
     def build() -> tuple[LightningModule, dict[str, Any], dict[str, Any]]:
         module, data, options = target.build()
-        return module, data, settings.options(options)
+        return module, data, quiet_options(options, settings.accelerator)
 
     return judge(
         tapes,

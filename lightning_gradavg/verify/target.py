@@ -45,26 +45,25 @@ __all__ = [
     "resolve_strategy",
 ]
 
-_LEFT_OUT = (
-    *(callbacks.BatchSizeFinder, callbacks.LearningRateFinder, callbacks.EarlyStopping, callbacks.Timer),
-    *(callbacks.Checkpoint, callbacks.DeviceStatsMonitor, callbacks.LearningRateMonitor, callbacks.ModelSummary),
-    callbacks.ProgressBar,
-)
-"""Callbacks that search, stop, write or watch, and need a longer run or a logger."""
-
+# Plugins of the cluster and of precision are ours; the callbacks search, stop, write or watch, and need a longer run.
+_LEFT_OUT: Mapping[str, tuple[type, ...]] = {
+    "plugins": (str, ClusterEnvironment, Precision),
+    "callbacks": (
+        *(callbacks.BatchSizeFinder, callbacks.LearningRateFinder, callbacks.EarlyStopping, callbacks.Timer),
+        *(callbacks.Checkpoint, callbacks.DeviceStatsMonitor, callbacks.LearningRateMonitor, callbacks.ModelSummary),
+        callbacks.ProgressBar,
+    ),
+}
 _QUIET: Mapping[str, Any] = {
     **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     **dict.fromkeys(("profiler", "min_epochs", "min_steps", "max_time"), None),
-    "num_nodes": 1,
-    "limit_val_batches": 0,
-    "num_sanity_val_steps": 0,
-    "log_every_n_steps": 1,
-    "fast_dev_run": False,
+    **dict.fromkeys(("num_nodes", "log_every_n_steps"), 1),
+    **dict.fromkeys(("limit_val_batches", "num_sanity_val_steps", "fast_dev_run"), 0),
 }
 
 
 class TrainsOnImport(BaseException):
-    """A module that is only to be imported begins to train; no handler of `Exception` in it is to stop this."""
+    """An imported module begins to train. No `except Exception` in it may stop this."""
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
@@ -73,7 +72,7 @@ def _refuse(*_: Any, **__: Any) -> Any:
 
 @contextmanager
 def _training_refused() -> Iterator[None]:
-    """Have all training within the context, and `verify`, raise `TrainsOnImport`."""
+    """Let all training, and `verify`, raise `TrainsOnImport`."""
     with mock.patch.multiple(Trainer, fit=_refuse, validate=_refuse, test=_refuse, predict=_refuse):
         yield
 
@@ -101,31 +100,32 @@ def imported(path: str) -> Any:
     except TrainsOnImport as error:
         own = str(Path(__file__).parent)
         last = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(own)][-1]
-        where = f"line {last.lineno}: {last.line}"
-        advice = 'Put that under `if __name__ == "__main__":`'
-        raise ValueError(f"{module!r} trains when it is imported ({where}). {advice}") from None
+        raise ValueError(
+            f"{module!r} trains when it is imported (line {last.lineno}: {last.line})."
+            ' Put that under `if __name__ == "__main__":`'
+        ) from None
 
 
 def _module_of_file(file: Path) -> ModuleType:
     if not file.exists():
         raise ImportError(f"there is no file {str(file)!r}")
     spec: Any = importlib.util.spec_from_file_location(file.stem, file.resolve())
-    if file.stem not in sys.modules or getattr(sys.modules[file.stem], "__file__", None) != spec.origin:
-        sys.path.insert(0, str(file.resolve().parent))  # as of a script
+    if getattr(sys.modules.get(file.stem), "__file__", None) != spec.origin:
+        sys.path.insert(0, str(file.resolve().parent))  # as Python does for a script
         module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[file.stem]
 
 
 class MainModule(ModuleType):
-    """Stands for the script that asked, which is run up to where it trains if a class or function of it is needed."""
+    """Stands for the script that asked. If a class of it is needed, the script runs up to where it trains."""
 
     def __init__(self, file: str | None) -> None:
         super().__init__("__main__")
         vars(self)["_script"] = file
 
     def __getattr__(self, name: str) -> Any:
-        file = vars(self).pop("_script", None) if not name.startswith("__") else None
+        file = None if name.startswith("__") else vars(self).pop("_script", None)
         if file is None:
             raise AttributeError(name)
         self.__file__, self.__name__ = file, "__mp_main__"  # the name that multiprocessing imports it by
@@ -138,7 +138,7 @@ def resolve_strategy(strategy: Any) -> DDPStrategy:
     """Return a strategy that runs in processes which are there already.
 
     Raises:
-        ValueError: If it is none of DDP's kind: where gradients or weights are sharded there is none to compare.
+        ValueError: If it is no DDP strategy: sharded gradients or weights cannot be compared.
     """
     if isinstance(strategy, str) and ":" in strategy:
         strategy = imported(strategy)()
@@ -150,7 +150,7 @@ def resolve_strategy(strategy: Any) -> DDPStrategy:
         strategy = StrategyRegistry.get(name)
     if not isinstance(strategy, DDPStrategy):
         raise ValueError(  # noqa: TRY004  # a wrong choice, not a wrong type: strategies come by name, too
-            f"verify compares gradients of whole models, as DDPStrategy and GradAvgStrategy reduce them; got"
+            "verify compares gradients of whole models, as DDPStrategy and GradAvgStrategy reduce them; got"
             f" {type(strategy).__name__}"
         )
     start_no_processes(strategy)
@@ -158,7 +158,7 @@ def resolve_strategy(strategy: Any) -> DDPStrategy:
 
 
 def quiet_options(options: Mapping[str, Any], accelerator: str) -> dict[str, Any]:
-    """Return the options of a Trainer that trains as the user's, but neither logs nor saves nor validates.
+    """Return the options of a Trainer that trains like the user's, but does not log, save or validate.
 
     Raises:
         ValueError: If the Trainer has no such option.
@@ -167,8 +167,8 @@ def quiet_options(options: Mapping[str, Any], accelerator: str) -> dict[str, Any
     for name in sorted(options.keys() - set(known)):
         raise ValueError(f"Trainer has no option {name!r}; it has {', '.join(known)}")
     kept = {
-        name: [one for one in _as_list(options.get(name)) if not isinstance(one, (str, *types))]
-        for name, types in {"callbacks": _LEFT_OUT, "plugins": (ClusterEnvironment, Precision)}.items()
+        name: [one for one in _as_list(options.get(name)) if not isinstance(one, types)]
+        for name, types in _LEFT_OUT.items()
     }
     # Modules may write to `self.logger.experiment`.
     return {**options, **_QUIET, "logger": DummyLogger(), "accelerator": accelerator, **kept}
@@ -180,22 +180,22 @@ def _as_list(given: Any) -> list[Any]:
 
 
 _NOISE = (
-    "Does not validate",
-    "Subtypes:",
-    "Errors:",
-    "Given value type:",
-    "Given value: N",
+    *("Does not validate", "Subtypes:", "Errors:", "Given value type:", "Given value: N"),
     "Expected a <class 'NoneT",
 )
 
 
 def in_one_line(message: str) -> str:
-    """Return an error of jsonargparse, a tree of what was tried, as one line of what is accepted and what was given."""
+    """Return an error of jsonargparse, a tree of what it tried, as one line: what is accepted, and what was given."""
     lines = [line.strip(" -") for line in message.splitlines()]
     kept = dict.fromkeys(line for line in lines if line and not line.startswith(_NOISE))
     text = "; ".join(kept).replace(":; ", ": ")
     text = re.sub(r"(?:a )?typing\.Literal\[(.*?)\]", r"one of \1", text)
     return re.sub(r"a <class '([\w.]+)'>", r"\1", text)
+
+
+_WITH_VALUE = ("--model", "--data", "--config", "-c")
+_SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 
 class CommandLine(NamedTuple):
@@ -208,40 +208,41 @@ class CommandLine(NamedTuple):
     @property
     def classes(self) -> dict[str, Any]:
         """What a LightningCLI is built with."""
-        data = self.data if isinstance(self.data, type) else None
-        return {"model_class": self.model, "datamodule_class": data}
+        return {"model_class": self.model, "datamodule_class": self.data if isinstance(self.data, type) else None}
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> CommandLine:
         """Take `--model file.py:Net` and `--data file.py:Data` out of arguments, and fit the config files to them.
 
-        A config of `LightningCLI(Net, Data)` states arguments only, one of `LightningCLI()` a `class_path`, too: either
-        will do for a class that is named.
+        A config of `LightningCLI(Net, Data)` states arguments only, one of `LightningCLI()` also a `class_path`. With a
+        named class, both work.
 
         Raises:
             ValueError: If a file is not there, or states no class and none is named.
         """
+        pairs = list(_pairs(arguments))
+        options = {option for option, _ in pairs}
+        named = {option[2:]: value for option, value in pairs if option in ("--model", "--data") and ":" in value}
         rest: list[str] = []
-        given: dict[str, str] = {}
-        files: list[int] = []
-        items = iter(arguments)
-        for item in items:
-            name, equals, value = item.partition("=")
-            if name in ("--model", "--data", "--config", "-c"):
-                value = value if equals else next(items, "")
-                if name in ("--model", "--data") and ":" in value:
-                    given[name[2:]] = value
-                    continue
-                rest += [name, value]
-                files += [len(rest) - 1] * (name in ("--config", "-c"))
-            else:
-                rest.append(item)
-        for place in files:
-            rest[place] = _fitted(rest[place], given, rest)
-        return cls(rest, *(imported(given[name]) if name in given else None for name in ("model", "data")))
+        for option, value in pairs:
+            if option in ("--config", "-c"):
+                rest += [option, _fitted(value, named, options)]
+            elif option not in _WITH_VALUE:
+                rest.append(option)
+            elif option[2:] not in named:
+                rest += [option, value]
+        return cls(rest, *(imported(named[name]) if name in named else None for name in ("model", "data")))
 
 
-def _fitted(file: str, given: Mapping[str, str], arguments: Sequence[str]) -> str:
+def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the options that matter with their values, and every other argument as it is."""
+    items = iter(arguments)
+    for item in items:
+        option, equals, value = item.partition("=")
+        yield (option, value if equals else next(items, "")) if option in _WITH_VALUE else (item, "")
+
+
+def _fitted(file: str, named: Mapping[str, str], options: set[str]) -> str:
     """Return a config file, or its content without the classes that are named already."""
     if not Path(file).is_file():
         raise ValueError(f"--config {file!r}: there is no such file")
@@ -249,23 +250,18 @@ def _fitted(file: str, given: Mapping[str, str], arguments: Sequence[str]) -> st
         content = yaml.safe_load(Path(file).read_text("utf-8")) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"--config {file!r} is no YAML: {' '.join(str(error).split())}") from error
-    inner = next(
-        (content[key] for key in ("fit", "validate", "test", "predict") if isinstance(content.get(key), dict)), content
-    )
-    changed = False
-    for name in ("model", "data"):
-        stated = inner.get(name)
-        if not isinstance(stated, dict):
-            continue
-        if name in given and "class_path" in stated:
-            inner[name], changed = dict(stated.get("init_args") or {}), True
-        elif name not in given and "class_path" not in stated and f"--{name}" not in arguments:
+    inner = next((content[key] for key in _SUBCOMMANDS if isinstance(content.get(key), dict)), content)
+    stated = {name: inner[name] for name in ("model", "data") if isinstance(inner.get(name), dict)}
+    for name, own in stated.items():
+        if name in named:
+            inner[name] = dict(own.get("init_args") or {}) if "class_path" in own else own
+        elif "class_path" not in own and f"--{name}" not in options:
             kind = {"model": "Net", "data": "Data"}[name]
             raise ValueError(
-                f"--config {file!r}: {name} has no class_path, as of a LightningCLI(Net, Data): name the class by"
+                f"--config {file!r}: {name} has no class_path, as in a LightningCLI(Net, Data): name the class with"
                 f" --{name} train.py:{kind}"
             )
-    return yaml.safe_dump(content) if changed else file
+    return yaml.safe_dump(content) if stated.keys() & named.keys() else file
 
 
 class _RaisingParser(LightningArgumentParser):
@@ -278,7 +274,7 @@ class _ConfigReader(LightningCLI):
     """A LightningCLI that builds what `fit` needs, and runs nothing.
 
     `run=False` would build a Trainer, whose strategy takes the devices of the config. The two methods are private in
-    lightning 2.5.0 and 2.6.6, and there is no public way to get the options of the Trainer.
+    lightning 2.5.0 and 2.6.6; there is no public way to get the options of the Trainer.
     """
 
     options: dict[str, Any]
@@ -306,7 +302,7 @@ class Target:
         options: Options of the Trainer, which override a config's.
         seed: What every process seeds before it builds.
         init: The arguments of the function that returns the module.
-        config: What would stand behind `fit` of a LightningCLI.
+        config: The arguments of `fit` of a LightningCLI.
     """
 
     module: Any = None
@@ -321,26 +317,10 @@ class Target:
 
         Raises:
             TypeError: If `module` makes no LightningModule.
+            ValueError: If there are no data.
         """
         seed_everything(self.seed, workers=True, verbose=False)
-        options = dict(self.options)
-        if self.config:
-            line = CommandLine.of(self.config)
-            with _training_refused():
-                cli = _ConfigReader(
-                    **line.classes,
-                    args=["fit", *line.arguments],
-                    parser_kwargs={"prog": "gradavg verify"},
-                    save_config_callback=None,
-                )
-            module, data, options = cli.model, cli.datamodule, {**cli.options, **options}
-            data = line.data if data is None else data
-        else:
-            given, data = (imported(each) if isinstance(each, str) else each for each in (self.module, self.data))
-            if not isinstance(given, LightningModule):
-                _require_types(given, self.init)
-            module = copy.deepcopy(given) if isinstance(given, LightningModule) else given(**self.init)
-            data = copy.deepcopy(data) if hasattr(data, "__iter__") else data
+        module, data, options = self._of_config() if self.config else self._of_names()
         data = data() if callable(data) and not hasattr(data, "__iter__") else data
         if not isinstance(module, LightningModule):
             raise TypeError(
@@ -355,6 +335,27 @@ class Target:
         name = "datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders"
         return module, {} if data is None else {name: data}, options
 
+    def _of_names(self) -> tuple[Any, Any, dict[str, Any]]:
+        given, data = (imported(each) if isinstance(each, str) else each for each in (self.module, self.data))
+        if isinstance(given, LightningModule):
+            module = copy.deepcopy(given)
+        else:
+            _require_types(given, self.init)
+            module = given(**self.init)
+        return module, copy.deepcopy(data) if hasattr(data, "__iter__") else data, dict(self.options)
+
+    def _of_config(self) -> tuple[Any, Any, dict[str, Any]]:
+        line = CommandLine.of(self.config)
+        with _training_refused():
+            cli = _ConfigReader(
+                **line.classes,
+                args=["fit", *line.arguments],
+                parser_kwargs={"prog": "gradavg verify"},
+                save_config_callback=None,
+            )
+        data = line.data if cli.datamodule is None else cli.datamodule
+        return cli.model, data, {**cli.options, **self.options}
+
 
 _TYPES: Mapping[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
@@ -365,21 +366,18 @@ _TYPES: Mapping[Any, tuple[tuple[type, ...], str]] = {
 
 
 def _require_types(function: Any, given: Mapping[str, Any]) -> None:
-    """Check arguments from a command line against plain annotations.
-
-    Raises:
-        ValueError: If an argument is unknown, or of another type.
-    """
+    """Check arguments from a command line against plain annotations."""
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
     except (TypeError, ValueError, NameError):
         return
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     for name, value in given.items():
-        known = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        if name not in parameters and not known:
-            raise ValueError(f"--init {name}={value!r}: it has no such argument; it has {', '.join(parameters)}")
-        types, words = _TYPES.get(getattr(parameters.get(name), "annotation", None), ((object,), ""))
-        if not isinstance(value, types) or (isinstance(value, bool) and types not in ((bool,), (object,))):
+        if not takes_any and name not in parameters:
+            raise ValueError(f"--init {name}={value!r}: there is no such argument; there are {', '.join(parameters)}")
+        annotation = getattr(parameters.get(name), "annotation", None)
+        types, words = _TYPES.get(annotation, ((object,), ""))
+        if not isinstance(value, types) or (isinstance(value, bool) and annotation in (int, float)):
             raise ValueError(f"--init {name}={value!r}: give {words}")
 
 
@@ -404,25 +402,15 @@ class Settings:
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        if self.tolerance is not None and not 0 < self.tolerance < math.inf:
-            raise ValueError(f"tolerance is a relative difference > 0, got {self.tolerance}")
-        for name, number in (("devices", self.devices), ("steps", self.steps)):
-            if number < 1:
-                raise ValueError(f"{name} must be 1 or more, got {number}")
-        if self.accelerator == "cpu":
-            return
         of_type: Any = getattr(torch, self.accelerator, None)
-        if not hasattr(of_type, "device_count"):
-            raise ValueError(
-                f"accelerator must be 'cpu', or a type of device of torch such as 'cuda', got {self.accelerator!r}"
-            )
-        number = of_type.device_count()
-        if number < self.devices:
-            raise ValueError(
-                f"{self.devices} ranks need as many devices of type {self.accelerator}, and there are {number};"
-                " use accelerator 'cpu'"
-            )
-
-    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a Trainer that verifies."""
-        return quiet_options(given, self.accelerator)
+        found = of_type.device_count() if hasattr(of_type, "device_count") else 0
+        refused = {
+            f"devices must be 1 or more, got {self.devices}": self.devices < 1,
+            f"steps must be 1 or more, got {self.steps}": self.steps < 1,
+            f"tolerance is a relative difference > 0, got {self.tolerance}": self.tolerance is not None
+            and not 0 < self.tolerance < math.inf,
+            f"{self.devices} ranks need as many devices of type {self.accelerator!r}, and torch finds {found}; use"
+            " accelerator 'cpu', or another type such as 'cuda'": self.accelerator != "cpu" and found < self.devices,
+        }
+        for message in (message for message, wrong in refused.items() if wrong):
+            raise ValueError(message)
