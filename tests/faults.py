@@ -1,8 +1,8 @@
-"""Faults, injected into runs of two ranks, and what is expected of them: the table of docs/faults.md.
+"""Faults, injected into runs of two ranks, and what is expected of them.
 
 `tests/ranks.py` serves runs whose ranks survive. Here ranks are started for one run, as a launcher starts them, and may
 be killed, be stopped, or fail; a rank that is silent when all others have ended is ended by the parent. So
-`python -m tests.faults` prints what is seen, as in docs/faults.md.
+`python -m tests.faults` prints what is seen.
 """
 
 from __future__ import annotations
@@ -729,7 +729,7 @@ def says(ended: Ended, part: str) -> bool:
 
 
 def main() -> None:
-    """Print the table of docs/faults.md, as it is seen now."""
+    """Print a table of what is expected and seen."""
     ensure_forkserver()  # its start is no part of the first row
     for row in ROWS:
         with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,6 @@ from lightning_gradavg.faults.last_words import LastWords
 from lightning_gradavg.ranks import World
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "faults.md"
 
 
 def id_of(row):
@@ -31,15 +30,6 @@ def test_a_fault(row, tmp_path):
     assert row.codes == tuple(one.exit_code for one in ended), [one.said for one in ended]
     for part, one in zip(row.said, ended, strict=True):
         assert says(one, part), one.said
-
-
-def test_the_page_is_this_table():
-    """docs/faults.md says of every fault when it is injected and what is expected, and that this was seen."""
-    rows = [line.split("|")[1:-1] for line in PAGE.read_text("utf-8").splitlines() if line.endswith(" |")]
-    shown = [[cell.strip() for cell in cells][:4] for cells in rows if len(cells) == 5]
-    assert [[row.fault, row.moment, row.expected, "as expected"] for row in ROWS] == [
-        row for row in shown if row[3] == "as expected"
-    ]
 
 
 def last_words() -> str | None:
