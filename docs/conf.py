@@ -1,9 +1,17 @@
 """Settings of the documentation site: `make docs` builds it, `tests/test_docs.py` holds it to no warning."""
 
+import contextlib
+import io
+import os
 import re
+import shlex
 from typing import Any
 
+from docutils import nodes
+from docutils.parsers.rst import Directive
+
 import lightning_gradavg
+from lightning_gradavg.cli import main
 
 project = "lightning-gradavg"
 author = "The authors of lightning-gradavg"
@@ -30,6 +38,21 @@ nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!lightning_gradavg).*"), ("py:.*", r"lightning_gradavg\.(?!\w+$).*")]
 
 
+class Command(Directive):
+    """`{command} plan --help` shows the command line `gradavg plan --help` and what it prints."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        """Return a literal block."""
+        os.environ["COLUMNS"] = "100"
+        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+            main(shlex.split(self.arguments[0]))
+        text = f"$ gradavg {self.arguments[0]}\n{printed.getvalue()}"
+        return [nodes.literal_block(text, text, language="text")]
+
+
 def link_pages(app: Any, what: str, name: str, subject: Any, options: Any, lines: list[str]) -> None:
     """Turn `docs/page.md` in a docstring into a link."""
     lines[:] = [re.sub(r"`{0,2}docs/(\w+)\.md`{0,2}", r":doc:`\1`", line) for line in lines]
@@ -42,5 +65,6 @@ def offer_files(app: Any, page: str, source: list[str]) -> None:
 
 def setup(app: Any) -> None:
     """Connect to Sphinx."""
+    app.add_directive("command", Command)
     app.connect("source-read", offer_files)
     app.connect("autodoc-process-docstring", link_pages)

@@ -27,7 +27,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["MODULES", "ROOT", "Size", "folder_of", "imported_names", "module_name", "own_imports", "size_of"]
+__all__ = ["MODULES", "ROOT", "Size", "folder_of", "imported_names", "module_name", "own_imports", "size_of", "sizes"]
 
 PACKAGE = "lightning_gradavg"
 SPEC = importlib.util.find_spec(PACKAGE)

@@ -7,20 +7,25 @@ import re
 import runpy
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from inspect import signature
+from itertools import takewhile
 from multiprocessing import get_context
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 from lightning.pytorch.strategies import StrategyRegistry
 from ranks import ensure_forkserver
+from structure import MODULES, sizes
 
 import lightning_gradavg
-from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg import GradAvgStrategy, Place
 from lightning_gradavg.rules import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))]
+PUBLIC = {f"lightning_gradavg{name}" for name in ("", ".fabric", ".hooks", ".plan", ".rules", ".verify")}
 TOLD = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 # What pyproject.toml puts into the source distribution, beside itself and the license.
 SHIPPED = set(re.findall(r'"/([\w.]+)"', (ROOT / "pyproject.toml").read_text("utf-8")))
@@ -141,6 +146,54 @@ def test_the_reference_is_the_public_interface() -> None:
     page = (ROOT / "docs" / "api.md").read_text("utf-8")
 
     assert set(lightning_gradavg.__all__) <= set(re.findall(r"^\.\. auto\w+:: (\w+)$", page, re.MULTILINE))
+
+
+def cells_of(page: str, head: str) -> list[list[str]]:
+    """Return the rows of the table of a page that has this head."""
+    lines = (ROOT / "docs" / page).read_text("utf-8").partition(f"{head}\n")[2].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in takewhile(bool, lines)][1:]
+
+
+def test_the_table_of_rules_is_that_of_the_code() -> None:
+    """docs/reduction.md has every rule, its numbers w and z, and its gradient."""
+    place = Place(rank=0, world_size=6, node=0, ranks_on_node=2)
+    numbers = {"1": 1.0, "n": 5.0, "1/L": 1 / 2, "1/W": 1 / 6}
+    head = "| `reduction=` | w | z | gradient | use it where each rank's loss is |"
+    rows = {row[0].split('"')[1]: row[1:4] for row in cells_of("reduction.md", head)}
+
+    assert list(RULES) == list(rows)
+    for name, (w, z, formula) in rows.items():
+        assert (numbers[w], numbers[z]) == tuple(map(float, RULES[name].share(place, 5.0)))
+        assert formula.replace("n g", "n * g") == RULES[name].formula
+
+
+def test_every_claim_has_a_test() -> None:
+    """docs/architecture.md names for each claim a test that exists."""
+    claims = [row[1].strip("`").split("::") for row in cells_of("architecture.md", "| claim | test |")]
+
+    assert len(claims) >= 10
+    assert [] == [claim for claim in claims if f"def {claim[1]}(" not in (ROOT / claim[0]).read_text("utf-8")]
+
+
+def test_the_stated_size_is_that_of_the_package() -> None:
+    """docs/architecture.md states files, lines and branches within a tenth."""
+    ((_, *stated),) = cells_of("architecture.md", "| | files | lines | branches per 100 lines of code |")
+    found = list(sizes().values())
+    branches = 100 * sum(size.branches for size in found) / sum(size.code for size in found)
+
+    assert pytest.approx([len(MODULES), sum(size.lines for size in found), branches], rel=0.1) == [*map(float, stated)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "which_run.md"], ids=lambda page: page.name)
+def test_pages_name_what_can_be_imported(page: Path) -> None:
+    """No page imports a private module, and every name behind `lightning_gradavg.` exists."""
+    text = page.read_text("utf-8")
+    imported = set(re.findall(r"(?:from|import) (lightning_gradavg[\w.]*)", text))
+    assert set() == imported - PUBLIC
+    if page.name != "api.md":  # it names the classes of what functions return
+        for name in set(re.findall(r"lightning_gradavg\.[\w.]*\w(?![\w/])", text)):
+            module = max((module for module in PUBLIC if f"{name}.".startswith(f"{module}.")), key=len)
+            attrgetter(name.removeprefix(module).strip(".") or "__name__")(import_module(module))
 
 
 def test_the_readme_names_what_there_is() -> None:
