@@ -28,22 +28,19 @@ _DATA_CHECKS = 3
 class GradAvgMonitor(Callback):
     """Logs every n-th optimizer step: the loss of the global batch, and the gradients on both sides of the reduction.
 
-    The values go to all loggers of the Trainer, and to `trainer.callback_metrics`. Steps that are not logged take no
-    part: no hook, no exchange, no wait for an accelerator. See docs/monitor.md for every value.
-
-    It also compares the first three batches of the ranks and warns if all of them read the same data, and it can check
-    that the ranks hold the same parameters.
+    The values go to all loggers of the Trainer and to `trainer.callback_metrics`. Other steps cost nothing. It also
+    warns if all ranks read the same data in their first three batches. See docs/monitor.md.
 
     Args:
         every_n_steps: Optimizer steps from one logged step to the next; None for the Trainer's `log_every_n_steps`.
         prefix: What the names of all values begin with.
-        prog_bar: Whether the loss and the gradient norm are shown in the progress bar.
-        per_rank: Whether the values of every rank are logged, next to their mean, least and largest.
+        prog_bar: Whether the progress bar shows the loss and the gradient norm.
+        per_rank: Whether to log the values of every rank beside their mean, minimum and maximum.
         check_data: Whether to compare the first batches.
         check_parameters_every_n_steps: Optimizer steps from one comparison of the parameters to the next; None for no
-            comparison. Ranks that drifted apart are a `RuntimeError` on all of them.
-        fingerprint_every_n_steps: Optimizer steps from one line of the log with `strategy.fingerprint()` to the next,
-            by which runs are compared; None for no line.
+            comparison. Ranks that drifted apart raise a `RuntimeError`.
+        fingerprint_every_n_steps: Optimizer steps from one log line with `strategy.fingerprint()`, by which you compare
+            runs, to the next; None for no line.
 
     Raises:
         ValueError: If a number of steps is below 1.
@@ -171,19 +168,19 @@ class GradAvgMonitor(Callback):
         return values
 
     def _throughput(self, trainer: Trainer, report: StepReport, step: int) -> dict[str, float]:
-        """Return the samples per second since the step logged before, without the time that validation took."""
+        """Return the samples per second since the previous logged step, without validation."""
         now, since = time.perf_counter(), self._since
         self._since = step, now
         size = report.global_batch_size or getattr(trainer.strategy, "global_batch_size", None)
         module = trainer.lightning_module
-        # In manual optimization the user alone knows how many steps were made.
+        # In manual optimization only the user knows the number of steps.
         if since is None or size is None or not module.automatic_optimization:
             return {}
         return {"samples_per_second": (step - since[0]) * size / (now - since[1])}
 
     def _compare_data(self, strategy: GradAvgStrategy, batch: Any) -> None:
         assert self._data is not None
-        # Of tensors on an accelerator a digest reads no values, which is right for every step but these.
+        # A digest reads no values on an accelerator.
         digest = None if strategy.facts().samples == 0 else data_digest(move_data_to_device(batch, "cpu"))
         if self._data.compare(digest, _group_of(strategy), strategy.root_device):
             self._data = None

@@ -250,8 +250,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def observe_next_step(self) -> None:
         """Observe the optimizer step whose window begins next; `report()` returns it once its gradients are reduced.
 
-        Call it on every rank before the same step, which then exchanges one vector of some 240 numbers and waits for
-        its gradients.
+        Call it on every rank before the same step, which then waits for its gradients and exchanges some numbers.
         """
         self._reports.observe_next_step()
 

@@ -15,7 +15,7 @@ from lightning_gradavg.reduction.weigh import WeighedLoss
 from lightning_gradavg.reduction.weights import WHOLE_LOSS, loss_terms
 from lightning_gradavg.reduction.window import Window
 from lightning_gradavg.report.measure import LocalGradients, squared_norm
-from lightning_gradavg.report.report import ObservedMicroBatch, RankMeasurement, StepReport, measure_rank
+from lightning_gradavg.report.report import ObservedMicroBatch, StepReport, measure_rank
 from lightning_gradavg.rules import Rule
 from lightning_gradavg.tree import batch_samples
 
@@ -155,6 +155,5 @@ class Reports(Part):
         total = float(squared_norm([parameter.grad for parameter in self._parameters], device)) / loss_scale**2
         own = float(observation.local.squared_norm(device)) / loss_scale**2
         measured = measure_rank(window, seen, divisor=float(window.divided_by), squared_norm=own)
-        rows = window.world.gather_floats(measured.pack())
-        ranks = [RankMeasurement.unpack(row, len(window.terms)) for row in rows]
+        ranks = window.world.gather_objects(measured)
         self._report = StepReport.of(self._rule, window.terms, ranks, total, step=self.run.trainer.global_step, **facts)

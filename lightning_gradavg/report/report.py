@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_gradavg.reduction.weights import MOST_TERMS, WHOLE_LOSS
+from lightning_gradavg.reduction.weights import WHOLE_LOSS
 from lightning_gradavg.reduction.window import Window
 from lightning_gradavg.rules import Rule, Share
 
@@ -23,7 +23,6 @@ __all__ = ["SUMMED_LOSSES", "ObservedMicroBatch", "RankMeasurement", "StepReport
 SUMMED_LOSSES = ("sum", "normalized_sum", "mean_of_node_sums")
 """The rules that are meant for losses that are sums over the samples; every other is for means."""
 
-_PER_TERM = 4
 _VALUES_SHOWN = 16
 
 
@@ -178,18 +177,6 @@ class RankMeasurement(NamedTuple):
     samples: float
     squared_norm: float
     terms: tuple[tuple[float, ...], ...]
-
-    def pack(self) -> list[float]:
-        """Return numbers whose count is the same for any loss."""
-        of_terms = [number for term in self.terms for number in term]
-        return [*self[:-1], *of_terms, *[0.0] * (_PER_TERM * MOST_TERMS - len(of_terms))]
-
-    @classmethod
-    def unpack(cls, numbers: Sequence[float], terms: int) -> RankMeasurement:
-        """Return what `pack` packed, of a loss with that many terms."""
-        micro_batches, samples, norm, *rest = numbers
-        of_terms = tuple(tuple(rest[_PER_TERM * index :][:_PER_TERM]) for index in range(terms))
-        return cls(micro_batches, samples, norm, of_terms)
 
 
 def measure_rank(
