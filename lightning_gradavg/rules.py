@@ -12,16 +12,20 @@ and `L` count pairs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+from torch import Tensor
+
 from lightning_gradavg.arguments import did_you_mean
 from lightning_gradavg.place import Place
 
-__all__ = ["RULES", "Rule", "RuleFunction", "Share", "resolve_rule", "rule_of_split_batches"]
+__all__ = ["RULES", "Rule", "RuleFunction", "Share", "is_number", "resolve_rule", "rule_of_split_batches", "share_of"]
 
 
 class Share(NamedTuple):
@@ -140,3 +144,43 @@ def resolve_rule(reduction: str | RuleFunction | Rule) -> Rule:
         name = getattr(reduction, "__qualname__", type(reduction).__qualname__)
         return Rule(name, reduction, True, f"sum(w * g) / sum(z) with (w, z) from {name}")
     raise TypeError(f"reduction must be {accepted}; got {reduction!r} of type {type(reduction).__name__}.")
+
+
+def is_number(value: float) -> bool:
+    """Return whether weights and shares may have this value: finite and >= 0."""
+    return 0 <= value < math.inf
+
+
+def share_of(rule: Rule, place: Place, weight: Any) -> Share:
+    """Return the share of one pair. A rule that uses weights is not asked about weight 0, which is an absent pair.
+
+    Args:
+        rule: The reduction rule.
+        place: Where the pair stands.
+        weight: A number; or a 0-dim tensor, which nobody reads, like tensors that the rule returns.
+
+    Raises:
+        ValueError: If the rule fails, or returns a number that is not finite and >= 0.
+    """
+    unread = isinstance(weight, Tensor)
+    if rule.uses_weight and not unread and weight == 0:
+        return Share(0.0, 0.0)
+    try:
+        share = Share(*rule.share(place, weight))
+        numbers = [(name, number) for name, number in share._asdict().items() if not isinstance(number, Tensor)]
+        wrong = [f"{name}={number!r}" for name, number in numbers if not is_number(number)]
+    except Exception as error:
+        raise ValueError(
+            f"the reduction rule {rule.name!r} failed on ({place}, {weight}): {error!r}."
+            " A rule is a function (place, weight) -> Share(multiplier, normalizer)."
+        ) from error
+    if wrong:
+        raise ValueError(
+            f"the reduction rule {rule.name!r} returned {wrong[0]} for ({place}, weight {weight})."
+            " Both numbers of a share must be finite and >= 0."
+        )
+    if not (unread and rule.uses_weight):
+        return share
+    tensors = (number if isinstance(number, Tensor) else torch.full_like(weight, float(number)) for number in share)
+    # Masked, not multiplied: a rule may turn a weight of 0 into NaN.
+    return Share(*(number if number is weight else number.masked_fill(weight == 0, 0) for number in tensors))

@@ -29,7 +29,6 @@ from lightning_gradavg.reduction.sharded import (
     sharded_rule,
 )
 from lightning_gradavg.reduction.weights import MicroBatch
-from lightning_gradavg.rules import RULES
 from lightning_gradavg.training import WeighedTraining
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class _ShardedReduction(Reduction):
         # Nothing to compare: the engine averages the gradients of every backward.
         self.manual = ManualSteps(World(), self.rule.name, self.warn) if manual else None
         self._parameters, self._sparse, self._reduces_first = [], [], False
-        self.window = model.window(self.rule, compares=manual and self.rule != RULES["mean"])
+        self.window = model.window(self.rule, manual=manual)
         self._accumulation = ShardedAccumulation(self.window, model, optimizers, owned_by_user=manual)
         return model
 

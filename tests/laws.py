@@ -135,10 +135,9 @@ def windows_of(
     nodes: Sequence[int],
     micro_batches: Sequence[Sequence[MicroBatch]],
     *,
-    expected: int = 1,
     divisor: float | None = 1.0,
-    unit: float | None = None,
-    narrow: bool = False,
+    lift: float | None = None,
+    afterwards: bool = False,
     missed: int = 0,
 ) -> list[Window]:
     """Return the windows of all ranks, side by side in one process, as after their last forward.
@@ -147,17 +146,18 @@ def windows_of(
         rule: The rule.
         nodes: The node of every rank.
         micro_batches: `micro_batches[r]` are those of rank `r`.
-        expected: Micro-batches of a full window.
         divisor: What the training loop divides every loss by; None for the length of the window.
-        unit: What the windows before agreed on.
-        narrow: Whether gradients are float16.
+        lift: What the windows before agreed on, under a rule that uses weights.
+        afterwards: As of `Window`.
         missed: Ranks that have no last micro-batch.
     """
     windows = []
     for rank, mine in enumerate(micro_batches):
-        window = Window(rule, places_on_nodes(nodes), World(None, rank, len(nodes)), torch.device("cpu"))
-        window.expected, window.loss_divisor, window.narrow = expected, divisor, narrow
-        window._next_unit = unit
+        world = World(None, rank, len(nodes))
+        window = Window(rule, places_on_nodes(nodes), world, torch.device("cpu"), afterwards=afterwards)
+        window.loss_divisor = divisor
+        if rule.uses_weight:
+            window._next_lift = lift
         window.reset()
         for index, micro_batch in enumerate(mine):
             window.add(micro_batch, missed=missed * (index == len(mine) - 1))

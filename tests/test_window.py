@@ -22,10 +22,10 @@ from laws import (
 
 from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction.reference import combine, share_of
+from lightning_gradavg.reduction.reference import combine
 from lightning_gradavg.reduction.weights import MOST_TERMS, WHOLE_LOSS, MicroBatch
-from lightning_gradavg.reduction.window import Totals, Window, unit_above, window_ratio
-from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule
+from lightning_gradavg.reduction.window import Totals, Window, _lift_of
+from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule, share_of
 
 META = torch.device("meta")
 WEIGHTS = st.sampled_from([0.0, 0.0, 1.0, 3.0, 0.125, 4096.0, 1e-3])
@@ -38,17 +38,16 @@ every_weighted_rule = pytest.mark.parametrize("rule", WEIGHTED_RULES, ids=lambda
 @given(
     layout=st.sampled_from(NODE_LAYOUTS),
     length=st.integers(1, 4),
-    longer=st.integers(0, 2),
     divisor=st.sampled_from([1.0, 3.0, None]),
-    unit=st.sampled_from([None, 1.0, 8192.0, 2.0**-9]),
-    narrow=st.booleans(),
+    lift=st.sampled_from([None, 1.0, 8192.0, 2.0**-9]),
+    afterwards=st.booleans(),
     data=st.data(),
 )
 def test_windows_equal_the_dense_reference(
-    rule: Rule, layout: list[int], length: int, longer: int, data: st.DataObject, **of_windows: Any
+    rule: Rule, layout: list[int], length: int, data: st.DataObject, **of_windows: Any
 ) -> None:
     weights = [data.draw(st.lists(WEIGHTS, min_size=length, max_size=length)) for _ in layout]
-    assert_windows_equal_combine(rule, layout, weights, expected=length + longer, **of_windows)
+    assert_windows_equal_combine(rule, layout, weights, **of_windows)
     if rule.uses_weight:
         assert_windows_equal_combine(rule, layout, [[first] for first, *_ in weights], alone=True, **of_windows)
 
@@ -64,20 +63,18 @@ def test_windows_of_different_lengths(name: str, lengths: list[int], data: st.Da
 @pytest.mark.parametrize("missing", [[1], [0, 2]], ids=str)
 def test_mean_over_the_ranks_that_have_a_batch(missing: list[int], length: int) -> None:
     weights = [[1.0] * length] * 3
-    assert_windows_equal_combine(
-        RULES["mean"], [0, 0, 1], weights, missing=missing, expected=length, divisor=float(length)
-    )
+    assert_windows_equal_combine(RULES["mean"], [0, 0, 1], weights, missing=missing, divisor=float(length))
 
 
 @every_weighted_rule
 def test_window_that_begins_with_nothing(rule: Rule) -> None:
     for weights in ([[0.0, 4.0], [2.0, 0.0]], [[0.0, 0.0], [0.0, 5.0]], [[0.0, 0.0], [0.0, 0.0]]):
-        assert_windows_equal_combine(rule, [0, 1], weights, divisor=2.0, unit=4.0)
+        assert_windows_equal_combine(rule, [0, 1], weights, divisor=2.0, lift=0.25)
 
 
 def test_mean_of_full_windows_and_equal_weights_are_stock() -> None:
     """Nothing is multiplied, so the bits are those of DDP."""
-    (window, *_) = windows_of(RULES["mean"], [0, 0, 1], [[batch(1.0)] * 4] * 3, expected=4, divisor=4.0)
+    (window, *_) = windows_of(RULES["mean"], [0, 0, 1], [[batch(1.0)] * 4] * 3, divisor=4.0)
     assert (True, 1.0) == (window.carries_nothing, window.after(window.totals()))
     alone = windows_of(WEIGHTED, [0, 0, 1], [[batch(7.0)]] * 3)
     exchange(alone)
@@ -108,9 +105,9 @@ def test_terms_have_their_own_weights() -> None:
 @pytest.mark.parametrize(
     ("weights", "unit"), [([3.0, 3.0], 4.0), ([4096.0, 0.0], 4096.0), ([0.0, 0.0], 2.0), ([1e-3] * 2, 2.0**-9)], ids=str
 )
-def test_unit_follows_the_weights(weights: list[float], unit: float) -> None:
-    """The next unit is a power of two above the mean weight of the window before; of nothing it stays."""
-    windows = windows_of(WEIGHTED, [0, 0], [list(map(batch, weights))] * 2, unit=2.0)
+def test_lift_follows_the_weights(weights: list[float], unit: float) -> None:
+    """The next one inverts a power of two above the mean weight of the window before; of nothing it stays."""
+    windows = windows_of(WEIGHTED, [0, 0], [list(map(batch, weights))] * 2, lift=0.5)
     exchange(windows)
     for window in windows:
         window.totals()
@@ -118,26 +115,27 @@ def test_unit_follows_the_weights(weights: list[float], unit: float) -> None:
         assert 1 / unit == window.lift
 
 
-def test_first_unit_is_that_of_the_first_weight_above_0() -> None:
+def test_first_lift_is_that_of_the_first_weight_above_0() -> None:
     window = window_of([])
     for weight, unit in ((0.0, 1.0), (100.0, 128.0), (3.0, 128.0)):
         window.reset()
-        window.add(batch(weight), missed=0)
-        window.agree_on_unit(batch(weight))
+        window.add(batch(weight))
+        window.agree_on_lift(batch(weight))
         assert 1 / unit == window.lift
 
 
 @given(st.floats(0, exclude_min=True, allow_infinity=False, allow_subnormal=True))
-def test_unit_is_a_power_of_two_above(weight: float) -> None:
-    unit = unit_above(weight)
-    assert (0.5, 0.5) == (math.frexp(unit)[0], math.frexp(1 / unit)[0])
-    assert 0 < weight / unit < 4
+def test_lift_inverts_a_power_of_two_above(weight: float) -> None:
+    lift = _lift_of(weight)
+    assert lift is not None
+    assert (0.5, 0.5) == (math.frexp(lift)[0], math.frexp(1 / lift)[0])
+    assert 0 < weight * lift < 4
     if 1e-300 < weight < 1e300:
-        assert unit / 2 <= weight < unit
+        assert 0.5 <= weight * lift < 1
 
 
-def test_unit_of_nothing() -> None:
-    assert [1.0] * 4 == [unit_above(number) for number in (0.0, -3.0, math.nan, math.inf)]
+def test_lift_of_nothing() -> None:
+    assert [None] * 4 == [_lift_of(number) for number in (0.0, -3.0, math.nan, math.inf)]
 
 
 def test_which_rules_depend_on_the_window() -> None:
@@ -148,10 +146,12 @@ def test_which_rules_depend_on_the_window() -> None:
 
 def test_ratio_of_multipliers() -> None:
     """One vote per node has a third of each multiplier in a window of 3; rules without nodes have all of it."""
-    places = places_on_nodes([0, 0, 1])
     thirds = ("mean_of_node_means", "sum_of_node_means", CUSTOM.name)
     for rule in (*RULES.values(), CUSTOM):
-        assert pytest.approx(1 / 3 if rule.name in thirds else 1.0) == window_ratio(rule, places, 3)
+        assert (
+            pytest.approx(1 / 3 if rule.name in thirds else 1.0)
+            == windows_of(rule, [0, 0, 1], [[]] * 3)[0]._of_length(3)[0]
+        )
 
 
 def picky(place: Place, weight: Any) -> Share:
@@ -194,7 +194,7 @@ def test_fault_of_the_second_micro_batch(weights: list[Any], rule: Rule, said: s
     assert problem.startswith("micro-batch 1 of the window: ")
     assert said in problem
     totals = totals_of(bad, good)
-    assert (True, [0.0]) == (float(totals.faults) > 0, [float(z) for z in totals.usable(1)])
+    assert (True, [0.0]) == (float(totals.faults) > 0, [float(bad._usable(totals, 0))])
     exchange([bad, good])
     for window in (bad, good):
         with pytest.raises(ValueError, match=rf"reduction '{rule.name}': a weight or a share is not usable\."):
@@ -260,7 +260,7 @@ def test_uneven_windows(name: str) -> None:
     """A rule that depends on the length of windows raises on all ranks where they differ."""
     windows = windows_of(RULES[name], [0, 0], [[batch(1.0)], [batch(1.0)] * 2])
     for window in windows:
-        window.exchanges = True
+        window._exchanges = True
     exchange(windows)
     for window in windows:
         if name == "weighted_mean":
@@ -274,7 +274,7 @@ def test_uneven_windows(name: str) -> None:
 def test_nothing_is_read_from_a_weight_on_an_accelerator(rule: Rule) -> None:
     """Shares, the summary and the factor are computed there, without looking at any number."""
     window = Window(rule, places_on_nodes([0, 0]), World(None, 0, 2), META)
-    window.add(MicroBatch({WHOLE_LOSS: torch.ones((), dtype=torch.float64, device=META)}), missed=0)
+    window.add(MicroBatch({WHOLE_LOSS: torch.ones((), dtype=torch.float64, device=META)}))
     summary = window._summarized()
     assert ("meta", torch.float64, (64,)) == (summary.device.type, summary.dtype, summary.shape)
     assert ["meta"] == [factor.device.type for factor in window.alone(Totals.of(summary))]

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lightning_gradavg.lightning_internals import scale_each, stored, version_of
 from lightning_gradavg.place import Place
-from lightning_gradavg.reduction.reference import share_of
 from lightning_gradavg.reduction.sums import as_real
 from lightning_gradavg.reduction.weigh import WeighedLoss, gradients_discarded, nan_stopped
 from lightning_gradavg.reduction.weights import WHOLE_LOSS
 from lightning_gradavg.reduction.window import Totals, Window
+from lightning_gradavg.rules import share_of
 
 __all__ = ["Accumulation"]
 
@@ -33,16 +33,20 @@ _OTHERS = (
 
 
 class Accumulation:
-    """The gradients of a window: only those that it computed itself.
+    """The gradients of a window: only those that it computed.
 
     Args:
         window: The window.
         parameters: The parameters that it trains.
         owned_by_user: Whether gradients may be there before the window, and may be changed within it, as in manual
             optimization.
-        leaves: What autograd accumulates into where the engine shards the parameters. It waits for the gradients of all
-            ranks, so that one that does not count is 0, and not undefined.
+        in_pieces: Whether some ranks may run several backwards in a step, and others one.
         apart: Those of the parameters that no rank shares.
+        leaves: What autograd accumulates into where the engine shards the parameters. It waits for the gradients of all
+            ranks, so a gradient that does not count is 0 instead of undefined.
+
+    Attributes:
+        pieces: Backwards of the step under way that are not its last.
     """
 
     def __init__(
@@ -51,52 +55,60 @@ class Accumulation:
         parameters: Sequence[nn.Parameter],
         *,
         owned_by_user: bool,
+        in_pieces: bool = False,
         apart: Sequence[nn.Parameter] = (),
         leaves: Sequence[nn.Parameter] | None = None,
     ) -> None:
         self.window, self.parameters = window, list(parameters)
         self._leaves = self.parameters if leaves is None else leaves
         self._stopped = None if leaves is None else 0.0
-        self._owned_by_user, self._apart = owned_by_user, {id(parameter): parameter for parameter in apart}
-        window.lengths_differ |= owned_by_user
-        self._before: list[Tensor | None] = []
-        self._left: list[tuple[Tensor | None, int]] = []
+        self._owned_by_user, self._in_pieces = owned_by_user, in_pieces
+        self._apart = {id(parameter): parameter for parameter in apart}
+        self._before: list[Tensor | None] = []  # gradients that the window found
+        self._left: list[tuple[Tensor | None, int]] = []  # gradients that it left to the user, and their versions
         self._trained: list[bool] = []
         self._carried: list[Any] = []
         self._last = self._alone = False
-        self._totals = Totals.unknown()
         self._of_pieces: list[Tensor | None] = []
-        self._pieces = 0
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the next backward is the first of its step."""
-        return self._pieces == 0
+        self.pieces = 0
 
     def begin_step(self) -> None:
         """Begin a step of one or more backwards; one that was not finished gives its window up."""
-        if not self.is_first:
-            self._of_pieces, self._pieces = [], 0
+        if self.pieces > 0:
+            self._of_pieces, self.pieces = [], 0
             self.abandon()
 
     @contextmanager
-    def piece(self, *, final: bool) -> Iterator[None]:
-        """Surround a backward of a step, whose gradients are kept until the final one: the loop zeroes in between."""
-        if final and self.is_first:
-            yield
-            return
-        before, began = [p.grad for p in self.parameters], self.window.length == self._pieces
+    def backward(self, loss: WeighedLoss, *, last: bool, final: bool = True, **options: Any) -> Iterator[None]:
+        """Surround the backward of a loss, which may end its window, and be the final one of its step.
+
+        One that raises gives its window up, and what it added to the gradients. The options are those of `start`.
+        """
+        with ExitStack() as inside:
+            if self.pieces > 0 or not final:
+                inside.enter_context(self._piece(final=final))
+            try:
+                self.start(loss, inside, last=last, **options)
+                yield
+            except BaseException:
+                # A loop may go on with the next batch, as after one that did not fit into memory.
+                self.abandon()
+                raise
+
+    @contextmanager
+    def _piece(self, *, final: bool) -> Iterator[None]:
+        """Keep the gradients of a step's backwards until the final one: the loop zeroes gradients in between."""
+        before, began = [p.grad for p in self.parameters], self.window.length == self.pieces
         self._set_gradients(self._of_pieces)
         if final:
-            self._of_pieces, self._pieces = [], 0
+            self._of_pieces, self.pieces = [], 0
             if began:
-                # A gradient may live in a bucket of DDP, which the next reduction overwrites.
-                self._before = [None if gradient is None else gradient.clone() for gradient in before]
+                self._before = _cloned(before)
             else:
                 self._add(before)
             yield
             return
-        self._pieces += 1
+        self.pieces += 1
         try:
             yield
             self._of_pieces = [p.grad for p in self.parameters]
@@ -112,28 +124,15 @@ class Accumulation:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
-    @contextmanager
-    def backward(self, loss: WeighedLoss, *, last: bool, missed: int = 0, masks: Any = None) -> Iterator[None]:
-        """Surround the backward of a loss. One that raises gives its window up, and what it added to the gradients."""
-        with ExitStack() as inside:
-            try:
-                self.start(loss, inside, last=last, missed=missed, masks=masks)
-                yield
-            except BaseException:
-                # A loop may go on with the next batch, as after one that did not fit into memory.
-                self.abandon()
-                raise
-
     def start(self, loss: WeighedLoss, inside: ExitStack, *, last: bool, missed: int = 0, masks: Any = None) -> None:
         """Weigh a loss whose backward begins now.
 
         Args:
             loss: The loss.
-            inside: Gets what is to surround the backward.
+            inside: Gets what surrounds the backward.
             last: Whether this backward ends the window.
             missed: Ranks that have no such micro-batch.
-            masks: What masks gradients on an accelerator by weights that the host has not read; None where they are
-                to be read.
+            masks: What masks gradients on an accelerator by weights that the host has not read; None to read them.
 
         Raises:
             ValueError: If the loss does not fit into its window, or on all ranks, if some rank's does not.
@@ -143,23 +142,21 @@ class Accumulation:
             self._before = []
             window.reset()
         begins, named = window.length == 0, tuple(micro_batch.weights) != (WHOLE_LOSS,)
-        # Under a rule with weights the whole factor of a window of one is known before its backward. All ranks must
-        # go the same way.
-        afterwards = window.narrow or window.lengths_differ
-        alone = last and begins and window.rule.uses_weight and not (window.in_pieces if named else afterwards)
+        # All ranks must go the same way.
+        differing = self._in_pieces if named else window.afterwards
+        alone = last and begins and window.rule.uses_weight and not differing
         if begins:
-            self._begin(aside=self._owned_by_user or not last or window.expected > 1 or afterwards)
+            self._begin(aside=not last or window.afterwards or window.divisor != 1)
         elif self._owned_by_user and self._trained != [parameter.requires_grad for parameter in self.parameters]:
             micro_batch = replace(micro_batch, problem=_OTHERS)
-        if not alone or masks is None or named:
-            # A bucket holds all terms, so a term of weight 0 is stopped at its loss.
-            micro_batch = micro_batch.read()
         if named and not alone:
             raise ValueError(_NAMED)
+        if named or not alone or masks is None:
+            # A bucket holds all terms, so a term of weight 0 is stopped at its loss.
+            micro_batch = micro_batch.read()
         window.add(micro_batch, missed=missed)
-        # Of pieces, of which ranks have different numbers, it is agreed on before the first backward of a step.
-        if begins and not window.in_pieces and (afterwards or window.expected > 1):
-            window.agree_on_unit(micro_batch)
+        if begins and not alone and not self._in_pieces:
+            window.agree_on_lift(micro_batch)
         if last:
             window.exchange()
         self._last, self._alone = last, alone
@@ -177,14 +174,15 @@ class Accumulation:
             inside.enter_context(masks(micro_batch))
 
     def _begin(self, *, aside: bool) -> None:
-        self._trained = [parameter.requires_grad for parameter in self.parameters]
+        """Begin a window, with the gradients set aside that it finds.
+
+        A window of one that multiplies nothing afterwards may leave them: DDP averages what is equal on all ranks.
+        """
+        self._trained = [parameter.requires_grad for parameter in self.parameters] if self._owned_by_user else []
         self._before, self._carried = [], []
-        # A window of one may leave them: DDP averages what all ranks have alike to itself.
         if aside and any(parameter.grad is not None for parameter in self.parameters):
-            # A gradient may live in a bucket of DDP, which the next reduction overwrites.
-            self._before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-            for parameter in self.parameters:
-                parameter.grad = None
+            self._before = _cloned([parameter.grad for parameter in self.parameters])
+            self._set_gradients([])
 
     def _cleared(self) -> bool:
         """Return whether the user zeroed the gradients of a window that was not reduced, which gives it up."""
@@ -200,7 +198,7 @@ class Accumulation:
         return any(bool(stored(gradient).any()) for gradient in gradients)
 
     def reduce(self) -> Totals | None:
-        """Have the gradients be the reduced ones where the backward that has been ended the window.
+        """Finish the gradients where the backward that has been ended the window.
 
         Returns:
             What all ranks know of the window, or None within one.
@@ -213,9 +211,10 @@ class Accumulation:
             self._totals = self.window.totals()
             factor = self.window.after(self._totals)
             if isinstance(factor, Tensor) or factor != 1:
-                shared = [p for p in self.parameters if p.requires_grad and id(p) not in self._apart]
+                shared = (p for p in self.parameters if p.requires_grad and id(p) not in self._apart)
                 self._scale([p.grad for p in shared if p.grad is not None], factor)
-        self._of_rank_alone([parameter for parameter in self._apart.values() if parameter.requires_grad])
+        if self._apart:
+            self._of_rank_alone([parameter for parameter in self._apart.values() if parameter.requires_grad])
         return self._totals
 
     def _scale(self, gradients: Sequence[Tensor], factor: Any) -> None:
@@ -223,33 +222,33 @@ class Accumulation:
 
     def end(self) -> None:
         """Add what was there before the window to what it reduced, and begin the next."""
-        if not self._last:
-            return
-        self._add(self._before)
-        self._before = []
-        self.window.reset()
+        if self._last:
+            self._add(self._before)
+            self._before = []
+            self.window.reset()
 
     def abandon(self) -> None:
-        """Give the window up, and let the gradients be those of before it."""
+        """Give the window up, and restore the gradients that it found."""
         self._set_gradients(self._before)
         self._before = []
         self.window.reset()
 
     def _of_rank_alone(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Have gradients that no rank shares be those of this rank: by the rule over its own micro-batches."""
-        if not parameters:
-            return
+        """Have gradients that no rank shares follow the rule over this rank's own micro-batches."""
         place, window = Place().over_window(self.window.length), self.window
-        shares = [
-            share_of(window.rule, place, float(w)) for each in window.micro_batches for w in each.weights.values()
-        ]
+        weights = [float(weight) for each in window.micro_batches for weight in each.weights.values()]
+        shares = [share_of(window.rule, place, weight) for weight in weights]
         normalizer = float(sum(share.normalizer for share in shares))
         pairs = zip(shares, self._carried, strict=True)
         # What a weight that was not read carries may be 0.
         ratio = next((float(share.multiplier) / float(carried) for share, carried in pairs if carried), 0.0)
         factor = ratio * window.divisor / normalizer if normalizer > 0 else 0.0
-        if factor == 0:
-            for parameter in parameters:
-                # Where nothing counts no gradient has come.
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        scale_each([as_real(stored(p.grad)) for p in parameters if p.grad is not None], factor)
+        for parameter in parameters:
+            if factor == 0 and parameter.grad is None:  # where nothing counts no gradient has come
+                parameter.grad = torch.zeros_like(parameter)
+        self._scale([p.grad for p in parameters if p.grad is not None], factor)
+
+
+def _cloned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return copies: a gradient may live in a bucket of DDP, which the next reduction overwrites."""
+    return [None if gradient is None else gradient.clone() for gradient in gradients]

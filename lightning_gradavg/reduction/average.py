@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg.arguments import Refusals, refuse
 from lightning_gradavg.ranks import Agreed, Contribution, World, by_value, on_ranks
-from lightning_gradavg.reduction.reference import is_number, rank_factors
+from lightning_gradavg.reduction.reference import rank_factors
 from lightning_gradavg.reduction.sums import SUM_DTYPES, sum_dense, sum_sparse, writable
 from lightning_gradavg.reduction.weights import as_weight
-from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
+from lightning_gradavg.rules import Rule, RuleFunction, is_number, resolve_rule
 
 __all__ = ["agreed_factors", "average_gradients", "checked_weight", "unserved"]
 

@@ -20,29 +20,24 @@ from lightning_gradavg.rules import RULES, Rule
 
 __all__ = ["CommHook"]
 
-_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
-
+_LOCAL_SGD = "it stops reducing gradients and averages weights instead"
+_OPTIMIZER = "it runs the optimizer before the window is complete"
 _REFUSED_MODULES = {
-    f"{_HOOKS}.post_localSGD_hook": "it stops reducing gradients and averages weights instead",
-    f"{_HOOKS}.hierarchical_model_averager": "it averages weights instead of gradients",
-    f"{_HOOKS}.optimizer_overlap_hooks": "it runs the optimizer before the window is complete",
-    f"{_HOOKS}.ddp_zero_hook": "it runs the optimizer before the window is complete",
+    "post_localSGD_hook": _LOCAL_SGD,
+    "hierarchical_model_averager": _LOCAL_SGD,
+    "optimizer_overlap_hooks": _OPTIMIZER,
+    "ddp_zero_hook": _OPTIMIZER,
 }
-
+_QUANTIZES = "it reads the result of an all_gather as only NCCL returns it"
 _REFUSED_ON_GLOO = {
-    "quantization_pertensor_hook": "it reads the result of an all_gather as only NCCL returns it",
-    "quantization_perchannel_hook": "it reads the result of an all_gather as only NCCL returns it",
+    "quantization_pertensor_hook": _QUANTIZES,
+    "quantization_perchannel_hook": _QUANTIZES,
     "batched_powerSGD_hook": "its orthogonalization needs a square matrix that it does not make on CPU",
 }
 
 
 class CommHook:
-    """Registers the hook of a run.
-
-    Args:
-        hook: The user's `(state, bucket) -> Future`, which returns the mean over the ranks; or None.
-        state: Its state.
-        wrapper: A function of a hook that returns a hook, such as `fp16_compress_wrapper`; or None.
+    """Registers the hook of a run: that of the user, who may give its state and a wrapper, too.
 
     Attributes:
         masks: Whether weights may stay unread on an accelerator, because buckets are masked there.
@@ -80,13 +75,13 @@ class CommHook:
 
     def _refuse(self, hook: Callable[..., Any], *, gloo: bool) -> None:
         name = getattr(hook, "__qualname__", repr(hook))
-        modules = (getattr(hook, "__module__", ""), type(self._state).__module__)
-        reason = next((_REFUSED_MODULES[module] for module in modules if module in _REFUSED_MODULES), None)
-        if reason is not None:
-            raise ValueError(
-                f"ddp_comm_hook={name} cannot be combined with a reduction: {reason}."
-                " Use lightning.pytorch.strategies.DDPStrategy for it, or a hook that returns the mean of the bucket."
-            )
+        for module in (getattr(hook, "__module__", ""), type(self._state).__module__):
+            folder, _, file = module.rpartition(".")
+            if folder == "torch.distributed.algorithms.ddp_comm_hooks" and file in _REFUSED_MODULES:
+                raise ValueError(
+                    f"ddp_comm_hook={name} cannot be combined with a reduction: {_REFUSED_MODULES[file]}. Use"
+                    " lightning.pytorch.strategies.DDPStrategy for it, or a hook that returns the mean of the bucket."
+                )
         if gloo and name in _REFUSED_ON_GLOO:
             raise ValueError(
                 f"ddp_comm_hook={name} does not work on gloo: {_REFUSED_ON_GLOO[name]}. Use NCCL, or another hook."

@@ -15,13 +15,7 @@ __all__ = ["ManualSteps"]
 
 
 class ManualSteps:
-    """Notes steps on gradients that were not reduced, and compares them where every rank is, whichever stepped so.
-
-    Args:
-        world: The ranks whose gradients are reduced.
-        rule: The name of the reduction rule.
-        warn: Warns once.
-    """
+    """Notes steps on gradients that were not reduced, and compares them where all ranks are, whichever stepped so."""
 
     def __init__(self, world: World, rule: str, warn: Callable[[str], None]) -> None:
         self._world, self._rule, self._warn = world, rule, warn
@@ -79,7 +73,7 @@ class ManualSteps:
 
 
 def _number_of(gradients: Iterable[Tensor | None]) -> float:
-    """Return a number that other gradients hardly have: 0 of none."""
+    """Return a number that other gradients hardly have; 0 for none."""
     total = 0.0
     for index, gradient in enumerate(gradients, start=1):
         if gradient is not None:

@@ -19,7 +19,7 @@ from lightning_gradavg.ranks import Contribution, World, by_value
 from lightning_gradavg.reduction.accumulation import Accumulation
 from lightning_gradavg.reduction.average import agreed_factors
 from lightning_gradavg.reduction.gather import weigh_losses_from_here
-from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights, zero_loss
+from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights
 from lightning_gradavg.reduction.weights import Weights, loss_terms
 from lightning_gradavg.reduction.window import Window
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
@@ -95,7 +95,8 @@ class GradAvgReducer:
             raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
         if not self._registered:
             rule, device = self._rule, next(model.parameters()).device
-            self._window = Window(rule, self._places(world, node), world, device, compares=rule != RULES["mean"])
+            places, compares = self._places(world, node), rule != RULES["mean"]
+            self._window = Window(rule, places, world, device, compares=compares, afterwards=True)
             self._weights = Weights(rule, device, "weigh was given", warnings.warn, lambda _: None)
         self._handles += [
             model.register_forward_pre_hook(self._on_forward),
@@ -183,12 +184,7 @@ class GradAvgReducer:
             self._window.loss_divisor = of_window if divided_by is None else divided_by
             self._begin(weighed, last=last)
 
-        weighed = WeighedLoss.of(terms, micro_batch, begin=begin)
-        if micro_batch.is_zero and self._sparse:
-            # Its gradient is stopped at the loss, but DDP takes no sparse gradient that is undefined.
-            zero = zero_loss(self._sparse, set(map(id, self._sparse)))
-            weighed.value = weighed.value + zero.to(weighed.value.dtype)
-        return weighed.value
+        return WeighedLoss.of(terms, micro_batch, sparse=self._sparse, begin=begin).value
 
     def _ends_window(self) -> bool:
         """Return whether the next backward ends the window."""

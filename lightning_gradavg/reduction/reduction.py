@@ -78,9 +78,9 @@ class Reduction(Part):
         judge: Judge | None = None,
         in_pieces: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        self._in_pieces = in_pieces
-        self.rule, self._hook, self._on_weighed, self._judge = rule, hook, on_weighed, judge
-        self.is_stock = rule == RULES["mean"] and judge is None
+        self.rule, self._hook, self._on_weighed, self._judge, self._in_pieces = rule, hook, on_weighed, judge, in_pieces
+        self._is_mean = rule == RULES["mean"]
+        self.is_stock = self._is_mean and judge is None
         self._warned: set[str] = set()
 
     def setup(self, run: Run) -> None:
@@ -95,7 +95,7 @@ class Reduction(Part):
         self._told: set[str] = set()
         self._pending: list[WeighedLoss] = []
         self._terms: tuple[str, ...] = (WHOLE_LOSS,)
-        self._explicit = self._holding = self._lost = False
+        self._explicit = self._holding = self._lost = self._pieces = False
         self._missing = 0
         self._problem: str | None = None
         self._frozen: dict[str, nn.Parameter] = {}
@@ -106,32 +106,33 @@ class Reduction(Part):
         """Begin a run that trains, and register a communication hook where there is need of one."""
         super().configure_ddp(run)
         model, manual, named = run.ddp, not run.module.automatic_optimization, dict(run.ddp.module.named_parameters())
-        for text in self._refusals(run, manual=manual):
-            raise ValueError(text)
+        self._refuse(run, manual=manual)
         world = World.of(None)
         self.manual = ManualSteps(world, self.rule.name, self.warn) if manual else None
         names = {parameter: name for name, parameter in named.items()}
         # Now: a user may toggle which parameters require gradients.
         self._reduced = [names[parameter] for parameter in reduced_parameters(model)]
-        # Of the module itself DDP asks for ".weight", and reduces what only "weight" stands for.
-        ignored = {name for name in named if model.parameters_to_ignore & {name, f".{name}"}}
-        left_out = [name for name, p in named.items() if p.requires_grad and name not in self._reduced]
-        apart = world.size > 1
-        self._frozen = {n: p for n, p in named.items() if not p.requires_grad and n not in ignored and apart}
-        of_rank = [p for n, p in named.items() if apart and (n in left_out if p.requires_grad else n in ignored)]
         self._parameters, self._sparse = list(named.values()), sparse_weights(model)
+        apart: list[nn.Parameter] = []
+        if world.size > 1:
+            # Of the module itself DDP asks for ".weight", and reduces what only "weight" stands for.
+            ignored = {name for name in named if model.parameters_to_ignore & {name, f".{name}"}}
+            self._frozen = {n: p for n, p in named.items() if not p.requires_grad and n not in ignored}
+            apart = [p for n, p in named.items() if (n not in self._reduced if p.requires_grad else n in ignored)]
         # The very first backward of a static graph must be reduced, or an assertion of torch's reducer fails.
         self._reduces_first = model.static_graph
-        compares = self._judge is not None or (manual and self.rule != RULES["mean"])
-        self.window = Window(self.rule, run.places, world, run.device, compares=compares)
-        self.window.in_pieces = self.window.lengths_differ = self._in_pieces(world.size)
+        self._pieces = self._in_pieces(world.size)
         half = any(one.dtype == torch.float16 and one.requires_grad for one in self._parameters)
-        self.window.narrow = half and self.rule != RULES["mean"]
-        self._accumulation = Accumulation(self.window, self._parameters, owned_by_user=manual, apart=of_rank)
+        compares = self._judge is not None or (manual and not self._is_mean)
+        afterwards = manual or self._pieces or half
+        self.window = Window(self.rule, run.places, world, run.device, compares=compares, afterwards=afterwards)
+        self._accumulation = Accumulation(
+            self.window, self._parameters, owned_by_user=manual, in_pieces=self._pieces, apart=apart
+        )
         self._hook.register(run, self.rule)
 
-    def _refusals(self, run: Run, *, manual: bool) -> list[str]:
-        """Return what cannot be served, each with what to do instead."""
+    def _refuse(self, run: Run, *, manual: bool) -> None:
+        """Raise a ValueError about the first of what cannot be served, which says what to do instead."""
         option = f"nonfinite={self._judge.policy!r}" if self._judge is not None else ""
         scaled = getattr(run.trainer.precision_plugin, "scaler", None) is not None
         unflushed = run.ddp.static_graph and not flushes_static_graph(run.trainer.strategy)
@@ -144,7 +145,8 @@ class Reduction(Part):
             f" backward, as 2.6 does; in lightning {lightning.__version__} it would not be reduced."
             " Leave static_graph out, or use a newer lightning.": manual and unflushed,
         }
-        return [text for text, refused in refusals.items() if refused]
+        for text in (text for text, refused in refusals.items() if refused):
+            raise ValueError(text)
 
     @property
     def sparse(self) -> set[int]:
@@ -157,75 +159,62 @@ class Reduction(Part):
         return self._reduces_first
 
     def begin_step(self, batch: Any, missing: int = 0) -> None:
-        """Note the batch of a training step, and forget losses whose backward was never run.
-
-        Args:
-            batch: The batch.
-            missing: Number of ranks that have no batch of their own.
+        """Note the batch of a training step, of which `missing` ranks have none, and forget losses without backward.
 
         Raises:
-            RuntimeError: On all ranks, if the rule counts those that have none, and cannot be served otherwise.
+            RuntimeError: On all ranks, if the rule counts ranks.
         """
         self.batch, self._pending, self._missing = batch, [], missing
         self._accumulation.begin_step()
-        by_ranks = not self.rule.uses_weight and self.rule.name != "sum"
-        if missing > 0 and by_ranks and not (self.rule == RULES["mean"] and self.manual is None):
-            raise RuntimeError(
-                f"{missing} of {self.run.world.size} ranks have no more batches in this epoch, and"
-                f" reduction={self.rule.name!r} counts ranks"
-                f"{' in manual optimization' * (self.rule == RULES['mean'])}. Use reduction='weighted_mean', which"
-                " counts samples, or give all ranks the same number of batches."
-            )
         if self.manual is not None:
             self.manual.begin_batch()
+        elif self._is_mean:
+            return
+        if missing > 0 and not self.rule.uses_weight and self.rule.name != "sum":
+            raise RuntimeError(
+                f"{missing} of {self.run.world.size} ranks have no more batches in this epoch, and"
+                f" reduction={self.rule.name!r} counts ranks{' in manual optimization' * self._is_mean}. Use"
+                " reduction='weighted_mean', which counts samples, or give all ranks the same number of batches."
+            )
 
     def read(self, output: Any, samples: float | None) -> Any:
-        """Return a training step's output with one loss to run the backward from, and remember its weights.
-
-        Args:
-            output: What `training_step` returned.
-            samples: The number of samples, where it is known; 0 for a batch that does not count.
-        """
+        """Return a training step's output with a weighed loss; `samples` as of `Weights.read`."""
         named = output if isinstance(output, Mapping) else {"loss": output}
-        if named.get("loss") is None:
+        loss, weight = named.get("loss"), named.get("weight")
+        if loss is None:
             return self._without_loss(output, counts=samples != 0)
-        value = self.add(named["loss"], named.get("weight"), samples, misspelt_weight(named)).value
-        if value is named["loss"]:
+        value = self.add(loss, weight, samples, misspelt_weight(named) if weight is None else None).value
+        if value is loss:
             return output
         return {**output, "loss": value} if named is output else value
 
     def add(self, loss: Any, weight: Any, samples: float | None, problem: str | None = None) -> WeighedLoss:
-        """Return a loss that is weighed by its backward, which is to be run next, or after those added before.
-
-        Args:
-            loss: The loss, or its terms by name.
-            weight: Its weight, or None.
-            samples: The number of samples, where it is known.
-            problem: Why it cannot be weighed, for all ranks to raise together.
-        """
+        """Return a loss, or terms by name, weighed by the backward that runs next; arguments as of `Weights.read`."""
         terms = loss_terms(loss)
         micro_batch = self._weights.read(terms, weight, self.batch, samples, problem)
-        if micro_batch.explicit and micro_batch.problem is None and micro_batch.is_zero and not micro_batch.absent:
-            self.warn(
-                f"rank {self.run.trainer.global_rank} has a micro-batch of weight 0, which contributes nothing to the"
-                " gradient. Further ones are not reported.",
-                everywhere=True,
-            )
-        without_graph = micro_batch.is_zero and not any(term.requires_grad for term in terms.values())
-        if without_graph:
-            terms = dict.fromkeys(terms, self._zero_loss(self._parameters))
-            prepare_for_backward(self.run.ddp, terms)
-        self.window.expected = self._expected
-        weighed = WeighedLoss.of(terms, micro_batch, plain=self.window.carries_nothing and not micro_batch.absent)
-        if micro_batch.is_zero and self._sparse:
-            # Its gradient is stopped at the loss, but DDP takes no sparse gradient that is undefined.
-            weighed.value = weighed.value + self._zero_loss(self._sparse).to(weighed.value.dtype)
+        if micro_batch.is_zero:
+            terms = self._without_weight(terms, micro_batch)
+        plain = self.window.carries_nothing and not micro_batch.absent
+        weighed = WeighedLoss.of(terms, micro_batch, plain=plain, sparse=self._sparse)
         self._on_weighed(loss, weighed, samples, self.batch)
         self._pending.append(weighed)
         self._terms, self._explicit = tuple(micro_batch.weights), micro_batch.explicit
         if self._judge is not None and not micro_batch.absent:
             self._judge.note(weighed.value)
         return weighed
+
+    def _without_weight(self, terms: Mapping[str, Tensor], micro_batch: MicroBatch) -> Mapping[str, Tensor]:
+        """Return the terms of a loss that does not count, with a graph."""
+        if micro_batch.explicit and micro_batch.problem is None and not micro_batch.absent:
+            self.warn(
+                f"rank {self.run.trainer.global_rank} has a micro-batch of weight 0, which contributes nothing to the"
+                " gradient. Further ones are not reported.",
+                everywhere=True,
+            )
+        if not any(term.requires_grad for term in terms.values()):
+            terms = dict.fromkeys(terms, self._zero_loss(self._parameters))
+            prepare_for_backward(self.run.ddp, terms)
+        return terms
 
     @property
     def _expected(self) -> int:
@@ -234,18 +223,16 @@ class Reduction(Part):
 
     def _without_loss(self, output: Any, *, counts: bool) -> Any:
         """Return what stands for the loss of a step that has none, for the backward that the other ranks run."""
-        accumulates = self._expected > 1 or self.window.in_pieces
-        # Nobody waits for this rank, or a loss scaler leaves out a step without loss.
-        alone = self.run.world.size == 1 or getattr(self.run.trainer.precision_plugin, "scaler", None) is not None
-        if self._judge is None and accumulates:
+        if self._judge is not None:
+            if counts:
+                self._judge.note(None)
+        elif self._expected > 1 or self._pieces:
             raise RuntimeError(
                 "training_step returned no loss within an accumulation window, which would then not be reduced."
                 ' Return {"loss": loss, "weight": 0} for a micro-batch that is not to count.'
             )
-        if self._judge is None and alone:
-            return output
-        if self._judge is not None and counts:
-            self._judge.note(None)
+        elif self.run.world.size == 1 or getattr(self.run.trainer.precision_plugin, "scaler", None) is not None:
+            return output  # nobody waits for this rank, or a loss scaler leaves out a step without loss
         self._lost = self._judge is None and counts
         return self._stand_in(
             MicroBatch(dict.fromkeys(self._terms, 0.0), self._explicit, absent=True, without_loss=counts)
@@ -279,10 +266,10 @@ class Reduction(Part):
     def _zero_loss(self, parameters: Sequence[Tensor]) -> Tensor:
         return zero_loss(parameters, self.sparse)
 
-    def agree_on_unit(self) -> None:
-        """Agree on the unit of a first window, by the first of a step's losses. A collective operation."""
-        if self._begins_window:
-            self.window.agree_on_unit(self._pending[0].micro_batch.read() if self._pending else None)
+    def agree_on_lift(self) -> None:
+        """Agree on what the losses of a step in pieces carry, after its first forward. A collective operation."""
+        if self._pieces and self._begins_window:
+            self.window.agree_on_lift(self._pending[0].micro_batch.read() if self._pending else None)
 
     @property
     def _begins_window(self) -> bool:
@@ -304,33 +291,28 @@ class Reduction(Part):
         return final and not self._holding
 
     def backward(self, loss: WeighedLoss, run: Callable[[], None], *, final: bool = True) -> None:
-        """Run the backward of one of a step's losses.
-
-        Args:
-            loss: The loss.
-            run: Runs it.
-            final: Whether it is the last one of its step; the others run before Lightning zeroes gradients.
-        """
-        window, last, first = self.window, self.ends_window(final=final), self._accumulation.is_first
-        window.expected = self._expected
-        window.loss_divisor = None if self.manual is not None and self.rule == RULES["mean"] else window.expected
-        if self.manual is None and first and self._begins_window:
-            window.reset()
+        """Call `run`, which runs the backward of a loss: the final one of its step, or one before zero_grad."""
+        window, last = self.window, self.ends_window(final=final)
+        if self.manual is None:
+            window.loss_divisor = self._expected
+            if self._accumulation.pieces == 0 and self._begins_window:
+                window.reset()
+        else:
+            window.loss_divisor = None if self._is_mean else 1.0
         self.skipped = False
         if last and self._judge is not None:
             self._problem = self._judge.problem()
             window.bad = self._problem is not None
         masks = self._hook.masking if self._hook.masks else None
-        missed = self._missing if self.rule == RULES["mean"] else 0
-        inside = self._accumulation
-        with inside.piece(final=final), inside.backward(loss, last=last, missed=missed, masks=masks):
+        missed = self._missing if self._is_mean else 0
+        with self._accumulation.backward(loss, last=last, final=final, missed=missed, masks=masks):
             run()
         self._reduces_first = False
         if last and self.manual is not None:
             self.manual.note_reduction()
 
     def reduce(self) -> None:
-        """Have the gradients be the reduced ones, once the backward that ends a window has been."""
+        """Finish the gradients, once the backward that ends a window has been."""
         totals = self._accumulation.reduce()
         if totals is None:
             return
@@ -341,7 +323,8 @@ class Reduction(Part):
         if self.skipped:
             self._leave_out()
             return
-        self._reduce_apart()
+        if self._frozen:
+            self._reduce_apart()
         if self._lost:
             self._require_lost()
 

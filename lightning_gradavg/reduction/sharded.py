@@ -170,14 +170,13 @@ class ShardedModel:
                 " freeze it with requires_grad_(False)."
             )
 
-    def window(self, rule: Rule, *, compares: bool) -> Window:
+    def window(self, rule: Rule, *, manual: bool) -> Window:
         """Return the window of all ranks, of which those of one tensor-parallel group stand in one place."""
         world, places = World.of(None), places_on_nodes([0] * self.ranks)
         of_ranks = [places[rank // self.peers.size] for rank in range(world.size)]
-        window = Window(rule, of_ranks, world, self.device, compares=compares)
         half = any(leaf.dtype == torch.float16 and leaf.requires_grad for leaf in self.leaves)
-        window.narrow = half and rule != RULES["mean"]
-        return window
+        compares = manual and rule != RULES["mean"]
+        return Window(rule, of_ranks, world, self.device, compares=compares, afterwards=manual or half)
 
 
 class ShardedWeights(Weights):
@@ -282,7 +281,7 @@ class ShardedReducer(GradAvgReducer):
         if self._registered:
             raise ValueError("one strategy shards one model, as its checkpoints do: use a strategy for each")
         model, rule = ShardedModel(module, mesh), self._rule
-        self._window = model.window(rule, compares=rule != RULES["mean"])
+        self._window = model.window(rule, manual=True)
         self._weights = ShardedWeights(
             model, rule, model.device, "fabric.backward was given", warnings.warn, lambda _: None
         )

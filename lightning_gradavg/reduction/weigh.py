@@ -23,7 +23,7 @@ class _WeighTerms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, coefficients: list[Any], begin: Callable[[], None] | None, *terms: Tensor) -> Tensor:
         ctx.coefficients, ctx.begin = coefficients, begin
-        ctx.like = [(term.dtype, term.shape) for term in terms]
+        ctx.shapes = [term.shape for term in terms]
         return sum(terms[1:], terms[0].clone())
 
     @staticmethod
@@ -31,23 +31,14 @@ class _WeighTerms(torch.autograd.Function):
         (grad,) = grads
         if ctx.begin is not None:
             ctx.begin()
-        weighed = [
-            None if value is None else (grad * value).to(dtype).reshape(shape)
-            for value, (dtype, shape) in zip(ctx.coefficients, ctx.like, strict=True)
-        ]
-        return None, None, *weighed
+        of_terms = zip(ctx.coefficients, ctx.shapes, strict=True)  # autograd casts them to the dtypes of the terms
+        return None, None, *(None if value is None else (grad * value).reshape(shape) for value, shape in of_terms)
 
 
 def weigh_terms(coefficients: list[Any], terms: Iterable[Tensor], begin: Callable[[], None] | None = None) -> Tensor:
-    """Return the sum of the terms, whose gradients `coefficients` multiplies when the backward runs.
+    """Return the plain sum of 0-dim losses, whose gradients `coefficients` multiplies when a backward runs.
 
-    The value is the plain sum: only gradients are weighed. The backward may run several times with other coefficients
-    (`retain_graph=True`).
-
-    Args:
-        coefficients: One number per term, read at each backward. None stops that term's gradient.
-        terms: 0-dim losses.
-        begin: Called when a backward begins, before the coefficients are read.
+    `begin` is called when a backward begins. Then the coefficients are read, one per term; None stops its gradient.
     """
     weighed: Tensor = _WeighTerms.apply(coefficients, begin, *terms)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return weighed
@@ -69,7 +60,13 @@ class WeighedLoss:
 
     @classmethod
     def of(
-        cls, terms: Mapping[str, Tensor], micro_batch: MicroBatch, *, plain: bool = False, begin: Any = None
+        cls,
+        terms: Mapping[str, Tensor],
+        micro_batch: MicroBatch,
+        *,
+        plain: bool = False,
+        sparse: Sequence[Tensor] = (),
+        begin: Callable[[WeighedLoss], None] | None = None,
     ) -> WeighedLoss:
         """Return a loss to be weighed, of which terms that share a weight are one term.
 
@@ -77,16 +74,19 @@ class WeighedLoss:
             terms: The loss terms by name.
             micro_batch: Their weights.
             plain: Whether the loss carries nothing, so that its graph is left as it is.
+            sparse: Parameters with sparse gradients, which DDP does not take undefined.
             begin: Called with the weighed loss when its backward begins.
         """
         losses = list(terms.values())
         if tuple(micro_batch.weights) == (WHOLE_LOSS,):
             losses = [sum(losses[1:], losses[0])]
-        if plain:
-            return cls(losses[0], micro_batch)
-        coefficients: list[Any] = [1.0] * len(losses)
-        weighed = cls(losses[0], micro_batch, coefficients)
-        weighed.value = weigh_terms(coefficients, losses, None if begin is None else partial(begin, weighed))
+        weighed = cls(losses[0], micro_batch)
+        if not plain:
+            weighed.coefficients = [1.0] * len(losses)
+            start = None if begin is None else partial(begin, weighed)
+            weighed.value = weigh_terms(weighed.coefficients, losses, start)
+        if sparse and micro_batch.is_zero:
+            weighed.value = weighed.value + zero_loss(sparse, set(map(id, sparse))).to(weighed.value.dtype)
         return weighed
 
 
@@ -111,9 +111,7 @@ class _ZeroGradients(torch.autograd.Function):
 def zero_loss(parameters: Sequence[Tensor], sparse: Container[int]) -> Tensor:
     """Return a loss of 0 that gives every parameter a zero gradient, whatever the parameter's value.
 
-    Args:
-        parameters: Leaves, one or more of which require a gradient.
-        sparse: The `id` of those whose gradients are sparse.
+    At least one parameter requires a gradient; `sparse` holds the `id` of those whose gradients are sparse.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     loss: Tensor = _ZeroGradients.apply(sparse, *trained)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -122,14 +120,10 @@ def zero_loss(parameters: Sequence[Tensor], sparse: Container[int]) -> Tensor:
 
 @contextmanager
 def gradients_discarded(parameters: Iterable[nn.Parameter], *, nan_only: bool) -> Iterator[None]:
-    """Replace gradients by zeros within the context, before they are accumulated.
+    """Replace gradients by zeros within the context, before they are accumulated: 0 times NaN is NaN.
 
-    A gradient is replaced and not multiplied: 0 times NaN is NaN.
-
-    Args:
-        parameters: The parameters.
-        nan_only: Whether to replace only what is NaN: gradients of other ranks' losses, which come through gathers and
-            through batch norm over all ranks, pass.
+    With `nan_only`, what is not NaN passes: gradients of other ranks' losses, which come through gathers and through
+    batch norm over all ranks.
     """
 
     def zeros(gradient: Tensor | None) -> Tensor | None:

@@ -13,7 +13,16 @@ from torch import Tensor
 from lightning_gradavg.rules import Rule
 from lightning_gradavg.tree import batch_samples, leaves
 
-__all__ = ["MOST_TERMS", "WHOLE_LOSS", "MicroBatch", "Weights", "as_weight", "loss_terms", "misspelt_weight"]
+__all__ = [
+    "ALWAYS_OR_NEVER",
+    "MOST_TERMS",
+    "WHOLE_LOSS",
+    "MicroBatch",
+    "Weights",
+    "as_weight",
+    "loss_terms",
+    "misspelt_weight",
+]
 
 WHOLE_LOSS = ""
 """The name of the only loss term of a loss that is one tensor."""
@@ -21,13 +30,14 @@ WHOLE_LOSS = ""
 MOST_TERMS = 56
 """The most loss terms of a loss: the ranks' exchange has one length, whatever each of them found."""
 
+ALWAYS_OR_NEVER = (
+    'return "weight" from every training_step (or pass weight= to every manual_backward, or to what does the backward'
+    " in your own loop), or never"
+)
+
 
 def as_weight(value: Any, device: torch.device) -> Any:
-    """Return `value` as a float; a tensor on an accelerator stays there, a detached 0-dim float64 copy. Never waits.
-
-    Args:
-        value: An int, a float, a NumPy scalar, or a tensor with one element, of any dtype and on any device.
-        device: Where the gradients are.
+    """Return one number of any type as a float; on an accelerator, as a detached 0-dim float64 copy there.
 
     Raises:
         TypeError: If `value` is not one number.
@@ -39,14 +49,15 @@ def as_weight(value: Any, device: torch.device) -> Any:
             # A copy, as on the host: the user may keep counting in the same tensor.
             return value.detach().reshape(()).to(device=device, dtype=torch.float64, non_blocking=True, copy=True)
         return float(value.detach())
-    if isinstance(value, (str, bytes)):
-        raise TypeError(f"a weight is one number, got {value!r} of type {type(value).__name__}")
     try:
-        return float(value)
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+        found = f"{value!r} of type {type(value).__name__}"
     except OverflowError:
-        raise TypeError(f"a weight is one number, got {type(value).__name__} too large for a float") from None
+        found = f"{type(value).__name__} too large for a float"
     except (TypeError, ValueError):
-        raise TypeError(f"a weight is one number, got {value!r} of type {type(value).__name__}") from None
+        found = f"{value!r} of type {type(value).__name__}"
+    raise TypeError(f"a weight is one number, got {found}")
 
 
 @dataclass(frozen=True)
@@ -96,12 +107,10 @@ def loss_terms(loss: Any) -> Mapping[str, Tensor]:
 
 
 def misspelt_weight(result: Mapping[Any, Any]) -> str | None:
-    """Return what is wrong with a result of `training_step` that has no weight, but a key that looks like one.
+    """Return what is wrong with a result of `training_step` without weight that has a key such as "weights".
 
-    Such as "weights" or "Weight". A "height" is none: hardly anybody misspells the first letter.
+    A "height" is none: hardly anybody misspells the first letter.
     """
-    if result.get("weight") is not None:
-        return None
     near = (key for key in map(str, result) if key != "weight" and key[:1] in "wW")
     found = [key for key in near if get_close_matches(key.lower(), ["weight"], cutoff=0.8)]
     return f'the result of training_step has {found[0]!r}: call it "weight", or by another name' if found else None
@@ -127,14 +136,14 @@ def holds_ignored_targets(batch: Any) -> bool:
 
 
 class Weights:
-    """Reads the weights of a run's micro-batches.
+    """Reads the weights of a run's micro-batches; 1 for each under a rule that uses none.
 
     Args:
-        rule: The rule. One that uses no weight gives each micro-batch 1.
+        rule: The rule.
         device: Where the gradients are.
         giver: What gives weights, or does not, in words.
-        warn: Takes what a user is warned of.
-        tell: Takes what a user is told.
+        warn: Takes warnings.
+        tell: Takes remarks.
     """
 
     def __init__(
@@ -153,14 +162,14 @@ class Weights:
     def read(
         self, terms: Iterable[str], weight: Any, batch: Any, samples: float | None = None, problem: str | None = None
     ) -> MicroBatch:
-        """Return the weights of a micro-batch; what is wrong with them is noted in it, for all ranks to raise together.
+        """Return the weights of a micro-batch. It notes what is wrong with them, for all ranks to raise together.
 
         Args:
             terms: The names of the loss terms.
-            weight: What the user gave: nothing, one number for all terms, or one per term by name.
-            batch: The batch, whose samples are counted where no weight was given.
-            samples: The number of samples, where it is known; 0 if those of the batch do not count.
-            problem: What is known to be wrong with them.
+            weight: None, one number for all terms, or one per term by name.
+            batch: Its samples are counted if no weight was given.
+            samples: Their number, where it is known; 0 if they do not count.
+            problem: What is known to be wrong.
         """
         explicit, names, named = weight is not None, sorted(terms), isinstance(weight, Mapping)
         if not self._rule.uses_weight:
@@ -203,6 +212,5 @@ class Weights:
             return None
         return (
             f"a weight was {'not ' * given}given in the steps before, but {'not ' * (not given)}in this one:"
-            ' return "weight" from every training_step (or pass weight= to every manual_backward, or to what does the'
-            " backward in your own loop), or never"
+            f" {ALWAYS_OR_NEVER}"
         )

@@ -124,7 +124,7 @@ class Pieces(Replicas):
             yield
         finally:
             if self._in_pieces:
-                reduction.agree_on_unit()
+                reduction.agree_on_lift()
 
     def _cut(self, batches: SplitBatches, batch: Any) -> list[ReplicaSlice]:
         """Return the rank's pieces of a batch."""

@@ -19,10 +19,10 @@ from lightning_gradavg.lightning_internals import backend_name
 from lightning_gradavg.part import Run
 from lightning_gradavg.place import Place
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.reduction.reference import share_of
 from lightning_gradavg.reduction.weigh import WeighedLoss, gradients_discarded
 from lightning_gradavg.reduction.weights import WHOLE_LOSS
 from lightning_gradavg.reproducible.sum import Fold, Gradients, add_gradients, sum_over_ranks
+from lightning_gradavg.rules import share_of
 
 __all__ = ["TreeReduction"]
 
@@ -74,7 +74,7 @@ class TreeReduction(Reduction):
         self._summed: Fold[Gradients] = Fold(self._replicas, add_gradients)
         self._ends = False
 
-    def agree_on_unit(self) -> None:
+    def agree_on_lift(self) -> None:
         """Multiply losses by their weights as they are."""
 
     def begin_step(self, batch: Any, missing: int = 0) -> None:
@@ -85,7 +85,7 @@ class TreeReduction(Reduction):
     def backward(self, loss: WeighedLoss, run: Callable[[], None], *, final: bool = True) -> None:
         """Run the backward of the rank's next replica, and keep its gradients apart."""
         window, replica = self.window, self._held[self._position]
-        window.expected = window.loss_divisor = self._expected
+        window.loss_divisor = self._expected
         if self._position == 0 and self._begins_window:
             self._forget()
         self._position += 1
@@ -97,7 +97,7 @@ class TreeReduction(Reduction):
                 " out."
             )
         micro_batch = loss.micro_batch.read()
-        window.add(micro_batch, missed=0)
+        window.add(micro_batch)
         (weight,) = micro_batch.weights.values()
         faulty = not 0 <= weight < float("inf")
         share = share_of(self.rule, Place(), 0.0 if faulty else weight)

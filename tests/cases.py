@@ -1,0 +1,320 @@
+"""What the product promises of one step, as a table: losses, weights and windows, and the gradient by hand.
+
+A micro-batch is the gradient of its loss, or a pair of that and its weight. A row holds, for each rank, the windows of
+its run, each a list of micro-batches. Every row is run in every way that it names: `test_ranks_cases.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_gradavg.place import Place
+from lightning_gradavg.rules import RULES, Share, resolve_rule
+
+__all__ = ["CASES", "WAYS", "Case"]
+
+NAN, INF = math.nan, math.inf
+LOOPS = ("manual", "fabric", "reducer")
+"""Ways in which the user says where a window ends."""
+OF_DDP = ("automatic", *LOOPS)
+WAYS = (*OF_DDP, "average", "sharded")
+OF_SHARDED = ("mean", "sum", "weighted_mean", "normalized_sum")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row.
+
+    Attributes:
+        name: What is special about it.
+        reduction: The rule.
+        windows: `windows[rank][window]`, a list of micro-batches.
+        gradients: Of each window, by hand; or what the error of all ranks says.
+        ways: How it is run; ways that cannot serve the row at all are left out.
+        nodes: The node of each rank; all on one by default.
+        refused: Ways that refuse the row, with what the error says.
+        options: Of the strategy, where there is one.
+    """
+
+    name: str
+    reduction: Any
+    windows: Sequence[Sequence[Sequence[Any]]]
+    gradients: Sequence[float] | str
+    ways: Sequence[str] = WAYS
+    nodes: Sequence[int] | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def said(self, way: str) -> str | None:
+        """Return what the error says, or None if there is none."""
+        return self.refused.get(way, self.gradients if isinstance(self.gradients, str) else None)
+
+    def __str__(self) -> str:
+        return f"{getattr(self.reduction, '__name__', self.reduction)}-{self.name}".replace(" ", "_")
+
+
+def root(place: Place, weight: Any) -> Share:
+    """A user's rule: node means, weighed by the square root of the weight, which also normalizes."""
+    return Share(weight**0.5 / place.ranks_on_node, weight**0.5)
+
+
+def infinite(place: Place, weight: Any) -> Share:
+    return Share(weight, INF if place.rank == 1 else weight)
+
+
+def negative(place: Place, weight: Any) -> Share:
+    return Share(-weight, weight)
+
+
+def no_share(place: Place, weight: Any) -> Any:
+    return weight
+
+
+def drifting(place: Place, weight: Any) -> Share:
+    """Its multiplier follows the length of the window by a factor that depends on the weight."""
+    return Share(weight + place.world_size, 1.0)
+
+
+def of_rules(name: str, windows: Any, gradients: Mapping[Any, Any], **options: Any) -> list[Case]:
+    """Return a row for each rule, of which sharded models know some, and averages have no windows."""
+    rows = []
+    for rule, expected in gradients.items():
+        refused = {} if rule in OF_SHARDED else {"sharded": "needs the node of each rank"}
+        longer = any(len(window) > 1 for of_rank in windows for window in of_rank)
+        ways = [way for way in options.get("ways", WAYS) if not (longer and way == "average")]
+        rows.append(Case(name, rule, windows, expected, **{**options, "ways": ways}, refused=refused))
+    return rows
+
+
+def weighted(name: str, windows: Any, gradients: Any, reduction: Any = "weighted_mean", **options: Any) -> Case:
+    (row,) = of_rules(name, windows, {reduction: gradients}, **options)
+    return row
+
+
+def bad(name: str, weight: Any, said: str, **options: Any) -> list[Case]:
+    """Return rows in which rank 1 gives a weight that cannot be used, in a window of one and at the end of two."""
+    good = [(1.0, 1)]
+    options = {"ways": OF_DDP, **options}
+    return [
+        weighted(
+            name, [[good, good], [good, [(1.0, weight)]]], f"rank 1: micro-batch 0 of the window: {said}", **options
+        ),
+        weighted(
+            f"{name} in a window",
+            [[good * 2], [[*good, (1.0, weight)]]],
+            f"rank 1: micro-batch 1 of the window: {said}",
+            **options,
+        ),
+    ]
+
+
+THREE = [[[(1.0, 1)]], [[(3.0, 4)]], [[(8.0, 9)]]]
+"""Two ranks on one node and one on another."""
+TWO = [[[(1.0, 1), (3.0, 4)], [(5.0, 1)]], [[(5.0, 9), (8.0, 16)], [(9.0, 3)]]]
+"""A window of two, and a short one."""
+LATE = [[[(2.0, 1)]] * 3, [[(4.0, 3)], [(NAN, 0)], [(6.0, 1)]]]
+TYPES: Mapping[str, Any] = {
+    "int": 3,
+    "fraction": Fraction(3),
+    "numpy int": np.int64(3),
+    "numpy float": np.float32(3),
+    "int32": torch.tensor(3, dtype=torch.int32),
+    "count": torch.ones(3, dtype=torch.bool).sum(),
+    "float16": torch.tensor(3, dtype=torch.float16),
+    "bfloat16": torch.tensor([3], dtype=torch.bfloat16),
+    "with graph": torch.tensor(3.0, requires_grad=True),
+}
+A, B = {"a": 1.0, "b": 10.0}, {"a": 5.0, "b": NAN}
+NAMED = [[[(A, {"a": 1, "b": 2})]], [[(B, {"a": 3, "b": 0})]]]
+NO_WINDOWS = "Do not accumulate; or return one loss under reduction='mean'"
+
+CASES: Sequence[Case] = [
+    *of_rules(
+        "of three ranks",
+        THREE,
+        {
+            "mean": [4.0],
+            "sum": [12.0],
+            "weighted_mean": [85 / 14],
+            "normalized_sum": [12 / 14],
+            "mean_of_node_sums": [(4 + 8) / 2],
+            "mean_of_node_means": [(2 + 8) / 2],
+            "sum_of_node_means": [10.0],
+            root: [(1 / 2 + 2 * 3 / 2 + 3 * 8) / 6],
+        },
+        nodes=[0, 0, 1],
+    ),
+    *of_rules(
+        "in windows on two nodes",
+        TWO,
+        {
+            "mean": [17 / 4, 14 / 2],
+            "sum": [17.0, 14.0],
+            "weighted_mean": [186 / 30, 32 / 4],
+            "normalized_sum": [17 / 30, 14 / 4],
+            "mean_of_node_sums": [(4 + 13) / 2, 14 / 2],
+            "mean_of_node_means": [(2 + 6.5) / 2, 14 / 2],
+            "sum_of_node_means": [2 + 6.5, 14.0],
+            root: [(1 + 6 + 15 + 32) / 2 / 10, (5 + 9 * 3**0.5) / (1 + 3**0.5)],
+        },
+        nodes=[0, 1],
+    ),
+    *of_rules(
+        "in windows on one node",
+        TWO,
+        {
+            "mean_of_node_sums": [17.0, 14.0],
+            "mean_of_node_means": [17 / 4, 14 / 2],
+            "sum_of_node_means": [17 / 4, 14 / 2],
+            root: [(1 + 6 + 15 + 32) / 4 / 10, (5 + 9 * 3**0.5) / 2 / (1 + 3**0.5)],
+        },
+        ways=OF_DDP,
+    ),
+    *of_rules("of one rank", TWO[1:], {"mean": [6.5, 9.0], "sum": [13.0, 9.0], "weighted_mean": [173 / 25, 9.0]}),
+    *of_rules(
+        "whose loss of weight 0 is NaN",
+        LATE,
+        {
+            "weighted_mean": [3.5, 2.0, 4.0],
+            "normalized_sum": [6 / 4, 2.0, 8 / 2],
+            root: [(2 + 4 * 3**0.5) / 2 / (1 + 3**0.5), 1.0, 2.0],
+        },
+    ),
+    *of_rules(
+        "whose window begins with nothing",
+        [[[(NAN, 0), (4.0, 2)]], [[(NAN, 0), (NAN, 0)]]],
+        {"weighted_mean": [4.0], "normalized_sum": [2.0]},
+    ),
+    *of_rules(
+        "of nothing",
+        [[[(NAN, 0)], [(1.0, 1)]], [[(NAN, 0)], [(NAN, 0)]]],
+        {"weighted_mean": [0.0, 1.0], "normalized_sum": [0.0, 1.0]},
+    ),
+    weighted("of nothing in a window", [[[(NAN, 0)] * 3], [[(NAN, 0)] * 3]], [0.0]),
+    weighted("of weights beyond float32", [[[(0.0, 2**24)]], [[(2.0**24 + 1, 1)]]], [1.0]),
+    weighted(
+        "of weights of many magnitudes", [[[(1.0, 4096)], [(1.0, 1e-3)]], [[(3.0, 4096)], [(2.0, 3e-3)]]], [2.0, 1.75]
+    ),
+    weighted(
+        "of magnitudes in windows",
+        [[[(1.0, 1), (1.0, 1)], [(1.0, 4e6), (1.0, 0)]], [[(1.0, 1), (5.0, 1)], [(3.0, 1e6), (1.0, 3e6)]]],
+        [2.0, 10 / 8],
+    ),
+    *(
+        weighted(f"of a weight of type {name}", [[[(2.0, weight)]], [[(10.0, 1)]]], [4.0])
+        for name, weight in TYPES.items()
+    ),
+    *of_rules(
+        "with windows of different lengths",
+        [[[(1.0, 1), (3.0, 3)]], [[(5.0, 4)]]],
+        {"weighted_mean": [(1 + 9 + 20) / 8], "normalized_sum": [9 / 8], "sum": [9.0]},
+    ),
+    Case(
+        "with windows of different lengths",
+        "mean_of_node_means",
+        [[[1.0, 3.0]], [[5.0]]],
+        "the ranks accumulated different numbers of micro-batches, which 'mean_of_node_means' depends on",
+        OF_DDP,
+        refused={"automatic": "1 of 2 ranks have no more batches in this epoch, and reduction='mean_of_node_means'"},
+    ),
+    Case("of a rank that has fewer batches", "mean", [[[1.0], [1.0]], [[3.0]]], [2.0, 1.0], ["automatic"]),
+    Case(
+        "of a rank that has fewer batches in windows", "mean", [[[1.0, 2.0], [5.0]], [[6.0]]], [3.0, 5.0], ["automatic"]
+    ),
+    Case(
+        "of a rank without batch",
+        "mean",
+        [[], [[2.0], [4.0]]],
+        [2.0, 4.0],
+        ["automatic"],
+        options={"check_replicas_every_n_steps": 1},
+    ),
+    *(
+        weighted(f"under {' and '.join(options)}", TWO, [186 / 30, 8.0], ways=["automatic"], options=options)
+        for options in (
+            {"gradient_as_bucket_view": True},
+            {"find_unused_parameters": True},
+            {"static_graph": True, "gradient_as_bucket_view": True},
+            {"bucket_cap_mb": 1e-5},
+        )
+    ),
+    Case("of a static graph", "mean", TWO, [17 / 4, 14 / 2], ["automatic"], options={"static_graph": True}),
+    Case("with terms", "weighted_mean", NAMED, [(1 + 15) / 4 + 10], (*OF_DDP,)),
+    Case("with terms", "normalized_sum", NAMED, [6 / 4 + 10 / 2], (*OF_DDP,)),
+    Case(
+        "with a term that no rank has",
+        "weighted_mean",
+        [[[(A, {"a": 1, "b": 0})]], [[(B, {"a": 3, "b": 0})]]],
+        [4.0],
+        OF_DDP,
+    ),
+    Case("with terms in a window", "weighted_mean", [[one[0] * 2] for one in NAMED], NO_WINDOWS, OF_DDP),
+    Case(
+        "with different terms",
+        "weighted_mean",
+        [[[(A, {"a": 1, "b": 2})]], [[({"a": 1.0}, {"a": 3})]]],
+        "the ranks' losses have different terms",
+        OF_DDP,
+    ),
+    Case(
+        "with misnamed weights",
+        "weighted_mean",
+        [[[(A, {"a": 1, "b": 2})]], [[(A, {"a": 1, "c": 2})]]],
+        "its weights are named ['a', 'c'], but its loss terms ['a', 'b']",
+        OF_DDP,
+    ),
+    *bad("a negative weight", -1.0, "weight -1.0 is not a finite number >= 0"),
+    *bad("a weight that is NaN", NAN, "weight nan is not a finite number >= 0"),
+    *bad("an infinite weight", INF, "weight inf is not a finite number >= 0"),
+    *bad("a text for a weight", "many", "a weight is one number, got 'many' of type str"),
+    *bad("two numbers for a weight", torch.ones(2), "a weight is one number, got a tensor of shape (2,)"),
+    weighted("a negative weight", [[[(1.0, 1)]], [[(1.0, -1)]]], "weight", ways=["average", "sharded"]),
+    weighted(
+        "without a weight on one rank",
+        [[[(1.0, 1)]], [[1.0]]],
+        "needs a weight: pass weight= with every loss",
+        ways=["fabric", "reducer"],
+    ),
+    Case(
+        "without a weight on one rank",
+        "weighted_mean",
+        [[[(1.0, 1)]], [[1.0]]],
+        "a weight was given for 1 of 2 micro-batches",
+        ["automatic", "manual"],
+        refused={"automatic": "the number of samples cannot be read from a batch of type float: return"},
+    ),
+    weighted(
+        "without a weight in the second step",
+        [[[(1.0, 1)], [1.0]]] * 2,
+        "a weight was given in the steps before, but not in this one",
+        ways=["automatic", "manual"],
+    ),
+    *(
+        Case("of a user", rule, [[[(1.0, 2)]], [[(3.0, 4)]]], said, (*OF_DDP, "average"))
+        for rule, said in (
+            (infinite, "'infinite' returned normalizer=inf"),
+            (negative, "'negative' returned multiplier=-"),
+            (no_share, "'no_share' failed on"),
+        )
+    ),
+    Case(
+        "in a window",
+        drifting,
+        [[[(1.0, 2), (1.0, 5)]], [[(3.0, 4), (1.0, 1)]]],
+        "follows the length of the window by a factor of its own",
+        OF_DDP,
+    ),
+]
+
+assert {row.reduction for row in CASES} >= set(RULES)
+
+
+def uses_weight(case: Case) -> bool:
+    return resolve_rule(case.reduction).uses_weight
