@@ -35,17 +35,18 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gradavg import GradAvgStrategy
 
-__all__ = ["ROWS", "Ended", "Row", "inject", "run_ranks", "says"]
+__all__ = ["FAULTS", "Ended", "Fault", "inject", "run_ranks"]
 
 LONGEST = 60.0
 _STORES: list[dist.FileStore] = []  # type: ignore[name-defined]  # not listed in __all__
 
 
 class Ended(NamedTuple):
-    """How one rank ended: its exit code, None for one that had to be ended; the last of what it raised; the seconds."""
+    """How one rank ended: exit code, None for one that had to be ended; what it raised or returned; output; seconds."""
 
     exit_code: int | None
     said: str
+    printed: str
     seconds: float
 
 
@@ -73,7 +74,7 @@ def run_ranks(
         for rank, process in enumerate(processes):
             process.join(0.02)
             if rank not in ended and process.exitcode is not None:
-                ended[rank] = Ended(process.exitcode, _said(folder, rank), time.monotonic() - begun)
+                ended[rank] = Ended(process.exitcode, *_output(folder, rank), time.monotonic() - begun)
         # A stopped rank never ends: it is left once all others have.
         if len(ended) == world_size - 1 and _stopped(processes, ended):
             break
@@ -81,7 +82,7 @@ def run_ranks(
         if rank not in ended:
             process.kill()
             process.join()
-            ended[rank] = Ended(None, _said(folder, rank), time.monotonic() - begun)
+            ended[rank] = Ended(None, *_output(folder, rank), time.monotonic() - begun)
     return [ended[rank] for rank in range(world_size)]
 
 
@@ -93,9 +94,9 @@ def _stopped(processes: list[Any], ended: dict[int, Ended]) -> bool:
         return False
 
 
-def _said(folder: Path, rank: int) -> str:
-    path = folder / f"said{rank}"
-    return path.read_text() if path.exists() else ""
+def _output(folder: Path, rank: int) -> tuple[str, str]:
+    said, printed = (folder / f"{name}{rank}" for name in ("said", "log"))
+    return said.read_text() if said.exists() else "", printed.read_text(errors="replace")
 
 
 def _run(rank: int, world_size: int, folder: Path, timeout: float, body: Callable[..., Any], args: Any) -> None:
@@ -331,23 +332,17 @@ def launch(environment: dict[str, str], **options: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A fault, when it is injected, and what is expected.
+class Fault:
+    """How both ranks end.
 
     Attributes:
-        fault: What happens, on rank 1 where nothing else is said.
-        moment: When.
-        expected: What both ranks do, in words.
         body: Runs on both ranks, with `args`.
-        said: What each rank says in the end: a part of its error, or of what it returns.
+        said: What each rank says in the end: a part of its error, or of what it returns; "" for nothing.
         codes: The exit codes; None for a process that is stopped, and never ends.
         full: Whether it takes too long for every run of the tests.
         timeout: That of the process group, in seconds.
     """
 
-    fault: str
-    moment: str
-    expected: str
     body: Callable[..., Any]
     args: dict[str, Any]
     said: tuple[str, str]
@@ -356,390 +351,128 @@ class Row:
     timeout: float = 5
 
 
-def _both(text: str) -> tuple[str, str]:
-    return text, text
+def _at(moment: str, act: Any, said: tuple[str, str], codes: Any = (1, 1), *, full: bool = False, **args: Any) -> Fault:
+    """Return what happens on rank 1, or another, at a moment of its training."""
+    timeout = args.pop("timeout", 5)
+    return Fault(train, {"moment": moment, "act": act, **args}, said, codes, full, timeout)
+
+
+def _nonfinite(act: Any, policy: str, said: str, codes: Any = (1, 1), *, full: bool = False) -> Fault:
+    return _at("loss", act, (said, said), codes, full=full, strategy={"nonfinite": policy})
+
+
+def _start(what: str, said: str, *, full: bool = False) -> Fault:
+    """Return what is refused at the start, on both ranks."""
+    return Fault(train_apart, {"what": what}, (said, said), full=full)
+
+
+def _batches(numbers: tuple[int, int], weight: float, *, stream: bool = False, **args: Any) -> Fault:
+    """Return a run that trains on what there is: the mean of the ranks that have a batch, to that weight."""
+    trained = f"[{weight}, {weight}], {max(numbers)}"
+    return Fault(train, {"batches": numbers, "stream": stream, **args}, (trained, trained), _FINE, True)
 
 
 _OWN, _FINE = "ValueError: the user's own error", (0, 0)
-_NAMES_1 = f"rank 1 ended with {_OWN}"
+_BY_1, _BY_0 = (f"rank 1 ended with {_OWN}", _OWN), (_OWN, f"rank 0 ended with {_OWN}")
 _LOST = "nothing was heard from rank {}: lost, killed or stuck"
-_NAMED = "rank 0 names rank 1 and its error"
-_LOST_NAMED = "the other ends, and names the rank"
-_ALIKE = "both raise at the start, and name what differs"
-_DRIFT = _both("after 3 optimizer steps parameter 'w' is not the same on all of them: another one is on rank 1")
-_UNEVEN = "go on with weight 0; the mean of those that have a batch"
+_LOST_1, _LOST_0 = (_LOST.format(1), ""), ("", _LOST.format(0))
+_DRIFT = ("after 3 optimizer steps parameter 'w' is not the same on all of them: another one is on rank 1",) * 2
+_LATE = _LOST.format(1), "all ranks say the same"
+_NONE = "rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'"
+_SIGNAL, _INTERRUPT = ("SIGTERMException",) * 2, ("rank 1 ended with KeyboardInterrupt", "SystemExit: 1")
+_FULL_DISK = "No space left on device", "rank 0 ended with OSError: [Errno 28] No space left on device"
+_TORN = ("epoch=1-step=10.ckpt is torn: 1000 bytes, file is not a zip file. The newest whole one beside it is",) * 2
+_OLDER = ("training begins after 10 steps and 2 epochs on rank 0; 5 steps and 1 epochs on rank 1",) * 2
+_TASKS = ("SLURM_NTASKS=1 processes, but Trainer(devices=2, num_nodes=1) trains on 2",) * 2
 _SLURM = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
 _SLURM |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
 _TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
-
-
-def _at(moment: str, act: Any, **args: Any) -> dict[str, Any]:
-    return {"moment": moment, "act": act, **args}
-
-
-def _nonfinite(fault: str, act: Any, policy: str, expected: str, said: str, codes: tuple[int, int] = _FINE) -> Row:
-    """Return the row of what a policy makes of a step of rank 1 that is not finite."""
-    args = _at("loss", act, strategy={"nonfinite": policy})
-    return Row(fault, f"`nonfinite={policy!r}`", expected, train, args, _both(said), codes, full=True)
-
+_GRADIENT = "optimizer step 2: nothing on rank 0; the gradient of parameter 'w' is not finite on rank 1"
+_WEIGHTED = {"reduction": "weighted_mean"}
 
 # By hand: without a fault the means are 6, 7, 8, 9, 10, so w ends at -4; step 2 is that of the mean 8.
-_SKIPPED = "both leave the step out", "[-3.2, -3.2], 5"
-ROWS = [
-    Row("exception", "training_step", _NAMED, train, _at("step", fail), (_NAMES_1, _OWN)),
-    Row("exception", "validation_step", _NAMED, train, _at("validation", fail), (_NAMES_1, _OWN)),
-    Row("exception", "end of an epoch", _NAMED, train, _at("epoch end", fail, max_epochs=2), (_NAMES_1, _OWN)),
-    Row("exception", "configure_optimizers", _NAMED, train, _at("optimizer", fail), (_NAMES_1, _OWN)),
-    Row(
-        "exception on rank 0",
-        "training_step",
-        "rank 1 names rank 0 and its error",
-        train,
-        _at("step", fail, rank=0),
-        (_OWN, f"rank 0 ended with {_OWN}"),
-    ),
-    Row("kill -9", "training_step", _LOST_NAMED, train, _at("step", kill), (_LOST.format(1), ""), (1, -9)),
-    Row(
-        "kill -9 of rank 0",
-        "training_step",
-        _LOST_NAMED,
-        train,
-        _at("step", kill, rank=0),
-        ("", _LOST.format(0)),
-        (-9, 1),
-        full=True,
-    ),
-    Row(
-        "kill -9",
-        "validation_step",
-        _LOST_NAMED,
-        train,
-        _at("validation", kill),
-        (_LOST.format(1), ""),
-        (1, -9),
-        full=True,
-    ),
-    Row(
-        "kill -9 of rank 0",
-        "while a checkpoint is written",
-        _LOST_NAMED,
-        train,
-        {"disk": kill, "folder": ""},
-        ("", _LOST.format(0)),
-        (-9, 1),
-    ),
-    Row(
-        "SIGSTOP",
-        "training_step",
-        "rank 0 ends after the timeout, and names rank 1",
-        train,
-        _at("step", stop),
-        (_LOST.format(1), ""),
-        (1, None),
-        full=True,
-        timeout=2,
-    ),
-    Row(
-        "SIGSTOP of rank 0",
-        "training_step",
-        "rank 1 ends after the timeout, and names rank 0",
-        train,
-        _at("step", stop, rank=0),
-        ("", _LOST.format(0)),
-        (None, 1),
-        full=True,
-        timeout=2,
-    ),
-    Row(
-        "SIGSTOP",
-        "validation_step",
-        "rank 0 ends after the timeout, and names rank 1",
-        train,
-        _at("validation", stop),
-        (_LOST.format(1), ""),
-        (1, None),
-        full=True,
-        timeout=2,
-    ),
-    Row(
-        "SIGTERM",
-        "training_step",
-        "both end after the same step",
-        train,
-        _at("step", terminate),
-        _both("SIGTERMException"),
-    ),
-    Row(
-        "Ctrl-C",
-        "training_step",
-        "both end, rank 0 names rank 1",
-        train,
-        _at("step", interrupt),
-        ("rank 1 ended with KeyboardInterrupt", "SystemExit: 1"),
-    ),
-    Row(
-        "SIGSTOP, then SIGCONT",
-        "training_step",
-        "trains as ever",
-        train,
-        _at("step", be_continued),
-        _both("[-4.0, -4.0], 5"),
-        _FINE,
-        full=True,
-    ),
-    Row(
-        "a rank comes after the timeout",
-        "training_step, timeout 1 s",
-        "both end; rank 0 names rank 1",
-        train,
-        _at("step", be_late),
-        (_LOST.format(1), "all ranks say the same"),
-        full=True,
-        timeout=1,
-    ),
-    _nonfinite("NaN in the loss", to_nan, "propagate", "NaN on both, as in stock DDP", "[nan, nan], 5"),
-    _nonfinite(
-        "NaN in the loss",
-        to_nan,
-        "raise",
-        "both raise before the step, and name rank and step",
-        "optimizer step 2: nothing on rank 0; the loss is not finite on rank 1",
-        (1, 1),
-    ),
-    _nonfinite("NaN in the loss", to_nan, "skip_step", *_SKIPPED),
-    _nonfinite(
-        "NaN in a gradient",
-        to_steep,
-        "raise",
-        "both raise before the step, and name rank, parameter and step",
-        "optimizer step 2: nothing on rank 0; the gradient of parameter 'w' is not finite on rank 1",
-        (1, 1),
-    ),
-    Row(
-        "None from training_step",
-        "by default",
-        "rank 1 raises before its step; rank 0 names rank 1 and its error",
-        train,
-        _at("loss", to_nothing),
-        ("rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'"),
-    ),
-    _nonfinite(
-        "None from training_step",
-        to_nothing,
-        "raise",
-        "both raise before the step, and name rank and step",
-        "optimizer step 2: nothing on rank 0; training_step returned no loss",
-        (1, 1),
-    ),
-    _nonfinite("None from training_step", to_nothing, "skip_step", *_SKIPPED),
-    Row(
-        "a weight on one rank only",
-        "`weighted_mean`",
-        "both raise in the step",
-        train,
-        _at("loss", to_weighted, strategy={"reduction": "weighted_mean"}),
-        ("not usable", "not usable"),
-        full=True,
-    ),
-    Row(
-        "NaN in a parameter",
-        "training_step",
-        "both raise at the next check, and name parameter, ranks and step",
-        train,
-        _at("step", set_nan),
-        _DRIFT,
-        full=True,
-    ),
-    Row(
-        "one ulp in a parameter",
-        "training_step",
-        "both raise at the next check, and name parameter, ranks and step",
-        train,
-        _at("step", one_ulp),
-        _DRIFT,
-    ),
-    Row(
-        "5 batches, and 3 on rank 1",
-        "map-style datasets",
-        _UNEVEN,
-        train,
-        {"batches": (5, 3)},
-        _both("[-3.0, -3.0], 5"),
-        _FINE,
-        full=True,
-    ),
-    Row(
-        "5 batches, and 3 on rank 1",
-        "streams",
-        _UNEVEN,
-        train,
-        {"batches": (5, 3), "stream": True},
-        _both("[-3.0, -3.0], 5"),
-        _FINE,
-        full=True,
-    ),
-    Row(
-        "2 batches, and none on rank 1",
-        "streams",
-        _UNEVEN,
-        train,
-        {"batches": (2, 0), "stream": True},
-        _both("[-0.3, -0.3], 2"),
-        _FINE,
-        full=True,
-    ),
-    Row(
-        "5 batches, and 3 on rank 1",
-        "a rule that counts ranks",
-        "both raise once rank 1 has none left",
-        train,
-        {"batches": (5, 3), "strategy": {"reduction": "mean_of_node_means"}},
-        _both("1 of 2 ranks have no more batches"),
-        full=True,
-    ),
-    Row(
-        "a stream that was not split",
-        "first batches",
-        "rank 0 warns, and names the loader",
-        train,
-        {"stream": True, "apart": 0},
-        ("all ranks read the same batches of DataLoader over Stream", "[]"),
-        codes=_FINE,
-    ),
-    Row(
-        "another seed on each rank",
-        "start",
-        "both train the weights of rank 0",
-        train_drawn,
-        {},
-        _both("(True, True)"),
-        _FINE,
-        full=True,
-    ),
-    Row("another torch", "start", _ALIKE, train_apart, {"what": "version"}, _both("torch is ")),
-    Row(
-        "another script",
-        "start",
-        _ALIKE,
-        train_apart,
-        {"what": "class"},
-        _both("the class of the module is faults.Injected on rank 0; faults.Other on rank 1"),
-        full=True,
-    ),
-    Row(
-        "another number of parameters",
-        "start",
-        _ALIKE,
-        train_apart,
-        {"what": "number"},
-        _both("the number of parameters is 1 on rank 0; 2 on rank 1"),
-        full=True,
-    ),
-    Row(
-        "another shape of a parameter",
-        "start",
-        _ALIKE,
-        train_apart,
-        {"what": "shape"},
-        _both("w of shape (2,) and torch.float64 on rank 0; w of shape (3,)"),
-    ),
-    Row(
-        "another max_steps",
-        "start",
-        _ALIKE,
-        train_apart,
-        {"what": "trainer"},
-        _both("Trainer(max_steps=) is -1 on rank 0; 3 on rank 1"),
-        full=True,
-    ),
-    Row(
-        "another reduction",
-        "start",
-        _ALIKE,
-        train_apart,
-        {"what": "strategy"},
-        _both("GradAvgStrategy(reduction=) is mean on rank 0; sum on rank 1"),
-    ),
-    Row(
-        "LOCAL_RANK twice on a node",
-        "start",
-        _ALIKE,
-        train_apart,
-        {"what": "place"},
-        _both("(node, rank on the node) is (0, 0) on ranks 0, 1"),
-    ),
-    Row(
-        "SLURM_NTASKS=1, devices=2",
-        "start",
-        "raises, and names both numbers",
-        launch,
-        {"environment": _SLURM, "devices": 2},
-        _both("SLURM_NTASKS=1 processes, but Trainer(devices=2, num_nodes=1) trains on 2"),
-    ),
-    Row(
-        "torchrun of 2, devices=4",
-        "start",
-        "raises, and names both numbers (Lightning)",
-        launch,
-        {"environment": _TORCHRUN, "devices": 4},
-        _both("(4 * 1) does not match the world size (2)"),
-    ),
-    Row(
-        "the disk is full",
-        "while a checkpoint is written",
-        "rank 0 raises; rank 1 names rank 0 and its error",
-        train,
-        {"disk": fill_disk, "folder": ""},
-        ("No space left on device", "rank 0 ended with OSError: [Errno 28] No space left on device"),
-    ),
-    Row(
-        "a torn checkpoint",
-        "resuming",
-        "both raise, and name it and the newest whole one",
-        train_again,
-        {"torn": True, "folder": ""},
-        _both("epoch=1-step=10.ckpt is torn: 1000 bytes, file is not a zip file. The newest whole one beside it is"),
-    ),
-    Row(
-        "an older checkpoint on rank 1",
-        "resuming",
-        "both raise, and name the steps",
-        train_again,
-        {"torn": False, "folder": ""},
-        _both("training begins after 10 steps and 2 epochs on rank 0; 5 steps and 1 epochs on rank 1"),
-    ),
-]
+_TRAINED, _SKIPPED = ("[-4.0, -4.0], 5",) * 2, "[-3.2, -3.2], 5"
+# fmt: off
+FAULTS: dict[str, Fault] = {
+    "exception in training_step": _at("step", fail, _BY_1),
+    "exception in validation_step": _at("validation", fail, _BY_1),
+    "exception at the end of an epoch": _at("epoch end", fail, _BY_1, max_epochs=2),
+    "exception in configure_optimizers": _at("optimizer", fail, _BY_1),
+    "exception on rank 0": _at("step", fail, _BY_0, rank=0),
+    "kill -9": _at("step", kill, _LOST_1, (1, -9)),
+    "kill -9 of rank 0": _at("step", kill, _LOST_0, (-9, 1), rank=0, full=True),
+    "kill -9 in validation_step": _at("validation", kill, _LOST_1, (1, -9), full=True),
+    "kill -9 while a checkpoint is written": Fault(train, {"disk": kill, "folder": ""}, _LOST_0, (-9, 1)),
+    "SIGSTOP": _at("step", stop, _LOST_1, (1, None), timeout=2, full=True),
+    "SIGSTOP of rank 0": _at("step", stop, _LOST_0, (None, 1), rank=0, timeout=2, full=True),
+    "SIGSTOP in validation_step": _at("validation", stop, _LOST_1, (1, None), timeout=2, full=True),
+    "SIGTERM": _at("step", terminate, _SIGNAL),
+    "Ctrl-C": _at("step", interrupt, _INTERRUPT),
+    "SIGSTOP, then SIGCONT": _at("step", be_continued, _TRAINED, _FINE, full=True),
+    "a rank comes after the timeout": _at("step", be_late, _LATE, timeout=1, full=True),
+    "NaN in the loss, propagate": _nonfinite(to_nan, "propagate", "[nan, nan], 5", _FINE, full=True),
+    "NaN in the loss, raise": _nonfinite(
+        to_nan, "raise", "optimizer step 2: nothing on rank 0; the loss is not finite on rank 1"),
+    "NaN in the loss, skip_step": _nonfinite(to_nan, "skip_step", _SKIPPED, _FINE),
+    "NaN in a gradient, raise": _nonfinite(to_steep, "raise", _GRADIENT, full=True),
+    "None from training_step": _at("loss", to_nothing, _NONE),
+    "None from training_step, raise": _nonfinite(
+        to_nothing, "raise", "optimizer step 2: nothing on rank 0; training_step returned no loss", full=True),
+    "None from training_step, skip_step": _nonfinite(to_nothing, "skip_step", _SKIPPED, _FINE, full=True),
+    "a weight on one rank only": _at("loss", to_weighted, ("not usable",) * 2, strategy=_WEIGHTED, full=True),
+    "NaN in a parameter": _at("step", set_nan, _DRIFT, full=True),
+    "one ulp in a parameter": _at("step", one_ulp, _DRIFT),
+    "5 batches, and 3 on rank 1": _batches((5, 3), -3.0),
+    "5 batches, and 3 on rank 1, of a stream": _batches((5, 3), -3.0, stream=True),
+    "2 batches, and none on rank 1, of a stream": _batches((2, 0), -0.3, stream=True),
+    "uneven batches under a rule that counts ranks": Fault(
+        train, {"batches": (5, 3), "strategy": {"reduction": "mean_of_node_means"}},
+        ("1 of 2 ranks have no more batches",) * 2, full=True),
+    "a stream that was not split": Fault(
+        train, {"stream": True, "apart": 0},
+        ("all ranks read the same batches of DataLoader over Stream", "[]"), _FINE),
+    "another seed on each rank": Fault(train_drawn, {}, ("(True, True)",) * 2, _FINE, full=True),
+    "another torch": _start("version", "torch is "),
+    "another script": _start(
+        "class", "the class of the module is faults.Injected on rank 0; faults.Other on rank 1", full=True),
+    "another number of parameters": _start(
+        "number", "the number of parameters is 1 on rank 0; 2 on rank 1", full=True),
+    "another shape of a parameter": _start(
+        "shape", "w of shape (2,) and torch.float64 on rank 0; w of shape (3,)"),
+    "another max_steps": _start("trainer", "Trainer(max_steps=) is -1 on rank 0; 3 on rank 1", full=True),
+    "another reduction": _start("strategy", "GradAvgStrategy(reduction=) is mean on rank 0; sum on rank 1"),
+    "LOCAL_RANK twice on a node": _start("place", "(node, rank on the node) is (0, 0) on ranks 0, 1"),
+    "SLURM_NTASKS=1, devices=2": Fault(launch, {"environment": _SLURM, "devices": 2}, _TASKS),
+    "torchrun of 2, devices=4": Fault(
+        launch, {"environment": _TORCHRUN, "devices": 4}, ("(4 * 1) does not match the world size (2)",) * 2),
+    "the disk is full while a checkpoint is written": Fault(train, {"disk": fill_disk, "folder": ""}, _FULL_DISK),
+    "a torn checkpoint": Fault(train_again, {"torn": True, "folder": ""}, _TORN),
+    "an older checkpoint on rank 1": Fault(train_again, {"torn": False, "folder": ""}, _OLDER),
+}
+# fmt: on
 
 
-def inject(row: Row, folder: Path) -> list[Ended]:
-    """Return how the two ranks of a row ended."""
-    args = dict(row.args)
-    if "folder" in args:
-        saved = str(folder / "saved")
+def inject(fault: Fault, folder: Path) -> tuple[bool, list[Ended]]:
+    """Return whether the two ranks ended as they should, and how."""
+    args, saved = dict(fault.args), str(folder / "saved")
+    if "disk" in args:
+        args |= {"callbacks": [ModelCheckpoint(saved)], "enable_checkpointing": True}
+        del args["folder"]
+    elif "folder" in args:
         args["folder"] = saved
-        if "disk" in args:
-            del args["folder"]
-            args |= {"callbacks": [ModelCheckpoint(saved)], "enable_checkpointing": True}
-    return run_ranks(row.body, args, folder=folder, timeout=row.timeout)
-
-
-def says(ended: Ended, part: str) -> bool:
-    """Return whether a rank said what is expected, or nothing where nothing is."""
-    return part in ended.said if part else ended.said == ""
+    ended = run_ranks(fault.body, args, folder=folder, timeout=fault.timeout)
+    said = all(part in one.said if part else not one.said for part, one in zip(fault.said, ended, strict=True))
+    return said and fault.codes == tuple(one.exit_code for one in ended), ended
 
 
 def main() -> None:
-    """Print a table of what is expected and seen."""
-    ensure_forkserver()  # its start is no part of the first row
-    for row in ROWS:
+    """Print how each fault ends, and after how many seconds."""
+    ensure_forkserver()  # its start is no part of the first fault
+    for name, fault in FAULTS.items():
         with tempfile.TemporaryDirectory() as folder:
-            ended = inject(row, Path(folder))
-        seen = all(says(one, part) for part, one in zip(row.said, ended, strict=True))
-        seen &= row.codes == tuple(one.exit_code for one in ended)
-        took = max(one.seconds for one in ended)
-        sys.stdout.write(
-            f"| {row.fault} | {row.moment} | {row.expected} | {'as expected' if seen else ended} | {took:.1f} |\n"
-        )
+            expected, ended = inject(fault, Path(folder))
+        seconds = max(one.seconds for one in ended)
+        sys.stdout.write(f"| {name} | {'as expected' if expected else ended} | {seconds:.1f} |\n")
         sys.stdout.flush()
 
 

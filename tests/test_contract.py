@@ -285,29 +285,6 @@ def test_the_json_of_verify():
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"reduction": "median"}, ValueError),
-        ({"reduction": 3}, TypeError),
-        ({"equivalent_to": "dp"}, ValueError),
-        ({"lr_scaling": "cubic"}, ValueError),
-        ({"lr_scaling": 2}, TypeError),
-        ({"lr_warmup_steps": -1}, ValueError),
-        ({"max_device_batch_size": 2}, ValueError),
-        ({"num_replicas": 0}, ValueError),
-        ({"base_world_size": 0}, ValueError),
-        ({"model_averaging_period": 3}, ValueError),
-        ({"equivalent_to": "data_parallel", "split_batches": False}, ValueError),
-        ({"nonsense": 1}, TypeError),
-    ],
-)
-def test_error_classes(options, error):
-    """A wrong value is a ValueError, a wrong type a TypeError, at construction."""
-    with pytest.raises(error):
-        GradAvgStrategy(**options)
-
-
 class Kept(Toy):
     """The run whose checkpoint is kept: shuffled, accumulated, with a scaled and scheduled learning rate."""
 

@@ -1,0 +1,233 @@
+"""REFUSED: what a user may get wrong, the exception, and what its text must contain; the same on all ranks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.utilities import imports
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from ranks import make_trainer
+from torch.distributed.device_mesh import DeviceMesh
+from toys import Toy, loader, train
+
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Share, average_gradients
+from lightning_gradavg.options import PRESETS, Options
+from lightning_gradavg.rules import RULES
+
+NAMES = "'mean', 'sum', 'weighted_mean', 'normalized_sum'"
+SCALINGS = "'none', 'linear', 'sqrt', 'adam_sde'"
+RUNS = "'data_parallel', 'single_device'"
+NOT_SPLIT = "the chunks of split_batches=True, not set here"
+SOME_RANKS = "reduces gradients over some of the run's ranks"
+GROUP = mock.Mock(spec=dist.ProcessGroup, name="a group")
+MESH = mock.Mock(spec=DeviceMesh, ndim=1, name="a mesh")
+SPLIT: dict[str, Any] = {"split_batches": True}
+PRESET: dict[str, Any] = {"equivalent_to": "data_parallel"}
+SINGLE: dict[str, Any] = {"equivalent_to": "single_device"}
+BITS: dict[str, Any] = {"reproducible": True, "num_replicas": 2}
+
+
+def own_rule(place: Any, weight: Any) -> Share:
+    return Share(1.0, weight)
+
+
+# A wrong value is a ValueError, a wrong type or an unknown name a TypeError. The texts quote the value, list what is
+# accepted or contradicted, and say what to do.
+# fmt: off
+REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
+    ({"reduction": "avg"}, ValueError, ["reduction='avg'", NAMES, "Use one of"]),
+    ({"reduction": "weighted_meen"}, ValueError, ["'weighted_meen' is not a rule. Did you mean 'weighted_mean'? Use"]),
+    ({"reduction": 3}, TypeError, ["got 3 of type int", NAMES, "or a function (place, weight) -> Share"]),
+    ({"reduction": None}, TypeError, ["got None", NAMES]),
+    ({"reduction": ["mean"]}, TypeError, ["got ['mean'] of type list", NAMES]),
+    ({**SPLIT, "reduction": "mean_of_node_means"}, ValueError, ["'mean_of_node_means'", "split_batches=True", "Use"]),
+    ({**PRESET, "reduction": "sum_of_node_means"}, ValueError, ["'sum_of_node_means'", "'mean', 'weighted_mean'"]),
+    ({**PRESET, "reduction": own_rule}, ValueError, ["own_rule", "equivalent_to='data_parallel'"]),
+    ({**PRESET, "reduction": "median"}, ValueError, ["'median' is not a rule"]),
+    ({"equivalent_to": "dp"}, ValueError, ["equivalent_to='dp'", RUNS, "or None"]),
+    ({"equivalent_to": "single_devise"}, ValueError, ["Did you mean 'single_device'?"]),
+    ({"equivalent_to": True}, ValueError, ["equivalent_to=True", RUNS, "or None"]),
+    ({**PRESET, "split_batches": False}, ValueError, ["split_batches=False", "equivalent_to='data_parallel'", "Leave"]),
+    ({**SINGLE, "exact_evaluation": False}, ValueError, ["exact_evaluation=False", "evaluates each sample once"]),
+    ({**PRESET, "broadcast_buffers": False}, ValueError, ["broadcast_buffers=False", "equivalent_to='data_parallel'"]),
+    ({**SINGLE, "forward_sync_buffers": False}, ValueError, ["forward_sync_buffers=False", "'single_device'"]),
+    ({**SINGLE, "num_replicas": 4}, ValueError, ["num_replicas=4", "equivalent_to='single_device'"]),
+    ({**PRESET, "max_device_batch_size": 2}, ValueError, ["max_device_batch_size=2", "torch.utils.checkpoint"]),
+    ({**SPLIT, "num_replicas": 2, "max_device_batch_size": 4}, ValueError, ["batch_size=4", "num_replicas=2"]),
+    ({"num_replicas": 0}, ValueError, ["got 0", "1 or more, or None"]),
+    ({"num_replicas": 2.5}, TypeError, ["num_replicas=2.5", "give an integer or None"]),
+    ({"num_replicas": "4"}, TypeError, ["num_replicas='4'", "give an integer or None"]),
+    ({"num_replicas": True}, TypeError, ["num_replicas=True", "give an integer or None"]),
+    ({"num_replicas": 4}, ValueError, ["num_replicas=4", NOT_SPLIT, "Set it, or choose the loader's batch_size"]),
+    ({"split_batches": "false"}, TypeError, ["split_batches='false'", "give True, False or None"]),
+    ({"split_batches": 1}, TypeError, ["split_batches=1", "give True, False or None"]),
+    ({"max_device_batch_size": 4}, ValueError, ["max_device_batch_size=4", NOT_SPLIT, "accumulate_grad_batches"]),
+    ({**SPLIT, "max_device_batch_size": 4.5}, TypeError, ["max_device_batch_size=4.5", "give an integer or None"]),
+    ({**SPLIT, "max_device_batch_size": 0}, ValueError, ["got 0", "1 or more, or None for no limit"]),
+    ({"lr_scaling": "cubic"}, ValueError, ["lr_scaling='cubic'", SCALINGS, "or a function scale -> factor"]),
+    ({"lr_scaling": "lineal"}, ValueError, ["Did you mean 'linear'?"]),
+    ({"lr_scaling": 2}, TypeError, ["got 2 of type int", SCALINGS]),
+    ({"lr_scaling": None}, TypeError, ["got None", SCALINGS]),
+    ({"lr_scaling": "linear", "base_batch_size": -1}, ValueError, ["got -1", "an integer >= 1"]),
+    ({"base_batch_size": "32"}, TypeError, ["base_batch_size='32'", "give an integer or None"]),
+    ({"base_world_size": 0}, ValueError, ["got 0", "an integer >= 1"]),
+    ({"base_world_size": None}, TypeError, ["base_world_size=None", "give an integer"]),
+    ({"lr_scaling": "linear", "lr_warmup_steps": -1}, ValueError, ["got -1", "an integer >= 0"]),
+    ({"lr_warmup_steps": 10}, ValueError, ["lr_warmup_steps=10", "lr_scaling='none'", "Choose an lr_scaling"]),
+    ({"allow_recipe_change": "yes"}, TypeError, ["allow_recipe_change='yes'", "give True or False"]),
+    ({"nonfinite": "ignore"}, ValueError, ["nonfinite='ignore'", "'propagate', 'raise', 'skip_step'."]),
+    ({"nonfinite": "skip"}, ValueError, ["Did you mean 'skip_step'?"]),
+    ({**BITS, "nonfinite": "raise"}, ValueError, ["nonfinite='raise'", "reproducible=True", "leave one"]),
+    ({**BITS, **SINGLE}, ValueError, ["equivalent_to='single_device'", "Use equivalent_to='data_parallel'"]),
+    ({"reproducible": True}, ValueError, ["reproducible=True needs num_replicas", "got None"]),
+    ({**BITS, "static_graph": True}, ValueError, ["static_graph=True contradicts reproducible=True"]),
+    ({**BITS, "ddp_comm_hook": own_rule}, ValueError, ["ddp_comm_hook=<function own_rule", "reproducible=True"]),
+    ({"check_replicas_every_n_steps": 0}, ValueError, ["got 0", "an integer >= 1, or None"]),
+    ({"check_replicas_every_n_steps": "all"}, TypeError, ["='all'", "give an integer or None"]),
+    ({"log_hyperparams": "no"}, TypeError, ["log_hyperparams='no'", "give True or False"]),
+    ({"ddp_comm_hook": "fp16"}, TypeError, ["ddp_comm_hook='fp16'", "give a function or None"]),
+    ({"model_averaging_period": 3}, ValueError, ["model_averaging_period=3", "instead of reducing gradients", "Leave"]),
+    ({"bucket_cap_mb": -1}, ValueError, ["bucket_cap_mb=-1", "give more than 0, or None"]),
+    ({"bucket_cap_mb": 0}, ValueError, ["bucket_cap_mb=0", "give more than 0, or None"]),
+    ({"bucket_cap_mb": "25"}, TypeError, ["bucket_cap_mb='25'", "give a number or None"]),
+    ({"bucket_cap_mb_list": [1, -2]}, ValueError, ["bucket_cap_mb_list=[1, -2]", "give more than 0, or None"]),
+    ({"find_unused_parameters": "true"}, TypeError, ["find_unused_parameters='true'", "give True or False"]),
+    ({"dim": "0"}, TypeError, ["dim='0'", "give an integer"]),
+    ({"start_method": "thread"}, ValueError, ["start_method='thread'", "'popen', 'spawn', 'fork', 'forkserver'"]),
+    ({"timeout": 30}, TypeError, ["timeout=30", "give a datetime.timedelta or None"]),
+    ({"process_group": GROUP}, ValueError, ["process_group=", SOME_RANKS, "DDPStrategy"]),
+    ({"device_mesh": MESH}, ValueError, ["device_mesh=", SOME_RANKS, "DDPStrategy"]),
+    ({"reducton": "sum"}, TypeError, ["reducton='sum'", "is not an option", "Did you mean 'reduction'?"]),
+    ({"find_unused": True}, TypeError, ["is not an option", "Did you mean 'find_unused_parameters'?"]),
+    ({"power_sgd_rank": 2}, TypeError, ["power_sgd_rank=2", "It has reduction, equivalent_to, num_replicas"]),
+]
+# fmt: on
+
+
+def named(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    shown = {name: "..." if isinstance(one, mock.Mock) else repr(one) for name, one in value.items()}
+    return ", ".join(f"{name}={one:.20}" for name, one in shown.items())
+
+
+@pytest.mark.parametrize(("options", "error", "parts"), REFUSED, ids=named)
+def test_options(options, error, parts):
+    with pytest.raises(error) as refused:
+        GradAvgStrategy(**options)
+    assert refused.type is error
+    assert [] == [part for part in parts if part not in str(refused.value)], refused.value
+
+
+def test_an_option_without_its_name():
+    with pytest.raises(TypeError, match=r"takes its options by name, such as reduction='sum'; got \('sum',\)"):
+        GradAvgStrategy("sum")
+
+
+@pytest.mark.parametrize("name", [None, *PRESETS])
+def test_what_options_come_to(name):
+    """Presets split batches, whose mean is over samples, and evaluate exactly; without one it is stock DDP."""
+    preset = name is not None
+    found = Options.of({"reduction": "mean", "num_replicas": None, "max_device_batch_size": None, "equivalent_to": name,
+                        "reproducible": False, "exact_evaluation": None})  # fmt: skip
+    assert (preset, preset, preset) == (found.split_batches, found.exact_evaluation, found.replicated)
+    assert (preset, name == "single_device") == (found.rule != RULES["mean"], found.one_device)
+    assert {"bucket_cap_mb": 1.0} == GradAvgStrategy(bucket_cap_mb=1.0, init_sync=True)._ddp_kwargs
+
+
+class Gives(Toy):
+    """Gives its weight on rank 1, and a good one on the others."""
+
+    def __init__(self, result: dict[str, Any]) -> None:
+        super().__init__()
+        self.result = result
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.losses(batch).mean(), **({"weight": 1} if dist.get_rank() == 0 else self.result)}
+
+
+def give(result: dict[str, Any]) -> Any:
+    """Body: train with a result of rank 1."""
+    return train([[[1.0]], [[2.0]]], {"result": result}, {"reduction": "weighted_mean"}, module=Gives)
+
+
+def average(**options: Any) -> None:
+    """Body: reduce with wrong options on rank 1."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    average_gradients([parameter], **(options if dist.get_rank() == 1 else {}))
+
+
+def report() -> None:
+    """Body: ask for a report of a step that nobody observed."""
+    strategy = GradAvgStrategy()
+    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(Toy(), loader([[1]]))
+    strategy.report()
+
+
+def monitor_ddp() -> None:
+    """Body: monitor a strategy that observes nothing."""
+    make_trainer("ddp", callbacks=[GradAvgMonitor()], max_epochs=1).fit(Toy(), loader([[1]]))
+
+
+# fmt: off
+ON_RANKS: list[tuple[Any, dict[str, Any], str, str]] = [
+    (give, {"result": {"weight": -1}}, "ValueError", "weight -1.0 is not a finite number >= 0"),
+    (give, {"result": {"weight": float("nan")}}, "ValueError", "weight nan is not a finite number >= 0"),
+    (give, {"result": {"weight": "three"}}, "ValueError", "a weight is one number, got 'three' of type str"),
+    (give, {"result": {"weight": [1, 2]}}, "ValueError", "a weight is one number, got [1, 2] of type list"),
+    (give, {"result": {"weights": 1}}, "ValueError", "the result of training_step has 'weights': call it \"weight\""),
+    (give, {"result": {}}, "ValueError", 'a weight was given for 1 of 2 micro-batches: return "weight" from every'),
+    (give, {"result": {"weight": {"cls": 1}}}, "ValueError", "its weights are named ['cls'], but its loss terms []"),
+    (average, {"reduction": "avg"}, "ValueError", "'avg'"),
+    (average, {"weight": "three", "reduction": "weighted_mean"}, "ValueError", "'three'"),
+    (average, {"weight": -2, "reduction": "weighted_mean"}, "ValueError", "-2"),
+    (report, {}, "RuntimeError", "no optimizer step was observed. Add GradAvgMonitor() to the Trainer's callbacks, or"),
+    (monitor_ddp, {}, "TypeError", "the Trainer has a DDPStrategy. Use Trainer(strategy='gradavg')"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("body", "arguments", "error", "message"), ON_RANKS, ids=str)
+def test_both_ranks_raise_what_one_gets_wrong(world, body, arguments, error, message):
+    raised = world(2).run_expecting_errors(body, **arguments)
+    assert [error] * 2 == [one.type_name for one in raised]
+    assert all(message in one.message for one in raised)
+
+
+@pytest.mark.parametrize("name", ["every_n_steps", "check_parameters_every_n_steps", "fingerprint_every_n_steps"])
+def test_a_monitor_counts_steps_from_one(name):
+    options: dict[str, Any] = {name: 0}
+    with pytest.raises(ValueError, match=f"{name} must be None or an integer >= 1, got 0"):
+        GradAvgMonitor(**options)
+
+
+def test_no_fingerprint_before_a_run():
+    with pytest.raises(RuntimeError, match="before the Trainer has begun a run"):
+        GradAvgStrategy().fingerprint()
+
+
+@pytest.mark.parametrize("strategy", [GradAvgStrategy(), "gradavg_weighted"], ids=["instance", "name"])
+def test_a_notebook_has_no_script_to_start(monkeypatch, strategy):
+    monkeypatch.setattr(imports, "_IS_INTERACTIVE", True)
+    advice = (
+        "start_method='popen' starts the script again in every process, and a notebook is none."
+        " Use GradAvgStrategy(start_method='fork'), or Trainer(strategy='gradavg_notebook')."
+    )
+    with pytest.raises(MisconfigurationException, match="^" + re.escape(advice)):
+        Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+    forked = Trainer(strategy="gradavg_notebook", accelerator="cpu", devices=2, logger=False)
+    assert forked.strategy.launcher.is_interactive_compatible
+
+
+def test_fabric_is_told_of_its_strategy():
+    told = r"nor Fabric can use it.* lightning_gradavg\.fabric\.GradAvgS.* call lightning_gradavg\.average_gradients"
+    with pytest.raises(ValueError, match=told):
+        Fabric(strategy=GradAvgStrategy(), accelerator="cpu", devices=2)
