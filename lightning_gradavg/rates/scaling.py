@@ -59,9 +59,13 @@ class Scaling:
     formula: str
 
 
+def _unscaled(scale: float) -> float:  # by name, so that it can be pickled
+    return 1.0
+
+
 SCALINGS: Mapping[str, Scaling] = MappingProxyType(
     {
-        "none": Scaling("none", lambda scale: 1.0, False, "lr"),
+        "none": Scaling("none", _unscaled, False, "lr"),
         "linear": Scaling("linear", operator.pos, False, "k * lr"),
         "sqrt": Scaling("sqrt", math.sqrt, False, "sqrt(k) * lr"),
         "adam_sde": Scaling("adam_sde", math.sqrt, True, "sqrt(k) * lr, 1 - k * (1 - beta), eps / sqrt(k)"),
