@@ -60,13 +60,14 @@ def test_modules_of_the_folder_are_found(config, capsys):
     [
         ("--trainer.max_epochs=foo", "foo", "Expected int"),
         ("--trainer.foo=3", "--trainer.foo=3", "unrecognized arguments"),
+        ("--trainer.max_epocs=3", "--trainer.max_epocs=3", "Did you mean '--trainer.max_epochs'?"),
         ("--config none.yaml", "none.yaml", "there is no such file"),
         ("--model.hidden=x", "x", "Expected int"),
         ("--model=nett.Net", "nett.Net", "No module named 'nett'"),
         (f"{STRATEGY}.reduction=avg", "avg", "one of 'mean', 'sum', 'weighted_mean'"),
         (f"{STRATEGY}.num_replicas=4", "num_replicas=4", "cuts the chunks of split_batches=True"),
         (f"{STRATEGY}.split_batches=maybe", "maybe", "Expected bool"),
-        ("--trainer.strategy=gradavgs", "gradavgs", "Example choices"),
+        ("--trainer.strategy=gradavgs", "gradavgs", "Did you mean 'gradavg'"),
         ("--trainer.devices=0", "0", "devices"),
     ],
 )
@@ -80,6 +81,15 @@ def test_a_wrong_value_is_one_line(config, capsys, given, quoted, accepted):
     assert re.match("gradavg( fit)?: error: ", line)
     assert quoted in line
     assert accepted in line
+
+
+@pytest.mark.parametrize("command", ["fit", "verify --config run.yaml"])
+def test_without_a_model_the_line_says_which_option_names_one(config, capsys, command):
+    Path("run.yaml").write_text("trainer: {max_epochs: 1}")
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main(command.split()))
+    assert ended.value.code == 2
+    assert "no model: give --model train.py:Net" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_fault_of_the_module_keeps_its_trace(config):

@@ -294,13 +294,15 @@ def test_a_cause_is_explained(capsys):
         (["torch.nn:Linear", "--config", "c.yaml", "--init", "a=1"], "beside it write --model.NAME=VALUE"),
         (["torch.nn:Linear", "--model.lr=1"], "'--model.lr=1' is not an option"),
         (["torch.nn:Linear", "--trainer", "max_epochs"], "--trainer must be NAME=VALUE, got 'max_epochs'"),
-        (["torch.nn:Linear", "--trainer", "foo=3"], "Trainer has no option 'foo'; it has accelerator, "),
+        (["torch.nn:Linear", "--trainer", "foo=3"], "Trainer has no option 'foo'. It has accelerator, "),
         (["torch.nn:Linear", "--init", "hidden"], "--init must be NAME=VALUE, got 'hidden'"),
         (["torch.nn:Linear", "--steps", "0"], "steps must be 1 or more, got 0"),
         (["torch.nn:Linear", "--strategy", "fsdp"], "gradients of whole models.*got FSDPStrategy"),
-        (["torch.nn:Linear", "--strategy", "adhoc"], "strategy='adhoc' is not registered; use one of .*gradavg"),
+        (["torch.nn:Linear", "--strategy", "adhoc"], "strategy='adhoc' is not registered. It has .*gradavg"),
         (["torch.nn:Linear", "--plot", "/no/where.png"], "--plot '/no/where.png': there is no folder '/no'"),
         (["torch.nn:Linear", "--ignore", "dropout"], "'dropout'.*sum loss"),
+        (["torch.nn:Linear", "--trainer", "max_epoch=3"], "no option 'max_epoch'. Did you mean 'max_epochs'\\?"),
+        (["--explain", "sum los"], "Did you mean 'sum loss'\\?"),
         (["--explain", "dropout"], "'dropout'.*sum loss"),
     ],
 )
@@ -342,7 +344,7 @@ class Typed(Net):
         (Target(Net), "there is no training data: give --data"),
         (Target(Typed, init={"weighted": "maybe"}), "--init weighted='maybe': give true or false"),
         (Target(Typed, init={"hidden": True}), "--init hidden=True: give an integer"),
-        (Target(Typed, init={"width": 3}), "there is no such argument; there are weighted, hidden"),
+        (Target(Typed, init={"width": 3}), "there is no such argument. It has weighted, hidden"),
     ],
 )
 def test_a_wrong_target_is_refused(target, message):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
-__all__ = ["main"]
+from lightning_gradavg.arguments import did_you_mean
+
+__all__ = ["OneLineParser", "hinted", "main"]
 
 _LIGHTNING = {
     "fit": "train a model from a config file or options, with this package's strategies registered",
@@ -15,8 +21,26 @@ _LIGHTNING = {
 }
 _OWN = {
     "plan": "batch, accumulation and learning rate of a recipe on another cluster",
-    "verify": "a few steps of your own run against one process: are they the same, and if not, why",
+    "verify": "compare a few steps of your own run with one process: are they equal, and if not, why",
 }
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line without the usage, with exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print `message` on one line, with the nearest option or choice, and exit with code 2."""
+        options = re.findall(r"--[\w-]+", self.format_help())
+        self.exit(2, f"{self.prog}: error: {hinted(message, options)}\n")
+
+
+def hinted(message: str, options: Iterable[str]) -> str:
+    """Return an error of a parser, with the option or choice that is nearest to a wrong one."""
+    option = re.search(r"unrecognized arguments: (-[^\s=]+)", message)
+    choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+    hint = did_you_mean(option[1], sorted(set(options))) if option is not None else ""
+    hint = did_you_mean(choice[1], re.split(r"'?, '?", choice[2].strip("'"))) if choice is not None else hint
+    return f"{message}.{hint}" if hint else message
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,33 +49,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments without the program's name; those of the process if not given.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    command = arguments[0] if arguments else "--help"
+    command, *arguments = list(sys.argv[1:] if argv is None else argv) or [""]
+    commands = {**_LIGHTNING, **_OWN}
     if command in ("-h", "--help"):
-        print(_help())
+        print("usage: gradavg COMMAND [options]\n\ncommands:")
+        print("\n".join(f"  {name:10} {text}" for name, text in commands.items()))
+        print("\n'gradavg COMMAND --help' lists its options, 'gradavg --version' prints the version.")
         return 0
-    if command == "plan":
-        from lightning_gradavg.cli import plan  # noqa: PLC0415 - a command imports only what it needs
-
-        return plan.main(arguments[1:])
-    if command == "verify":
-        from lightning_gradavg.cli import verify  # noqa: PLC0415 - likewise
-
-        return verify.main(arguments[1:])
-    if command in _LIGHTNING:
-        from lightning_gradavg.cli import fit  # noqa: PLC0415 - likewise
-
-        return fit.main(arguments)
     if command == "--version":
         package = sys.modules["lightning_gradavg"]  # which is above this folder, and imported before it
         print(f"gradavg {package.__version__}")
         return 0
-    commands = ", ".join([*_LIGHTNING, *_OWN])
-    print(f"gradavg: error: {command!r} is not a command; choose from {commands}", file=sys.stderr)
-    return 2
-
-
-def _help() -> str:
-    commands = "\n".join(f"  {name:10} {text}" for name, text in {**_LIGHTNING, **_OWN}.items())
-    further = "'gradavg COMMAND --help' lists its options, 'gradavg --version' tells the version."
-    return f"usage: gradavg COMMAND [options]\n\ncommands:\n{commands}\n\n{further}"
+    if command not in commands:
+        wrong = f"{command!r} is not a command" if command else "no command"
+        hint = did_you_mean(command, commands)
+        print(f"gradavg: error: {wrong}; choose from {', '.join(commands)}.{hint}", file=sys.stderr)
+        return 2
+    # A command imports only what it needs.
+    module = importlib.import_module(f"lightning_gradavg.cli.{command if command in _OWN else 'fit'}")
+    code: int = module.main(arguments if command in _OWN else [command, *arguments])
+    return code

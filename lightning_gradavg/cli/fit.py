@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -11,13 +13,20 @@ from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
+from lightning_gradavg.arguments import nearest
+from lightning_gradavg.cli import hinted
 from lightning_gradavg.verify.target import CommandLine, in_one_line
 
 __all__ = ["main"]
 
 _REFUSING = ("lightning_gradavg.", "lightning.pytorch.trainer.", "lightning.fabric.", "jsonargparse.")
+_OPTIONS = (
+    *("--config", "--model", "--data", "--optimizer", "--lr_scheduler", "--ckpt_path", "--seed_everything"),
+    *("--print_config", *(f"--trainer.{name}" for name in inspect.signature(Trainer).parameters)),
+)
 
 
 class _Parser(LightningArgumentParser):
@@ -25,7 +34,7 @@ class _Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)
-        self.exit(2, f"{self.prog.split(' [')[0]}: error: {in_one_line(message)}\n")
+        self.exit(2, f"{self.prog.split(' [')[0]}: error: {hinted(in_one_line(message), _OPTIONS)}\n")
 
 
 class _SavedConfig(SaveConfigCallback):
@@ -49,10 +58,15 @@ class _CommandLine(LightningCLI):
         except Exception as error:
             # jsonargparse wraps what a constructor raises.
             *_, (raised_in, _) = traceback.walk_tb(_root(error).__traceback__)
-            # Of a fault in the user's own code they need the trace.
+            # For a fault in their own code, users need the trace.
             if not raised_in.f_globals["__name__"].startswith(_REFUSING):
                 raise
-            self.parser.error(str(error))
+            wrong = re.search(r"invalid strategy name: `strategy='(.*?)'`", str(error))
+            self.parser.error(str(error) if wrong is None else _unknown_strategy(wrong[1]))
+
+
+def _unknown_strategy(name: str) -> str:
+    return f"strategy={name!r} is not registered{nearest(name, sorted(StrategyRegistry))}"
 
 
 def _root(error: BaseException) -> BaseException:
@@ -65,8 +79,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run LightningCLI with the strategies registered, and return its exit code.
 
     Args:
-        arguments: The subcommand and its options, of which `--model` and `--data` may name classes as `file.py:Name`.
-            Processes that Lightning starts get them, too.
+        arguments: The subcommand and its options. `--model` and `--data` may name classes as `file.py:Name`. Processes
+            that Lightning starts get them, too.
     """
     if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
         sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
@@ -76,9 +90,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"gradavg {arguments[0]}: error: {error}", file=sys.stderr)
         sys.exit(2)
     given, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    # Where nothing was taken out, the arguments stay those of the process, as Lightning wants them.
+    changed: dict[str, Any] = {"args": line.arguments} if line.arguments != list(arguments) else {}
     try:
-        # Where nothing was taken out, the arguments stay those of the process, as Lightning wants them.
-        changed: dict[str, Any] = {"args": line.arguments} if line.arguments != list(arguments) else {}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
             _CommandLine(

@@ -8,16 +8,17 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from lightning_gradavg.cli import OneLineParser
 from lightning_gradavg.plan import OPTIMIZERS, Cluster, Outcome, Plan, Recipe, Run, counted, make_plan
 from lightning_gradavg.rates.scaling import SCALINGS
 
-__all__ = ["OneLineParser", "main"]
+__all__ = ["main"]
 
 SCHEMA = 1
 """Version of the JSON output; raised when a field changes its name or its meaning, not when one is added."""
@@ -28,14 +29,6 @@ DESCRIPTION = (
 )
 
 _PIPE_WIDTH = 120  # rich assumes 80 columns where there is no terminal: too few for the tables
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line without the usage, with exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print `message` on one line and exit with code 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,67 +10,48 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_gradavg.cli.plan import OneLineParser
+from lightning_gradavg.cli import OneLineParser
 from lightning_gradavg.verify.processes import verify_target
 from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, Report, explanation, plot_report, plotting
 from lightning_gradavg.verify.target import Settings, Target, quiet_options, resolve_strategy
 
-__all__ = ["add_arguments", "main"]
+__all__ = ["main"]
 
 DESCRIPTION = (
     "Trains a few optimizer steps on several processes, then on one with the same samples, both in float64, and"
     " compares the two until they differ. Exit code 0: equal; 1: different; 2: wrong usage, or the run failed; 3: not"
-    " shown, as not all could be compared."
+    " shown, because not everything could be compared."
 )
 _FAILED = 2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `gradavg verify` to `parser`."""
-    what = parser.add_argument_group("what to verify: a config file of LightningCLI, or a module")
-    what.add_argument(
-        "module", nargs="?", metavar="NAME", help="a class or function: package.module:Net or train.py:Net"
-    )
-    what.add_argument("--model", metavar="NAME", help="the same, beside --config")
-    what.add_argument("--data", metavar="NAME", help="a data module, or a function that returns a loader, likewise")
-    what.add_argument(
-        "--init",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an argument of the module; may be given again",
-    )
-    what.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="a config file of `fit`; may be given again"
-    )
-    what.add_argument(
-        "--strategy", metavar="NAME", help="a registered name, or train.py:Class (default: the config's, else ddp)"
-    )
-    what.add_argument(
-        "--trainer",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option of the Trainer, its value as JSON or a plain string; may be given again",
-    )
-    how = parser.add_argument_group("how")
-    how.add_argument("--devices", type=int, default=2, metavar="N", help="processes (default: 2)")
-    how.add_argument("--steps", type=int, default=3, metavar="N", help="global batches (default: 3)")
-    how.add_argument("--accelerator", default="cpu", metavar="TYPE", help="a type of device: cpu, cuda (default: cpu)")
-    how.add_argument("--single", action="store_true", help="compute in float32, for what cannot in float64")
-    how.add_argument(
-        "--tolerance", type=float, metavar="X", help="relative difference that counts as equal (default: 1e-8, or 1e-4)"
-    )
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="seed, where the config has none (default: 0)")
-    how.add_argument(
-        "--ignore", action="append", default=[], choices=tuple(CAUSES), metavar="CAUSE", help="a cause not to report"
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print the report as JSON; docs/verify.md has the schema")
-    output.add_argument(
-        "--explain", choices=tuple(CAUSES), metavar="CAUSE", help="instead: what a cause means, and what to do about it"
-    )
-    output.add_argument("--plot", metavar="FILE", help="draw the difference per parameter and step; needs matplotlib")
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="gradavg verify", description=DESCRIPTION)
+    several: dict[str, Any] = {"action": "append", "default": []}
+    what = parser.add_argument_group("what to verify: a config file of LightningCLI, or a module").add_argument
+    what("module", nargs="?", metavar="NAME", help="a class or function: package.module:Net or train.py:Net")
+    what("--model", metavar="NAME", help="the same, beside --config")
+    what("--data", metavar="NAME", help="a data module, or a function that returns a loader, likewise")
+    what("--init", **several, metavar="NAME=VALUE", help="an argument of the module; repeatable")
+    what("--config", **several, metavar="FILE", help="a config file of `fit`; repeatable")
+    what("--strategy", metavar="NAME", help="a registered name, or train.py:Class (default: the config's, else ddp)")
+    of_trainer = "an option of the Trainer, its value as JSON or a plain string; repeatable"
+    what("--trainer", **several, metavar="NAME=VALUE", help=of_trainer)
+    how = parser.add_argument_group("how").add_argument
+    how("--devices", type=int, default=2, metavar="N", help="processes (default: 2)")
+    how("--steps", type=int, default=3, metavar="N", help="global batches (default: 3)")
+    how("--accelerator", default="cpu", metavar="TYPE", help="a type of device: cpu, cuda (default: cpu)")
+    how("--single", action="store_true", help="compute in float32, for what cannot in float64")
+    equal = "relative difference that counts as equal (default: 1e-8, or 1e-4)"
+    how("--tolerance", type=float, metavar="X", help=equal)
+    how("--seed", type=int, default=0, metavar="N", help="seed, where the config has none (default: 0)")
+    how("--ignore", **several, choices=tuple(CAUSES), metavar="CAUSE", help="a cause not to report")
+    output = parser.add_argument_group("output").add_argument
+    output("--json", action="store_true", help="print the report as JSON; docs/verify.md has the schema")
+    explain = "instead: what a cause means, and what to do about it"
+    output("--explain", choices=tuple(CAUSES), metavar="CAUSE", help=explain)
+    output("--plot", metavar="FILE", help="draw the difference per parameter and step; needs matplotlib")
+    return parser
 
 
 def _assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
@@ -87,27 +68,30 @@ def _assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
-    options = _assignments("--trainer", args.trainer)
+    options, init = _assignments("--trainer", args.trainer), _assignments("--init", args.init)
     quiet_options(options, args.accelerator)  # a wrong one is refused before any process starts
     if args.strategy is not None:
         options["strategy"] = args.strategy
         if ":" not in args.strategy:
             resolve_strategy(args.strategy)
-    init, module = _assignments("--init", args.init), args.model or args.module
-    if args.config:
-        if init:
-            raise ValueError("--init is for a module without --config; beside it write --model.NAME=VALUE")
-        named = {"--config": args.config, "--model": [module], "--data": [args.data]}
-        arguments = [part for name, values in named.items() for value in filter(None, values) for part in (name, value)]
-        for config in args.config:
-            if not Path(config).is_file():
-                raise ValueError(f"--config {config!r}: there is no such file")
-        return Target(options=options, seed=args.seed, config=(*arguments, *further))
-    if module is None:
-        raise ValueError("nothing to verify: give --config FILE, or module:LightningModule")
-    if further:
-        raise ValueError(f"{further[0]!r} is not an option; further options of LightningCLI need --config")
-    return Target(module, args.data, {"strategy": "ddp", **options}, args.seed, init)
+    module = args.model or args.module
+    missing = [file for file in args.config if not Path(file).is_file()]
+    folder = Path(args.plot or ".").absolute().parent
+    refused = {
+        "nothing to verify: give --config FILE, or module:LightningModule": not (args.config or module),
+        "--init is for a module without --config; beside it write --model.NAME=VALUE": args.config and init,
+        f"--config {missing[0] if missing else ''!r}: there is no such file": missing,
+        f"{''.join(further[:1])!r} is not an option; further options of LightningCLI need --config": further
+        and not args.config,
+        f"--plot {args.plot!r}: there is no folder {str(folder)!r}": not folder.is_dir(),
+    }
+    for message in (message for message, wrong in refused.items() if wrong):
+        raise ValueError(message)
+    if not args.config:
+        return Target(module, args.data, {"strategy": "ddp", **options}, args.seed, init)
+    named = {"--config": args.config, "--model": [module], "--data": [args.data]}
+    arguments = [part for name, values in named.items() for value in filter(None, values) for part in (name, value)]
+    return Target(options=options, seed=args.seed, config=(*arguments, *further))
 
 
 def _run(args: argparse.Namespace, further: Sequence[str]) -> Report:
@@ -115,8 +99,6 @@ def _run(args: argparse.Namespace, further: Sequence[str]) -> Report:
     target = _target(args, further)
     if args.plot is not None:
         plotting()
-        if not Path(args.plot).absolute().parent.is_dir():
-            raise ValueError(f"--plot {args.plot!r}: there is no folder {str(Path(args.plot).parent)!r}")
     report = verify_target(target, settings, args.ignore)
     if args.plot is not None:
         plot_report(report, args.plot)
@@ -126,24 +108,18 @@ def _run(args: argparse.Namespace, further: Sequence[str]) -> Report:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `gradavg verify` with `argv`, or the arguments of the process, and return its exit code.
 
-    Options that it does not know are those of LightningCLI, as behind `gradavg fit`.
+    Options that it does not know are those of LightningCLI, as in `gradavg fit`.
     """
-    parser = OneLineParser(prog="gradavg verify", description=DESCRIPTION)
-    add_arguments(parser)
-    args, further = parser.parse_known_args(argv)
+    args, further = _parser().parse_known_args(argv)
+    if args.explain is not None:
+        print(explanation(args.explain))
+        return 0
     if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
         sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
     try:
-        if args.explain is not None:
-            print(explanation(args.explain))
-            return EXIT_CODES["equal"]
         report = _run(args, further)
         print(json.dumps(report.as_dict(), indent=2) if args.json else report)
     except Exception as error:  # noqa: BLE001  # no failure may look like a verdict
         print(f"gradavg verify: error: {error}", file=sys.stderr)
         return _FAILED
     return EXIT_CODES[report.verdict]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

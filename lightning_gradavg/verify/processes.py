@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_gradavg.arguments import nearest
 from lightning_gradavg.verify.judge import in_float32, judge, not_shown
 from lightning_gradavg.verify.record import Enough, Recorder, Refused, Tape
 from lightning_gradavg.verify.report import CAUSES, Report
@@ -117,7 +118,7 @@ def verify_target(target: Target, settings: Settings, ignore: Sequence[str] = ()
         ValueError: If the target or a setting is wrong.
     """
     for cause in sorted(set(ignore) - set(CAUSES)):
-        raise ValueError(f"{cause!r} is not a cause; use some of {', '.join(map(repr, CAUSES))}")
+        raise ValueError(f"{cause!r} is not a cause{nearest(cause, list(CAUSES))}")
     with tempfile.TemporaryDirectory(prefix="gradavg-verify-") as name:
         tapes = in_processes([(_rank, (target, rank, settings, Path(name))) for rank in range(settings.devices)])
         if isinstance(tapes[0], str):

@@ -30,6 +30,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from lightning_gradavg.arguments import nearest
 from lightning_gradavg.lightning_internals import start_no_processes
 
 __all__ = [
@@ -145,8 +146,7 @@ def resolve_strategy(strategy: Any) -> DDPStrategy:
     if isinstance(strategy, str):
         name = "ddp" if strategy == "auto" else strategy.lower()  # as the Trainer does
         if name not in StrategyRegistry:
-            known = ", ".join(sorted(StrategyRegistry))
-            raise ValueError(f"strategy={strategy!r} is not registered; use one of {known}")
+            raise ValueError(f"strategy={strategy!r} is not registered{nearest(name, sorted(StrategyRegistry))}")
         strategy = StrategyRegistry.get(name)
     if not isinstance(strategy, DDPStrategy):
         raise ValueError(  # noqa: TRY004  # a wrong choice, not a wrong type: strategies come by name, too
@@ -165,7 +165,7 @@ def quiet_options(options: Mapping[str, Any], accelerator: str) -> dict[str, Any
     """
     known = list(inspect.signature(Trainer.__init__).parameters)[1:]
     for name in sorted(options.keys() - set(known)):
-        raise ValueError(f"Trainer has no option {name!r}; it has {', '.join(known)}")
+        raise ValueError(f"Trainer has no option {name!r}{nearest(name, known)}")
     kept = {
         name: [one for one in _as_list(options.get(name)) if not isinstance(one, types)]
         for name, types in _LEFT_OUT.items()
@@ -187,6 +187,8 @@ _NOISE = (
 
 def in_one_line(message: str) -> str:
     """Return an error of jsonargparse, a tree of what it tried, as one line: what is accepted, and what was given."""
+    if re.search(r"arguments are required: \w+\.model\b", message):
+        return "no model: give --model train.py:Net, or a --config that states model: class_path"
     lines = [line.strip(" -") for line in message.splitlines()]
     kept = dict.fromkeys(line for line in lines if line and not line.startswith(_NOISE))
     text = "; ".join(kept).replace(":; ", ": ")
@@ -374,7 +376,7 @@ def _require_types(function: Any, given: Mapping[str, Any]) -> None:
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     for name, value in given.items():
         if not takes_any and name not in parameters:
-            raise ValueError(f"--init {name}={value!r}: there is no such argument; there are {', '.join(parameters)}")
+            raise ValueError(f"--init {name}={value!r}: there is no such argument{nearest(name, list(parameters))}")
         annotation = getattr(parameters.get(name), "annotation", None)
         types, words = _TYPES.get(annotation, ((object,), ""))
         if not isinstance(value, types) or (isinstance(value, bool) and annotation in (int, float)):
