@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -214,3 +215,33 @@ def test_gradient_by_hand(world, way, case):
     ]
     for other in others:
         assert all(torch.equal(*pair) for pair in zip(first, other, strict=True))
+
+
+def in_one_run(way: str, reduction: Any) -> Case:
+    """Return all rows of a rule on two ranks of one node as one run, in an order by chance."""
+    rows = [
+        case
+        for case in CASES
+        if way in case.ways and case.reduction == reduction and case.said(way) is None
+        if len(case.windows) == 2 and case.nodes in (None, [0, 0]) and not case.options
+        if len({len(windows) for windows in case.windows}) == 1
+    ]
+    steps = [
+        (gradient, [windows[index] for windows in case.windows])
+        for case in rows
+        for index, gradient in enumerate(case.gradients)
+    ]
+    random.Random(7).shuffle(steps)
+    windows = [[window[rank] for _, window in steps] for rank in range(2)]
+    assert len(steps) > 5
+    return Case("in one run", reduction, windows, [gradient for gradient, _ in steps])
+
+
+@pytest.mark.parametrize("reduction", ["weighted_mean", "normalized_sum"])
+@pytest.mark.parametrize("way", ["manual", "fabric", "reducer"])
+def test_a_window_leaves_nothing_to_the_next(world, way, reduction):
+    case = in_one_run(way, reduction)
+    for found in world(2).run(WAY_OF[way], case):
+        assert [[approx(slope * gradient) for slope in SLOPES.tolist()] for gradient in case.gradients] == [
+            gradient.tolist() for gradient in found
+        ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import Any
 
@@ -14,11 +13,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from ranks import make_trainer
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader
 from toys import Toy, loader, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.rules import RULES, Share
+from lightning_gradavg.rules import RULES
 
 WEIGHTED = {"reduction": "weighted_mean"}
 ONE_PARAMETER = 1024
@@ -88,16 +86,6 @@ def test_number_of_collectives(world, stock_collectives, reduction, window):
         assert ({64: 3} if RULES[reduction].uses_weight else {}) == extra
 
 
-def train_accumulated(reduction: str) -> Any:
-    return train([[[1.0 + dist.get_rank()]] * 4] * 2, {}, {"reduction": reduction}, accumulate_grad_batches=4)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
-def test_whole_window_is_reduced_once(world, reduction):
-    """Case 15: micro-gradients 1 + r, accumulated over 4, give 1.5."""
-    assert [approx(1.5)] == [g.item() for g in same_everywhere(world(2).run(train_accumulated, reduction)).gradients]
-
-
 class Wide(Toy):
     """Random float32 gradients of many magnitudes."""
 
@@ -151,7 +139,6 @@ def test_default_is_stock_ddp(world, world_size, options, window):
 
 
 def test_default_registers_no_hook(world):
-    """No rule installs a communication hook on a CPU."""
     for reduction in RULES:
         assert [0, 0] == world(2).run(count_hooks, {"reduction": reduction})
 
@@ -192,117 +179,3 @@ def test_no_means_cross_the_wire(world):
         .weights[0]
         .item()
     )
-
-
-WEIGHT_TYPES = {
-    "int": lambda n: n,
-    "float": float,
-    "numpy int": np.int64,
-    "numpy float": np.float32,
-    "bool tensor sum": lambda n: torch.ones(n, dtype=torch.bool).sum(),
-    "int32": lambda n: torch.tensor(n, dtype=torch.int32),
-    "float16": lambda n: torch.tensor(n, dtype=torch.float16),
-    "bfloat16": lambda n: torch.tensor([n], dtype=torch.bfloat16),
-    "float64 with graph": lambda n: torch.tensor(float(n), dtype=torch.float64, requires_grad=True) * 1,
-}
-
-
-class Typed(Toy):
-    def __init__(self, kind_of_weight: str) -> None:
-        super().__init__(kind="s")
-        self.kind_of_weight = kind_of_weight
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": self.losses(batch).mean(), "weight": WEIGHT_TYPES[self.kind_of_weight](batch.numel())}
-
-
-@pytest.mark.parametrize("kind", WEIGHT_TYPES)
-def test_types_of_weights(world, kind):
-    """Case 32: a weight may be any scalar of any type: 7.5."""
-    seen = same_everywhere(world(2).run(train, [[[1, 2, 3]], [[4]]], {"kind_of_weight": kind}, WEIGHTED, module=Typed))
-    assert approx(7.5) == seen.gradients[0].item()
-
-
-class Given(Toy):
-    """The batch is `[x, weight]`; a weight of -2 stands for none given, -3 for a string, -4 for two numbers."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss, weight = self.w * batch[0], batch[1].item()
-        if weight == -2:
-            return {"loss": loss}
-        return {"loss": loss, "weight": {-3: "many", -4: torch.ones(2)}.get(weight, weight)}
-
-
-def test_large_weights_are_summed_in_double_precision(world):
-    """Case 32: 2**24 samples of gradient 0 and one of 2**24 + 1 give exactly 1 to 1e-10."""
-    seen = same_everywhere(world(2).run(train, [[[0.0, 2.0**24]], [[2.0**24 + 1, 1.0]]], {}, WEIGHTED, module=Given))
-    assert approx(1.0, 1e-10) == seen.gradients[0].item()
-
-
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (-1.0, r"rank 1: .*weight -1\.0 is not a finite number >= 0"),
-        (float("nan"), r"rank 1: .*weight nan is not a finite number >= 0"),
-        (float("inf"), r"rank 1: .*weight inf is not a finite number >= 0"),
-        (-3.0, r"rank 1: .*a weight is one number, got 'many' of type str"),
-        (-4.0, r"rank 1: .*a weight is one number, got a tensor of shape \(2,\)"),
-        (-2.0, r"rank 1: .*a weight was given in the steps before, but not in this one"),
-    ],
-)
-def test_bad_weight_of_one_rank(world, bad, message, window):
-    """Case 32: a weight that is negative, not finite, no number, or missing on one rank is the same error on all."""
-    good = [[1.0, 1.0]] * 2
-    raised = world(2).run_expecting_errors(
-        train, [good, [[1.0, 1.0], [1.0, bad]]], {}, WEIGHTED, module=Given, accumulate_grad_batches=window
-    )
-    assert raised[0] == raised[1]
-    assert "ValueError" == raised[0].type_name
-    assert re.search(message, raised[0].message, re.DOTALL)
-
-
-def infinite_share(place: Any, weight: Any) -> Share:
-    return Share(weight, float("inf") if place.rank == 1 and weight == 4 else weight)
-
-
-def negative_share(place: Any, weight: Any) -> Share:
-    return Share(-weight, weight)
-
-
-def not_a_share(place: Any, weight: Any) -> Any:
-    return weight
-
-
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        (infinite_share, r"rank 1: .*'infinite_share' returned normalizer=inf"),
-        (negative_share, r"'negative_share' returned multiplier=-[24]\.0"),
-        (not_a_share, r"'not_a_share' failed"),
-    ],
-    ids=["infinite", "negative", "no share"],
-)
-def test_bad_share_of_a_custom_rule(world, rule, message):
-    """A user's rule that returns no finite numbers >= 0 is an error that names the rule, on all ranks."""
-    raised = world(2).run_expecting_errors(train, [[[1, 2]], [[3, 4, 5, 6]]], {}, {"reduction": rule})
-    assert ["ValueError"] * 2 == [one.type_name for one in raised]
-    assert all(re.search(message, one.message) for one in raised), raised
-
-
-class Opaque(Toy):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.w * 1.0
-
-
-def train_on_opaque_batches() -> Any:
-    data: Any = [object()]
-    make_trainer(GradAvgStrategy(**WEIGHTED), max_epochs=1, use_distributed_sampler=False).fit(
-        Opaque(), DataLoader(data, batch_size=None, collate_fn=lambda batch: batch)
-    )
-
-
-def test_samples_that_cannot_be_counted(world):
-    """A batch without a countable tensor needs a weight, which the error says."""
-    raised = world(2).run_expecting_errors(train_on_opaque_batches)
-    assert all('return {"loss": loss, "weight": n}' in one.message for one in raised)

@@ -69,12 +69,6 @@ def test_manual_optimization(world, static):
     assert_reference(ranks, reference("", 8, 4), 1e-6)
 
 
-def test_manual_optimization_under_the_mean(world):
-    """Case 18: under the mean a manual loop divides by its window itself, as with stock DDP."""
-    ranks = world(2).run(train_manual, 4, False, {}, (2, 2))
-    assert_reference(ranks, reference("", 8, 4), 1e-6)
-
-
 class Direct(Toy):
     """Manual optimization that goes past the strategy, or never ends its window."""
 
@@ -122,7 +116,6 @@ class Alone(Toy):
 @pytest.mark.parametrize("batch", [0, 2, 5])
 @pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
 def test_step_of_one_rank_alone_is_an_error_on_all(world, reduction, batch):
-    """Ranks of which only one steps on gradients that were not reduced do not wait for it: all raise, and say which."""
     raised = world(2).run_expecting_errors(
         train, [[[1.0]] * 6] * 2, {"batch": batch}, {"reduction": reduction}, module=Alone
     )
@@ -162,7 +155,6 @@ def train_by_hand(how: str) -> Any:
 
 @pytest.mark.parametrize(("how", "weight"), [("of all", 1 - 0.01 * 5.5), ("reduced", 1 - 0.01 * 11)])
 def test_gradients_written_by_hand_are_the_users_own(world, how, weight):
-    """What no `manual_backward` reduced is warned of once, and trains, where it is the same on all ranks."""
     (warned, weights), (others, same) = world(2).run(train_by_hand, how)
     assert ["They are the same on all ranks, so nothing drifts apart; reduction='sum' is not applied to them"] == warned
     assert [] == others
@@ -171,7 +163,6 @@ def test_gradients_written_by_hand_are_the_users_own(world, how, weight):
 
 
 def test_gradients_written_by_hand_that_differ_are_refused(world):
-    """Gradients that differ between the ranks, if only in their order, are an error on all of them."""
     raised = world(2).run_expecting_errors(train_swapped)
     assert all("they differ between the ranks, which would drift apart" in one.message for one in raised)
 
@@ -225,7 +216,6 @@ def train_adversaries() -> Any:
 
 
 def test_an_optimizer_steps_when_its_loss_is_high(world):
-    """A GAN may skip steps of one optimizer, and step on the same reduced gradients again."""
     # Losses of all ranks are 1.5, 2.5 and 1.5 times the weight: one step, on the gradients 1.5 + 2.5.
     assert [(pytest.approx(0.96), pytest.approx(1 - 0.02 * 5.5))] * 2 == world(2).run(train_adversaries)
 
@@ -326,7 +316,6 @@ def train_interleaved() -> None:
 
 
 def test_windows_of_two_optimizers_cannot_overlap(world):
-    """Counts of two losses that would be mixed are an error on all ranks."""
     raised = world(2).run_expecting_errors(train_interleaved)
     assert ["ValueError"] * 2 == [one.type_name for one in raised]
     assert all("rank 1: micro-batch 1 of the window: it trains other parameters" in one.message for one in raised)
@@ -434,9 +423,3 @@ def test_named_terms_keep_their_graph(world):
     """Of x = 1 and 5 the terms are (1 + 3 * 5) / 4 and 10 * 1."""
     seen = same_everywhere(world(2).run(train, [[[1.0]], [[5.0]]], {"window": 1}, WEIGHTED, module=Terms))
     assert [approx(14.0)] == [gradient.item() for gradient in seen.gradients]
-
-
-def test_named_terms_in_a_longer_window_are_refused(world):
-    raised = world(2).run_expecting_errors(train, [[[1.0]], [[5.0]]], {"window": 2}, WEIGHTED, module=Terms)
-    assert ["ValueError"] * 2 == [one.type_name for one in raised]
-    assert all("named loss terms need the global weight of each before their backward" in one.message for one in raised)

@@ -105,15 +105,6 @@ def test_unused_parameters_are_allowed(world):
     assert_reference(ranks, reference("", 3, 1), 1e-6)
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_static_graph_under_the_mean(world, window):
-    """Case 46: a static graph works under the mean, too, accumulated or not (stock DDP fails an assertion of torch)."""
-    seen = same_everywhere(
-        world(2).run(train, [[[1], [2]], [[3], [6]]], {}, {"static_graph": True}, accumulate_grad_batches=window)
-    )
-    assert ([approx(2.0), approx(4.0)] if window == 1 else [approx(3.0)]) == [g.item() for g in seen.gradients]
-
-
 class NoGraph(LightningModule):
     """Rank 1 returns a loss without graph; `kind` says what is special about the parameters."""
 
@@ -260,7 +251,6 @@ def weight_of(batch: Tensor, batch_idx: int) -> float:
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("rule", RULES)
 def test_parameters_that_ddp_ignores_follow_the_rule_on_their_rank(world, rule, window):
-    """As in stock DDP they get their own rank's gradient, by the rule over its own micro-batches."""
     first, second = world(2).run(
         train,
         [[[-1.0]] * 2, [[-3.0]] * 2],

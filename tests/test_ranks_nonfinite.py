@@ -105,14 +105,12 @@ def test_case_50_raised(world, fault, said):
 
 
 def test_a_gradient_is_named(world):
-    """A gradient that is not finite under a finite loss is named by its parameter."""
     raised = world(2).run_expecting_errors(train_faulty, "raise", "gradient", {}, ranks=(0, 1))
     assert all("the gradient of parameter 'other' is not finite on ranks 0, 1" in one.message for one in raised)
 
 
 @pytest.mark.parametrize("policy", ["skip_step", "raise", "propagate"])
 def test_no_loss_on_any_rank(world, policy):
-    """A step for which no rank has a loss is left out, as Lightning does."""
     assert [(pytest.approx(-1.2, rel=1e-12), 5)] * 2 == world(2).run(train_faulty, policy, "none", {}, ranks=(0, 1))
 
 
@@ -123,7 +121,6 @@ def test_no_loss_on_any_rank(world, policy):
 )
 @pytest.mark.parametrize("fault", ["loss", "none"])
 def test_windows(world, strategy, expected, fault):
-    """Of windows of two, the one with the fault is left out, and a short window is as ever."""
     ended = world(2).run(train_faulty, "skip_step", fault, strategy, accumulate_grad_batches=2)
     assert [(pytest.approx(-0.1 * expected, rel=1e-12), 3)] * 2 == ended
 
@@ -148,25 +145,21 @@ def train_interrupted() -> Any:
 
 
 def test_what_was_noted_of_a_step_does_not_outlive_its_run(world):
-    """All five steps of the run after one that raised are taken."""
     assert [pytest.approx(-1.5, rel=1e-12)] * 2 == world(2).run(train_interrupted)
 
 
 @pytest.mark.parametrize("strategy", RULES[:2], ids=str)
 def test_propagate(world, strategy):
-    """By default what is no number reaches all ranks, as in stock DDP."""
     for w, _ in world(2).run(train_faulty, "propagate", "loss", strategy):
         assert math.isnan(w)
 
 
 def test_no_loss_on_one_rank_by_default(world):
-    """By default a rank without loss ends the run with an error that says what to do, instead of a wait."""
     with pytest.raises(Exception, match="training_step returned no loss on rank 1, and one on others"):
         world(2).run(train_faulty, "propagate", "none", {})
 
 
 def test_the_monitor_waits_for_a_step_that_is_taken(world):
-    """A step that is left out is not reported; the next one is."""
     assert [3.0, 3.0] == world(2).run(observed_norm)
 
 
@@ -195,7 +188,6 @@ def observed_norm() -> float:
     ],
 )
 def test_what_is_refused(options, said):
-    """What a step cannot be judged under is refused at construction."""
     with pytest.raises(ValueError, match=said):
         GradAvgStrategy(**options)
 
@@ -215,7 +207,6 @@ def fit_by_hand() -> None:
 
 
 def test_manual_optimization_is_refused(world):
-    """In manual optimization a step is the user's to take."""
     raised = world(2).run_expecting_errors(fit_by_hand)
     assert all("nonfinite='raise' judges a step before it is taken" in one.message for one in raised)
 
@@ -249,5 +240,4 @@ SPLITS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("strategy", SPLITS, ids=str)
 def test_split_batches(world, strategy):
-    """A batch that is shared out is left out as a whole."""
     assert [pytest.approx(-0.25, rel=1e-12)] * 2 == world(2).run(train_split, "skip_step", strategy)

@@ -51,7 +51,6 @@ def gather_dtypes(rows: Sequence[int], tail: Sequence[int]) -> list[Tensor]:
 @pytest.mark.parametrize("tail", [(), (3,), (2, 5), (0,)], ids=str)
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_rows_of_any_dtype(world, rows, tail):
-    """The rows of all ranks come in rank order, whatever their number, dtype and further shape."""
     for of_rank in world(len(rows)).run(gather_dtypes, rows, tail):
         for dtype, numbers in zip(DTYPES, of_rank, strict=True):
             assert torch.equal(rows_of(dtype, sum(rows), 0, tail).to(torch.complex128), numbers)
@@ -74,7 +73,6 @@ def gather_views() -> list[Tensor]:
 
 
 def test_views(world):
-    """Transposed, strided, expanded and lazily conjugated or negated tensors arrive as they read."""
     base = [torch.arange(6.0).reshape(2, 3) + 10 * rank for rank in range(2)]
     expected = [
         torch.cat([x.T for x in base]),
@@ -144,7 +142,6 @@ def test_weights_do_not_overflow_half_precision(world):
 
 @pytest.mark.parametrize("weights", [(8000.0, 4000.0), (1.0, 0.0)], ids=str)
 def test_losses_that_are_weighed_already_are_not_weighed_again(world, weights):
-    """Where losses are multiplied before the backward, the sum over ranks comes home, whatever the rule and weights."""
     assert [40.0, 40.0] == [gradient.item() for gradient in world(2).run(narrow_weighted, weights, True)]
 
 
@@ -165,7 +162,6 @@ def structure_with_labels() -> tuple[list[Tensor], list[bool], Tensor]:
 
 
 def test_structure_has_one_backward(world):
-    """Labels stay without gradient, and features that a loss leaves out get zeros."""
     for rank, (tensors, require_grad, gradient) in enumerate(world(2).run(structure_with_labels)):
         assert [True, False, True, False] == require_grad
         assert [0, 1, 1] == tensors[1].tolist()
@@ -197,7 +193,6 @@ def without_grad() -> bool:
 
 
 def test_plain_gather(world):
-    """Under `torch.no_grad`, in inference mode, and where no rank needs a gradient the result has none."""
     assert [False, False] == world(2).run(without_grad)
 
 
@@ -294,7 +289,6 @@ def gather_in_group() -> Any:
 
 
 def test_group(world):
-    """A group's members gather among themselves, and another process is told that it is none."""
     first, second, third = world(3).run_expecting_errors(gather_in_group)
     assert ([0.0, 2.0], 4.0) == first
     assert ([0.0, 2.0], 0.0) == third
@@ -348,7 +342,6 @@ def gather_badly(case: str) -> None:
     ],
 )
 def test_errors_are_the_same_on_all_ranks(world, case, message):
-    """What one rank gets wrong raises one text on all ranks, and no rank waits."""
     raised = world(2).run_expecting_errors(gather_badly, case)
     assert all(isinstance(one, Raised) for one in raised)
     assert len({tuple(one) for one in raised}) == 1

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from ranks import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
-from toys import AWARE, WEIGHTED, Toy, approx, same_everywhere
+from toys import AWARE, WEIGHTED, approx
 
 from lightning_gradavg import GradAvgStrategy
 
@@ -104,66 +104,13 @@ def test_terms_with_heads_of_their_own(world: Any, late: bool, strategy: Any) ->
         assert [[approx(x) for x in step] for step in expected] == gradients
 
 
-def test_term_that_no_rank_has(world: Any) -> None:
-    """Case 9: a term of weight 0 on all ranks adds nothing."""
-    ranks: Any = [[([1, 1], [0])], [([3, 3], [0, 0])]]
-    assert [(rank, [[4.0, 2.0, 0.0]]) for rank in (0, 1)] == world(2).run(train_heads, ranks, {})
-
-
 def test_named_terms_and_a_rank_without_graph(world: Any) -> None:
-    """A rank whose terms have no graph and no weight contributes nothing, and the others' terms stay."""
     expected = [reference([pair]) for pair in RANKS[0]]
     for _, gradients in world(2).run(train_heads, RANKS, {}, 1, "no graph"):
         assert [[approx(x) for x in step] for step in expected] == gradients
 
 
-def test_misnamed_weights(world: Any) -> None:
-    """Weights named otherwise than the terms are an error that all ranks raise together."""
-    raised = world(2).run_expecting_errors(train_heads, RANKS, {}, 1, "misnamed")
-    assert ["ValueError"] * 2 == [one.type_name for one in raised]
-    assert all("its weights are named ['boxes', 'cls']" in one.message for one in raised)
-
-
-def test_windows_are_refused(world: Any) -> None:
-    """Accumulated named terms are an error on all ranks that shows what gives the same gradient."""
-    raised = world(2).run_expecting_errors(train_heads, RANKS, {}, 2)
-    assert ["ValueError"] * 2 == [one.type_name for one in raised]
-    assert all("Do not accumulate; or return one loss under reduction='mean'" in one.message for one in raised)
-
-
-def test_ranks_with_different_numbers_of_terms(world: Any) -> None:
-    """Ten terms on one rank and eleven on the other are an error on both, and no mismatched collective."""
-    raised = world(2).run_expecting_errors(train_heads, RANKS, {}, 1, "many")
-    assert ["ValueError"] * 2 == [one.type_name for one in raised]
-    assert all("the ranks' losses have different terms" in one.message for one in raised)
-
-
 def test_loss_that_is_no_tensor_is_quoted(world: Any) -> None:
-    """A loss that is a number instead of a tensor is quoted."""
     raised = world(2).run_expecting_errors(train_heads, RANKS, {}, 1, "float")
     assert all("0.5" in one.message and "loss" in one.message for one in raised)
     assert {"TypeError"} >= {one.type_name for one in raised}
-
-
-class Detector(Toy):
-    """Case 9: a classification loss per image and a box loss per box; the batch is (images, boxes)."""
-
-    def training_step(self, batch, batch_idx):
-        classes, boxes = batch
-        loss = {"cls": self.losses(classes).mean(), "box": self.losses(boxes).mean()}
-        return {"loss": loss, "weight": {"cls": classes.numel(), "box": boxes.numel()}}
-
-
-def train_detector(per_rank, **options):
-    data = [tuple(torch.tensor(part, dtype=torch.float64) for part in pair) for pair in per_rank[dist.get_rank()]]
-    model = Detector()
-    make_trainer(GradAvgStrategy(**WEIGHTED), max_epochs=1, use_distributed_sampler=False, **options).fit(
-        model, DataLoader(data, batch_size=None)
-    )
-    return model.seen
-
-
-def test_two_terms_with_their_own_denominators(world):
-    """Case 9: 8/4 + 10/4 = 4.5, where any single weight gives 5.0."""
-    ranks = [[([1, 1], [4])], [([3, 3], [0, 2, 4])]]
-    assert approx(4.5) == same_everywhere(world(2).run(train_detector, ranks)).gradients[0].item()

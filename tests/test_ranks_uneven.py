@@ -105,7 +105,6 @@ def test_case_33(world, tmp_path, kind, strategy):
 
 
 def test_two_epochs(world, tmp_path):
-    """Both ranks validate at the end of each epoch, log the mean over what counts, and save; the batches repeat."""
     ended = world(2).run(train_uneven, CASE_33, "stream", {}, str(tmp_path), {}, max_epochs=2)
     for _, w, calls, logged, steps in ended:
         assert pytest.approx(-1.6, rel=1e-12) == w
@@ -128,20 +127,6 @@ def test_windows(world, tmp_path, strategy):
     assert [20 / 4, 10 / 3, 7.0] == [pytest.approx(float(gradient), rel=1e-12) for gradient in seen.gradients]
 
 
-def test_a_rank_without_any_batch(world, tmp_path):
-    """A rank that never has a batch goes on with one of another's, which counts once."""
-    ended = world(3).run(train_uneven, [[], [[2.0], [4.0]], []], "stream", {}, str(tmp_path), {})
-    assert [2.0, 4.0] == [float(gradient) for gradient in same_everywhere([one[0] for one in ended]).gradients]
-
-
-def test_the_sum(world, tmp_path):
-    """A rank that is done adds nothing to a sum."""
-    ended = world(2).run(train_uneven, CASE_33, "lengths", {"reduction": "sum"}, str(tmp_path), {"loss": "sum"})
-    assert [4.0, 4.0, 4.0, 1.0, 1.0] == [
-        float(gradient) for gradient in same_everywhere([one[0] for one in ended]).gradients
-    ]
-
-
 class Normed(Toy):
     """Has a buffer that every forward changes, and a loss that is no number where a batch is seen again."""
 
@@ -162,7 +147,6 @@ class Normed(Toy):
 @pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated")
 @pytest.mark.parametrize("strategy", [{"broadcast_buffers": False}, {"reduction": "weighted_mean"}], ids=str)
 def test_a_stand_in_leaves_no_trace(world, strategy):
-    """What a rank computes after its last batch reaches no gradient, be it no number, and no buffer."""
     ended = world(2).run(train_normed, [[[1.0], [2.0], [3.0]], [[4.0]]], strategy)
     seen = same_everywhere([one for one, _ in ended])
     assert [2.5, 2.0, 3.0] == [float(gradient) for gradient in seen.gradients]
@@ -193,7 +177,6 @@ class ByHand(Toy):
 
 
 def test_manual_optimization(world):
-    """By hand, too, under a rule that uses weights."""
     seen = same_everywhere(world(2).run(train, CASE_33, None, WEIGHTED, module=ByHand))
     assert [2.0, 2.0, 2.0, 1.0, 1.0] == [float(gradient) for gradient in seen.gradients]
 
@@ -203,7 +186,6 @@ def test_manual_optimization(world):
     [({"reduction": "mean_of_node_means"}, Toy, "'mean_of_node_means' counts ranks"), ({}, ByHand, "manual")],
 )
 def test_what_is_refused(world, strategy, module, quoted):
-    """Where a rule counts ranks, all ranks raise together, once one of them has no more batches."""
     raised = world(2).run_expecting_errors(train, CASE_33, None, strategy, module=module)
     assert ["RuntimeError"] * 2 == [one.type_name for one in raised]
     assert all("1 of 2 ranks have no more batches" in one.message and quoted in one.message for one in raised)
@@ -222,7 +204,6 @@ def train_two_loaders() -> None:
 
 
 def test_two_loaders_are_refused(world):
-    """One of two loaders that ends earlier on one rank is an error on both."""
     raised = world(2).run_expecting_errors(train_two_loaders)
     assert ["RuntimeError"] * 2 == [one.type_name for one in raised]
     assert all("one of the 2 train loaders has no more batches on 1 of 2 ranks" in one.message for one in raised)
@@ -237,7 +218,6 @@ def loaders_read(kind: str) -> Any:
 
 
 def test_known_lengths_cost_nothing(world):
-    """A loader that has the same length on all ranks is read as it is."""
     assert ["DataLoader"] * 2 == world(2).run(loaders_read, "lengths")
     assert ["JoinedLoader"] * 2 == world(2).run(loaders_read, "stream")
     assert ["DataLoader"] == world(1).run(loaders_read, "stream")
@@ -257,6 +237,5 @@ class NothingToSay(Toy):
 
 @pytest.mark.parametrize("policy", ["propagate", "raise", "skip_step"])
 def test_a_stand_in_may_have_no_loss(world, policy):
-    """Whether a rank that is done returns a loss is all the same."""
     seen = same_everywhere(world(2).run(train, CASE_33, None, {"nonfinite": policy}, module=NothingToSay))
     assert [2.0, 2.0, 2.0, 1.0, 1.0] == [float(gradient) for gradient in seen.gradients]

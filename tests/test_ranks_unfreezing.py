@@ -103,19 +103,16 @@ def assert_trains_as_alone(world: Any, strategy: dict[str, Any], sizes: list[int
     ],
 )
 def test_unfrozen_parameters_train_as_on_one_process(world, strategy, sizes, window, moment):
-    """Whenever a parameter begins to train, its gradient is reduced by the rule, and the ranks never drift apart."""
     assert_trains_as_alone(world, strategy, sizes, moment=moment, window=window)
 
 
 @pytest.mark.filterwarnings('ignore:a "weight" was given')
 @pytest.mark.parametrize(("strategy", "sizes"), [({}, [2, 2]), ({"reduction": "weighted_mean"}, [3, 1])], ids=str)
 def test_unfrozen_parameters_in_manual_optimization(world, strategy, sizes):
-    """So it is in manual optimization."""
     assert_trains_as_alone(world, strategy, sizes, moment="manual", window=1)
 
 
 def test_unfrozen_parameters_of_named_terms(world):
-    """Each loss term is normalized by its own weight, also in gradients that are reduced apart."""
     run = {"moment": "batch", "window": 1, "named": True}
     (one,) = world(1).run(train_frozen, {"reduction": "weighted_mean"}, [4], **run)
     first, second = world(2).run(train_frozen, {"reduction": "weighted_mean"}, [3, 1], **run)
@@ -146,7 +143,6 @@ def finetune(strategy: dict[str, Any] | None) -> Any:
 @pytest.mark.filterwarnings('ignore:a "weight" was given')
 @pytest.mark.parametrize("strategy", [{}, {"reduction": "weighted_mean"}], ids=str)
 def test_backbone_finetuning(world, strategy):
-    """Lightning's `BackboneFinetuning` trains on two ranks what it trains on one; stock DDP drifts apart there."""
     (alone,) = world(1).run(finetune, None)
     first, second = world(2).run(finetune, strategy)
     assert torch.equal(first, second)

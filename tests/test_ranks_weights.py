@@ -68,30 +68,25 @@ def test_what_stands_in_for_a_weight_is_told_once(world, result):
 
 @pytest.mark.parametrize("strategy", [{}, {"reduction": "sum"}], ids=str)
 def test_rules_without_weights_ask_for_none(world, strategy):
-    """Where no rule uses a weight, nothing is said of it, whatever a result holds."""
     assert [[], []] == world(2).run(train_told, BATCHES, {"result": {"weights": 3}}, strategy, module=Returns)
 
 
 def test_a_given_weight_is_not_commented_on(world):
-    """With a weight from every step nothing is told."""
     assert [[], []] == world(2).run(train_told, BATCHES, {"result": {"weight": 3}}, WEIGHTED, module=Returns)
 
 
 @pytest.mark.parametrize("key", ["weights", "Weight", "WEIGHT", "weight_", "wieght", "weigth", "wight", "Weights"])
 def test_a_key_that_looks_like_a_weight(key):
-    """A misspelt weight is quoted, and the word that is meant stands beside it."""
     found = misspelt_weight({"loss": 1.0, key: 3})
     assert f'the result of training_step has {key!r}: call it "weight"' in str(found)
 
 
 @pytest.mark.parametrize("key", ["height", "weight", "num_tokens", "freight", "class_weights", "sample_weight", 3, "w"])
 def test_a_key_that_looks_like_none(key):
-    """A result may hold whatever else it likes."""
     assert misspelt_weight({"loss": 1.0, key: 3}) is None
 
 
 def test_a_misspelt_weight_is_an_error_on_all_ranks(world):
-    """A key that looks like a weight, even on one rank alone, ends the run on both."""
     raised = world(2).run_expecting_errors(train_misspelt)
     assert ["ValueError"] * 2 == [one.type_name for one in raised]
     expected = "rank 1: micro-batch 0 of the window: the result of training_step has 'weights': call it \"weight\""
@@ -100,14 +95,6 @@ def test_a_misspelt_weight_is_an_error_on_all_ranks(world):
 
 def train_misspelt() -> Any:
     return train(BATCHES, {"result": {"weights": 2} if dist.get_rank() else {}}, WEIGHTED, module=Returns)
-
-
-def test_a_weight_now_and_then_is_an_error_on_all_ranks(world):
-    """A weight in every second step is an error, also where each step is a window of its own."""
-    toy = {"result": {"weight": 2}, "every": 2}
-    raised = world(2).run_expecting_errors(train, BATCHES, toy, WEIGHTED, module=Returns)
-    assert all("a weight was given in the steps before, but not in this one" in one.message for one in raised)
-    assert all("from every training_step" in one.message for one in raised)
 
 
 class Tokens(Toy):
@@ -136,7 +123,6 @@ def test_targets_that_do_not_count_are_warned_of_once(world, strategy):
 
 @pytest.mark.parametrize(("weighted", "strategy"), [(True, WEIGHTED), (False, {})], ids=str)
 def test_targets_that_do_not_count_are_right_with_a_weight(world, weighted, strategy):
-    """With a weight, or under a rule that uses none, nobody is warned."""
     assert [[], []] == world(2).run(train_tokens, weighted, strategy)
 
 
@@ -179,7 +165,6 @@ def train_iterating(weighted: bool) -> Any:
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor", "ignore:Found `dataloader_iter`")
 def test_a_step_that_reads_its_batches_needs_a_weight(world):
-    """With `dataloader_iter` no batch tells its samples: nothing is read for it, and the error asks for the weight."""
     for read, message in world(2).run(train_iterating, False):
         assert read == 1
         assert 'return {"loss": loss, "weight": n} from training_step' in message
@@ -200,7 +185,6 @@ def resume_from_stock(folder: str, reduction: str) -> list[str]:
 
 @pytest.mark.filterwarnings('ignore:a "weight" was given')
 def test_a_checkpoint_of_stock_ddp_goes_on_under_another_rule_with_a_word(world, tmp_path):
-    """Of a checkpoint that does not say how gradients were reduced, a line tells how they are from here on."""
     ((line,), others) = world(2).run(resume_from_stock, str(tmp_path), "weighted_mean")
     assert line.endswith("from here on they are by reduction='weighted_mean', g = sum(n * g) / sum(n)")
     assert [] == others
@@ -208,6 +192,5 @@ def test_a_checkpoint_of_stock_ddp_goes_on_under_another_rule_with_a_word(world,
 
 
 def test_the_samples_of_a_batch_are_told_for_a_tensor_of_them(world):
-    """The line at the first step is of one process, too."""
     expected = ["n = samples of the batch, as training_step returned no weight"]
     assert [expected] == world(1).run(train_told, BATCHES[:1], {}, WEIGHTED)

@@ -24,7 +24,6 @@ class Interrupted(Toy):
 
 
 def test_epoch_that_ends_within_a_window(world: Any) -> None:
-    """What an epoch left of a window, stopped by `on_train_batch_start`, does not count in the next."""
     rows = [[[1], [2, 2, 2], [3], [4], [5], [6]]] * 2
     seen = same_everywhere(
         world(2).run(train, rows, {"lr": 0.0}, WEIGHTED, module=Interrupted, max_epochs=2, accumulate_grad_batches=2)
@@ -67,7 +66,6 @@ def train_validated(window: int, interval: int) -> Any:
 
 @pytest.mark.parametrize(("window", "interval", "expected"), [(2, 1, [23 / 9, 44 / 10]), (4, 3, [67 / 19])])
 def test_validation_within_a_window_and_fit_again(world: Any, window: int, interval: int, expected: Any) -> None:
-    """Validation between the micro-batches of a window, and a second `fit`, change nothing."""
     twice = [approx(value) for value in expected * 2]
     assert [(0, twice), (1, twice)] == world(2).run(train_validated, window, interval)
 
@@ -116,16 +114,6 @@ def train_counting(reduction: str) -> Any:
         Counting(lr=0.0), loader([[1.0, 3.0], [5.0], [4.0, 8.0]])
     )
     return gradients
-
-
-@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_short_last_window(world, ranks, reduction):
-    """Case 13: three full steps of 1, although the last window has 2 of 4 micro-batches."""
-    seen = same_everywhere(
-        world(ranks).run(train, [[[1]] * 10] * ranks, {"lr": 1.0}, {"reduction": reduction}, accumulate_grad_batches=4)
-    )
-    assert [weight.item() for weight in seen.weights] == [0.0, -1.0, -2.0]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])

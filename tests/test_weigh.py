@@ -90,7 +90,6 @@ def reader(rule: Rule = WEIGHTED, **told: Any) -> Weights:
     ids=str,
 )
 def test_weights_are_read(given: dict[str, Any], weights: dict[str, float]) -> None:
-    """The weight is that given, for all terms or for each; else the samples, told or counted; or none where unused."""
     options = {"terms": ("cls", "box"), "weight": None, "batch": torch.ones(5, 2)} | given
     micro_batch = reader(options.pop("rule", WEIGHTED)).read(**options)
     assert weights == micro_batch.weights
@@ -109,7 +108,6 @@ def test_weights_are_read(given: dict[str, Any], weights: dict[str, float]) -> N
     ids=["missing", "a string of a term", "a string", "no samples"],
 )
 def test_faults_of_weights_are_noted(weight: Any, batch: Any, problem: str) -> None:
-    """What is wrong is noted for all ranks to raise together, and not raised here."""
     micro_batch = reader().read(("a", "b"), weight, batch)
     assert str(micro_batch.problem).startswith(problem)
     assert {"a": 0.0, "b": 0.0} == micro_batch.weights
@@ -136,7 +134,6 @@ def leaf(value: float, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def test_gradients_are_weighed_and_the_value_is_not() -> None:
-    """Also below a division and a loss scale, and in a gradient of a gradient."""
     a, b = leaf(1.0), leaf(1.0)
     loss = weigh_terms([0.5, None], [3 * a, 5 * b])
     assert (8.0, True) == (loss.item(), loss.requires_grad)
@@ -151,7 +148,6 @@ COEFFICIENTS: list[list[Any]] = [[1.0, None], [None, 1.0], [2.0, 10.0]]
 
 
 def test_coefficients_are_read_at_the_backward() -> None:
-    """They may be set after the forward, or when the backward begins, and another backward may have others."""
     w, coefficients, values = leaf(1.0), list[Any]([1.0, 1.0]), iter(COEFFICIENTS)
     loss = weigh_terms(
         coefficients, [3 * w, (5 * w).reshape(1)], lambda: coefficients.__setitem__(slice(2), next(values))
@@ -213,7 +209,6 @@ def test_what_is_no_loss(loss: Any, error: type[Exception], said: str) -> None:
     [({WHOLE_LOSS: 4.0}, False, 1), ({"a": 4.0, "b": 4.0}, False, 2), ({"": 1.0}, True, 0)],
 )
 def test_terms_that_share_a_weight_are_one(weights: dict[str, float], plain: bool, count: int) -> None:
-    """A loss of several terms with one weight has one coefficient, and one that carries nothing has none."""
     weighed = WeighedLoss.of({"a": 2 * leaf(1.0), "b": 3 * leaf(1.0)}, MicroBatch(weights), plain=plain)
     assert (5.0, count) == (weighed.value.item(), len(weighed.coefficients))
 
