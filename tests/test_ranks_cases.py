@@ -226,7 +226,7 @@ def in_one_run(way: str, reduction: Any) -> Case:
         if len(case.windows) == 2 and case.nodes in (None, [0, 0]) and not case.options
         if len({len(windows) for windows in case.windows}) == 1
     ]
-    steps = [
+    steps: list[tuple[Any, Any]] = [
         (gradient, [windows[index] for windows in case.windows])
         for case in rows
         for index, gradient in enumerate(case.gradients)

@@ -78,6 +78,10 @@ class ByHand(Toy):
         if self.w.grad is not None:
             super().on_before_optimizer_step(optimizer)
 
+    @property
+    def both(self) -> Any:
+        return self.optimizers()
+
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD([parameter], lr=self.lr) for parameter in (self.w, self.v)]
 
@@ -97,11 +101,11 @@ def refused(world: Any, step: Callable[..., None], per_rank: Any, reduction: str
 
 def direct(module: ByHand, batch: Tensor, _: int) -> None:
     module.losses(batch).mean().backward()
-    module.optimizers()[0].step()
+    module.both[0].step()
 
 
 def never_synchronized(module: ByHand, batch: Tensor, _: int) -> None:
-    first, _second = module.optimizers()
+    first, _second = module.both
     with first.toggle_model(sync_grad=False):
         module.manual_backward(module.losses(batch).mean())
     first.step()
@@ -110,11 +114,11 @@ def never_synchronized(module: ByHand, batch: Tensor, _: int) -> None:
 def swapped(module: ByHand, batch: Tensor, _: int) -> None:
     """Write gradients that differ in their order alone."""
     module.w.grad = torch.tensor([1.0, -1.0] if dist.get_rank() else [-1.0, 1.0], dtype=module.w.dtype)
-    module.optimizers()[0].step()
+    module.both[0].step()
 
 
 def again_on_rank_1(module: ByHand, batch: Tensor, batch_idx: int, at: int) -> None:
-    first, _ = module.optimizers()
+    first, _ = module.both
     module.manual_backward(module.losses(batch).mean())
     first.step()
     if dist.get_rank() == 1 and batch_idx == at:
@@ -152,7 +156,7 @@ def surgery(module: ByHand, batch: Tensor, _: int, how: str) -> None:
     if how == "reduced":
         dist.all_reduce(gradient)
     module.w.grad = gradient
-    module.optimizers()[0].step()
+    module.both[0].step()
 
 
 def train_by_hand(how: str) -> Any:
@@ -177,7 +181,7 @@ def test_gradients_written_by_hand_are_the_users_own(world, how, weight):
 
 def adversaries(module: ByHand, batch: Tensor, _: int) -> None:
     """Step one optimizer only where the loss of all ranks is high, the other always and twice."""
-    first, second = module.optimizers()
+    first, second = module.both
     loss = module.losses(batch).mean()
     module.manual_backward(loss)
     if module.trainer.strategy.reduce(loss.detach().clone()) > 2:
@@ -207,7 +211,7 @@ def test_an_optimizer_steps_when_its_loss_is_high(world):
 
 def repeated(module: ByHand, batch: Tensor, _: int, set_to_none: bool) -> None:
     """Reduce every micro-batch, and add the results up before one step."""
-    first, _second = module.optimizers()
+    first, _second = module.both
     first.zero_grad(set_to_none=set_to_none)
     for micro_batch in batch.unbind():
         of_micro_batch = micro_batch[~micro_batch.isnan()]
@@ -228,7 +232,7 @@ def test_every_backward_is_reduced_on_its_own(world, view, set_to_none):
 def two_players(module: ByHand, batch: Tensor, _: int) -> None:
     """Give each optimizer a loss of its own, with another number of samples; write both gradients down."""
     gradients = []
-    for optimizer, parameter, padded in zip(module.optimizers(), (module.w, module.v), batch, strict=True):
+    for optimizer, parameter, padded in zip(module.both, (module.w, module.v), batch, strict=True):
         x = padded[~padded.isnan()]
         module.toggle_optimizer(optimizer)
         optimizer.zero_grad()
@@ -247,7 +251,7 @@ def test_counts_of_two_losses_do_not_mix(world):
 
 def interleaved(module: ByHand, batch: Tensor, _: int) -> None:
     """Accumulate the loss of one optimizer, and reduce in the backward of the other."""
-    first, second = module.optimizers()
+    first, second = module.both
     with first.toggle_model(sync_grad=False):
         module.manual_backward((module.w * batch).mean(), weight=3)
     with second.toggle_model():
@@ -261,7 +265,7 @@ def test_windows_of_two_optimizers_cannot_overlap(world):
 
 def cleared(module: ByHand, batch: Tensor, batch_idx: int, set_to_none: bool) -> None:
     """Clear the gradients where a window begins, and so drop one that the end of an epoch cut."""
-    first, _ = module.optimizers()
+    first, _ = module.both
     if batch_idx % 2 == 0:
         first.zero_grad(set_to_none=set_to_none)
     with first.toggle_model(sync_grad=batch_idx % 2 == 1):
@@ -283,7 +287,7 @@ def fail(gradient: Tensor) -> None:
 
 def interrupted(module: ByHand, batch: Tensor, _: int, window: int, fails: int, clears: bool, weighs: bool) -> None:
     """Catch a backward that raises in the second of three windows, and go on."""
-    first, _second = module.optimizers()
+    first, _second = module.both
 
     def run_window(x: float, weight: float, fails: int | None = None) -> None:
         for index in range(window):
@@ -318,7 +322,7 @@ def test_a_backward_that_raised_leaves_nothing_behind(world, strategy, window, f
 
 def kept_graph(module: ByHand, batch: Tensor, _: int) -> None:
     """Run the backward of named terms, and another one of their sum."""
-    first, _second = module.optimizers()
+    first, _second = module.both
     rank, loss = dist.get_rank(), {"a": module.losses(batch).mean(), "b": 10 * module.losses(batch).mean()}
     module.manual_backward(loss, weight={"a": 1 + 2 * rank, "b": 1 - rank}, retain_graph=True)
     module.seen.gradients.append(module.w.grad.clone())
