@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from ranks import Raised
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gradavg.replicas.batch_norm import (
@@ -32,7 +31,7 @@ TYPES: dict[int, Callable[..., nn.Module]] = {
     2: nn.BatchNorm2d,
     3: nn.BatchNorm3d,
 }
-ROWS = [[6], [3, 3], [5, 2], [1, 4], [7, 0], [2, 2, 2], [0, 5, 1], [2, 2, 2, 2], [3, 0, 1, 4]]
+ROWS = [[6], [5, 2], [7, 0], [0, 5, 1], [3, 0, 1, 4]]
 
 
 class Seen(NamedTuple):
@@ -128,7 +127,6 @@ def assert_equal_to_one_process(seen: Sequence[Seen], expected: Seen, tolerance:
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 @pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
 def test_equals_one_process(world, rows, sizes):
-    """Case 42: outputs, running statistics and all gradients are those of the whole batch on one process, 1e-12."""
     seen = world(len(rows)).run(synchronized_steps, rows, sizes, torch.float64, {})
 
     assert_equal_to_one_process(seen, single_process(rows, sizes, torch.float64, {}), 1e-12)
@@ -146,37 +144,10 @@ def test_equals_one_process(world, rows, sizes):
     ids=str,
 )
 def test_options_equal_one_process(world, options):
-    """Without parameters, with a cumulative average, and without running statistics it is torch's batch norm, too."""
     rows = [3, 0, 4]
     seen = world(3).run(synchronized_steps, rows, (2,), torch.float64, options)
 
     assert_equal_to_one_process(seen, single_process(rows, (2,), torch.float64, options), 1e-12)
-
-
-@pytest.mark.parametrize("rows", [[9, 7], [5, 0, 11]], ids=str)
-def test_float32_equals_one_process(world, rows):
-    """In float32 outputs and running statistics are those of one process to 1e-6."""
-    seen = world(len(rows)).run(synchronized_steps, rows, (3, 3), torch.float32, {})
-    expected = single_process(rows, (3, 3), torch.float32, {})
-
-    assert_close(side_by_side(one.outputs for one in seen), expected.outputs, 1e-6)
-    for one in seen:
-        assert_close(list(one.buffers.values()), list(expected.buffers.values()), 1e-6)
-
-
-def test_case_42_numbers(world):
-    """Case 42: rows 0, 2 and 4, 6 move the running statistics to 0.3 and 1.5666667, not to 0.1 or 0.5, and 1.1."""
-    expected = torch.tensor([0.3, 1.5666667])
-    for mean, variance in world(2).run(running_statistics_of_case_42):
-        torch.testing.assert_close(torch.cat([mean, variance]), expected, rtol=1e-6, atol=0)
-
-
-def running_statistics_of_case_42() -> tuple[Tensor, Tensor]:
-    """Body."""
-    norm = nn.BatchNorm1d(1)
-    synchronize_batch_norm(norm)
-    norm(torch.tensor([[[0.0], [2.0]], [[4.0], [6.0]]])[dist.get_rank()])
-    return norm.get_buffer("running_mean"), norm.get_buffer("running_var")
 
 
 def far_from_zero() -> tuple[Tensor, Tensor]:
@@ -188,7 +159,6 @@ def far_from_zero() -> tuple[Tensor, Tensor]:
 
 
 def test_the_variance_does_not_cancel(world):
-    """Values 1e8 -1, +1, -3, +3 have the unbiased variance 20/3; a difference of squares would keep no digit of it."""
     results = world(2).run(far_from_zero)
     for variance, _ in results:
         torch.testing.assert_close(variance, torch.tensor([20 / 3], dtype=torch.float64), rtol=1e-9, atol=0)
@@ -215,7 +185,6 @@ def steps_beside_a_stand_in(rows: Sequence[int], stand_in: int, fill: float | No
 @pytest.mark.parametrize(("rows", "stand_in"), [([5, 0], 1), ([0, 1, 3], 0), ([2, 3, 1, 0], 3)], ids=str)
 @pytest.mark.parametrize("thread", [False, True], ids=["", "backward on another thread"])
 def test_a_stand_in_counts_for_nothing(world, rows, stand_in, thread):
-    """Rows that do not count change nothing for the others, and are normalized by the statistics of the others."""
     seen = world(len(rows)).run(steps_beside_a_stand_in, rows, stand_in, None, thread=thread)
     expected = single_process(rows, (), torch.float64, {})
 
@@ -230,7 +199,6 @@ def test_a_stand_in_counts_for_nothing(world, rows, stand_in, thread):
 
 
 def test_a_stand_in_of_nan_counts_for_nothing(world):
-    """NaN in rows that do not count, and in their gradient, stays there."""
     rows = [5, 0, 2]
     seen = world(3).run(steps_beside_a_stand_in, rows, 1, float("nan"))
 
@@ -257,7 +225,6 @@ class Network(nn.Module):
 
 
 def network_steps(rows: Sequence[int], use_reentrant: bool | None, stand_in: int | None) -> Seen:
-    """Body."""
     network = Network(use_reentrant)
     assert ["first.1", "second.1", "second.4"] == synchronize_batch_norm(network)
     rank = dist.get_rank()
@@ -268,70 +235,14 @@ def network_steps(rows: Sequence[int], use_reentrant: bool | None, stand_in: int
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True], ids=str)
-@pytest.mark.parametrize(("rows", "stand_in"), [([4, 3], None), ([3, 0, 4], None), ([3, 0, 4], 1)], ids=str)
+@pytest.mark.parametrize(("rows", "stand_in"), [([3, 0, 4], None), ([3, 0, 4], 1)], ids=str)
 def test_a_network_with_checkpoint_equals_one_process(world, use_reentrant, rows, stand_in):
-    """Also recomputed in the backward, out of the context of a stand-in, all is as on one process that recomputes."""
     seen = world(len(rows)).run(network_steps, rows, use_reentrant, stand_in)
     expected = observe(Network(use_reentrant), batches(sum(rows), ()))
 
     if stand_in is not None:
         assert_close(list(seen.pop(stand_in).buffers.values()), list(expected.buffers.values()), 1e-12)
     assert_equal_to_one_process(seen, expected, 1e-11)
-
-
-def gradients_under_ddp(rows: Sequence[int]) -> list[Tensor]:
-    """Body: stock averaging of summed losses times the number of ranks, in buckets of a single parameter."""
-    network = Network(None)
-    synchronize_batch_norm(network)
-    wrapped = DistributedDataParallel(network, bucket_cap_mb=1e-6)
-    (batch, _) = batches(sum(rows), ())
-    (wrapped(part_of(batch, rows, dist.get_rank())).sin().sum() * dist.get_world_size()).backward()
-    return gradients_of(network)
-
-
-def test_reduced_gradients_under_ddp_equal_one_process(world):
-    """Between DDP's own collectives, the reduced gradients of all parameters are those of one process."""
-    rows = [2, 0, 5]
-    network = Network(None)
-    network(batches(sum(rows), ())[0]).sin().sum().backward()
-
-    for gradients in world(3).run(gradients_under_ddp, rows):
-        assert_close(gradients, gradients_of(network), 1e-11)
-
-
-def outputs_in(dtype: torch.dtype, autocast: bool, rows: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Body."""
-    linear, norm = nn.Linear(CHANNELS, CHANNELS), nn.BatchNorm1d(CHANNELS)
-    model = nn.Sequential(linear, norm)
-    with torch.no_grad():
-        linear.weight.copy_(torch.eye(CHANNELS))
-        linear.bias.zero_()
-    synchronize_batch_norm(model)
-    x = part_of(batches(sum(rows), (), dtype)[0], rows, dist.get_rank())
-    if not autocast:
-        linear.to(dtype)
-    with torch.autocast("cpu", dtype) if autocast else nullcontext():
-        y = model(x.float() if autocast else x)
-    y.float().square().sum().backward()
-    return y.detach(), norm.get_buffer("running_var"), gradients_of(model)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-def test_half_precision_is_computed_in_float32(world, dtype, autocast):
-    """The output has the input's half precision, and is that of float32 apart from the last rounding."""
-    rows = [600, 500]
-    seen = world(2).run(outputs_in, dtype, autocast, rows)
-    x = batches(sum(rows), (), dtype)[0].float()
-    reference = nn.BatchNorm1d(CHANNELS)
-    expected = reference(x).detach()
-
-    output = torch.cat([y for y, _, _ in seen])
-    assert dtype is output.dtype
-    torch.testing.assert_close(output.float(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
-    for _, variance, gradients in seen:
-        torch.testing.assert_close(variance, reference.running_var, rtol=1e-6, atol=0)
-        assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 def one_step(norm: nn.Module, x: Tensor, dy: Tensor) -> Seen:
@@ -343,7 +254,6 @@ def one_step(norm: nn.Module, x: Tensor, dy: Tensor) -> Seen:
 
 
 def half_precision_step(rows: Sequence[int], dtype: torch.dtype) -> Seen:
-    """Body."""
     norm = filled(nn.BatchNorm1d(CHANNELS), dtype)
     synchronize_batch_norm(norm)
     x, dy = (part_of(batch, rows, dist.get_rank()) for batch in batches(sum(rows), (), dtype))
@@ -352,7 +262,6 @@ def half_precision_step(rows: Sequence[int], dtype: torch.dtype) -> Seen:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_parameters_are_rounded_once(world, dtype):
-    """With parameters and buffers in half precision, results are those of float64 on the same numbers, rounded once."""
     rows = [20, 0, 25]
     seen = world(3).run(half_precision_step, rows, dtype)
     norm = filled(nn.BatchNorm1d(CHANNELS), dtype).double()
@@ -369,23 +278,24 @@ def test_half_precision_parameters_are_rounded_once(world, dtype):
             torch.testing.assert_close(buffer, expected.buffers[name], **close)
 
 
-def one_value(rows: Sequence[int], stand_in: int | None) -> Tensor:
-    """Body."""
+def on_these_rows(rows: Sequence[int], stand_in: int | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Body: the output of rows of ones and the buffers."""
     rank = dist.get_rank()
     norm = nn.BatchNorm1d(CHANNELS)
     synchronize_batch_norm(norm)
     with not_counted() if rank == stand_in else nullcontext():
-        return norm(torch.ones(STAND_IN_ROWS if rank == stand_in else rows[rank], CHANNELS)).detach()
+        y = norm(torch.ones(STAND_IN_ROWS if rank == stand_in else rows[rank], CHANNELS))
+    y.sum().backward()
+    return y.detach(), dict(norm.named_buffers())
 
 
 @pytest.mark.parametrize(("rows", "stand_in"), [([1, 0], None), ([0, 0, 1], None), ([0, 1], 0)], ids=str)
 def test_one_value_per_channel_is_torchs_error_on_all_ranks(world, rows, stand_in):
-    """Where all ranks together have one value per channel, all of them raise what torch raises."""
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training") as caught:
         nn.BatchNorm1d(CHANNELS)(torch.ones(1, CHANNELS))
     start, _, _ = str(caught.value).partition(", got")
 
-    for rank, raised in enumerate(world(len(rows)).run_expecting_errors(one_value, rows, stand_in)):
+    for rank, raised in enumerate(world(len(rows)).run_expecting_errors(on_these_rows, rows, stand_in)):
         n = STAND_IN_ROWS if rank == stand_in else rows[rank]
         expected = (
             f"{start}, but the samples of all ranks together have 1, on this rank in an input of shape"
@@ -394,48 +304,23 @@ def test_one_value_per_channel_is_torchs_error_on_all_ranks(world, rows, stand_i
         assert Raised("ValueError", expected) == raised
 
 
-def test_one_value_per_rank_is_enough(world):
-    """A rank with one value per channel is none of torch's errors as long as another has values, too."""
-    for output in world(2).run(one_value, [1, 1], None):
-        assert torch.equal(torch.zeros(1, CHANNELS), output)
-
-
-def without_any_row() -> tuple[tuple[int, ...], dict[str, Tensor], Tensor | None]:
-    """Body."""
+@pytest.mark.parametrize("rows", [[1, 1], [0, 0]], ids=str)
+def test_few_rows_are_normalized_as_on_one_process(world, rows):
     norm = nn.BatchNorm1d(CHANNELS)
-    synchronize_batch_norm(norm)
-    y = norm(torch.ones(0, CHANNELS))
-    y.sum().backward()
-    return tuple(y.shape), dict(norm.named_buffers()), norm.weight.grad
+    expected = norm(torch.ones(sum(rows), CHANNELS))
+    seen = world(2).run(on_these_rows, rows, None)
+    assert torch.equal(expected, torch.cat([y for y, _ in seen]))
+    for _, buffers in seen:
+        assert_close(list(buffers.values()), list(norm.buffers()), 1e-6)
 
 
-def test_no_row_on_any_rank_is_as_on_one_process(world):
-    """Without any row there is nothing to normalize, and running statistics stay as they are, as in torch."""
-    norm = nn.BatchNorm1d(CHANNELS)
-    norm(torch.ones(0, CHANNELS))
-
-    for shape, buffers, gradient in world(2).run(without_any_row):
-        assert (0, CHANNELS) == shape
-        assert torch.equal(torch.zeros(CHANNELS), gradient)
-        assert_close(list(buffers.values()), list(norm.buffers()), 0)
-
-
-def wrong_channels() -> Tensor:
-    """Body."""
+def wrong_channels() -> None:
     norm = nn.BatchNorm1d(1)
     synchronize_batch_norm(norm)
-    return norm(torch.ones(2, CHANNELS))
-
-
-def test_an_input_of_other_channels_is_refused(world):
-    """An input that would only fit by repeating the one channel of the layer is an error that names both numbers."""
-    for raised in world(2).run_expecting_errors(wrong_channels):
-        assert "ValueError" == raised.type_name
-        assert "a batch norm of 1 channels got an input of shape (2, 3): pass num_features=3" in raised.message
+    norm(torch.ones(2, CHANNELS))
 
 
 def second_derivative() -> None:
-    """Body: a penalty on the gradient of the input."""
     norm = nn.BatchNorm1d(CHANNELS)
     synchronize_batch_norm(norm)
     x = torch.randn(4, CHANNELS, requires_grad=True)
@@ -444,11 +329,17 @@ def second_derivative() -> None:
     gradient.square().sum().backward()
 
 
-def test_a_second_derivative_is_refused(world):
-    """A gradient of a gradient is an error on all ranks, and not a wrong number; the first one is there."""
-    for raised in world(2).run_expecting_errors(second_derivative):
-        assert "RuntimeError" == raised.type_name
-        assert "once_differentiable" in raised.message
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        (wrong_channels, "ValueError", "1 channels got an input of shape (2, 3): pass num_features=3"),
+        (second_derivative, "RuntimeError", "once_differentiable"),
+    ],
+)
+def test_what_would_be_wrong_numbers_is_refused_on_all_ranks(world, body, error, message):
+    for raised in world(2).run_expecting_errors(body):
+        assert error == raised.type_name
+        assert message in raised.message
 
 
 def spread(norm: nn.Module) -> float:
@@ -479,7 +370,6 @@ def when_it_synchronizes() -> dict[str, bool]:
 
 
 def test_only_the_statistics_of_training_batches_are_synchronized(world):
-    """Frozen layers use their running statistics, or the global batch where they have none; evaluation is local."""
     expected = {
         "train, True": True,
         "frozen, True": False,
@@ -490,25 +380,6 @@ def test_only_the_statistics_of_training_batches_are_synchronized(world):
     }
 
     assert [expected] * 2 == world(2).run(when_it_synchronizes)
-
-
-def evaluation_in_inference_mode() -> list[float]:
-    """Body: a model in training mode under inference mode, and then trained."""
-    norm = nn.BatchNorm1d(2, track_running_stats=False)
-    synchronize_batch_norm(norm)
-    with torch.inference_mode():
-        inferred = spread(norm)
-    with torch.no_grad():
-        return [inferred, spread(norm), spread(norm)]
-
-
-def test_inference_mode_and_no_grad_compute_the_same(world):
-    """Without gradients, too, the ranks' rows are normalized together."""
-    first, second = world(2).run(evaluation_in_inference_mode)
-
-    assert first[:1] * 3 == first
-    assert second[:1] * 3 == second
-    assert first[0] < -0.5 < 0.5 < second[0]
 
 
 class Own(nn.BatchNorm1d):
@@ -549,7 +420,6 @@ def of_many_types() -> tuple[list[str], list[str], list[bool], list[bool]]:
 
 
 def test_layers_of_all_types(world):
-    """Torch's layers of any type are synchronized, and restored; those with a forward of their own are only named."""
     expected = (["plain", "torch's", "lazy", "renamed"], ["own", "patched"], [True] * 4, [True] * 3)
 
     assert [expected] * 2 == world(2).run(of_many_types)
@@ -594,6 +464,11 @@ def copies() -> None:
     assert 1 == int(model.norm.num_batches_tracked)
     assert together == spread(model.norm)
 
+    before = Tower.copied
+    model.norm._forward_hooks.clear()  # which does refer to the model
+    assert abs(spread(copy.deepcopy(model.norm))) > 0.5
+    assert before == Tower.copied
+
     loaded = pickle.loads(pickle.dumps(model))
     assert pytest.approx(0, abs=1e-6) == spread(loaded.norm)
     assert ["norm"] == synchronize_batch_norm(loaded)
@@ -601,23 +476,7 @@ def copies() -> None:
 
 
 def test_copies_are_synchronized(world):
-    """The layer stays the object that it was; a deep copy is synchronized on its own, a pickled one when it is told."""
     assert [None] * 2 == world(2).run(copies)
-
-
-def copy_of_a_layer() -> tuple[int, bool]:
-    """Body: without the layer's hook, which does refer to the model."""
-    model = Tower()
-    model.norm._forward_hooks.clear()
-    synchronize_batch_norm(model)
-    before = Tower.copied
-    return_value = copy.deepcopy(model.norm)
-    return Tower.copied - before, abs(spread(return_value)) > 0.5
-
-
-def test_the_copy_of_a_layer_is_not_one_of_its_model(world):
-    """Copying a synchronized layer copies no more than the layer."""
-    assert [(0, True)] * 2 == world(2).run(copy_of_a_layer)
 
 
 def in_groups() -> float:
@@ -629,7 +488,6 @@ def in_groups() -> float:
 
 
 def test_ranks_of_a_group_are_synchronized(world):
-    """Only the ranks of the given group are normalized together."""
     first, second, alone = world(3).run(in_groups)
 
     assert pytest.approx([0, 0], abs=1e-6) == [first + second, alone]
@@ -648,7 +506,6 @@ def alone_and_not_counted() -> tuple[list[float], list[float]]:
 
 
 def test_rows_that_do_not_count_move_no_statistics_where_no_others_do(world):
-    """A rank that is alone leaves its running statistics as they are within `not_counted`."""
     ((unmoved, moved),) = world(1).run(alone_and_not_counted)
 
     assert [0.0, 0.0] == unmoved
@@ -656,7 +513,6 @@ def test_rows_that_do_not_count_move_no_statistics_where_no_others_do(world):
 
 
 def test_without_a_process_group_it_is_torchs_own():
-    """On one process, without a process group, the bits are those of the layer as it was."""
     norm, plain = nn.BatchNorm1d(CHANNELS), nn.BatchNorm1d(CHANNELS)
     assert [""] == synchronize_batch_norm(norm)
     (x, _) = batches(8, (), torch.float32)

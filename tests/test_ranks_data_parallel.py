@@ -36,13 +36,13 @@ class Place(NamedTuple):
 
 
 OWN_LOSSES, OF_ALL = ["cnn", "masked", "sparse"], ["rows", "numbers"]
-PLACES = [Place(4, 1), Place(4, 2), Place(4, 3), Place(4, 4), Place(3, 1), Place(3, 3), Place(3, 4)]
+PLACES = [Place(4, 1), Place(4, 2), Place(4, 3), Place(4, 4), Place(3, 4)]
 WINDOWS = [1, 2, 3]  # of 20 loader batches, so that the last window of 3 is a short one
 
 
-def fit_as(name: str, dtype: torch.dtype, num_replicas: int, accumulate: int) -> Any:
+def fit_as(name: str, dtype: torch.dtype, num_replicas: int, accumulate: int, reproducible: bool) -> Any:
     """Body: 20 optimizer steps."""
-    strategy = GradAvgStrategy(equivalent_to="data_parallel", num_replicas=num_replicas)
+    strategy = GradAvgStrategy(equivalent_to="data_parallel", num_replicas=num_replicas, reproducible=reproducible)
     run = fit(MODELS[name](dtype), strategy, max_epochs=accumulate, accumulate_grad_batches=accumulate)
     return dist.get_rank(), run
 
@@ -53,8 +53,10 @@ def reference(name: str, dtype: torch.dtype, num_replicas: int, accumulate: int)
     return train(model, loader(model), num_replicas, accumulate=accumulate, epochs=accumulate)
 
 
-def compare(world: Any, place: Place, name: str, dtype: torch.dtype, accumulate: int) -> None:
-    ranks = world(place.world_size).run(fit_as, name, dtype, place.num_replicas, accumulate)
+def compare(
+    world: Any, place: Place, name: str, dtype: torch.dtype, accumulate: int, *, reproducible: bool = False
+) -> None:
+    ranks = world(place.world_size).run(fit_as, name, dtype, place.num_replicas, accumulate, reproducible)
     assert list(range(place.world_size)) == [rank for rank, _ in ranks]
     expected = reference(name, dtype, place.num_replicas, accumulate)
     assert_same_run([run for _, run in ranks], expected, *TOLERANCES[dtype])
@@ -66,16 +68,23 @@ def test_equals_data_parallel_in_float64(world, name, place, accumulate):
     compare(world, place, name, torch.float64, accumulate)
 
 
-@pytest.mark.parametrize(("name", "size", "accumulate"), grid(OF_ALL, [1, 2, 3, 4], WINDOWS), ids=str)
+@pytest.mark.parametrize(("name", "size", "accumulate"), grid(OF_ALL, [1, 2, 4], WINDOWS), ids=str)
 def test_the_loss_of_all_outputs_equals_data_parallel(world, name, size, accumulate):
     """So do as many ranks as replicas with the loss of `training_step_end`."""
     compare(world, Place(size, size), name, torch.float64, accumulate)
 
 
-@pytest.mark.parametrize(("name", "place"), grid(OWN_LOSSES, PLACES, strength=1), ids=str)
-def test_equals_data_parallel_in_float32(world, name, place):
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_equals_data_parallel_in_float32(world, name):
     """The same within the rounding of float32."""
-    compare(world, place, name, torch.float32, 1)
+    compare(world, Place(4, 3), name, torch.float32, 1)
+
+
+@pytest.mark.parametrize("place", [Place(4, 2), Place(3, 1)], ids=str)
+@pytest.mark.parametrize(("name", "accumulate"), [("cnn", 3), ("masked", 2)])
+def test_a_reproducible_run_is_that_of_data_parallel(world, name, place, accumulate):
+    """A sum in another order is the same sum, also of a window."""
+    compare(world, place, name, torch.float64, accumulate, reproducible=True)
 
 
 class Line(LightningModule):
@@ -118,7 +127,7 @@ def line_gradient(name: str, xs: int, **strategy: Any) -> list[float]:
     return model.gradients
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_loss_over_the_outputs_of_all(world, world_size):
     """Case 26: the variance of 1..4 has gradient 2.5 and that of 1..5 has 4.0, for any ranks."""
     for xs, gradient in ((4, 2.5), (5, 4.0)):
@@ -126,14 +135,11 @@ def test_loss_over_the_outputs_of_all(world, world_size):
         assert [[approx(gradient)]] * world_size == ranks
 
 
-@pytest.mark.parametrize(
-    ("xs", "reduction", "gradient"),
-    [(5, "mean", 11.0), (5, "weighted_mean", 11.0), (1, "mean", 1.0)],
-)
+@pytest.mark.parametrize(("xs", "gradient"), [(5, 11.0), (1, 1.0)])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_replicas_of_unequal_size(world, world_size, xs, reduction, gradient):
+def test_replicas_of_unequal_size(world, world_size, xs, gradient):
     """Case 27: 1..5 on 2 replicas has gradient 11; 1 alone has 1."""
-    ranks = world(world_size).run(line_gradient, "line", xs, num_replicas=2, reduction=reduction)
+    ranks = world(world_size).run(line_gradient, "line", xs, num_replicas=2)
     assert [[approx(gradient)]] * world_size == ranks
 
 
@@ -156,7 +162,7 @@ def norm_statistics(num_replicas: int) -> tuple[float, float, int]:
     return kept.running_mean.item(), kept.running_var.item(), kept.num_batches_tracked.item()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(("num_replicas", "mean", "variance"), [(1, 0.3, 1.5666667), (2, 0.1, 1.1)])
 def test_batch_norm_is_that_of_replica_0(world, world_size, num_replicas, mean, variance):
     """Case 42: two replicas keep the statistics of 0 and 2 on every rank, as the first of two ranks did; one of all."""
@@ -203,26 +209,22 @@ class InfoNCE(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def contrast(accumulate: int) -> Any:
-    """Body: one step on the same batch, as often as the window is long."""
+def contrast() -> Any:
+    """Body: one step."""
     model = InfoNCE()
-    strategy = GradAvgStrategy(equivalent_to="data_parallel")
-    rows = (torch.tensor(ROWS_A, dtype=torch.float64), torch.tensor(ROWS_B, dtype=torch.float64))
-    data = TensorDataset(*(torch.cat([one] * accumulate) for one in rows))
-    trainer = make_trainer(strategy, max_epochs=1, accumulate_grad_batches=accumulate)
-    trainer.fit(model, DataLoader(data, batch_size=4))
+    rows = (torch.tensor(rows, dtype=torch.float64) for rows in (ROWS_A, ROWS_B))
+    trainer = make_trainer(GradAvgStrategy(equivalent_to="data_parallel"), max_epochs=1)
+    trainer.fit(model, DataLoader(TensorDataset(*rows), batch_size=4))
     return model.losses, model.gradients
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_contrastive_loss_of_the_whole_batch(world, world_size, accumulate):
+def test_contrastive_loss_of_the_whole_batch(world, world_size):
     """Case 43: in training_step_end the loss is 0.6918260226, and the gradient of M is as computed by hand."""
-    gradient = torch.tensor([[-0.34945875, -0.21453436], [0.00286419, -0.34827028]], dtype=torch.float64)
-    for losses, gradients in world(world_size).run(contrast, accumulate):
-        assert [approx(0.6918260226, 1e-9)] * accumulate == losses
-        assert len(gradients) == 1
-        torch.testing.assert_close(gradients[0], gradient, rtol=0, atol=1e-8)
+    expected = torch.tensor([[-0.34945875, -0.21453436], [0.00286419, -0.34827028]], dtype=torch.float64)
+    for losses, (gradient,) in world(world_size).run(contrast):
+        assert [approx(0.6918260226, 1e-9)] == losses
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-8)
 
 
 class Noisy(LightningModule):

@@ -22,7 +22,7 @@ from lightning.pytorch.tuner import Tuner
 from ranks import make_trainer
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
-from toys import Toy, loader, same_everywhere, train
+from toys import Toy, loader, train
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 from lightning_gradavg.rates.recipe import RunRecipe
@@ -38,20 +38,10 @@ def approx(value, tolerance=1e-12):
 SCHEDULERS: dict[str, Any] = {
     "none": None,
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.1),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=12),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.2, step_size_up=3),
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.8)], [3]
-    ),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o, 0.5, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)]
-    ),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
 }
+"""What a schedule becomes is shown for all of torch's schedulers in test_learning_rate.py."""
 
 
 class Scheduled(Toy):
@@ -108,7 +98,6 @@ def run(model: dict[str, Any], strategy: dict[str, Any], **options: Any) -> Any:
     ("scaling", "window", "factor"), [("linear", 1, 4), ("sqrt", 1, 2), ("none", 1, 1), ("linear", 2, 8)]
 )
 def test_local_batch_of_512_on_two_ranks(world, scaling, window, factor):
-    """Case 20: rates 0.1 and 0.01, base batch 256, local batch 512 on 2 ranks."""
     strategy = {"lr_scaling": scaling, "base_batch_size": 256}
     for rates, size, scale in world(2).run(run, {"batch": 512, "size": 1024}, strategy, accumulate_grad_batches=window):
         assert [(approx(0.1 * factor), approx(0.01 * factor))] * (2 // window) == rates
@@ -123,35 +112,21 @@ def warnings_of(*arguments: Any) -> list[str]:
     return [str(warning.message) for warning in caught if "lr_scaling" in str(warning.message)]
 
 
-@pytest.mark.filterwarnings("ignore:reduction='sum' and lr_scaling='linear' count the change")
-def test_sum_and_linear_scaling_count_twice(world):
-    """Case 21: sum with linear scaling by the world size ends at 0.40; sum alone at 0.70."""
-    batches = [[[1, 2]], [[3, 4]]]
-    toy = {"kind": "s", "loss": "sum"}
-    twice = same_everywhere(world(2).run(train, batches, toy, {"reduction": "sum", "lr_scaling": "linear"}))
-    assert approx(0.40) == twice.weights[0].item()
-    assert approx(0.70) == same_everywhere(world(2).run(train, batches, toy, {"reduction": "sum"})).weights[0].item()
-
-
 def test_sum_and_linear_scaling_warn(world):
-    """Case 21: the warning states the effective multiplier, 4."""
     toy = {"kind": "s", "loss": "sum"}
     said = world(2).run(warnings_of, [[[1, 2]], [[3, 4]]], toy, {"reduction": "sum", "lr_scaling": "linear"})
     assert [1, 0] == [len(messages) for messages in said]
     assert "is 4 times the base step" in said[0][0]
 
 
-# That a warm-up and any schedule multiply is shown for every pair of them in test_learning_rate.py.
 @pytest.mark.parametrize(
     ("name", "warmup", "outside"),
     [
-        *((name, 5, False) for name in SCHEDULERS),
-        *((name, 0, True) for name in SCHEDULERS if name not in ("none", "ReduceLROnPlateau")),
-        ("none", 0, False),
+        *(("none", 0, False), ("StepLR", 0, False), ("OneCycleLR", 5, False)),
+        *(("ReduceLROnPlateau", 5, False), ("StepLR", 5, True)),
     ],
 )
 def test_effective_rate_is_factor_times_schedule(world, name, warmup, outside):
-    """Case 22: with every scheduler, Lightning's or the user's own to step, lr at step t is factor(t) x schedule(t)."""
     model = {"scheduler": name, "outside": outside}
     stock = world(2).run(run, model, {})
     scaled = world(2).run(run, model, {"lr_scaling": "linear", "base_batch_size": 1, "lr_warmup_steps": warmup})
@@ -162,15 +137,8 @@ def test_effective_rate_is_factor_times_schedule(world, name, warmup, outside):
             assert [approx(factor * rate) for rate in theirs] == list(mine)
 
 
-def test_step_lr(world):
-    """Case 22: StepLR(2, 0.1) from 0.1 under a scale of 4."""
-    ranks = world(4).run(run, {"scheduler": "StepLR", "size": 10}, {"lr_scaling": "linear"})
-    assert all([0.4, 0.4, 0.04, 0.04, 0.004] == [approx(rate[0]) for rate in rates] for rates, *_ in ranks)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_one_cycle_over_estimated_steps(world, world_size):
-    """Case 22: 64 samples in global batches of 8, twice: 16 steps and the same OneCycle rates on any world."""
     ranks = world(world_size).run(run_one_cycle, world_size)
     expected = world(1).run(run_one_cycle, 1)[0]
     assert [expected] * world_size == ranks
@@ -313,7 +281,6 @@ BACKWARD = {"on_before_zero_grad", "on_before_backward"}
     ],
 )
 def test_the_factor_is_in_force_from_a_batch_to_the_step(world, tmp_path, how, options, further_at_rest):
-    """In a step all see the doubled rate; in between callbacks, schedulers and checkpoints see the base value."""
     at_rest = {f"on_{name}" for name in REST} | {"stepped"} | further_at_rest
     for held, seen, saved, left in world(2).run(moments, how, str(tmp_path), **options):
         assert {"on_train_start", "on_train_batch_start"} <= held.keys()
@@ -372,7 +339,6 @@ def logged(manual: bool) -> Any:
 
 @pytest.mark.parametrize("manual", [False, True])
 def test_monitors_and_the_start_line_show_the_effective_rate(world, manual):
-    """Scale 3, a warm-up of 2 steps, 2 epochs of 2 steps: 0.1, 0.2, 0.3, 0.3, also where an epoch begins."""
     for values, line in world(2).run(logged, manual):
         for name in ("lr-SGD", "gradavg/lr/group_0", *([] if manual else ["logged"])):
             expected = [0.1, 0.1, 0.2, 0.3, 0.3, 0.3] if name == "lr-SGD" else [0.1, 0.2, 0.3, 0.3]
@@ -391,7 +357,6 @@ def swa() -> list[float]:
 
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
 def test_the_rate_of_weight_averaging_is_a_base_rate(world):
-    """On 2 ranks `swa_lrs=0.05` trains at 0.1, after 0.2."""
     for rates in world(2).run(swa):
         assert [approx(0.2)] * 4 == rates[:4]
         assert [approx(0.1)] * 4 == rates[-4:]
@@ -406,16 +371,15 @@ class StepsEarly(Scheduled):
 
 
 def steps_early() -> None:
-    module = StepsEarly("ExponentialLR", outside=True)
+    module = StepsEarly("StepLR", outside=True)
     make_trainer(GradAvgStrategy(lr_scaling="linear"), **TRAINER).fit(module)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_scheduler_within_a_step_is_refused(world):
-    """One that steps where groups hold scaled values would compute with them: an error on all ranks, with advice."""
     for error in world(2).run_expecting_errors(steps_early):
         assert "RuntimeError" == error.type_name
-        assert error.message.startswith("a ExponentialLR stepped between the arrival of a batch and")
+        assert error.message.startswith("a StepLR stepped between the arrival of a batch and")
         assert "Step it after the optimizer, as in on_train_batch_end" in error.message
 
 
@@ -429,7 +393,6 @@ def run_scheduled_window() -> Any:
 
 @pytest.mark.filterwarnings("ignore:lr_scaling='linear' changes nothing")
 def test_scale_follows_a_scheduled_window(world):
-    """The global batch counts accumulation: windows of 1 and then 2 have scales 1 and 2."""
     assert [([approx(0.1)] * 4 + [approx(0.2)] * 2, 8)] * 2 == world(2).run(run_scheduled_window)
 
 
@@ -466,7 +429,6 @@ def find_then_fit(folder: str) -> Any:
 @pytest.mark.filterwarnings("ignore:The number of training batches")
 @pytest.mark.filterwarnings("ignore:lr_scaling='linear' changes nothing")
 def test_learning_rate_finder(world, tmp_path):
-    """Case 24: while Lightning searches, nothing is scaled; the rate found is used as it is, on all ranks."""
     ranks = world(2).run(find_then_fit, str(tmp_path))
     assert [0, 1] == [rank[0] for rank in ranks]
     assert ranks[0][1] is not None
@@ -478,7 +440,6 @@ def test_learning_rate_finder(world, tmp_path):
 
 
 def test_base_batch_matters_only_where_something_is_scaled() -> None:
-    """Without a scaling the recipe of a checkpoint has no base batch, so a search for a rate does not change it."""
     bases = []
     for scaling in ("none", "linear"):
         recipe = RunRecipe(
@@ -496,7 +457,6 @@ def test_base_batch_matters_only_where_something_is_scaled() -> None:
 
 
 def test_named_errors() -> None:
-    """Options that cannot serve are refused when they are given."""
     with pytest.raises(ValueError, match="base_world_size=2 says nothing about a run with split_batches=True"):
         GradAvgStrategy(split_batches=True, base_world_size=2)
     with pytest.raises(ValueError, match="lr_warmup_steps=5 leads to the learning rate"):

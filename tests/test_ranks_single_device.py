@@ -12,7 +12,6 @@ import torch.distributed as dist
 from data_parallel import MODELS, Numbers, Rows, Run, assert_same_run, fit, loader, train
 from grids import grid
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.strategies import DDPStrategy
 from ranks import make_trainer
 from replicas import Regression, single
 from torch import nn
@@ -21,11 +20,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from examples.demo.digits import DigitsClassifier, DigitsData, collate
 from lightning_gradavg import GradAvgStrategy
-
-DTYPES = {"float32": (torch.float32, 1e-6), "float64": (torch.float64, 1e-12)}
-
-# Stock Lightning says so of a test on several ranks; ours reads every sample once.
-DISTRIBUTED_SAMPLER = "ignore:Using `DistributedSampler` with the dataloaders"
 
 
 def on_one_device(**options: Any) -> Trainer:
@@ -55,18 +49,16 @@ def reference(name: str, dtype: torch.dtype, accumulate: int) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "dtype"),
-    grid(["plain cnn", "masked", "sparse", "rows"], [1, 2, 3, 4], list(DTYPES)),
+    ("name", "world_size"), grid(["plain cnn", "masked", "sparse", "rows"], [1, 2, 3, 4], strength=1)
 )
-def test_equals_one_process(world, name, world_size, dtype):
+def test_equals_one_process(world, name, world_size):
     """20 steps on batches of 16, 15, 5 and 1 are those of one process, with batch norm over the whole batch."""
-    torch_dtype, tolerance = DTYPES[dtype]
-    windows = (1, 2) if torch_dtype == torch.float64 else (1,)
-    ranks = world(world_size).run(fit_all, name, torch_dtype, windows)
+    windows = (1, 2)
+    ranks = world(world_size).run(fit_all, name, torch.float64, windows)
     assert list(range(world_size)) == [rank for rank, _ in ranks]
     for index, accumulate in enumerate(windows):
-        expected = reference(name, torch_dtype, accumulate)
-        assert_same_run([runs[index] for _, runs in ranks], expected, tolerance, 10 * tolerance)
+        expected = reference(name, torch.float64, accumulate)
+        assert_same_run([runs[index] for _, runs in ranks], expected, 1e-12, 1e-11)
 
 
 class WithNumbers(Numbers):
@@ -142,8 +134,7 @@ def fit_shuffled_as(preset: str) -> Any:
     return fit_shuffled(GradAvgStrategy(equivalent_to=preset))  # type: ignore[arg-type]  # a parameter of the test
 
 
-@pytest.mark.parametrize("preset", ["data_parallel", "single_device"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("preset", "world_size"), [("data_parallel", 2), ("single_device", 1), ("single_device", 3)])
 def test_shuffled_batches_are_those_of_stock_lightning(world, world_size, preset):
     """Case 37: a seeded script on one device and on several ranks trains on the same batches in every epoch."""
     expected = fit_shuffled("auto", on_one_device)
@@ -173,7 +164,7 @@ def norm_statistics(count: int) -> tuple[float, float, int]:
     return kept.running_mean.item(), kept.running_var.item(), kept.num_batches_tracked.item()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_batch_norm_over_all_ranks(world, world_size):
     """Case 42: every rank ends with the statistics of 0, 2, 4 and 6, also where it has one of them or none."""
     ranks = world(world_size).run(norm_statistics, 4)
@@ -264,11 +255,6 @@ def fit_digits_as(preset: Any, batch_norm: bool) -> Any:
     return fit_digits(GradAvgStrategy(equivalent_to=preset, num_replicas=replicas), batch_norm, 64)
 
 
-def fit_digits_in_stock(batch_norm: bool) -> Any:
-    """Body: on as many samples per step."""
-    return fit_digits(DDPStrategy(), batch_norm, 64 // dist.get_world_size())
-
-
 @pytest.fixture(scope="module")
 def one_process(world: Any) -> Any:
     """The runs to compare with: the preset on one rank; for single_device, stock Lightning."""
@@ -296,7 +282,7 @@ METRICS = {
 
 @pytest.mark.filterwarnings("ignore:num_replicas=4 leaves 1 of 3 ranks without a replica")
 @pytest.mark.parametrize(
-    ("preset", "world_size", "batch_norm"), grid(["data_parallel", "single_device"], [1, 2, 3, 4], [False, True])
+    ("preset", "world_size", "batch_norm"), grid(["data_parallel", "single_device"], [2, 3], [False, True])
 )
 def test_digits_do_not_depend_on_the_world(world, one_process, preset, world_size, batch_norm):
     """Weights, losses of each step and of the epochs, and all metrics of the digits are those of one process."""
@@ -311,16 +297,6 @@ def check_digits(ranks: Any, expected: Any) -> None:
         assert 16 == len(losses) == len(ours_losses)
         assert [approx(loss) for loss in losses] == ours_losses
         assert {name: approx(value) for name, value in metrics.items()} == ours_metrics
-
-
-@pytest.mark.filterwarnings(DISTRIBUTED_SAMPLER)
-def test_digits_depend_on_the_world_in_stock_lightning(world, one_process):
-    """Stock DDP on 4 ranks, with a fourth of the batch on each, ends with other weights and another logged loss."""
-    metrics, _, weights = one_process["single_device", False]
-    theirs, _, their_weights = world(4).run(fit_digits_in_stock, False)[0]
-    assert abs(theirs["train_loss_epoch"] - metrics["train_loss_epoch"]) > 1e-3
-    name = "network.0.weight"
-    assert torch.linalg.norm(their_weights[name] - weights[name]) > 1e-3 * torch.linalg.norm(weights[name])
 
 
 class Halved(Regression):
