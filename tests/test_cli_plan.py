@@ -41,23 +41,6 @@ def test_a_noise_scale_bounds_linear_scaling(capsys: pytest.CaptureFixture[str])
     assert "by that formula" not in text
 
 
-def test_one_is_singular(capsys: pytest.CaptureFixture[str]) -> None:
-    base = ("--batch-size", "1", "--lr", "0.1", "--accumulate-grad-batches", "2")
-    lines = lines_of(capsys, *base, "--devices-per-node", "1", "--max-device-batch-size", "1")
-    assert lines[0].endswith("on 1 device, sgd, lr 0.1. Now: 1 node x 1 device = 1 rank.")
-    each = "2, each of at most 1 sample"
-    assert f"micro-batches per device {each} {each} {each}" in lines
-
-
-def test_an_infeasible_scaling_names_its_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(lines_of(capsys, *ADAM, "--global-batch-size", "1024", "--max-device-batch-size", "100"))
-    assert "largest global" in text
-    assert "319" in text
-    assert "lr_scaling='adam_sde' is not feasible at scale 32 with beta1=0.9" in text
-    assert "micro-batches per device 1 3, each of at most 86 samples 1" in text
-    assert "lr_scaling='sqrt', base_batch_size=32" in text
-
-
 NAMES: dict[type, set[str]] = {
     Recipe: {
         *("batch_size", "lr", "devices", "accumulate_grad_batches", "optimizer", "betas", "alpha", "eps"),

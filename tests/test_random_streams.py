@@ -28,7 +28,6 @@ def drawn(seed: int, step: int, replica: int) -> tuple[Any, ...]:
 
 
 def test_draws_differ_between_replicas_and_steps_and_repeat():
-    """Case 41: no two of the seed, step and replica triples draw alike, and each draws the same again."""
     triples = [(seed, step, replica) for seed in (0, 1, 2**40) for step in range(4) for replica in range(4)]
 
     first = [drawn(*triple) for triple in triples]
@@ -43,7 +42,6 @@ def test_draws_differ_between_replicas_and_steps_and_repeat():
 
 
 def test_no_two_generators_make_the_same_stream():
-    """Python, NumPy and torch, all of them Mersenne Twisters, do not repeat one another."""
     with ReplicaStreams(0, CPU).of(0, 0):
         python = [random.random() for _ in range(64)]
         numpy = np.random.rand(64).tolist()  # noqa: NPY002
@@ -54,7 +52,6 @@ def test_no_two_generators_make_the_same_stream():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_all_generators_are_put_back(fails):
-    """What comes after, also after an exception, is what would have come without, a kept half of a pair included."""
     draws()  # an odd number of draws from NumPy's normal distribution leaves one for the next
     states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
     expected = draws()
@@ -69,23 +66,9 @@ def test_all_generators_are_put_back(fails):
     assert expected == draws()
 
 
-def test_a_stream_within_a_stream_is_put_back_to_where_that_was():
-    """Streams nest: the outer one goes on where it was."""
-    streams = ReplicaStreams(0, CPU)
-    with streams.of(0, 0):
-        expected = draws(), draws()
-
-    with streams.of(0, 0):
-        first = draws()
-        with streams.of(0, 1):
-            draws()
-        assert expected == (first, draws())
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("within", [False, True])
 def test_checkpoint_repeats_the_draws(use_reentrant, within):
-    """Recomputing after the stream has ended, the mask of a dropout is that of the forward; and the streams go on."""
     streams = ReplicaStreams(5, CPU)
     dropout = nn.Dropout(0.5)
     x = torch.ones(256, requires_grad=True)
@@ -108,14 +91,12 @@ def test_checkpoint_repeats_the_draws(use_reentrant, within):
 
 
 def test_a_device_without_streams_is_refused():
-    """The error quotes the device and says which have streams."""
     with pytest.raises(ValueError, match=r"device must be a CPU or an accelerator .* got 'meta': move"):
         ReplicaStreams(0, torch.device("meta"))
 
 
 @pytest.mark.gpu
 def test_the_device_draws_from_the_stream_without_a_wait() -> None:
-    """Case 41: a CUDA generator draws by seed, step and replica, is put back, and nothing waits for the device."""
     device = torch.device("cuda", torch.cuda.current_device())
     streams = ReplicaStreams(0, device)
     before = torch.cuda.get_rng_state(device)

@@ -138,7 +138,6 @@ AWARE = pytest.mark.filterwarnings("ignore:find_unused_parameters=True was speci
 @pytest.mark.parametrize("pieces", IN_PIECES)
 @pytest.mark.parametrize("name", RUNS)
 def test_lightning_counts_loader_batches(world, tmp_path, name, pieces):
-    """On 1, 2 and 4 ranks hooks, step logs, rates, averages, progress and checkpoints are those of a whole batch."""
     kind, options = RUNS[name]
     options = dict(options)
     of_strategy = options.pop("of_strategy", {})
@@ -158,7 +157,6 @@ def test_lightning_counts_loader_batches(world, tmp_path, name, pieces):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_scheduler_of_every_second_batch(world, tmp_path, size):
-    """4 loader batches halve the rate of 0.1 twice, to 0.025, whatever a rank computes at once."""
     strategy = {"split_batches": True, "max_device_batch_size": 1}
     for found in world(size).run(seen, Net, strategy, str(tmp_path), limit_train_batches=4, max_epochs=1):
         assert [(0, 0.1), (1, 0.05), (2, 0.05), (3, 0.025)] == [

@@ -25,8 +25,6 @@ from torch.utils.data import DataLoader
 from toys import Toy, loader, train
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
-from lightning_gradavg.rates.recipe import RunRecipe
-from lightning_gradavg.rules import RULES
 
 TRAINER = {"max_epochs": 1, "use_distributed_sampler": False}
 
@@ -437,23 +435,6 @@ def test_learning_rate_finder(world, tmp_path):
         assert {suggestion} == used
         assert ranks[0][3] == results
         assert approx(1e-4) == results[0]
-
-
-def test_base_batch_matters_only_where_something_is_scaled() -> None:
-    bases = []
-    for scaling in ("none", "linear"):
-        recipe = RunRecipe(
-            RULES["mean"],
-            split_batches=False,
-            lr_scaling=scaling,
-            base_batch_size=None,
-            base_world_size=1,
-            lr_warmup_steps=0,
-        )
-        recipe.set_batch([4], world_size=2, accumulation=1)
-        recipe.found_here()
-        bases.append(recipe.settings()["base_batch_size"])
-    assert [None, 8] == bases
 
 
 def test_named_errors() -> None:

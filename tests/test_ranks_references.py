@@ -12,13 +12,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from ranks import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from toys import Toy, loader, same_everywhere, train
+from toys import Toy, loader
 
 from lightning_gradavg import GradAvgStrategy
-
-
-def approx(value, tolerance=1e-12):
-    return pytest.approx(value, rel=tolerance, abs=tolerance)
 
 
 class MLP(LightningModule):
@@ -54,8 +50,10 @@ def train_mlp(dtype: torch.dtype, single: bool, split: bool) -> Any:
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-6)], ids=["f64", "f32"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "tolerance"),
+    [(1, torch.float64, 1e-12), (2, torch.float32, 5e-6), (4, torch.float64, 1e-12)],
+)
 def test_same_global_batch_same_weights(world, world_size, dtype, tolerance, split):
     """Case 3: after 20 steps the weights are those of one device, whose bits one rank has."""
     ((_, expected),) = world(1).run(train_mlp, dtype, True, False)
@@ -66,25 +64,6 @@ def test_same_global_batch_same_weights(world, world_size, dtype, tolerance, spl
         if world_size == 1 and not split:
             assert torch.equal(value, ranks[0][1][name])
         torch.testing.assert_close(ranks[0][1][name], value, rtol=tolerance, atol=tolerance)
-
-
-class WithAdam(Toy):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.0)
-
-
-@pytest.mark.parametrize(
-    ("reduction", "loss", "norm"), [("mean", "mean", 7.5), ("sum", "sum", 30.0), ("mean", "sum", 15.0)]
-)
-def test_adam_hides_the_factor(world, reduction, loss, norm):
-    """Case 6: AdamW steps to 0.99 whatever the factor; only the reduced gradient tells 7.5 from 15 and 30."""
-    seen = same_everywhere(
-        world(2).run(
-            train, [[[1, 2]], [[3, 4]]], {"kind": "s", "loss": loss}, {"reduction": reduction}, module=WithAdam
-        )
-    )
-    assert approx(norm, 1e-9) == seen.gradients[0].abs().item()
-    assert approx(0.99, 1e-6) == seen.weights[0].item()
 
 
 class Logged(Toy):

@@ -79,13 +79,12 @@ def logged(end: bool, strategy: Options, batch_size: int) -> tuple[list[dict[str
 
 @pytest.mark.parametrize(("end", "strategy"), [(False, parallel()), (False, single()), (True, single())], ids=str)
 def test_logged_values_do_not_depend_on_the_world_size(world, end, strategy):
-    """Means, sums, extremes and metrics, of steps and epochs, are those of one process, also in a batch of 6."""
     for steps, epoch in (reference := world(1).run(logged, end, strategy, 12)):
         assert len(steps) == 3
         assert epoch["rows"] == 30
         assert set(epoch) >= {"mean_epoch", "sum_epoch", "largest_epoch", "smallest_epoch", "of_epoch", "accuracy"}
     (steps, epoch), *_ = reference
-    for size in (2, 3, 4):
+    for size in (2, 3):
         for of_rank in world(size).run(logged, end, strategy, 12):
             assert of_rank[0] == [pytest.approx(step, rel=1e-12) for step in steps]
             assert of_rank[1] == pytest.approx(epoch, rel=1e-12)
@@ -112,7 +111,6 @@ class LogsOften(Regression):
 
 @pytest.mark.parametrize("strategy", [parallel(), single(), single(max_device_batch_size=3)], ids=str)
 def test_ranks_may_log_different_names_and_often(world, strategy):
-    """A value logged several times, or on some ranks only, is that of those who logged it, and nobody waits."""
     if "max_device_batch_size" in strategy:
         _, metrics = world(2).run(outcome, LogsOften, strategy)[0]
         _, expected = world(1).run(outcome, LogsOften, single())[0]
@@ -134,8 +132,7 @@ class LogsDict(RegressionEnd):
 
 
 def test_log_dict_of_the_whole_batch(world):
-    """`log_dict` weighs by the whole batch, too, and what is summed over ranks is counted once, if infinite."""
-    assert_same(world, (2, 3, 4), LogsDict, {"equivalent_to": "data_parallel"})
+    assert_same(world, (2,), LogsDict, {"equivalent_to": "data_parallel"})
 
 
 class OwnLog(Regression):
@@ -149,7 +146,6 @@ class OwnLog(Regression):
 
 
 def test_a_modules_own_log_is_called(world):
-    """A `log` of the user's own may take what it likes."""
     assert set(world(2).run(outcome, OwnLog, parallel())[0][1]) == {"mine/loss"}
     assert_same(world, (2,), OwnLog, parallel())
 
@@ -177,7 +173,6 @@ def whole_metrics() -> tuple[tuple[float, float], int]:
 
 
 def test_a_metric_of_the_whole_batch_counts_it_once(world):
-    """`training_step_end` runs on every rank, but its metrics hold each sample once when they are summed over ranks."""
     expected = world(1).run(whole_metrics)[0][0]
     assert expected[0] == 24
     for size in (2, 3):
@@ -230,7 +225,6 @@ def listed(strategy: Options) -> list[Tensor]:
 
 @pytest.mark.filterwarnings("ignore:num_replicas=2 leaves 1 of 3 ranks without a replica")
 def test_metrics_with_lists_count_each_sample_once(world):
-    """A rank that only has stand-ins adds empty rows to its lists."""
     strategy = parallel(2)
     expected = torch.full((2,), float(data().dataset.tensors[0].sum()), dtype=torch.float64)
     for size in (1, 2, 3):

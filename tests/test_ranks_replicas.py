@@ -51,7 +51,6 @@ def saved(folder: str, strategy: Options, stop: int, resume: str | None) -> tupl
 
 @pytest.mark.parametrize("sizes", [(4, 1, 2), (1, 3, 4)])
 def test_a_run_goes_on_at_another_world_size(world, tmp_path, sizes):
-    """With R fixed, batches, dropout masks and batch norm of a run that moves twice are those of one that stays."""
     _, expected = world(1).run(saved, str(tmp_path / "whole"), parallel(), 8, None)[0]
     path = None
     for size, stop in zip(sizes, (2, 5, 8), strict=True):
@@ -66,7 +65,6 @@ def resumed_with_other_replicas(folder: str, path: str) -> None:
 
 
 def test_other_replicas_are_another_recipe(world, tmp_path):
-    """A checkpoint of 4 replicas is not continued with 2 without a word: batch norm would see other chunks."""
     path, _ = world(2).run(saved, str(tmp_path), parallel(), 2, None)[0]
     for raised in world(2).run_expecting_errors(resumed_with_other_replicas, str(tmp_path / "more"), path):
         assert "num_replicas: 4 in the checkpoint, now 2" in raised.message
@@ -80,61 +78,35 @@ class Terms(Regression):
 
 
 def test_named_terms_of_replicas(world):
-    """Terms with weights of their own need one piece per rank: their global weights are known before its backward."""
     assert_same(world, (1,), Terms, parallel(1))
     for raised in world(2).run_expecting_errors(outcome, Terms, parallel()):
         assert "named loss terms need the global weight of each" in raised.message
 
 
-class Manual(Classifier):
-    automatic_optimization = False
+class Normed(Regression):
+    norm = True
 
-    def __init__(self) -> None:
-        super().__init__()
+
+class Manual(Normed):
+    def build(self) -> None:
         self.automatic_optimization = False
 
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        inputs, labels = batch
-        optimizer.zero_grad()  # type: ignore[union-attr]  # there is one
-        self.manual_backward(nn.functional.cross_entropy(self(inputs), labels))
-        optimizer.step()  # type: ignore[union-attr]  # there is one
-
-
-def manual(size: int) -> dict[str, Tensor]:
-    module = Manual()
-    fit(module, {"equivalent_to": "data_parallel", "num_replicas": size})
-    return state_of(module)
-
-
-def automatic(size: int) -> dict[str, Tensor]:
-    module = Classifier()
-    fit(module, {"equivalent_to": "data_parallel", "num_replicas": size})
-    return state_of(module)
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_manual_optimization_runs_one_replica_per_rank(world, size):
-    """With as many ranks as replicas manual optimization gives what automatic optimization gives on one rank."""
-    (expected, *_) = world(1).run(automatic, size)
-    for state in world(size).run(manual, size):
-        for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
-
-
-def replicas_without_preset(replicas: int) -> dict[str, Tensor]:
-    module = Classifier()
-    fit(module, {"split_batches": True, "num_replicas": replicas})
-    return state_of(module)
+    expected, _ = world(1).run(outcome, Normed, parallel(size))[0]
+    for state, _ in world(size).run(outcome, Manual, parallel(size)):
+        torch.testing.assert_close(state, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_replicas_do_without_a_preset(world):
-    """`split_batches` with `num_replicas` fixes what batch norm sees, on any number of ranks."""
-    (expected, *_) = world(1).run(replicas_without_preset, 4)
-    for size in (2, 3, 4):
-        for state in world(size).run(replicas_without_preset, 4):
-            for name, value in expected.items():
-                torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+    assert_same(world, (2, 3, 4), Normed, {"split_batches": True, "num_replicas": 4})
 
 
 class Drifting(Classifier):
@@ -154,7 +126,6 @@ def validated_within() -> float:
 
 
 def test_a_model_evaluated_in_training_mode_does_not_hang(world):
-    """Ranks have different numbers of evaluation batches, so batch norm is not synchronized in evaluation."""
     expected = world(1).run(validated_within)[0]
     assert world(2).run(validated_within) == pytest.approx([expected] * 2, rel=1e-12)
     assert world(3).run(validated_within) == pytest.approx([expected] * 3, rel=1e-12)
@@ -183,7 +154,6 @@ def patched() -> tuple[int, bool]:
 
 
 def test_a_patched_training_step_is_run_and_put_back(world):
-    """The module is left as it was; each rank has run its two replicas of the three batches."""
     assert world(2).run(patched) == [(6, True), (6, True)]
 
 
@@ -202,7 +172,6 @@ def outputs_seen(folder: str) -> list[Any]:
 
 
 def test_outputs_of_a_ranks_replicas_are_joined(world, tmp_path):
-    """`on_train_batch_end` gets one loss, the mean over the rank's samples, and the other outputs one after another."""
     (whole,), *_ = world(1).run(outputs_seen, str(tmp_path))
     assert whole["rows"] == next(iter(data(11, 11)))[1].tolist()
     assert whole["size"] == [3, 3, 3, 2]
@@ -227,7 +196,6 @@ class Assigns(Regression):
 
 
 def test_one_device_keeps_assigned_buffers(world):
-    """Under single_device a tensor that is assigned in place of a buffer stays, as it does on one process."""
     state, _ = world(1).run(outcome, Assigns, single())[0]
     assert state["steps"] == 6
     assert_same(world, (2, 3), Assigns, single())
@@ -241,7 +209,6 @@ def fit_caught() -> Any:
 
 
 def test_replicas_drop_assigned_buffers_with_a_word(world):
-    """Under data_parallel it is dropped, as nn.DataParallel does, and rank zero says so once."""
     (steps, messages), *others = world(2).run(fit_caught)
     assert steps == 0
     assert len(messages) == 1
@@ -274,53 +241,9 @@ class Late(Lazy):
 
 @pytest.mark.parametrize("kind", [Lazy, Late])
 def test_buffers_that_come_to_be_in_a_step_are_refused_by_name(world, kind):
-    """Each rank would have its own."""
     for raised in world(2).run_expecting_errors(outcome, kind, parallel()):
         assert raised.type_name == "RuntimeError"
         assert "center" in raised.message
-
-
-class Counts(Regression):
-    """A buffer that counts samples: alike on all ranks while chunks are even."""
-
-    seen: Tensor
-
-    def build(self) -> None:
-        self.register_buffer("seen", torch.zeros(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen += len(batch[0])
-        return super().training_step(batch, batch_idx)
-
-
-def test_buffers_are_compared_after_an_uneven_batch(world):
-    """A buffer that counts the rank's samples is found out when the ranks have different numbers of them."""
-    for raised in world(3).run_expecting_errors(outcome, Counts, single(), 9, 17):
-        assert "into the buffers seen on different ranks" in raised.message
-
-
-class Hooks(Regression):
-    """Clamps gradients in a hook, and counts its calls."""
-
-    def build(self) -> None:
-        self.calls = [0, 0]
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        self.calls[0] += 1
-
-    def on_after_backward(self) -> None:
-        self.calls[1] += 1
-        for parameter in self.parameters():
-            assert parameter.grad is not None
-            parameter.grad.clamp_(-0.01, 0.01)
-
-    def on_train_end(self) -> None:
-        assert self.calls == [6, 6]
-
-
-def test_hooks_see_one_backward(world):
-    """`on_before_backward` and `on_after_backward` are called once per batch, with the reduced gradient."""
-    assert_same(world, (2, 4), Hooks, parallel())
 
 
 class Teaches(Regression):
@@ -336,7 +259,6 @@ class Teaches(Regression):
 
 
 def test_parameters_written_in_a_replica_are_refused_by_name(world):
-    """A teacher that a rank moves once per replica would drift from that of other world sizes."""
     for raised in world(2).run_expecting_errors(outcome, Teaches, parallel()):
         assert "training_step has written the parameters teacher.weight" in raised.message
     assert_same(world, (2,), Teaches, single())

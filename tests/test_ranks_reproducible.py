@@ -210,13 +210,6 @@ def test_what_is_served(world, name):
     assert_same_bits(world, [[0, 0]], kind, 6, **{"batches": 8, **asked})
 
 
-def test_buckets_do_not_show(world):
-    """Small buckets on two ranks leave the bits of one bucket on one."""
-    (expected,) = world(1).run(trained, CNN, 4, batches=8)
-    for found in world(2).run(trained, CNN, 4, batches=8, options={"bucket_cap_mb": 0.0005}):
-        assert same_bits(expected, found)
-
-
 def fixed(number: int) -> tuple[list[Any], list[Any]]:
     """Body: train where the process is set otherwise; return how it was set within the run, and after it."""
     seen = []

@@ -27,7 +27,6 @@ def of_replicas(replicas: int = 4, **options: Any) -> GradAvgStrategy:
         ({"num_replicas": None}, "reproducible=True needs num_replicas, .*, got None. Give a number"),
         ({"equivalent_to": "single_device"}, "equivalent_to='single_device' contradicts reproducible=True"),
         ({"ddp_comm_hook": print}, "ddp_comm_hook=<built-in function print> contradicts reproducible=True"),
-        ({"ddp_comm_wrapper": print}, "ddp_comm_wrapper=<built-in function print> contradicts reproducible=True"),
         ({"static_graph": True}, "static_graph=True contradicts reproducible=True: it expects one backward"),
         ({"split_batches": False}, "split_batches=False contradicts equivalent_to='data_parallel'"),
         ({"max_device_batch_size": 4}, "max_device_batch_size=4 contradicts equivalent_to='data_parallel'"),
@@ -36,16 +35,8 @@ def of_replicas(replicas: int = 4, **options: Any) -> GradAvgStrategy:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_options_that_contradict(options, message):
-    """An option that would have the number of ranks show is an error at once, which quotes it."""
     with pytest.raises(ValueError, match=message):
         of_replicas(**options)
-
-
-def test_it_is_data_parallel():
-    """It asks for the run of DataParallel, and takes whatever says so already."""
-    said = of_replicas(equivalent_to="data_parallel", split_batches=True, static_graph=False)
-    for strategy in (of_replicas(), said):
-        assert "data_parallel" == strategy._rates.recipe.equivalent_to
 
 
 class Model(LightningModule):
@@ -154,13 +145,11 @@ def fit(
     ids=str,
 )
 def test_runs_that_are_refused(world, options, ranks, message):
-    """What cannot be served is an error on all ranks, before or in the first step."""
     for raised in world(ranks).run_expecting_errors(fit, **options):
         assert re.search(message, raised.message), raised
 
 
 def test_a_fingerprint_tells_states_apart(world):
-    """It is the same on all ranks and any number of them, and another one after every step and from another seed."""
     ((first, *others),) = world(1).run(fit)
     assert [[first, *others]] * 2 == world(2).run(fit)
     assert 3 == len({first, *others})
@@ -170,7 +159,6 @@ def test_a_fingerprint_tells_states_apart(world):
 
 
 def test_a_fingerprint_of_nothing():
-    """Before a run there is no state."""
     with pytest.raises(RuntimeError, match="nothing to take a fingerprint of before the Trainer has begun a run"):
         of_replicas().fingerprint()
 
@@ -184,7 +172,6 @@ def monitored() -> tuple[list[str], list[str]]:
 
 
 def test_the_monitor_writes_fingerprints(world):
-    """One line every so many steps, by which two runs are compared."""
     for prints, said in world(2).run(monitored):
         expected = [f"GradAvgMonitor: after step {step}, fingerprint {prints[step - 1]}" for step in (2, 4, 6)]
         assert expected == said
@@ -197,8 +184,6 @@ def go_on(path: str, precision: str) -> list[str]:
 
 
 def test_a_resumed_run_computes_alike(world, tmp_path):
-    """Resumed on another number of ranks, within an epoch, a run has the bits of one that was not interrupted; with
-    another arithmetic it is refused."""
     path = str(tmp_path / "saved.ckpt")
     world(2).run(fit, path=path)
     (whole,) = world(1).run(fit, max_epochs=2)

@@ -44,36 +44,19 @@ def literal(start: int, stop: int) -> str:
     ("leaves", "expected"), [(1, "0"), (3, "((0 1) 2)"), (4, "((0 1) (2 3))"), (6, "(((0 1) (2 3)) (4 5))")]
 )
 def test_the_tree(leaves, expected):
-    """Small trees, by hand."""
     assert expected == summed(leaves, 1) == literal(0, leaves)
 
 
 @pytest.mark.parametrize("leaves", range(1, 65))
 def test_any_number_of_ranks_makes_the_same_tree(leaves):
-    """Every number of ranks that divides the leaves makes the tree that is written down from its root."""
     expected = literal(0, leaves)
     for ranks in range(1, leaves + 1):
         if leaves % ranks == 0:
             assert expected == summed(leaves, ranks), ranks
 
 
-@pytest.mark.parametrize(
-    ("leaves", "held", "expected"),
-    [
-        (8, range(4, 8), ((4, 8),)),
-        (6, range(3), ((0, 2), (2, 3))),
-        (6, range(3, 6), ((3, 4), (4, 6))),
-        (10, range(5, 10), ((5, 6), (6, 8), (8, 10))),
-    ],
-)
-def test_subtrees(leaves, held, expected):
-    """A rank is left with one sum where its leaves are a subtree, and else with several."""
-    assert expected == subtrees(leaves, held)
-
-
 @pytest.mark.parametrize("height", range(8))
 def test_partial_sums_are_few(height):
-    """At most as many values wait as the tree is high, and one."""
     fold = Fold(2**height, lambda left, right: left + right)
     waiting = []
     for leaf in range(2**height):
@@ -133,7 +116,6 @@ RANKS = {4: (1, 2, 4), 6: (1, 2, 3, 6), 12: (1, 2, 3, 4, 6)}
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20])
 @pytest.mark.parametrize(("replicas", "world_size"), [(count, size) for count in RANKS for size in RANKS[count]])
 def test_sums_have_the_same_bits_on_any_ranks(world, world_size, replicas, bucket_bytes):
-    """On every rank they are those of the tree by hand, whatever the buckets, with None where nobody has a gradient."""
     expected = by_hand(replicas)
     for found in world(world_size).run(summed_over_ranks, replicas, bucket_bytes):
         assert [None if one is None else one.dtype for one in expected] == [
@@ -147,7 +129,6 @@ def test_sums_have_the_same_bits_on_any_ranks(world, world_size, replicas, bucke
 
 
 def test_zeros_are_positive(world):
-    """A negative zero on one rank is that of ranks that send zeros."""
     for size in (1, 2):
         for (total,) in world(size).run(sum_of_negative_zeros):
             assert not total.signbit().any()
