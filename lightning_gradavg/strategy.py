@@ -46,8 +46,8 @@ from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.gather import require_allowed
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.weigh import WeighedLoss
+from lightning_gradavg.replicas.part import replicas_of
 from lightning_gradavg.replicas.pieces import Step
-from lightning_gradavg.replicas.single_device import replicas_of
 from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.reproducible.part import AlignedReplicas, Arithmetic, FixedArithmetic

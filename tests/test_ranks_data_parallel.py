@@ -64,26 +64,22 @@ def compare(
 
 @pytest.mark.parametrize(("name", "place", "accumulate"), grid(OWN_LOSSES, PLACES, WINDOWS), ids=str)
 def test_equals_data_parallel_in_float64(world, name, place, accumulate):
-    """20 steps on batches of 16, 15, 5 and 1 show the gradients, losses, buffers and weights of R replicas."""
     compare(world, place, name, torch.float64, accumulate)
 
 
 @pytest.mark.parametrize(("name", "size", "accumulate"), grid(OF_ALL, [1, 2, 4], WINDOWS), ids=str)
 def test_the_loss_of_all_outputs_equals_data_parallel(world, name, size, accumulate):
-    """So do as many ranks as replicas with the loss of `training_step_end`."""
     compare(world, Place(size, size), name, torch.float64, accumulate)
 
 
 @pytest.mark.parametrize("name", OWN_LOSSES)
 def test_equals_data_parallel_in_float32(world, name):
-    """The same within the rounding of float32."""
     compare(world, Place(4, 3), name, torch.float32, 1)
 
 
 @pytest.mark.parametrize("place", [Place(4, 2), Place(3, 1)], ids=str)
 @pytest.mark.parametrize(("name", "accumulate"), [("cnn", 3), ("masked", 2)])
 def test_a_reproducible_run_is_that_of_data_parallel(world, name, place, accumulate):
-    """A sum in another order is the same sum, also of a window."""
     compare(world, place, name, torch.float64, accumulate, reproducible=True)
 
 
@@ -129,7 +125,6 @@ def line_gradient(name: str, xs: int, **strategy: Any) -> list[float]:
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_loss_over_the_outputs_of_all(world, world_size):
-    """Case 26: the variance of 1..4 has gradient 2.5 and that of 1..5 has 4.0, for any ranks."""
     for xs, gradient in ((4, 2.5), (5, 4.0)):
         ranks = world(world_size).run(line_gradient, "variance", xs)
         assert [[approx(gradient)]] * world_size == ranks
@@ -138,7 +133,6 @@ def test_loss_over_the_outputs_of_all(world, world_size):
 @pytest.mark.parametrize(("xs", "gradient"), [(5, 11.0), (1, 1.0)])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_replicas_of_unequal_size(world, world_size, xs, gradient):
-    """Case 27: 1..5 on 2 replicas has gradient 11; 1 alone has 1."""
     ranks = world(world_size).run(line_gradient, "line", xs, num_replicas=2)
     assert [[approx(gradient)]] * world_size == ranks
 
@@ -165,14 +159,12 @@ def norm_statistics(num_replicas: int) -> tuple[float, float, int]:
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(("num_replicas", "mean", "variance"), [(1, 0.3, 1.5666667), (2, 0.1, 1.1)])
 def test_batch_norm_is_that_of_replica_0(world, world_size, num_replicas, mean, variance):
-    """Case 42: two replicas keep the statistics of 0 and 2 on every rank, as the first of two ranks did; one of all."""
     ranks = world(world_size).run(norm_statistics, num_replicas)
     assert [(approx(mean), approx(variance, 1e-7), 1)] * world_size == ranks
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_batch_norm_of_one_value(world, world_size):
-    """Case 42: a replica of one sample, which batch norm refuses, is the same error on all ranks, and no hang."""
     raised = world(world_size).run_expecting_errors(norm_statistics, 4)
     assert ["ValueError"] * world_size == [one.type_name for one in raised]
     assert all("in 4 replicas gives one of them a single sample" in one.message for one in raised)
@@ -220,7 +212,6 @@ def contrast() -> Any:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_contrastive_loss_of_the_whole_batch(world, world_size):
-    """Case 43: in training_step_end the loss is 0.6918260226, and the gradient of M is as computed by hand."""
     expected = torch.tensor([[-0.34945875, -0.21453436], [0.00286419, -0.34827028]], dtype=torch.float64)
     for losses, (gradient,) in world(world_size).run(contrast):
         assert [approx(0.6918260226, 1e-9)] == losses
@@ -264,7 +255,6 @@ def merged(ranks: Any) -> dict[int, list[float]]:
 
 
 def test_random_numbers_of_replicas(world):
-    """Case 41: noise and dropout are those of the replica, and not of the rank that computes it, and repeat exactly."""
     expected = world(1).run(fit_noisy, 7)
     firsts = [start + offset for start in (0, 16) for offset in (0, 4, 8, 12)] + [32, 34, 36]
     drawn = merged(expected)

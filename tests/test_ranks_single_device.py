@@ -52,7 +52,6 @@ def reference(name: str, dtype: torch.dtype, accumulate: int) -> Run:
     ("name", "world_size"), grid(["plain cnn", "masked", "sparse", "rows"], [1, 2, 3, 4], strength=1)
 )
 def test_equals_one_process(world, name, world_size):
-    """20 steps on batches of 16, 15, 5 and 1 are those of one process, with batch norm over the whole batch."""
     windows = (1, 2)
     ranks = world(world_size).run(fit_all, name, torch.float64, windows)
     assert list(range(world_size)) == [rank for rank, _ in ranks]
@@ -74,7 +73,6 @@ def fit_with_numbers() -> None:
 
 
 def test_numbers_of_a_rank_are_refused(world):
-    """Case 26: a number that a rank has computed from its samples has no counterpart on one device: an error on all."""
     raised = world(3).run_expecting_errors(fit_with_numbers)
     assert ["TypeError"] * 3 == [one.type_name for one in raised]
     assert all("['penalty'] of training_step is one number" in one.message for one in raised)
@@ -93,7 +91,6 @@ def fit_counting() -> None:
 
 
 def test_buffers_of_a_ranks_samples_are_refused(world):
-    """Case 42: a buffer into which each rank writes what depends on its samples is an error on all ranks."""
     raised = world(3).run_expecting_errors(fit_counting)
     assert ["ValueError"] * 3 == [one.type_name for one in raised]
     assert all("seen" in one.message for one in raised)
@@ -136,7 +133,6 @@ def fit_shuffled_as(preset: str) -> Any:
 
 @pytest.mark.parametrize(("preset", "world_size"), [("data_parallel", 2), ("single_device", 1), ("single_device", 3)])
 def test_shuffled_batches_are_those_of_stock_lightning(world, world_size, preset):
-    """Case 37: a seeded script on one device and on several ranks trains on the same batches in every epoch."""
     expected = fit_shuffled("auto", on_one_device)
     assert [4, 2] * 3 == [len(batch) for batch in expected]
     ranks = world(world_size).run(fit_shuffled_as, preset)
@@ -166,14 +162,12 @@ def norm_statistics(count: int) -> tuple[float, float, int]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_batch_norm_over_all_ranks(world, world_size):
-    """Case 42: every rank ends with the statistics of 0, 2, 4 and 6, also where it has one of them or none."""
     ranks = world(world_size).run(norm_statistics, 4)
     assert [(approx(0.3), approx(1.5666667, 1e-7), 1)] * world_size == ranks
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_batch_norm_of_one_value(world, world_size):
-    """Case 42: a global batch of one value per channel is torch's error on all ranks, and no hang."""
     raised = world(world_size).run_expecting_errors(norm_statistics, 1)
     assert ["ValueError"] * world_size == [one.type_name for one in raised]
     assert all("Expected more than 1 value per channel" in one.message for one in raised)
@@ -227,21 +221,21 @@ class Steps(Callback):
 NUM_TRAIN = 453  # 7 batches of 64 and one of 5
 
 
-def fit_digits(strategy: Any, batch_norm: bool, batch_size: int, make: Any = make_trainer) -> Any:
-    """Train for 2 epochs in float64, validated and tested."""
+def fit_digits(batch_norm: bool, *, stock: bool = False) -> Any:
+    """Body: train for 2 epochs in float64, validate and test; in stock Lightning on one device, or on all ranks."""
     seed_everything(0, verbose=False)
     data = DigitsData()
     data.setup("fit")
     train_set, held_out = data.samples[:NUM_TRAIN], data.samples[NUM_TRAIN:]
-    steps = Steps()
-    trainer = make(
-        strategy=strategy, max_epochs=2, callbacks=[steps], precision="64-true", num_sanity_val_steps=0, logger=False
-    )
+    steps, make = Steps(), on_one_device if stock else make_trainer
+    strategy: Any = "auto" if stock else GradAvgStrategy(equivalent_to="single_device")
+    options = {"max_epochs": 2, "precision": "64-true", "num_sanity_val_steps": 0, "logger": False}
+    trainer = make(strategy=strategy, callbacks=[steps], **options)
     model = Digits(batch_norm)
     # Batches of 64, 64 and 5, and of 64 six times and 3.
     loaders: list[Any] = [DataLoader(part, 64, collate_fn=collate) for part in (held_out[:133], held_out[133:520])]
     order = torch.Generator().manual_seed(1)
-    train_loader: Any = DataLoader(train_set, batch_size, shuffle=True, collate_fn=collate, generator=order)
+    train_loader: Any = DataLoader(train_set, 64, shuffle=True, collate_fn=collate, generator=order)
     trainer.fit(model, train_loader, loaders[0])
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     trainer.test(model, loaders[1], verbose=False)
@@ -249,49 +243,16 @@ def fit_digits(strategy: Any, batch_norm: bool, batch_size: int, make: Any = mak
     return metrics, steps.losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def fit_digits_as(preset: Any, batch_norm: bool) -> Any:
-    """Body: on loader batches of 64 whatever the number of ranks."""
-    replicas = 4 if preset == "data_parallel" else None
-    return fit_digits(GradAvgStrategy(equivalent_to=preset, num_replicas=replicas), batch_norm, 64)
-
-
-@pytest.fixture(scope="module")
-def one_process(world: Any) -> Any:
-    """The runs to compare with: the preset on one rank; for single_device, stock Lightning."""
-    return {
-        (preset, batch_norm): run
-        for batch_norm in (False, True)
-        for preset, run in (
-            ("data_parallel", world(1).run(fit_digits_as, "data_parallel", batch_norm)[0]),
-            ("single_device", fit_digits("auto", batch_norm, 64, on_one_device)),
-        )
-    }
-
-
 METRICS = {
-    "train_loss",
-    "train_loss_step",
-    "train_loss_epoch",
-    "train_accuracy",
-    "val_loss",
-    "val_accuracy",
-    "test_accuracy",
-    "test_hits",
+    *("train_loss", "train_loss_step", "train_loss_epoch", "train_accuracy"),
+    *("val_loss", "val_accuracy", "test_accuracy", "test_hits"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:num_replicas=4 leaves 1 of 3 ranks without a replica")
-@pytest.mark.parametrize(
-    ("preset", "world_size", "batch_norm"), grid(["data_parallel", "single_device"], [2, 3], [False, True])
-)
-def test_digits_do_not_depend_on_the_world(world, one_process, preset, world_size, batch_norm):
-    """Weights, losses of each step and of the epochs, and all metrics of the digits are those of one process."""
-    check_digits(world(world_size).run(fit_digits_as, preset, batch_norm), one_process[preset, batch_norm])
-
-
-def check_digits(ranks: Any, expected: Any) -> None:
-    metrics, losses, weights = expected
-    for ours_metrics, ours_losses, ours_weights in ranks:
+@pytest.mark.parametrize(("world_size", "batch_norm"), [(1, True), (2, False), (3, True)])
+def test_digits_do_not_depend_on_the_world(world, world_size, batch_norm):
+    metrics, losses, weights = fit_digits(batch_norm, stock=True)
+    for ours_metrics, ours_losses, ours_weights in world(world_size).run(fit_digits, batch_norm):
         torch.testing.assert_close(ours_weights, weights, rtol=1e-12, atol=1e-12)
         assert METRICS == set(metrics) == set(ours_metrics)
         assert 16 == len(losses) == len(ours_losses)
@@ -332,8 +293,45 @@ def fit_halved(kind: type[Regression], accumulate: int) -> Any:
 @pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0")
 @pytest.mark.parametrize(("kind", "accumulate"), [(Halved, 1), (Halved, 2), (NamedHalved, 1)])
 def test_samples_of_weight_zero_stay_in_the_statistics(world, kind, accumulate):
-    """On one device, samples that do not count still shape batch norm, and so the gradient of those that do."""
     expected = world(1).run(fit_halved, kind, accumulate)[0]
     for size in (2, 3):
         for state in world(size).run(fit_halved, kind, accumulate):
             torch.testing.assert_close(state, expected, rtol=1e-12, atol=1e-12)
+
+
+class MLP(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(17)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+
+def fit_mlp(split: bool, *, stock: bool = False) -> Any:
+    """Body: 20 steps on global batches of 16, whole or with each rank's share of each."""
+    draw = torch.Generator().manual_seed(2)
+    x, y = torch.randn(64, 8, generator=draw, dtype=torch.float64), torch.randint(4, (64,), generator=draw)
+    size = 1 if split or stock else dist.get_world_size()
+    mine = torch.arange(64).view(-1, size, 16 // size)[:, 0 if size == 1 else dist.get_rank()].flatten()
+    model, strategy = MLP(), "auto" if stock else GradAvgStrategy(split_batches=split)
+    options: Any = {"max_epochs": 5, "use_distributed_sampler": False}
+    trainer = (on_one_device if stock else make_trainer)(strategy=strategy, **options)
+    trainer.fit(model, DataLoader(TensorDataset(x[mine], y[mine]), batch_size=16 // size))
+    assert trainer.global_step == 20
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("world_size", "split"), [(1, False), (2, False), (4, False), (4, True)])
+def test_the_mean_over_a_global_batch_is_that_of_one_device(world, world_size, split):
+    """Case 3: after 20 steps the weights are those of one device, whose bits one rank has."""
+    expected = fit_mlp(split, stock=True)
+    first, *others = world(world_size).run(fit_mlp, split)
+    tolerance = 0 if world_size == 1 else 1e-12
+    torch.testing.assert_close(first, expected, rtol=tolerance, atol=tolerance)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)

@@ -87,24 +87,23 @@ class LearningRates:
             self._scaled(optimizer, factor, scale)
         self.scale, self._factor = float(scale), factor
 
-    @property
-    def in_progress(self) -> bool:
-        """Whether groups hold effective values."""
-        return bool(self._begun)
-
     def begin(self) -> None:
         """Have the groups of all optimizers hold effective values, until `end` or the end of their `step`."""
         for optimizer in self._steps:
             self._begin(optimizer)
 
-    def end(self) -> None:
+    def end(self) -> bool:
         """Have all groups hold base values, but for those of optimizers that are within a `step`.
+
+        Returns:
+            Whether there is no such optimizer.
 
         Raises:
             ValueError: If no base value leads to a value that was written. The group holds its last base value then.
         """
         for optimizer in self._begun.keys() - self._stepping:
             self._end(optimizer)
+        return not self._stepping
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:

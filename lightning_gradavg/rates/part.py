@@ -216,8 +216,7 @@ class ScaledRates(Rates):
 
     def _end(self) -> None:
         """End what is not within an optimizer step."""
-        self._rates.end()
-        if self._rates.in_progress:
+        if not self._rates.end():
             return
         stepped = [type(each).__name__ for each, last in self._schedulers.items() if last_rates(each) is not last]
         self._schedulers = {}

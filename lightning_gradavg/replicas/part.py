@@ -13,20 +13,22 @@ from lightning.pytorch import LightningModule
 
 from lightning_gradavg.batches.chunks import Chunk, chunk_bounds
 from lightning_gradavg.batches.part import Batches, ReplicaSlice, SplitBatches
+from lightning_gradavg.lightning_internals import leave_batch_norm_alone
 from lightning_gradavg.methods import logged_as, replaced
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Run, Saved
 from lightning_gradavg.ranks import World
+from lightning_gradavg.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
 from lightning_gradavg.replicas.log import ReplicaLog, of_whole_run
 from lightning_gradavg.replicas.obstacles import has_step_end
-from lightning_gradavg.replicas.outputs import gather_outputs, join_outputs
-from lightning_gradavg.replicas.pieces import Pieces, Step
+from lightning_gradavg.replicas.outputs import gather_outputs, join_outputs, require_rows
+from lightning_gradavg.replicas.pieces import Pieces, Replicas, Step
 from lightning_gradavg.replicas.random_streams import ReplicaStreams
 from lightning_gradavg.replicas.state import ReplicaState
 from lightning_gradavg.stand_in import metrics_kept
 from lightning_gradavg.tree import batch_samples, slice_batch
 
-__all__ = ["ManyReplicas", "logged_whole"]
+__all__ = ["ManyReplicas", "replicas_of"]
 
 
 class ManyReplicas(Pieces):
@@ -85,12 +87,12 @@ class ManyReplicas(Pieces):
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Return the output of a training step of all of this rank's replicas."""
-        chunk = step.batches.chunk
-        assert chunk is not None
-        self._state.begin(check=self._is_to_check(chunk, self._batch_index))
         if not self.gathers:
             output = super().run_step(step, batch, *args)
         else:
+            chunk = step.batches.chunk
+            assert chunk is not None
+            self._begin(chunk)
             step_end = partial(self._run_step_end, self.run.module.training_step, step)
             with replaced(self.run.module, "training_step", step_end), self._log.collecting():
                 self._log.samples = chunk.samples
@@ -98,6 +100,9 @@ class ManyReplicas(Pieces):
         if not self.run.module.automatic_optimization:
             self.end_step()
         return output
+
+    def _begin(self, chunk: Chunk) -> None:
+        self._state.begin(check=self._is_to_check(chunk, self._batch_index))
 
     def _as_piece(self, piece: ReplicaSlice, batches: Batches) -> AbstractContextManager[Any]:
         return self._state.piece(piece, self._batch_index)
@@ -159,7 +164,7 @@ class ManyReplicas(Pieces):
             return
         module, stage = self.run.module, "test" if self.run.trainer.testing else "validation"
         step, step_end = getattr(module, f"{stage}_step"), getattr(module, f"{stage}_step_end", None)
-        evaluate = partial(logged_whole, module, step) if step_end is None else partial(self._evaluate, step, step_end)
+        evaluate = partial(_logged_whole, module, step) if step_end is None else partial(self._evaluate, step, step_end)
         # Lightning looks at the parameters of the step.
         self._evaluating.enter_context(replaced(module, f"{stage}_step", update_wrapper(evaluate, step)))
 
@@ -172,7 +177,7 @@ class ManyReplicas(Pieces):
                 if stop > start:
                     log.samples = stop - start
                     outputs.append(step(slice_batch(batch, start, stop), *args))
-        return logged_whole(module, step_end, join_outputs(outputs, module.device))
+        return _logged_whole(module, step_end, join_outputs(outputs, module.device))
 
     def on_evaluation_end(self) -> None:
         """Put the steps back."""
@@ -195,7 +200,63 @@ class ManyReplicas(Pieces):
         self._evaluating.close()
 
 
-def logged_whole(module: LightningModule, step: Callable[..., Any], *args: Any) -> Any:
+class SingleDevice(ManyReplicas):
+    """Batch norm normalizes over the samples of all ranks, and what ranks write must be what one device would."""
+
+    def setup(self, run: Run) -> None:
+        """Leave batch norm to this part, which serves CPUs and ranks without samples, too."""
+        leave_batch_norm_alone(run.trainer.strategy)
+        super().setup(run)
+
+    def configure_ddp(self, run: Run) -> None:
+        """Prepare a run."""
+        self._checked_uneven = False
+        super().configure_ddp(run)
+
+    def _is_to_check(self, chunk: Chunk, batch_index: int) -> bool:
+        """Return whether ranks compare their buffers now: ever more rarely, and once after an uneven batch."""
+        uneven = chunk.batch_samples % self.run.world.size != 0 and not self._checked_uneven
+        self._checked_uneven |= uneven
+        return uneven or (batch_index + 1) & batch_index == 0  # in steps 1, 2, 4, 8, ...
+
+    def _gathered(self, output: Any, **options: Any) -> Any:
+        if self.run.world.size == 1:
+            return output
+        require_rows(output)
+        return super()._gathered(output, **options)
+
+    def on_evaluation_start(self) -> None:
+        """Have batch norm normalize each batch by itself: in evaluation ranks have different ones."""
+        restore_batch_norm(self.run.module)
+        super().on_evaluation_start()
+
+    def _evaluate(self, step: Callable[..., Any], step_end: Callable[[Any], Any], batch: Any, *args: Any) -> Any:
+        return _logged_whole(self.run.module, lambda: step_end(step(batch, *args)))
+
+    def on_evaluation_end(self) -> None:
+        """Put the steps back, and have batch norm normalize over all ranks."""
+        super().on_evaluation_end()
+        if self.run.model is not None and self.run.world.size > 1:
+            synchronize_batch_norm(self.run.module, self.run.world.group)
+
+    def describe(self) -> str:
+        """Return the run that is reproduced."""
+        return f"; equivalent to single_device{self._describe_gathering()}"
+
+    def teardown(self) -> None:
+        """Put the module's steps and batch norms back."""
+        super().teardown()
+        restore_batch_norm(self.run.module)
+
+
+def replicas_of(options: Options, *, static_graph: bool) -> Replicas:
+    """Return the part that computes a rank's batch, by the user's options and whether DDP's graph is static."""
+    in_parts = Pieces if options.max_device_batch_size is not None else Replicas
+    kind = SingleDevice if options.one_device else ManyReplicas if options.replicated else in_parts
+    return kind(options, static_graph=static_graph)
+
+
+def _logged_whole(module: LightningModule, step: Callable[..., Any], *args: Any) -> Any:
     """Run a step that logs values of the whole run."""
     with logged_as(module, of_whole_run):
         return step(*args)

@@ -101,6 +101,7 @@ class Pieces(Replicas):
         assert isinstance(batches, SplitBatches)
         chunk = batches.chunk
         assert chunk is not None
+        self._begin(chunk)
         pieces, outputs = self._cut(batches, batch), []
         refusing = partial(collectives_refused, _APART) if self._in_pieces else nullcontext
         with self._log.collecting(), self._together(chunk):
@@ -116,6 +117,9 @@ class Pieces(Replicas):
                         _require_loss(outputs[-1])
                         step.backward()
         return outputs[0] if len(outputs) == 1 else self._joined(outputs, pieces, chunk)
+
+    def _begin(self, chunk: Chunk) -> None:
+        """Begin a step, the pieces of a chunk."""
 
     @contextmanager
     def _agreeing(self, reduction: Reduction) -> Iterator[None]:
