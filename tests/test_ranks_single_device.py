@@ -319,7 +319,7 @@ def fit_mlp(split: bool, *, stock: bool = False) -> Any:
     size = 1 if split or stock else dist.get_world_size()
     mine = torch.arange(64).view(-1, size, 16 // size)[:, 0 if size == 1 else dist.get_rank()].flatten()
     model, strategy = MLP(), "auto" if stock else GradAvgStrategy(split_batches=split)
-    options: Any = {"max_epochs": 5, "use_distributed_sampler": False}
+    options: Any = {"max_epochs": 5, "use_distributed_sampler": False, "logger": False}
     trainer = (on_one_device if stock else make_trainer)(strategy=strategy, **options)
     trainer.fit(model, DataLoader(TensorDataset(x[mine], y[mine]), batch_size=16 // size))
     assert trainer.global_step == 20

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from typing import Any, cast
 
@@ -119,7 +118,7 @@ class ScaledRates(Rates):
         self._rates = LearningRates(recipe.lr_scaling, recipe.lr_warmup_steps)
         self._finds_lr = False
         self._schedulers: dict[LRScheduler, Any] = {}
-        self._hooks = ExitStack()
+        self._monitors, self._skipping = ExitStack(), ExitStack()
 
     def setup(self, run: Run) -> None:
         """Let go of an earlier run: not at its end, after which a checkpoint can still be saved."""
@@ -153,6 +152,8 @@ class ScaledRates(Rates):
         super().arrive(batch, accumulation)
         self._schedulers = {scheduler: last_rates(scheduler) for scheduler in self._known_schedulers()}
         self._begin()
+        if is_overridden("on_train_batch_start", self.run.module):
+            self._skipping.enter_context(_wrapped(self.run.module, "on_train_batch_start", self._unless_skipped))
 
     def _known_schedulers(self) -> Iterator[LRScheduler]:
         """Yield the schedulers that Lightning steps, and those that the module or a callback keeps."""
@@ -166,16 +167,10 @@ class ScaledRates(Rates):
     def begin(self, accumulation: int) -> list[str]:
         """Begin training, and return what does not fit together in the recipe."""
         messages = super().begin(accumulation)
-        module, trainer = self.run.module, cast(Any, self.run.trainer)
-        for callback in trainer.callbacks:
+        for callback in cast(Any, self.run.trainer).callbacks:
             if isinstance(callback, LearningRateMonitor):
-                self._replace(callback, "on_train_epoch_start", self._in_force)
-        if is_overridden("on_train_batch_start", module):
-            self._replace(module, "on_train_batch_start", self._unless_skipped)
+                self._monitors.enter_context(_wrapped(callback, "on_train_epoch_start", self._in_force))
         return messages
-
-    def _replace(self, owner: object, name: str, wrapper: Callable[..., Any]) -> None:
-        self._hooks.enter_context(replaced(owner, name, partial(wrapper, getattr(owner, name))))
 
     def _in_force(self, hook: Callable[..., Any], *args: Any) -> None:
         """Have a monitor see effective values although no step is in progress."""
@@ -187,6 +182,7 @@ class ScaledRates(Rates):
 
     def _unless_skipped(self, hook: Callable[..., Any], *args: Any) -> Any:
         """End the step of a batch that is skipped: Lightning steps schedulers without telling the strategy."""
+        self._skipping.close()
         response = hook(*args)
         if response == -1:
             self._end()
@@ -199,7 +195,10 @@ class ScaledRates(Rates):
     @contextmanager
     def training_step(self) -> Iterator[None]:
         """Surround a training step, within an optimizer step or not, as where the window goes on."""
-        (self._begin if self.run.module.automatic_optimization else self._end)()
+        if self.run.module.automatic_optimization:
+            self._begin()
+        else:
+            self._end()
         try:
             yield
         finally:
@@ -229,6 +228,7 @@ class ScaledRates(Rates):
 
     def end(self) -> None:
         """End a step in which something failed."""
+        self._skipping.close()
         self._schedulers = {}
         self._rates.end()
 
@@ -252,13 +252,20 @@ class ScaledRates(Rates):
         saved["rates"] = self._rates.state_dict()
 
     def teardown(self) -> None:
-        """Put the hooks back."""
-        self._hooks.close()
+        """Let go of callbacks."""
+        self._monitors.close()
 
     def describe(self) -> str:
         """Return the scale, and what it makes of the learning rates."""
         rates = ", ".join(f"{lr:g}" for lr in dict.fromkeys(self.learning_rates()))
         return f"; scale {self.recipe.batch.scale:g}, learning rate x {self.recipe.lr_scale:g}, at first {rates}"
+
+
+def _wrapped(owner: object, name: str, wrapper: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Have an object call a wrapper with its hook of this name."""
+    hook = getattr(owner, name)
+    # A function, of which a copy of the owner copies nothing.
+    return replaced(owner, name, lambda *args: wrapper(hook, *args))
 
 
 def rates_of(recipe: RunRecipe, *, allow_change: bool, may_differ: bool) -> Rates:
