@@ -226,7 +226,7 @@ class SingleDevice(ManyReplicas):
         return super()._gathered(output, **options)
 
     def on_evaluation_start(self) -> None:
-        """Have batch norm normalize each batch by itself: in evaluation ranks have different ones."""
+        """Have batch norm normalize each batch on its rank: in evaluation ranks have different ones."""
         restore_batch_norm(self.run.module)
         super().on_evaluation_start()
 

@@ -116,7 +116,7 @@ class ReplicaState:
         originals, self._originals = self._originals, None
         self._put(originals)
         if self._check:
-            self._require_alike(self._written)
+            self._require_equal(self._written)
         with torch.no_grad():
             for label, buffer in self._written.get(0, {}).items():
                 originals[label].copy_(buffer)
@@ -155,7 +155,7 @@ class ReplicaState:
             path, _, name = label.rpartition(".")
             setattr(self._owners[path], name, buffer)
 
-    def _require_alike(self, written: Mapping[int | None, Buffers]) -> None:
+    def _require_equal(self, written: Mapping[int | None, Buffers]) -> None:
         """Raise, on all ranks, if ranks have written different numbers; a stand-in's do not count."""
         mine = [
             (label, blake2b(bits(buffer), digest_size=8).digest())

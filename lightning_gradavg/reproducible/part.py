@@ -1,4 +1,4 @@
-"""What computes a replica's numbers alike in every process: the part that sees to it, and what it cannot serve."""
+"""What makes every process compute the same numbers for a replica, and what it cannot serve."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def sum_over_ranks(
             totals.append(torch.empty_like(one))
             _real(totals[-1]).copy_(part.mul_(factor).view(_real(one).shape))
         counted.append(counts.float())
-    # Looked at once, as an accelerator is waited for.
+    # Read once, as the host waits for an accelerator.
     used = torch.cat(counted).tolist() if counted else []
     return [total if count else None for total, count in zip(totals, used, strict=True)]
 
