@@ -91,19 +91,18 @@ class _Weighing(EndsProcessGroup, ParallelStrategy):
 
 
 class GradAvgStrategy(_Weighing, DDPStrategy):
-    """Data-parallel training with Fabric whose reduced gradient is that of a stated rule.
+    """Trains with Fabric by the gradient of a stated rule.
 
-    The weight goes with the loss: `fabric.backward(loss, weight=n)`; of named terms
+    Pass the weight with the loss, `fabric.backward(loss, weight=n)`, or with named terms,
     `fabric.backward({"cls": a, "box": b}, weight={"cls": n, "box": m})`. Micro-batches within
-    `fabric.no_backward_sync(model)` belong to the window that the next backward outside of it ends, and nothing is to
-    be divided by hand, but for the plain mean, whose losses are divided by the window as with stock DDP. With no
-    option it is stock DDP: the same bits, no communication hook.
+    `fabric.no_backward_sync(model)` belong to the window that ends with the next backward outside of it. Divide no loss
+    by the window, except under the plain mean, as with stock DDP. Without options this is stock DDP, to the bit.
 
     Args:
         reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
-        split_batches: True if the batches of the loaders that are set up are the global batches: every rank gets its
-            contiguous chunk of each. The weight is then the number of its samples, if none is given.
-        options: Those of Fabric's `DDPStrategy` and of `DistributedDataParallel`, by their names.
+        split_batches: True if the loaders' batches are the global batches. Every rank gets its contiguous chunk of
+            each, and the default weight is the number of its samples.
+        options: Options of Fabric's `DDPStrategy` and of `DistributedDataParallel`, by name.
 
     Raises:
         ValueError: If `reduction` names no rule, or an option cannot be combined with it.
@@ -143,10 +142,10 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
     @property
     @override
     def samples(self) -> int | None:
-        """With `split_batches`, samples of the batch at hand that count: 0 where the rank has none of the global one.
+        """With `split_batches`, the samples of the current batch that count: 0 if the rank has none of it.
 
-        None outside of a pass over a loader. Where an evaluation interrupts a pass, its batches are told from those of
-        training by `torch.no_grad`, within which they are taken.
+        None outside of a loop over a loader. If an evaluation interrupts training, run it within `torch.no_grad()`:
+        this tells its batches from those of training.
 
         Raises:
             ValueError: If several loaders are passed over at once whose batches differ.
@@ -187,16 +186,16 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
 
 
 class GradAvgModelParallelStrategy(_Weighing, ModelParallelStrategy):
-    """Training of a sharded model with Fabric whose reduced gradient is that of a stated rule.
+    """Trains a sharded model with Fabric by the gradient of a stated rule.
 
-    As `GradAvgStrategy`, on `fully_shard` and tensor parallelism: `fabric.backward(loss, weight=n)`, and micro-batches
-    within `fabric.no_backward_sync(model)`. Set the optimizer up by `fabric.setup_optimizers`. With no option it is
-    stock ModelParallelStrategy. See docs/sharded.md.
+    Like `GradAvgStrategy`, for `fully_shard` and tensor parallelism: `fabric.backward(loss, weight=n)`, and
+    micro-batches within `fabric.no_backward_sync(model)`. Set the optimizer up with `fabric.setup_optimizers`. Without
+    options this is Fabric's `ModelParallelStrategy`. See docs/sharded.md.
 
     Args:
         parallelize_fn: As in Fabric's `ModelParallelStrategy`: it shards a module over a device mesh.
         reduction: The name of a rule: `"mean"`, `"sum"`, `"weighted_mean"` or `"normalized_sum"`.
-        options: Those of Fabric's `ModelParallelStrategy`, by their names.
+        options: Options of Fabric's `ModelParallelStrategy`, by name.
 
     Raises:
         ValueError: If `reduction` names no rule, or none for sharded models.

@@ -3,8 +3,8 @@
 They have torch's own signature. Pass one as `ddp_comm_hook=` of `GradAvgStrategy` or of Lightning's `DDPStrategy`, by
 import path in YAML, or to `DistributedDataParallel.register_comm_hook`. See docs/performance.md.
 
-A bucket is cut into parts. Each goes to one rank, which sums it in float32, divides and rounds it once, and sends it to
-all. So all ranks get the same bits, and the error does not grow with their number.
+A bucket is cut into parts. One rank sums each part in float32, divides, rounds once, and sends the result to all. So
+all ranks get the same bits, and the error does not grow with their number.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with types.
@@ -270,30 +270,30 @@ _BFLOAT16, _FLOAT16 = _Code(torch.bfloat16), _Code(torch.float16, scaled=True)
 
 
 def bfloat16(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Return the mean over `state`, a process group or None for all ranks: sent as bfloat16, summed in float32."""
+    """Return the mean over `state`, a process group or None for all ranks, sent as bfloat16, summed in float32."""
     return _reduce(state, bucket, _BFLOAT16)
 
 
 def float16(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Return the mean, sent as float16 with a scale for each piece, and summed in float32."""
+    """Return the mean, sent as scaled float16 and summed in float32."""
     return _reduce(state, bucket, _FLOAT16)
 
 
 def float32_sum(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Return the mean. Half precision is summed in float32 and rounded once; other buckets are all-reduced."""
+    """Return the mean. 16-bit gradients are summed in float32 and rounded once; other buckets are all-reduced."""
     return _reduce(state, bucket)
 
 
 def by_node(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Return the mean, summed within each node before anything travels between nodes, which may be of unequal size."""
+    """Return the mean, summed within each node first, then between nodes. Nodes may differ in size."""
     return _reduce(state, bucket, by_node=True)
 
 
 def by_node_bfloat16(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Return the mean node by node, sent as bfloat16 between nodes."""
+    """Return the mean, summed within each node first, and sent as bfloat16 between nodes."""
     return _reduce(state, bucket, _BFLOAT16, by_node=True)
 
 
 def by_node_float16(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Return the mean node by node, sent as float16 between nodes, with a scale for each piece."""
+    """Return the mean, summed within each node first, and sent as scaled float16 between nodes."""
     return _reduce(state, bucket, _FLOAT16, by_node=True)

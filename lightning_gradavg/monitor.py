@@ -33,7 +33,7 @@ class GradAvgMonitor(Callback):
 
     Args:
         every_n_steps: Optimizer steps from one logged step to the next; None for the Trainer's `log_every_n_steps`.
-        prefix: What the names of all values begin with.
+        prefix: The prefix of all logged names.
         prog_bar: Whether the progress bar shows the loss and the gradient norm.
         per_rank: Whether to log the values of every rank beside their mean, minimum and maximum.
         check_data: Whether to compare the first batches.
@@ -44,7 +44,7 @@ class GradAvgMonitor(Callback):
 
     Raises:
         ValueError: If a number of steps is below 1.
-        TypeError: When training starts, if the Trainer's strategy is no `GradAvgStrategy`.
+        TypeError: When training starts, if the Trainer's strategy is not a `GradAvgStrategy`.
     """
 
     def __init__(

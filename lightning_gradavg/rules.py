@@ -1,10 +1,10 @@
-"""Every linear reduction is one formula, and a rule is a choice of its two numbers.
+"""Every linear reduction is one formula, and a rule chooses its two numbers.
 
     g = ( sum over r of  w_r * g_r ) / Z ,        Z = sum over r of  z_r
 
 A *rule* gives each rank a *share*: the multiplier `w_r` of its gradient and the amount `z_r` that it adds to the
-normalizer. The mean takes `w = z = 1`; the mean weighted by the ranks' weights `n_r` takes `w = z = n_r`; one vote per
-node takes `w = z = 1/L_r` with `L_r` the ranks on the node. Uneven nodes are no special case.
+normalizer. The mean has `w = z = 1`, the mean weighted by the ranks' weights `n_r` has `w = z = n_r`, and one vote per
+node has `w = z = 1/L_r`, where `L_r` is the number of ranks on the node. Uneven nodes are no special case.
 
 Accumulated micro-batches count as further ranks on the same node: the sums run over (rank, micro-batch) pairs, and `W`
 and `L` count pairs.

@@ -85,21 +85,21 @@ class _ShardedReduction(Reduction):
 
 
 class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
-    """Training of a sharded model whose reduced gradient is that of a stated rule, over all ranks and micro-batches.
+    """Trains a sharded model by the gradient of a stated rule, over all ranks and micro-batches.
 
     Shard the model in `configure_model`, as with Lightning's `ModelParallelStrategy`: by `fully_shard` (FSDP2, or HSDP
-    on a mesh of two dimensions), with tensor parallelism or without. Weights are given as with `GradAvgStrategy`:
-    return `{"loss": loss, "weight": n}`, or call `self.manual_backward(loss, weight=n)`. Ranks of one tensor-parallel
-    group give the same. See docs/sharded.md.
+    on a mesh of two dimensions), with or without tensor parallelism. Pass weights as with `GradAvgStrategy`: return
+    `{"loss": loss, "weight": n}`, or call `self.manual_backward(loss, weight=n)`. Ranks of one tensor-parallel group
+    pass equal weights. See docs/sharded.md.
 
     Args:
         reduction: The name of a rule: `"mean"`, `"sum"`, `"weighted_mean"` or `"normalized_sum"`. See
             `lightning_gradavg.rules`.
-        data_parallel_size: As in `ModelParallelStrategy`, like all that follow.
-        tensor_parallel_size: See above.
-        save_distributed_checkpoint: See above.
-        process_group_backend: See above.
-        timeout: See above.
+        data_parallel_size: As in `ModelParallelStrategy`.
+        tensor_parallel_size: As in `ModelParallelStrategy`.
+        save_distributed_checkpoint: As in `ModelParallelStrategy`.
+        process_group_backend: As in `ModelParallelStrategy`.
+        timeout: As in `ModelParallelStrategy`.
         refused: Nothing: other options of `GradAvgStrategy` are errors that say why.
 
     Raises:

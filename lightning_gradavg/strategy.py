@@ -69,14 +69,14 @@ _CHECKPOINT_KEY = "lightning_gradavg"
 
 
 class GradAvgStrategy(WeighedTraining, DDPStrategy):
-    """Data-parallel training whose reduced gradient is that of a stated rule, over all ranks and micro-batches.
+    """Trains with DDP by the gradient of a stated rule, over all ranks and micro-batches.
 
-    Without options it is stock DDP: the same bits, and no communication hook. Only the mean of a last accumulation
-    window that is shorter than `accumulate_grad_batches` differs: it is over the micro-batches that there are.
+    Without options it computes the bits of stock DDP if every accumulation window is full; a shorter window is divided
+    by its own length. The ranks' parameters are still compared (`check_replicas_every_n_steps`), which changes no bit.
 
-    Rules with weights read them from `training_step`, which returns `{"loss": loss, "weight": n}`, or from
-    `self.manual_backward(loss, weight=n)`. By default the weight is the number of samples in the batch. Loss terms with
-    denominators of their own have names: `{"loss": {"cls": a, "box": b}, "weight": {"cls": n, "box": m}}`.
+    Return the weight from `training_step`, `{"loss": loss, "weight": n}`, or pass it to
+    `self.manual_backward(loss, weight=n)`. The default is the number of samples in the batch. Name loss terms that have
+    denominators of their own: `{"loss": {"cls": a, "box": b}, "weight": {"cls": n, "box": m}}`.
 
     Args:
         reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
@@ -87,47 +87,48 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         num_replicas: Chunks of every loader batch, each with its own batch norm statistics and random numbers; by
             default one per rank. A rank computes several one after another. It needs `split_batches`.
         split_batches: True if the training loader's batches are the global batches: every rank takes its contiguous
-            chunk of each, as `torch.chunk` cuts, in the order of a run on one process. The mean is then over the
-            samples of the global batch. By default as `equivalent_to` needs it.
+            chunk of each, cut as `torch.chunk` cuts, in the order of one process. The mean is then over the samples of
+            the global batch. The default follows `equivalent_to`.
         max_device_batch_size: With `split_batches`, the most samples that a rank computes at once. It computes larger
             chunks in pieces, within one step of Lightning, with the same result.
         lr_scaling: How the learning rate follows the ratio of the global batch to the base batch: `"none"`, `"linear"`,
-            `"sqrt"`, `"adam_sde"`, or a function of the ratio. See `lightning_gradavg.rates.scaling`.
+            `"sqrt"`, `"adam_sde"`, or a function of the ratio. See docs/scaling.md.
         base_batch_size: The global batch, in samples, that the learning rate was tuned for.
         base_world_size: Without `base_batch_size`, the number of ranks that the learning rate was tuned for.
         lr_warmup_steps: Optimizer steps from the base learning rate to the scaled one.
-        allow_recipe_change: True to resume a checkpoint with another global batch, rule or base, else an error.
+        allow_recipe_change: True to resume a checkpoint with another global batch, rule or base. By default this is an
+            error.
         exact_evaluation: True for validation, test and prediction to see each sample exactly once, and to log the
-            values of one process. See docs/evaluation.md. By default as `equivalent_to` needs it.
+            values of one process. See docs/evaluation.md. The default follows `equivalent_to`.
         reproducible: True to train to the same bits on any number of ranks that divides `num_replicas`, on any nodes.
-            It sets `equivalent_to="data_parallel"`, computes in one thread per process by deterministic algorithms, and
-            sums the replicas' gradients in one order. See docs/reproducible.md.
-        nonfinite: What to do in a step with a loss or reduced gradient that is NaN or infinite, or with a
-            `training_step` that returns None: `"propagate"` steps as stock DDP does, `"raise"` raises on all ranks,
-            `"skip_step"` leaves the step out on all ranks. The latter two wait for the gradients. See docs/faults.md.
-        check_replicas_every_n_steps: Optimizer steps from one comparison of the ranks' parameters to the next; they are
-            also compared when training begins and after every epoch. Ranks that differ raise a `RuntimeError`. None for
-            no comparison. See docs/faults.md.
+            It sets `equivalent_to="data_parallel"`, uses one thread per process and deterministic algorithms, and sums
+            the replicas' gradients in a fixed order. See docs/reproducible.md.
+        nonfinite: What to do if a loss or the reduced gradient is NaN or infinite, or `training_step` returns None:
+            `"propagate"` steps as stock DDP does, `"raise"` raises on all ranks, `"skip_step"` skips the step on all
+            ranks. The latter two wait for the gradients in each step. See docs/faults.md.
+        check_replicas_every_n_steps: Compares the ranks' parameters after this many optimizer steps, and when training
+            begins and after every epoch. If they differ, all ranks raise a `RuntimeError`. None compares nothing. See
+            docs/faults.md.
         log_hyperparams: Whether to give rule, global batch, learning rate factor, replicas and versions to the
             Trainer's loggers when training begins.
-        accelerator: As in `DDPStrategy`, like all that follow without a text.
-        parallel_devices: See above.
-        cluster_environment: See above.
-        checkpoint_io: See above.
-        precision_plugin: See above.
+        accelerator: As in `DDPStrategy`.
+        parallel_devices: As in `DDPStrategy`.
+        cluster_environment: As in `DDPStrategy`.
+        checkpoint_io: As in `DDPStrategy`.
+        precision_plugin: As in `DDPStrategy`.
         ddp_comm_state: State of `ddp_comm_hook`.
-        ddp_comm_hook: Reduces each bucket, on CPU, too; it must return the mean over the ranks. See
+        ddp_comm_hook: Reduces each bucket, also on CPUs. It must return the mean over the ranks. See
             `lightning_gradavg.hooks`.
         ddp_comm_wrapper: Wraps `ddp_comm_hook`, or a plain all-reduce.
         model_averaging_period: Refused: averaging models is not reducing gradients.
-        process_group_backend: See above.
-        timeout: See above.
-        start_method: See above.
-        ddp_options: Those of `DistributedDataParallel`, by name, without `process_group` and `device_mesh`.
+        process_group_backend: As in `DDPStrategy`.
+        timeout: As in `DDPStrategy`.
+        start_method: As in `DDPStrategy`.
+        ddp_options: Options of `DistributedDataParallel`, by name, except `process_group` and `device_mesh`.
 
     Raises:
         ValueError: If `reduction` names no rule, or an option contradicts another.
-        TypeError: If an option is unknown, to this class or to the installed torch, or its value is of a wrong type.
+        TypeError: If this class or the installed torch does not know an option, or its value has a wrong type.
     """
 
     _given: dict[str, Any]
@@ -229,7 +230,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples of one optimizer step, over ranks and window; None before `fit`, or if no loader tells."""
+        """Samples of one optimizer step, over ranks and window; None before `fit`, or if no loader has a batch size."""
         return self._rates.recipe.global_batch_size
 
     @property
@@ -256,11 +257,11 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @property
     def observing(self) -> bool:
-        """Whether a step that was asked for has not been reported yet."""
+        """Whether `observe_next_step` waits for its step."""
         return self._reports.observing
 
     def report(self) -> StepReport:
-        """Return what was observed of the last observed step, the same on all ranks.
+        """Return the numbers of the last observed step, equal on all ranks.
 
         Raises:
             RuntimeError: If no step was observed.
@@ -268,7 +269,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         return self._reports.report()
 
     def facts(self) -> StrategyFacts:
-        """Return what decides the mathematics of the run, while it trains."""
+        """Return what determines the mathematics of a run in training."""
         options = self._options
         return StrategyFacts(
             rule=options.rule,

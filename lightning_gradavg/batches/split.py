@@ -45,22 +45,22 @@ class ChunkLoader(Shows):
 
 
 def split_batches(loader: Any, *, group: dist.ProcessGroup | None = None) -> ChunkLoader:
-    """Return a loader whose batches are this rank's chunks of the batches of `loader`, which are the global ones.
+    """Return a loader that yields this rank's chunk of each batch of `loader`, which is the global batch.
 
-    Every rank gets its contiguous chunk, cut as `torch.chunk` cuts, in the order of a run on one process: the samplers
-    are asked as they are, with the random state of rank 0. A rank loads its own samples only. Where a short batch
-    leaves a rank none, it gets a sample of another rank all the same, to take part in the backward, and `samples` of
-    the returned loader is 0: the weight of that batch.
+    Every rank gets its contiguous chunk, cut as `torch.chunk` cuts, in the order of one process. Samplers are used
+    unchanged, with the random state of rank 0. A rank loads only its own samples. If a short batch leaves a rank none,
+    it gets a sample of another rank, to take part in the backward, and `samples` of the returned loader is 0: the
+    weight of that batch.
 
-    Making it and passing over it are collective operations.
+    Creating the loader and iterating over it are collective operations.
 
     Args:
-        loader: A `DataLoader` with the batch size of one process and no `DistributedSampler`, or an iterable of
-            batches. Where it or its dataset has a true attribute `sharded_by_rank`, every rank reads its own part of
-            the data, and its batches are left whole.
+        loader: A `DataLoader` with the global batch size and no `DistributedSampler`, or an iterable of batches. If it
+            or its dataset has a true attribute `sharded_by_rank`, every rank reads its own part of the data, and
+            batches stay whole.
         group: The ranks that share the batches; those of the default group if None.
 
     Raises:
-        ValueError: On all ranks alike, if the loader cannot be split, or the ranks' loaders differ.
+        ValueError: On all ranks, if the loader cannot be split, or the ranks' loaders differ.
     """
     return ChunkLoader(loader, World.of(group))

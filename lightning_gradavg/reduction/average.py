@@ -50,9 +50,9 @@ def average_gradients(
       is replaced by a new tensor; others are written in place.
     - Under a rule that uses weights, a rank of weight 0 contributes nothing, even if its gradients are NaN. If no rank
       has any weight, the gradients become zero.
-    - With no parameters nothing is reduced, but the arguments are checked all the same.
+    - Without parameters, only the arguments are checked.
 
-    Nodes are those of the launcher, see `lightning_gradavg.place.node_from_environment`.
+    Nodes are those of the launcher: `GROUP_RANK`, `SLURM_NODEID` or `NODE_RANK`.
 
     Args:
         module_or_parameters: The module, or its parameters in the same order on all ranks. Each counts once.
@@ -63,9 +63,8 @@ def average_gradients(
         group: The process group to reduce over; the default group if None.
 
     Raises:
-        ValueError: On all ranks alike and with the gradients untouched, if an argument is not usable on some rank, or
-            if the ranks' arguments, parameters or gradients do not fit together. On this process alone, if it is not
-            a member of `group`.
+        ValueError: On all ranks, without changing gradients, if an argument is invalid on some rank, or if the ranks'
+            arguments, parameters or gradients don't fit together. On this process alone, if it is no member of `group`.
     """
     world = World.of(group)
     mine, agreed = world.agree(

@@ -51,25 +51,24 @@ def gather(
     weight: float | Tensor | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> T:
-    """Return the ranks' tensors concatenated along dimension 0 in rank order, with gradient. Call it on every rank.
+    """Return the ranks' tensors concatenated along dimension 0 in rank order, with gradients. Call it on every rank.
 
-    The reduced gradient is that of the rule applied to the ranks' losses, in all parameters alike.
-    `docs/contrastive.md` says which loss is right under which rule. `reduction` and `weight` matter only with
-    `average_gradients`, where the rule multiplies the gradients of some ranks by more than those of others:
-    `"weighted_mean"` with unequal weights, one vote per node on uneven nodes, or a rule of your own. There pass what
-    `average_gradients` gets. In a `training_step` under `GradAvgStrategy` leave both out, or pass them: it knows.
+    The reduced gradient is that of the rule applied to the ranks' losses, for all parameters. `docs/contrastive.md`
+    says which loss is right under which rule. Pass `reduction` and `weight` only with `average_gradients`, the same to
+    both, where the rule weights some ranks more than others: `"weighted_mean"` with unequal weights, one vote per node
+    on uneven nodes, or a rule of your own. `GradAvgStrategy` and `GradAvgReducer` need neither.
 
-    - Ranks may bring different numbers of rows, or none.
+    - Ranks may have different numbers of rows, or none.
     - If any rank's tensor requires grad, the result requires grad on all ranks, and every rank must run its backward
       through it, in the same order if there are several: the backward is a collective operation, too. Gather what
-      belongs together in one call; then it is enough that one of the results is used.
-    - Gradients of fewer than 32 bits are summed in float32. The order of the sum is that of the ranks.
-    - Under `torch.no_grad`, on all ranks, the result has no gradient, and there is no backward.
+      belongs together in one call; then it suffices to use one of the results.
+    - Gradients of fewer than 32 bits are summed in float32, in rank order.
+    - Under `torch.no_grad`, on all ranks, the result has no gradient.
     - Without an initialized process group, and in a group of one rank, the result is a copy.
 
     Args:
-        tensors: A dense tensor of shape `(rows, ...)`, or tuples, lists and dicts of such, nested in any way. All ranks
-            bring the same structure, dtypes and shapes beyond the rows. Any dtype; integers have no gradient.
+        tensors: A dense tensor of shape `(rows, ...)`, or nested tuples, lists and dicts of such tensors. Structure,
+            dtypes and all but the first dimension must be equal on all ranks. Integers have no gradient.
         reduction: The rule that reduces the gradients afterwards.
         weight: This rank's weight under a rule that uses weights: a number >= 0 of any type, or a tensor with one
             element, which is copied to the host.
@@ -79,9 +78,9 @@ def gather(
         New tensors in the same structure, each of shape `(sum of all ranks' rows, ...)`, dtype and device kept.
 
     Raises:
-        ValueError: On all ranks alike, if an argument is not usable on some rank, if the ranks' arguments do not fit
-            together, if only some ranks run under `torch.no_grad`, or if a rank has rows whose gradient
-            `average_gradients` will discard. On this process alone, if it is not a member of `group`.
+        ValueError: On all ranks, if an argument is invalid on some rank, if the ranks' arguments don't fit together, if
+            only some ranks run under `torch.no_grad`, or if a rank has rows whose gradient `average_gradients` will
+            discard. On this process alone, if it is no member of `group`.
     """
     require_allowed()
     if torch.is_inference_mode_enabled():

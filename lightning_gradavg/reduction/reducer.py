@@ -29,7 +29,7 @@ __all__ = ["GradAvgReducer"]
 
 
 class GradAvgReducer:
-    """Weighs losses so that `DistributedDataParallel` reduces their gradients by a rule, in any training loop.
+    """Scales losses so that `DistributedDataParallel` reduces their gradients by a rule, in any training loop.
 
     ::
 
@@ -38,12 +38,11 @@ class GradAvgReducer:
         ...
         reducer.weigh(loss, weight=n).backward()
 
-    The sums run over (rank, micro-batch) pairs: what is run within `ddp_model.no_sync()` belongs to the window that the
-    next backward outside of it ends, and nothing is to be divided by hand, but for the plain mean, whose losses are
-    divided by the window as with stock DDP. Each backward that reaches the model runs one weighed loss; one that raises
-    gives its window up, and leaves the gradients that were there before it.
+    The sums run over (rank, micro-batch) pairs. Micro-batches within `ddp_model.no_sync()` belong to the window that
+    ends with the next backward outside of it. Divide no loss by the window, except under the plain mean, as with stock
+    DDP. Each backward runs one weighed loss. A backward that raises discards its window, and keeps earlier gradients.
 
-    Within the forward and until `weigh`, `lightning_gradavg.gather` knows the rule.
+    From the forward until `weigh`, `lightning_gradavg.gather` knows the rule.
 
     Args:
         reduction: A key of `lightning_gradavg.rules.RULES`, or a function `(place, weight) -> Share`, pure and the same
@@ -70,11 +69,11 @@ class GradAvgReducer:
     def register(self, model: DistributedDataParallel, *, node: int | None = None) -> None:
         """Reduce the gradients of a model by the rule from now on. A collective operation.
 
-        Several models may be registered, of which one loss may reach some, as those of a GAN.
+        You can register several models, such as those of a GAN. One loss may reach only some of them.
 
         Args:
             model: The wrapped model.
-            node: The node of this process; by default as its launcher tells it, see `lightning_gradavg.place`.
+            node: The index of this process's node; the default comes from the launcher.
 
         Raises:
             TypeError: If the model is not wrapped.
@@ -147,18 +146,18 @@ class GradAvgReducer:
         divided_by: float | None = None,
         samples: int | None = None,
     ) -> Tensor:
-        """Return a loss of the same value, whose backward accumulates and, at the window's end, reduces by the rule.
+        """Return a loss of equal value, whose backward accumulates and reduces by the rule at the end of the window.
 
-        A collective operation at the end of a window, under a rule with weights.
+        At the end of a window, under a rule with weights, this is a collective operation.
 
         Args:
-            loss: The loss, with graph; or its terms by name, each normalized by its own global weight.
-            weight: The number of loss terms (samples, tokens, ...) behind it, >= 0 and of any type; of named terms one
-                for each. A rule that uses weights needs it.
-            divided_by: What the trainer divides every loss of the window by before the backward; None for nothing, and
-                under the plain mean for what a window needs.
-            samples: The number of samples, where the batch is a chunk of a split one: they are the weight if none is
-                given. With 0 samples the loss does not count.
+            loss: The loss with its graph, or its terms by name, each normalized by its own global weight.
+            weight: The number of loss terms (samples, tokens, ...), >= 0 and of any type; one per named term. A rule
+                that uses weights needs it.
+            divided_by: What the trainer divides every loss of the window by before the backward. None for nothing, or
+                under the plain mean for the length of the window.
+            samples: The number of samples of a chunk from `split_batches`; the default weight. With 0 samples the loss
+                does not count.
 
         Raises:
             RuntimeError: If no model is registered, or some are within `no_sync()` and some are not, or DDP would
@@ -236,7 +235,7 @@ class GradAvgReducer:
         after_backward(end, fail)
 
     def check(self) -> None:
-        """Raise what is wrong with the last window, where no further one does: at the end, or before it is saved."""
+        """Raise if the last window was invalid. Call it at the end of training, and before you save the model."""
         if self._registered:
             self._window.check()
 

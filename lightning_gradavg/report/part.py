@@ -63,11 +63,11 @@ class Reports(Part):
 
     @property
     def observing(self) -> bool:
-        """Whether a step that was asked for has not been reported yet."""
+        """Whether `observe_next_step` waits for its step."""
         return self._asked or self._observation is not None
 
     def report(self) -> StepReport:
-        """Return what was observed of the last observed step, the same on all ranks.
+        """Return the numbers of the last observed step, equal on all ranks.
 
         Raises:
             RuntimeError: If no step was observed.

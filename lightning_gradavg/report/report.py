@@ -32,7 +32,7 @@ class TermReport:
 
     Attributes:
         name: Its name; empty for a loss that is one tensor.
-        loss: Its value under the rule, over all ranks and micro-batches, not divided for the accumulation.
+        loss: Its value under the rule, over all ranks and micro-batches, not divided by `accumulate_grad_batches`.
         weights: `n_r` per rank, summed over the window; the number of micro-batches under a rule without weights.
         multipliers: `w_r` per rank.
         normalizer: `Z`.
@@ -47,7 +47,7 @@ class TermReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What was observed of one optimizer step, the same on all ranks, and in a rerun.
+    """The numbers of one optimizer step, equal on all ranks and in a rerun.
 
     Attributes:
         step: `trainer.global_step` before the step.
@@ -56,13 +56,12 @@ class StepReport:
         terms: The loss terms, by name.
         world_size: Number of ranks that reduce together.
         micro_batches: Length of the window on each rank.
-        samples: Samples in the window of each rank; None where a batch does not tell.
+        samples: Samples in the window of each rank; None if unknown.
         gradient_norm: Norm of the reduced gradient `g`, before clipping.
-        local_gradient_norms: Norm of each rank's own gradient `g_r`: of the mean over its window, each micro-batch with
-            its multiplier, or of the sum under the rules that are meant for sum losses. Where the loss has several
-            terms there is no such gradient: it is that of the rank's summand of `g`, times the number of ranks.
-        learning_rates: In force at the step, of every parameter group of every optimizer.
-        lr_scale: What `lr_scaling` multiplies the learning rate by after the warm-up.
+        local_gradient_norms: Norm of each rank's own gradient `g_r`: the weighted mean over its window, or the sum
+            under rules for sum losses. With several terms: of the rank's summand of `g`, times the number of ranks.
+        learning_rates: The rates of the step, for every parameter group of every optimizer.
+        lr_scale: The factor of `lr_scaling` after the warm-up.
     """
 
     step: int

@@ -143,9 +143,9 @@ def verify(
     seed: int = 0,
     **trainer_options: Any,
 ) -> Report:
-    """Train a few steps on `devices` processes and on one, and say whether both are the same.
+    """Train a few steps on `devices` processes and on one, and say whether the results are equal.
 
-    What is passed is sent to the processes by pickle.
+    Arguments are pickled to send them to the processes.
 
     Args:
         module: A module, or a function without arguments that returns one, such as its class, or `file.py:Name`.
@@ -154,16 +154,16 @@ def verify(
         devices: The number of processes.
         steps: The number of global batches.
         accelerator: "cpu", or a type of device such as "cuda", with one for each process.
-        single: True to compute in float32, for what cannot compute in float64, and to compare at 1e-4.
+        single: True to compute in float32, for models that cannot compute in float64, and to compare at 1e-4.
         tolerance: The largest relative difference that counts as equal; default: 1e-8, in float32 1e-4.
-        ignore: Causes that are not to be reported.
-        compare_order: Whether to compare which samples are read, and in which order, with one process, too.
-        seed: What every process seeds before it builds.
+        ignore: Causes to leave out of the report.
+        compare_order: Whether to compare the samples and their order with one process, too.
+        seed: The seed that every process sets before it builds the model.
         **trainer_options: Further options of the Trainer.
 
     Returns:
-        The report, which prints as what the command prints. `report.verdict` is "equal", "different" or "not shown",
-        `report.first` says why it is different.
+        The report; `print` shows what the command prints. `report.verdict` is "equal", "different" or "not shown", and
+        `report.first` is the first cause.
 
     Raises:
         ValueError: If an option is out of range.
