@@ -87,6 +87,8 @@ class Config:
                 strategy["max_device_batch_size"] = draw.choice([1, 2, 3])
             elif cuts:
                 strategy["num_replicas"] = draw.choice([1, 2, 3])
+        # Of one replica rank 1 has no samples, whose weight nobody asks.
+        self.wrong_weight &= strategy.get("num_replicas") != 1
         if chance(0.2):
             strategy["check_replicas_every_n_steps"] = draw.choice([None, 1])
         self.strategy = strategy
@@ -171,6 +173,9 @@ class Config:
                 pairs.append((rank, gradient * math.nan if fault in ("nan", "steep") else gradient, weight))
         if dropped and self.nonfinite == "skip_step":
             return None
+        nothing = self.rule in WEIGHTED and not any(weight for *_, weight in pairs)
+        if nothing and "find_unused_parameters" in self.strategy:
+            return None  # DDP takes a parameter that no rank has a gradient of for unused
         rule = rule_of_split_batches(RULES[self.rule]) if self.split else RULES[self.rule]
         return combine(
             torch.stack([gradient for _, gradient, _ in pairs]),
