@@ -221,7 +221,7 @@ class PoisonedTerm(Poisoned):
         return {"loss": {"a": rows.sum(), "b": poisoned}, "weight": {"a": 1, "b": 1 - rank}}
 
 
-@pytest.mark.parametrize("poison", ["finite", "NaN"])
+@pytest.mark.parametrize("poison", POISONS)
 def test_term_of_weight_0_beside_one_that_counts(world, poison):
     """The mean of 1 and 10, and the 1 of the only rank that counts in the other term."""
     toy = {"poison": poison, "way": "alone"}

@@ -169,7 +169,8 @@ class Accumulation:
         nothing = micro_batch.absent or micro_batch.problem is not None
         if nothing or all(value is None for value in carried):
             inside.enter_context(gradients_discarded(self._leaves, nan_only=not nothing))
-            inside.enter_context(nan_stopped(loss.value))
+        if nothing or None in carried:
+            inside.enter_context(nan_stopped(loss, [] if nothing else carried))
         if masks is not None:
             inside.enter_context(masks(micro_batch))
 

@@ -144,27 +144,39 @@ def gradients_discarded(parameters: Iterable[nn.Parameter], *, nan_only: bool) -
 
 
 @contextmanager
-def nan_stopped(loss: Tensor) -> Iterator[None]:
-    """Have functions written in Python see 0 for NaN where the backward of a loss that does not count runs.
+def nan_stopped(loss: WeighedLoss, carried: Sequence[Any]) -> Iterator[None]:
+    """Have functions written in Python see and give 0 for NaN where only terms that carry nothing pass through them.
 
-    Its gradient is undefined, which torch's own operators pass on. A reentrant checkpoint and a compiled module make
-    zeros of it, which a derivative that is infinite makes NaN; and a gather would send that to the other ranks.
+    The gradient of such a term is undefined, which torch's own operators pass on. A reentrant checkpoint and a compiled
+    module make zeros of it, which a derivative that is infinite makes NaN; and a gather would send that to other ranks.
     """
-
-    def without_nan(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple(None if each is None else each.masked_fill(each.isnan(), 0) for each in gradients)
-
+    root: Any = loss.value.grad_fn
+    stopped, counting = [root], list[Any]()
+    if any(value is not None for value in carried):
+        of_terms = [(node, value) for (node, _), value in zip(root.next_functions, carried, strict=True)]
+        stopped, counting = ([node for node, value in of_terms if (value is None) is none] for none in (True, False))
     handles: list[Any] = []
-    seen, ahead = set(), [loss.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            ahead += [each for each, _ in node.next_functions]
-            if isinstance(node, BackwardCFunction):
-                handles.append(node.register_prehook(without_nan))
+    for node in _functions_below(stopped) - _functions_below(counting):
+        handles.append(node.register_prehook(_without_nan))
+        handles.append(node.register_hook(lambda gradients, _: _without_nan(gradients)))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _without_nan(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    # Sparse ones come from losses of zero, or go to a parameter, where NaN is discarded.
+    return tuple(each if each is None or each.is_sparse else each.masked_fill(each.isnan(), 0) for each in gradients)
+
+
+def _functions_below(nodes: Iterable[Any]) -> set[Any]:
+    """Return the functions of a graph that are written in Python."""
+    seen, ahead = set(), list(nodes)
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [each for each, _ in node.next_functions]
+    return {node for node in seen if isinstance(node, BackwardCFunction)}
