@@ -1,10 +1,11 @@
-"""Settings of the documentation site: `make docs` builds it, `tests/test_docs.py` holds it to no warning."""
+"""Settings of the documentation site: `make docs` builds it, and `tests/test_docs.py` allows no warning."""
 
 import contextlib
 import io
 import os
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -13,29 +14,67 @@ from docutils.parsers.rst import Directive
 import lightning_gradavg
 from lightning_gradavg.cli import main
 
+ROOT = Path(__file__).resolve().parent.parent
+
 project = "lightning-gradavg"
 author = "The authors of lightning-gradavg"
 version = release = lightning_gradavg.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+copybutton_prompt_text = "$ "  # copies the commands of a console block, without their output
+copybutton_exclude = ".linenos, .gp, .go"
 
 myst_heading_anchors = 3
 
-default_role = "code"  # docstrings are read in editors, too, and mark code by single backticks
+default_role = "code"  # docstrings are read in editors, too, and mark code with single backticks
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_format = "fully-qualified"  # the short form leaves a `~` before names within a union
 autodoc_typehints_description_target = "documented"
-napoleon_use_ivar = True  # `Attributes:` as a list of fields, without an entry of its own for each
+napoleon_use_ivar = True  # lists `Attributes:` as fields, without one entry for each
 add_module_names = False
 
 nitpicky = True
-# No inventory of another project is fetched: the site builds without a network.
 nitpick_ignore_regex = [("py:.*", r"(?!lightning_gradavg).*"), ("py:.*", r"lightning_gradavg\.(?!\w+$).*")]
+if os.environ.get("INTERSPHINX"):  # the site builds without a network, unless you ask for links to other projects
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+        "lightning": ("https://lightning.ai/docs/pytorch/stable", None),
+    }
+
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "examples/README.md": "examples.md",
+}
+"""The pages of files outside docs/, which such a page includes by the line `<!-- fill: FILE -->`."""
+
+SHOWN = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash"}
+"""Languages of the examples that the site lists."""
+
+EXAMPLES = [
+    path.relative_to(ROOT)
+    for pattern in ("*.*", "[!d_]*/*.*")  # without the demo, which is a project of its own
+    for path in sorted((ROOT / "examples").glob(pattern))
+    if path.suffix in SHOWN and path.name != "__init__.py"
+]
+
+LINK = re.compile(r"\[(?P<text>[^]]+)]\((?!\w+:|#)(?P<file>[^)#\s]+)(?P<anchor>#[^)]*)?\)")
 
 
 class Command(Directive):
@@ -46,11 +85,41 @@ class Command(Directive):
 
     def run(self) -> list[nodes.Node]:
         """Return a literal block."""
-        os.environ["COLUMNS"] = "100"
+        os.environ["COLUMNS"] = "100"  # as wide as a block of the page
         with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
             main(shlex.split(self.arguments[0]))
         text = f"$ gradavg {self.arguments[0]}\n{printed.getvalue()}"
         return [nodes.literal_block(text, text, language="text")]
+
+
+def site_link(file: str) -> str | None:
+    """Return the link to a file of the repository within the site, or None if the site does not have it."""
+    if file in PAGES:
+        return PAGES[file]
+    if file.startswith("docs/"):
+        return file.removeprefix("docs/")
+    return next((f"#{path}" for path in EXAMPLES if file in (str(path), str(path.parent))), None)
+
+
+def fill_and_link(app: Any, page: str, source: list[str]) -> None:
+    """Include the file of a page, and turn links between files into links between pages."""
+    text, folder = source[0], ROOT / "docs"
+    if included := re.search(r"^<!-- fill: (\S+) -->$", text, re.MULTILINE):
+        folder = (ROOT / included[1]).parent
+        text = text.replace(included[0], (ROOT / included[1]).read_text("utf-8"))
+    if page == "examples":
+        listings = (
+            f"\n({path})=\n## {path.relative_to('examples')}\n\n"
+            f"```{{literalinclude}} ../{path}\n:language: {SHOWN[path.suffix]}\n```\n"
+            for path in EXAMPLES
+        )
+        text += "".join(listings)
+
+    def linked(match: re.Match[str]) -> str:
+        target = site_link(os.path.relpath(folder / match["file"], ROOT))
+        return f"[{match['text']}]({target}{match['anchor'] or ''})" if target else match["text"]
+
+    source[0] = LINK.sub(linked, text)
 
 
 def link_pages(app: Any, what: str, name: str, subject: Any, options: Any, lines: list[str]) -> None:
@@ -58,13 +127,8 @@ def link_pages(app: Any, what: str, name: str, subject: Any, options: Any, lines
     lines[:] = [re.sub(r"`{0,2}docs/(\w+)\.md`{0,2}", r":doc:`\1`", line) for line in lines]
 
 
-def offer_files(app: Any, page: str, source: list[str]) -> None:
-    """Turn links to Markdown files that are no pages, as `../CHANGELOG.md`, into downloads."""
-    source[0] = re.sub(r"\[`?([^]`]+)`?]\((\.\./[^)#\s]+\.md)(#[^)]*)?\)", r"{download}`\1 <\2>`", source[0])
-
-
 def setup(app: Any) -> None:
     """Connect to Sphinx."""
     app.add_directive("command", Command)
-    app.connect("source-read", offer_files)
+    app.connect("source-read", fill_and_link)
     app.connect("autodoc-process-docstring", link_pages)

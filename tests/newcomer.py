@@ -1,13 +1,13 @@
-"""A newcomer's walk: from the built wheel and an empty folder to a trained model, by each way that the README names.
+"""A newcomer's walk: the quick start of the README as printed, and each way to select the strategy, in an empty folder.
 
-`python tests/newcomer.py FOLDER` builds the wheel, installs it in a fresh environment that finds torch, Lightning and
-Hydra where this Python does, writes what the README says into files, and runs its commands.
+`python tests/newcomer.py FOLDER` walks from the built wheel, in a fresh environment that finds torch, Lightning and Hydra
+where this Python does.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -16,66 +16,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["WAYS", "Way", "install", "walk"]
+__all__ = ["CURVES", "FIXED", "PROGRAM", "ROOT", "STEPS", "WAYS", "Step", "install", "walk"]
 
 ROOT = Path(__file__).resolve().parent.parent
-
-NET = """
-import json
-import sys
-
-import torch
-from lightning.pytorch import LightningModule
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+README = (ROOT / "README.md").read_text("utf-8")
 
 
-class Net(LightningModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = torch.nn.Sequential(torch.nn.Embedding(10, 16), torch.nn.Linear(16, 10))
-        self.losses = []
+def block(language: str, words: str) -> str:
+    """Return the block of the README that has some words."""
+    [found] = [text for text in re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S) if words in text]
+    return str(found)
 
-    def forward(self, inputs):
-        return self.layers(inputs).transpose(1, 2)
 
-    def training_step(self, batch, batch_idx):
-        inputs, targets = batch
-        loss = cross_entropy(self(inputs), targets, ignore_index=-100)
-        self.losses.append(loss.item())
-        return {"loss": loss, "weight": (targets != -100).sum()}
+def patched(text: str, diff: str) -> str:
+    """Return a text with a diff applied; every line of the diff that is not new must be there, in order."""
+    lines, at = text.splitlines(), 0
+    for line in diff.splitlines():
+        if line.startswith("+"):
+            lines.insert(at, line[1:])
+            at += 1
+        elif not line.startswith("@@"):
+            at = lines.index(line[1:], at)
+            if line.startswith("-"):
+                del lines[at]
+            else:
+                at += 1
+    return "\n".join(lines) + "\n"
 
-    def train_dataloader(self):
-        inputs = torch.arange(320).reshape(32, 10) % 10
-        targets = (inputs + 1) % 10
-        targets[::3, 4:] = -100
-        return DataLoader(list(zip(inputs, targets)), batch_size=4)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.5)
+PROGRAM = block("python", "class Net")
+FIXED = patched(PROGRAM, block("diff", "GradAvgStrategy"))
+CURVES = [run.splitlines()[1:] for run in block("console", "$ python train.py").split("$ ")[1:]]
+"""The lines that the program prints on one process, and on two."""
 
-    def on_train_end(self):
-        trained = {
-            "place": [self.global_rank, self.trainer.world_size],
-            "rule": self.trainer.strategy.facts().rule.name,
-            "losses": [self.losses[0], self.losses[-1]],
-            "weights": sum(parameter.sum().item() for parameter in self.parameters()),
-            "package": sys.modules["lightning_gradavg"].__file__,
-        }
-        with open(f"rank{self.global_rank}.json", "w") as file:
-            json.dump(trained, file)
-"""
-
-TRAINER = """trainer:
-  accelerator: cpu
-  devices: 2
-  max_epochs: 3
-"""
-
+OWN_CLI = "from lightning.pytorch.cli import LightningCLI\nfrom train import Net\n\nLightningCLI(Net)\n"
+CONFIG = block("yaml", "class_path")
+TRAINER = CONFIG.split("  strategy:")[0]
 HYDRA = """import hydra
-
-from net import Net
+from train import Net
 
 
 @hydra.main(version_base=None, config_path=".", config_name="config")
@@ -88,94 +66,70 @@ main()
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way of selecting the strategy.
+class Step:
+    """A command that the newcomer runs.
 
     Attributes:
-        name: What it is.
-        said: What the README says to write, word for word.
-        command: What is run, by the programs of the new environment.
-        rule: The rule that the strategy then has.
-        files: What the newcomer writes beside the module, by name.
+        command: What is run, by the programs of the environment.
+        prints: Lines of its output that begin with "loss", or words that it has to print.
+        said: What the README or docs/select.md says to write, word for word.
+        files: What is written first, by name.
+        code: The exit code.
     """
 
-    name: str
-    said: tuple[str, ...]
     command: str
-    rule: str
+    prints: list[str]
+    said: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
+    code: int = 0
 
 
-def _script(*lines: str) -> dict[str, str]:
-    imports = "from lightning.pytorch import Trainer\nfrom net import Net\n"
-    options = ', accelerator="cpu", devices=2, max_epochs=3).fit(Net())'
-    return {"train.py": imports + "\n".join(lines).removesuffix(")") + options}
+STOCK, RIGHT = {"train.py": PROGRAM}, {"train.py": FIXED}
+STEPS = [
+    Step("python train.py 1", CURVES[0], files=STOCK),
+    Step("python train.py 2", CURVES[1]),
+    Step("gradavg verify train.py:Net", ["DIFFERENT, from step 0 on, in reduced gradient", "mean of means"], code=1),
+    Step("python train.py 1", CURVES[0], files=RIGHT),
+    Step("python train.py 2", CURVES[0]),
+    Step("gradavg verify train.py:Net --strategy gradavg_single_device", ["EQUAL: every step is that of one process."]),
+]
+"""The quick start."""
 
 
-_INSTANCE = 'Trainer(strategy=GradAvgStrategy(reduction="sum"))'
-_IMPORT, _NAME = "import lightning_gradavg", 'Trainer(strategy="gradavg_weighted")'
-_OPTIONS = "--trainer.strategy=lightning_gradavg.GradAvgStrategy --trainer.strategy.reduction=sum"
-_CLASS_PATH = "class_path: lightning_gradavg.GradAvgStrategy"
-_FIT = "gradavg fit --config config.yaml"
+def _script(strategy: str, imported: str) -> dict[str, str]:
+    trainer = strategy.removesuffix(")") + ', accelerator="cpu", devices=2, max_epochs=4).fit(Net())'
+    return {"way.py": f"{imported}\nfrom lightning.pytorch import Trainer\nfrom train import Net\n\n{trainer}\n"}
+
+
+_INSTANCE = ('Trainer(strategy=GradAvgStrategy(equivalent_to="single_device"))', "from lightning_gradavg import GradAvgStrategy")
+_NAME = ('Trainer(strategy="gradavg_single_device")', "import lightning_gradavg")
+_OPTIONS = "--trainer.strategy=lightning_gradavg.GradAvgStrategy --trainer.strategy.equivalent_to=single_device"
 _TARGET = "_target_: lightning_gradavg.GradAvgStrategy"
+_HYDRA = f"{TRAINER}  _target_: lightning.pytorch.Trainer\n  strategy:\n    {_TARGET}\n    equivalent_to: single_device\n"
+_CLI = {"cli.py": OWN_CLI}
 
-WAYS = (
-    Way(
-        "an instance",
-        (_INSTANCE, "from lightning_gradavg import GradAvgStrategy"),
-        "python train.py",
-        "sum",
-        _script("from lightning_gradavg import GradAvgStrategy", _INSTANCE),
-    ),
-    Way("a name", (_IMPORT, _NAME), "python train.py", "weighted_mean", _script(_IMPORT, _NAME)),
-    Way(
-        "LightningCLI",
-        (_OPTIONS,),
-        f"python train.py fit --config config.yaml {_OPTIONS}",
-        "sum",
-        {
-            "train.py": "from lightning.pytorch.cli import LightningCLI\nfrom net import Net\n\nLightningCLI(Net)",
-            "config.yaml": TRAINER,
-        },
-    ),
-    Way(
-        "a config file",
-        (_CLASS_PATH, "init_args"),
-        "python train.py fit --config config.yaml",
-        "weighted_mean",
-        {
-            "train.py": "from lightning.pytorch.cli import LightningCLI\nfrom net import Net\n\nLightningCLI(Net)",
-            "config.yaml": f"{TRAINER}  strategy:\n    {_CLASS_PATH}\n    init_args:\n      reduction: weighted_mean\n",
-        },
-    ),
-    Way(
-        "gradavg fit",
-        (_FIT,),
-        _FIT,
-        "weighted_mean",
-        {"config.yaml": f"{TRAINER}  strategy: gradavg_weighted\n  logger: false\nmodel:\n  class_path: net.Net\n"},
-    ),
-    Way(
-        "Hydra",
-        (_TARGET,),
-        "python train.py",
-        "weighted_mean",
-        {
-            "train.py": HYDRA,
-            "config.yaml": f"{TRAINER}  _target_: lightning.pytorch.Trainer\n  strategy:\n    {_TARGET}\n"
-            "    reduction: weighted_mean\n",
-        },
-    ),
-)
+WAYS = [
+    Step(command, CURVES[0], said, RIGHT | files)
+    for command, said, files in (
+        ("torchrun --nproc-per-node=2 train.py 2", (), {}),
+        ("gradavg fit --config config.yaml --model train.py:Net", (), {"config.yaml": CONFIG}),
+        ("python cli.py fit --config config.yaml", (CONFIG,), _CLI | {"config.yaml": CONFIG}),
+        (f"python cli.py fit --config config.yaml {_OPTIONS}", (_OPTIONS,), _CLI | {"config.yaml": TRAINER}),
+        ("python way.py", _INSTANCE, _script(*_INSTANCE)),
+        ("python way.py", _NAME, _script(*_NAME)),
+        ("python way.py", (_TARGET,), {"way.py": HYDRA, "config.yaml": _HYDRA}),
+    )
+]
+"""Each way to select the strategy; all print the curve of one process."""
 
 
-def _run(*command: Any, folder: Path, path: str | None = None) -> str:
+def _run(*command: Any, folder: Path, path: str | None = None, code: int = 0) -> str:
     """Return what a command printed that was started in a folder, with the programs of `path` before others."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environ = {**kept, "OMP_NUM_THREADS": "1", "PATH": os.pathsep.join(filter(None, (path, kept.get("PATH"))))}
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
+    assert done.returncode == code, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
@@ -194,25 +148,27 @@ def install(folder: Path) -> Path:
     return programs
 
 
-def walk(way: Way, folder: Path, programs: Path) -> list[dict[str, Any]]:
-    """Train in an empty folder by one of the ways, and return what each rank wrote."""
-    folder.mkdir()
-    for name, text in {"net.py": NET, **way.files}.items():
+def walk(step: Step, folder: Path, programs: Path) -> None:
+    """Take a step in a folder, and compare what it prints."""
+    for name, text in step.files.items():
         (folder / name).write_text(text)
-    program, *arguments = way.command.split()
-    _run(programs / program, *arguments, folder=folder, path=str(programs))
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
+    program, *arguments = step.command.split()
+    # torchrun is of torch's environment; its module is found in both.
+    start = [programs / "python", "-m", "torch.distributed.run"] if program == "torchrun" else [programs / program]
+    printed = _run(*start, *arguments, folder=folder, path=str(programs), code=step.code)
+    if step.prints in CURVES:
+        assert step.prints == re.findall(r"^ *(loss \d\.\d{4})$", printed, re.MULTILINE), f"{step.command}\n{printed}"
+    assert all(words in " ".join(printed.split()) for words in step.prints), f"{step.command}\n{printed}"
 
 
 def main() -> None:
-    """Walk, and print what was trained by each way."""
+    """Walk, and print each command."""
     folder = Path(sys.argv[1]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     programs = install(folder)
-    for way in WAYS:
-        sys.stdout.write(f"{way.name}: {way.command}\n")
-        for rank in walk(way, folder / way.name.replace(" ", "_"), programs):
-            sys.stdout.write(f"    {rank}\n")
+    for step in [*STEPS, *WAYS]:
+        sys.stdout.write(f"{step.command}\n")
+        walk(step, folder, programs)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Handwritten digits with a small CNN: `python -m examples.demo.digits --devices 2 --strategy gradavg`.
+"""Handwritten digits with a small CNN.
 
 The 1797 images of 8 x 8 pixels are the test part of the UCI "Optical Recognition of Handwritten Digits" set, which
 scikit-learn ships.
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from examples.demo.global_batches import global_batch_loader
-from examples.demo.training import Task, main
+from examples.demo.training import Task
 
 __all__ = ["TASK", "DigitsClassifier", "DigitsData"]
 
@@ -91,6 +91,3 @@ class DigitsClassifier(LightningModule):
 
 
 TASK = Task("digits", DigitsClassifier, DigitsData, epochs=6, metric="test_accuracy")
-
-if __name__ == "__main__":
-    main(TASK)

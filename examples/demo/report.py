@@ -5,21 +5,51 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import lightning
 import torch
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from torch import Tensor
 
-from examples.demo.comparison import TOLERANCE, Comparison, TaskResult, losses_difference
+__all__ = ["TOLERANCE", "Comparison", "TaskResult", "compare", "make_table", "save_json", "save_plot"]
 
-__all__ = ["final_loss", "json_safe", "make_table", "save_json", "save_plot"]
+TOLERANCE = 1e-5
+"""The largest relative difference that a run with GradAvg may have in float32."""
 
-PLOT_FLOOR = 1e-9
-"""Smaller differences, and none, are drawn here: a logarithmic axis has no zero."""
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What one run left of one task.
+
+    Attributes:
+        losses: Mean loss of each global batch, float64, one per optimizer step.
+        weights: The trained parameters by name.
+        metric: The test metric.
+        seconds: Wall time of training on rank 0, without the start of processes.
+    """
+
+    losses: Tensor
+    weights: Mapping[str, Tensor]
+    metric: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest relative differences to the reference run: of any parameter's norm, and of any step's loss."""
+
+    weights: float
+    losses: float
+
+    @property
+    def within_tolerance(self) -> bool:
+        """Whether both are at most `TOLERANCE`; a NaN is not."""
+        return self.weights <= TOLERANCE and self.losses <= TOLERANCE
+
 
 Results = Mapping[str, Mapping[str, TaskResult]]
 """Results by run and task; the first run is the reference."""
@@ -28,9 +58,21 @@ Comparisons = Mapping[str, Mapping[str, Comparison]]
 """Comparisons by run and task; the reference run has none."""
 
 
-def final_loss(result: TaskResult) -> float:
-    """Return the mean of the last ten steps' losses: that of one step depends on which samples it had."""
-    return float(result.losses[-10:].mean())
+def compare(reference: TaskResult, result: TaskResult) -> Comparison:
+    """Return the maxima of ||w - w_ref|| / ||w_ref|| and |l - l_ref| / |l_ref|, in float64; NaN where any number is.
+
+    Raises:
+        ValueError: If the two are not runs of one model, or have different numbers of steps.
+    """
+    shapes, expected = ({name: tuple(w.shape) for name, w in each.weights.items()} for each in (result, reference))
+    if shapes != expected:
+        raise ValueError(f"the runs trained different models: parameters {shapes}, but {expected} in the reference run")
+    if (taken := len(result.losses)) != (steps := len(reference.losses)):
+        raise ValueError(f"the runs took different numbers of steps: {taken}, but {steps} in the reference run")
+    pairs = [(result.weights[name].double(), w.double()) for name, w in reference.weights.items()]
+    weights = torch.stack([(w - w_ref).norm() / w_ref.norm() for w, w_ref in pairs])
+    losses = (result.losses.double() / reference.losses.double() - 1).abs()
+    return Comparison(float(weights.max()), float(losses.max()))
 
 
 def make_table(results: Results, comparisons: Comparisons, metrics: Mapping[str, str]) -> Table:
@@ -59,68 +101,44 @@ def make_table(results: Results, comparisons: Comparisons, metrics: Mapping[str,
                 run,
                 f"{comparison.weights:.1e}" if comparison else "-",
                 f"{comparison.losses:.1e}" if comparison else "-",
-                f"{float(result.losses[0]):.2f} to {final_loss(result):.2f}",
+                f"{float(result.losses[0]):.2f} to {float(result.losses[-10:].mean()):.2f}",
                 f"{result.metric:.4f}",
                 f"{result.seconds:.1f} s",
             )
     return table
 
 
-def save_plot(path: Path, results: Results, comparisons: Comparisons, colors: Mapping[str, str]) -> None:
-    """Draw each run's relative difference to the reference run, one panel per task.
-
-    Lines are the loss over the steps. Diamonds to the right of them are the weights after training.
-    """
-    reference, *others = results
-    tasks = list(results[reference])
-    figure = Figure(figsize=(5.5 * len(tasks), 4.4), layout="constrained")
-    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
-    for panel, task in zip(panels, tasks, strict=True):
-        expected = results[reference][task].losses
-        steps = range(1, len(expected) + 1)
-        for position, run in enumerate(others, start=1):
-            difference = losses_difference(expected, results[run][task].losses).clamp(min=PLOT_FLOOR)
-            panel.plot(steps, difference.tolist(), color=colors[run], linewidth=1.2, label=run)
-            # Beside each other, because runs that agree would hide one another.
-            x = len(expected) * (1.02 + 0.025 * position)
-            panel.plot([x], [max(comparisons[run][task].weights, PLOT_FLOOR)], "D", color=colors[run], markersize=5)
-        panel.axhline(
-            TOLERANCE, color="black", linestyle="--", linewidth=1, label=f"promise of GradAvg: {TOLERANCE:.0e}"
-        )
-        panel.set_yscale("log")
-        panel.set_title(task)
-        panel.set_xlabel("loss, over optimizer steps (diamonds: weights after training)")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel(f"relative difference to one process\n(less than {PLOT_FLOOR:.0e} is drawn there)")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+def save_plot(path: Path, losses: Mapping[str, Tensor]) -> None:
+    """Draw the training loss over the steps of one process, of stock DDP and of GradAvg, in this order."""
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    panel = figure.subplots()
+    styles = (("#b8bec7", "-", 7.0), ("#d9480f", "-", 2.0), ("#0b4f94", "--", 2.0))
+    for (name, curve), (color, line, width) in zip(losses.items(), styles, strict=True):
+        steps = range(1, len(curve) + 1)
+        panel.plot(steps, curve.tolist(), color=color, linestyle=line, linewidth=width, label=name)
+    panel.set_xlabel("optimizer steps", fontsize=16)
+    panel.set_ylabel("training loss", fontsize=16)
+    panel.tick_params(labelsize=13)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(fontsize=16, frameon=False)
     figure.savefig(path, dpi=150)
 
 
 def save_json(path: Path, results: Results, comparisons: Comparisons) -> None:
-    """Write every number of the table, and the loss curves. A number that is not finite is written as a string."""
-    runs: dict[str, dict[str, dict[str, Any]]] = {}
-    for run, tasks in results.items():
-        runs[run] = {}
-        for task, result in tasks.items():
-            comparison = comparisons.get(run, {}).get(task)
-            runs[run][task] = {
-                "difference_of_weights": comparison.weights if comparison else 0.0,
-                "difference_of_losses": comparison.losses if comparison else 0.0,
+    """Write every number of the table, and the loss curves."""
+    runs = {
+        run: {
+            task: {
+                "difference_of_weights": comparisons[run][task].weights if run in comparisons else 0.0,
+                "difference_of_losses": comparisons[run][task].losses if run in comparisons else 0.0,
                 "test_metric": result.metric,
                 "seconds": result.seconds,
                 "losses": result.losses.tolist(),
             }
+            for task, result in tasks.items()
+        }
+        for run, tasks in results.items()
+    }
     versions = {"python": platform.python_version(), "torch": torch.__version__, "lightning": lightning.__version__}
     document = {"tolerance": TOLERANCE, "versions": versions, "machine": platform.platform(), "runs": runs}
-    path.write_text(json.dumps(json_safe(document), indent=1, allow_nan=False) + "\n")
-
-
-def json_safe(value: Any) -> Any:
-    """Return `value` with each infinity and NaN as a string, for which JSON has no number."""
-    if isinstance(value, dict):
-        return {key: json_safe(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [json_safe(item) for item in value]
-    if isinstance(value, float) and value - value != 0:
-        return str(value)
-    return value
+    path.write_text(json.dumps(document, indent=1) + "\n")

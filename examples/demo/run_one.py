@@ -19,7 +19,7 @@ from torch import Tensor
 from examples.demo import digits, text
 from examples.demo.training import STRATEGIES, Task, close_process_group, train
 
-__all__ = ["LossCurve", "ProgressFile", "ReversedSamples", "tasks"]
+__all__ = ["LossCurve", "ReversedSamples", "tasks"]
 
 
 def tasks(*, quick: bool) -> list[Task]:
@@ -62,24 +62,6 @@ class LossCurve(Callback):
         self.values = total[0] / total[1]
 
 
-class ProgressFile(Callback):
-    """Appends the line `task batches_done batches_in_all` to a file after each loader batch of rank 0."""
-
-    def __init__(self, path: Path, task: str) -> None:
-        self._path = path
-        self._task = task
-        self._done = 0
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._done += 1
-        total = int(trainer.num_training_batches) * (trainer.max_epochs or 1)
-        if trainer.is_global_zero:
-            with self._path.open("a") as file:
-                file.write(f"{self._task} {self._done} {total}\n")
-
-
 class ReversedSamples(Callback):
     """Reverses the samples of each batch: the same mathematics, rounded differently."""
 
@@ -101,7 +83,7 @@ def main() -> None:
     is_global_zero = True
     for task in tasks(quick=arguments.quick):
         curve, timer = LossCurve(), Timer()
-        callbacks: list[Callback] = [curve, timer, ProgressFile(arguments.output / "progress", task.name)]
+        callbacks: list[Callback] = [curve, timer]
         if arguments.reversed:
             callbacks.append(ReversedSamples())
         module, metric = train(task, arguments.strategy, arguments.devices, callbacks)

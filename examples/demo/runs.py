@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,13 +18,11 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from examples.demo.comparison import TOLERANCE, TaskResult, compare
-from examples.demo.report import make_table, save_json, save_plot
+from examples.demo.report import TOLERANCE, TaskResult, compare, make_table, save_json, save_plot
 from examples.demo.run_one import tasks
 
-__all__ = ["Configuration", "RunFailedError", "configurations", "environment", "main", "run"]
+__all__ = ["Configuration", "RunFailedError", "configurations", "environment", "finish", "main", "run"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT = 300.0
@@ -41,43 +38,25 @@ class RunFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Configuration:
-    """One run of the demo.
-
-    Attributes:
-        name: What the table calls it.
-        strategy: One of `examples.demo.training.STRATEGIES`.
-        devices: Number of processes.
-        color: Of its line in the plot.
-        options: Further arguments of `examples.demo.run_one`.
-    """
+    """One run of the demo: its name in the table, its strategy, and further options of `examples.demo.run_one`."""
 
     name: str
     strategy: str
     devices: int
-    color: str
     options: tuple[str, ...] = ()
-
-    @property
-    def must_match(self) -> bool:
-        """Whether the demo fails if this run differs from one process."""
-        return self.strategy == "gradavg"
 
 
 def configurations(worlds: Sequence[int]) -> list[Configuration]:
-    """Return the runs: one process first, which is the reference, then what is compared with it.
+    """Return the runs. The first is the reference: one process.
 
-    One process with the samples of each batch reversed computes the same with other roundings. Its difference is the
-    least that any arrangement of the same samples can be asked for.
+    One process with the samples of each batch reversed computes the same with other roundings. No arrangement of the
+    same samples can be expected to come closer.
     """
-    shades = {"ddp": ("#f6a55c", "#c8500a"), "gradavg": ("#6db3e8", "#0b4f94")}
     return [
-        Configuration("one process", "auto", 1, "black"),
-        Configuration("one process, reversed", "auto", 1, "#8a8a8a", ("--reversed",)),
-        *(
-            Configuration(f"{label}, {world} processes", strategy, world, shades[strategy][index % 2])
-            for strategy, label in (("ddp", "stock DDP"), ("gradavg", "GradAvg"))
-            for index, world in enumerate(worlds)
-        ),
+        Configuration("one process", "auto", 1),
+        Configuration("one process, reversed", "auto", 1, ("--reversed",)),
+        *(Configuration(f"stock DDP, {world} processes", "ddp", world) for world in worlds),
+        *(Configuration(f"GradAvg, {world} processes", "gradavg", world) for world in worlds),
     ]
 
 
@@ -103,47 +82,31 @@ def started(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
         process.wait()
 
 
-def run(
-    configuration: Configuration, folder: Path, progress: Progress, *, quick: bool, timeout: float
-) -> dict[str, TaskResult]:
-    """Run one configuration to its end and return its results by task.
+def finish(command: Sequence[str], log: Path, *, name: str, timeout: float = TIMEOUT) -> None:
+    """Run a command to its end.
 
     Raises:
-        RunFailedError: If it fails, or takes longer than `timeout` seconds. The message ends with the end of its log.
+        RunFailedError: If it fails, or takes longer than `timeout` seconds. The message has the end of its log.
     """
+    with started(command, log) as process:
+        try:
+            status = f"exit status {process.wait(timeout)}"
+        except subprocess.TimeoutExpired:
+            status = f"not finished after {timeout:.0f} s"
+    if status != "exit status 0":
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+        raise RunFailedError(f"{name}: {status}.\n{end}\nThe whole log is {log}")
+
+
+def run(configuration: Configuration, folder: Path, *, quick: bool) -> dict[str, TaskResult]:
+    """Run one configuration and return its results by task."""
     folder.mkdir(parents=True, exist_ok=True)
-    log, marks, saved = folder / "log.txt", folder / "progress", folder / "results.pt"
-    for path in (marks, saved):
-        path.unlink(missing_ok=True)
+    saved = folder / "results.pt"
+    saved.unlink(missing_ok=True)
     command = [sys.executable, "-m", "examples.demo.run_one", "--strategy", configuration.strategy]
     command += ["--devices", str(configuration.devices), "--output", str(folder), *configuration.options]
-    command += ["--quick"] if quick else []
-    bar = progress.add_task(f"{configuration.name}: starting", total=None)
-    deadline = time.monotonic() + timeout
-    with started(command, log) as process:
-        while process.poll() is None:
-            if time.monotonic() > deadline:
-                raise RunFailedError(f"{configuration.name}: not finished after {timeout:.0f} s.\n{tail(log)}")
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=0.25)
-            show_progress(progress, bar, configuration.name, marks)
-    if process.returncode != 0 or not saved.exists():
-        raise RunFailedError(f"{configuration.name}: exit status {process.returncode}.\n{tail(log)}")
+    finish([*command, "--quick"] if quick else command, folder / "log.txt", name=configuration.name)
     return {task: TaskResult(**values) for task, values in torch.load(saved, weights_only=True).items()}
-
-
-def show_progress(progress: Progress, bar: TaskID, name: str, marks: Path) -> None:
-    """Bring the bar to the last complete line of `marks`."""
-    lines = marks.read_text().split("\n")[:-1] if marks.exists() else []
-    if lines:
-        task, done, total = lines[-1].split()
-        progress.update(bar, description=f"{name}: {task}", completed=int(done), total=int(total))
-
-
-def tail(log: Path) -> str:
-    """Return the end of a log, and where the whole is."""
-    lines = log.read_text(errors="replace").splitlines()
-    return "\n".join([*lines[-30:], f"The whole log is {log}"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -156,39 +119,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output: Path = options.output.resolve()
     console = Console()
 
-    runs = configurations(options.worlds)
     results: dict[str, dict[str, TaskResult]] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=console) as progress:
-            whole = progress.add_task("runs", total=len(runs))
-            for index, configuration in enumerate(runs):
-                folder = output / f"{index}_{configuration.strategy}_{configuration.devices}"
-                results[configuration.name] = run(configuration, folder, progress, quick=options.quick, timeout=TIMEOUT)
-                progress.advance(whole)
-    except RunFailedError as error:
-        console.print(str(error), style="red", markup=False)
-        return 1
-
-    reference, *others = runs
+    for index, each in enumerate(configurations(options.worlds)):
+        with console.status(f"training: {each.name}"):
+            folder = output / f"{index}_{each.strategy}_{each.devices}"
+            results[each.name] = run(each, folder, quick=options.quick)
+    reference, *others = results
     comparisons = {
-        other.name: {
-            task: compare(results[reference.name][task], result) for task, result in results[other.name].items()
-        }
-        for other in others
+        name: {task: compare(results[reference][task], result) for task, result in results[name].items()}
+        for name in others
     }
     console.print(make_table(results, comparisons, {task.name: task.metric for task in tasks(quick=options.quick)}))
-    save_plot(output / "comparison.png", results, comparisons, {run.name: run.color for run in runs})
+    shown = (reference, *(f"{label}, {options.worlds[-1]} processes" for label in ("stock DDP", "GradAvg")))
+    save_plot(output / "comparison.png", {name: results[name]["text"].losses for name in shown})
     save_json(output / "results.json", results, comparisons)
     console.print(f"Written: {output / 'comparison.png'} and {output / 'results.json'}", soft_wrap=True)
 
     failed = [
-        f"{other.name}, {task}"
-        for other in others
-        if other.must_match
-        for task, comparison in comparisons[other.name].items()
-        if not comparison.within_tolerance
+        f"{name}, {task}"
+        for name in others
+        for task, comparison in comparisons[name].items()
+        if name.startswith("GradAvg") and not comparison.within_tolerance
     ]
     if failed:
         console.print(f"Differs from one process by more than {TOLERANCE:.0e}: {'; '.join(failed)}", style="red")
-    return 1 if failed else 0
+    return int(bool(failed))

@@ -14,7 +14,7 @@ from pathlib import Path
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 
 from examples.demo.global_batches import global_batch_loader
-from examples.demo.runs import REPOSITORY, TIMEOUT, RunFailedError, started, tail
+from examples.demo.runs import REPOSITORY, finish
 from examples.demo.text import ByteLanguageModel, DocstringData, collate
 from examples.demo.training import close_process_group
 from lightning_gradavg import GradAvgStrategy
@@ -79,9 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for devices in options.worlds:
         path, log = (options.output.resolve() / f"same_bits_{devices}.{kind}" for kind in ("sha", "log"))
         command = [sys.executable, "-m", "examples.demo.same_bits", "--devices", str(devices)]
-        with started([*command, "--samples", str(options.samples), "--output", str(path)], log) as process:
-            if process.wait(TIMEOUT) != 0:
-                raise RunFailedError(f"{devices} processes: exit status {process.returncode}.\n{tail(log)}")
+        finish([*command, "--samples", str(options.samples), "--output", str(path)], log, name=f"{devices} processes")
         shas[devices] = path.read_text()
     print(line(shas))
     return int(len(set(shas.values())) > 1)

@@ -1,8 +1,7 @@
-"""A byte-level language model on Python's documentation: `python -m examples.demo.text --devices 2 --strategy gradavg`.
+"""A byte-level language model on the docstrings of Python's standard library.
 
-The text is the docstrings of the standard library that runs this script. They are of very different lengths, so two
-ranks with the same number of docstrings have different numbers of tokens, and a mean of the ranks' means is not the
-mean over tokens.
+Docstrings have very different lengths. Ranks with equally many docstrings have different numbers of tokens, so the mean
+of the ranks' means is not the mean over tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from examples.demo.global_batches import global_batch_loader
-from examples.demo.training import Task, main
+from examples.demo.training import Task
 
 __all__ = ["TASK", "ByteLanguageModel", "DocstringData", "docstrings"]
 
@@ -59,19 +58,10 @@ def collate(samples: list[bytes]) -> Batch:
 
 
 class DocstringData(LightningDataModule):
-    """Docstrings of the running interpreter's standard library, cut to `max_bytes`.
+    """Docstrings of the running interpreter's standard library, cut to `max_bytes`; 128 of them are for the test.
 
-    By default 30 global batches of 32 and one of 9. With two micro-batches per window, that last window has one loader
-    batch only, of 9 samples, which are chunks of 3, 3, 3 and 0 on 4 ranks.
-
-    Args:
-        num_train: Docstrings to train with; 128 more are for the test.
-        max_bytes: Longer docstrings are cut.
-        global_batch_size: Docstrings of one optimizer step, over all ranks and micro-batches.
-        seed: Of the order.
-
-    Raises:
-        RuntimeError: In `setup`, if the standard library has fewer docstrings.
+    By default there are 30 global batches of 32 and one of 9. With two micro-batches per window, the last window has
+    one loader batch of 9 samples: chunks of 3, 3, 3 and 0 on 4 ranks.
     """
 
     def __init__(self, num_train: int = 969, max_bytes: int = 192, global_batch_size: int = 32, seed: int = 0) -> None:
@@ -141,6 +131,3 @@ class ByteLanguageModel(LightningModule):
 
 
 TASK = Task("text", ByteLanguageModel, DocstringData, epochs=2, micro_batches=2, metric="test_loss")
-
-if __name__ == "__main__":
-    main(TASK)

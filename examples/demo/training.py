@@ -1,31 +1,29 @@
-"""What the example tasks share: how a task is described, trained, and started from the command line."""
+"""How a task of the demo is described and trained."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.strategies import Strategy
 
 from lightning_gradavg import GradAvgStrategy
 
-__all__ = ["STRATEGIES", "Task", "close_process_group", "main", "make_strategy", "train"]
+__all__ = ["STRATEGIES", "Task", "close_process_group", "make_strategy", "train"]
 
 STRATEGIES = ("auto", "ddp", "gradavg")
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data, and how long to train.
+    """A model, data whose global batch is the same on every number of processes, and how long to train.
 
     Attributes:
         name: What reports call it.
         model: Builds the module.
-        data: Builds the data module, whose global batch is the same on every number of processes.
+        data: Builds the data module.
         epochs: Passes over the data.
         metric: What the module logs in the test.
         micro_batches: Micro-batches of one optimizer step on several processes. One process takes the global batch
@@ -63,7 +61,7 @@ def train(task: Task, strategy: str, devices: int, callbacks: Sequence[Callback]
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
+        enable_progress_bar=False,
     )
     module, data = task.model(), task.data()
     trainer.fit(module, data)
@@ -79,15 +77,3 @@ def close_process_group() -> None:
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def main(task: Task) -> None:
-    """Train `task` as the command line says."""
-    parser = argparse.ArgumentParser(description=f"Train the {task.name} example on one machine.")
-    parser.add_argument("--devices", type=int, default=1, help="number of processes (default: 1)")
-    parser.add_argument("--strategy", choices=STRATEGIES, default="auto", help="default: auto")
-    arguments = parser.parse_args()
-    module, metric = train(task, arguments.strategy, arguments.devices, [RichProgressBar()])
-    if module.global_rank == 0:
-        print(f"{task.metric} {metric:.4f}")
-    close_process_group()
