@@ -1,7 +1,7 @@
 """A newcomer's walk: the quick start of the README as printed, and each way to select the strategy, in an empty folder.
 
-`python tests/newcomer.py FOLDER` walks from the built wheel, in a fresh environment that finds torch, Lightning and Hydra
-where this Python does.
+`python tests/newcomer.py FOLDER` walks from the built wheel, in a fresh environment that finds torch, Lightning and
+Hydra where this Python does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ README = (ROOT / "README.md").read_text("utf-8")
 
 def block(language: str, words: str) -> str:
     """Return the block of the README that has some words."""
-    [found] = [text for text in re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S) if words in text]
+    [found] = [
+        text for text in re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL) if words in text
+    ]
     return str(found)
 
 
@@ -85,13 +87,14 @@ class Step:
 
 
 STOCK, RIGHT = {"train.py": PROGRAM}, {"train.py": FIXED}
+_VERIFY = "gradavg verify train.py:Net"
 STEPS = [
     Step("python train.py 1", CURVES[0], files=STOCK),
-    Step("python train.py 2", CURVES[1]),
-    Step("gradavg verify train.py:Net", ["DIFFERENT, from step 0 on, in reduced gradient", "mean of means"], code=1),
+    Step("python train.py 2", CURVES[1], files=STOCK),
+    Step(_VERIFY, ["DIFFERENT, from step 0 on, in reduced gradient", "mean of means"], files=STOCK, code=1),
     Step("python train.py 1", CURVES[0], files=RIGHT),
-    Step("python train.py 2", CURVES[0]),
-    Step("gradavg verify train.py:Net --strategy gradavg_single_device", ["EQUAL: every step is that of one process."]),
+    Step("python train.py 2", CURVES[0], files=RIGHT),
+    Step(f"{_VERIFY} --strategy gradavg_single_device", ["EQUAL: every step is that of one process."], files=RIGHT),
 ]
 """The quick start."""
 
@@ -101,11 +104,16 @@ def _script(strategy: str, imported: str) -> dict[str, str]:
     return {"way.py": f"{imported}\nfrom lightning.pytorch import Trainer\nfrom train import Net\n\n{trainer}\n"}
 
 
-_INSTANCE = ('Trainer(strategy=GradAvgStrategy(equivalent_to="single_device"))', "from lightning_gradavg import GradAvgStrategy")
+_INSTANCE = (
+    'Trainer(strategy=GradAvgStrategy(equivalent_to="single_device"))',
+    "from lightning_gradavg import GradAvgStrategy",
+)
 _NAME = ('Trainer(strategy="gradavg_single_device")', "import lightning_gradavg")
 _OPTIONS = "--trainer.strategy=lightning_gradavg.GradAvgStrategy --trainer.strategy.equivalent_to=single_device"
 _TARGET = "_target_: lightning_gradavg.GradAvgStrategy"
-_HYDRA = f"{TRAINER}  _target_: lightning.pytorch.Trainer\n  strategy:\n    {_TARGET}\n    equivalent_to: single_device\n"
+_HYDRA = (
+    f"{TRAINER}  _target_: lightning.pytorch.Trainer\n  strategy:\n    {_TARGET}\n    equivalent_to: single_device\n"
+)
 _CLI = {"cli.py": OWN_CLI}
 
 WAYS = [

@@ -94,6 +94,9 @@ def test_the_wheel(installed):
     }
     assert {"gradavg": "lightning_gradavg.cli:main"} == {entry.name: entry.value for entry in metadata.entry_points}
     assert {"plot", "dev"} <= set(metadata.metadata.get_all("Provides-Extra") or ())
+    page = metadata.metadata.get_payload()  # PyPI shows the README without the files that it links to
+    assert "# lightning-gradavg" in page
+    assert [] == re.findall(r"\]\((?!\w+:)[^)]*\)", page)
 
     by_module = run(python, "-m", "lightning_gradavg", "--help", cwd=source)
     assert by_module == run(python.parent / "gradavg", "--help", cwd=source)
