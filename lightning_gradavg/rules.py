@@ -160,11 +160,14 @@ def share_of(rule: Rule, place: Place, weight: Any) -> Share:
         weight: A number; or a 0-dim tensor, which nobody reads, like tensors that the rule returns.
 
     Raises:
-        ValueError: If the rule fails, or returns a number that is not finite and >= 0.
+        ValueError: If the weight is not finite and >= 0, or the rule fails or returns such a number.
     """
     unread = isinstance(weight, Tensor)
-    if rule.uses_weight and not unread and weight == 0:
-        return Share(0.0, 0.0)
+    if rule.uses_weight and not unread:
+        if not is_number(weight):
+            raise ValueError(f"weight {weight!r} is not a finite number >= 0")
+        if weight == 0:
+            return Share(0.0, 0.0)
     try:
         share = Share(*rule.share(place, weight))
         numbers = [(name, number) for name, number in share._asdict().items() if not isinstance(number, Tensor)]

@@ -138,15 +138,15 @@ class Accumulation:
             ValueError: If the loss does not fit into its window, or on all ranks, if some rank's does not.
         """
         window, micro_batch = self.window, loss.micro_batch
-        if self._owned_by_user and window.length > 0 and self._cleared():
+        if self._owned_by_user and window.micro_batches and self._cleared():
             self._before = []
             window.reset()
-        begins, named = window.length == 0, tuple(micro_batch.weights) != (WHOLE_LOSS,)
+        begins, named = not window.micro_batches, tuple(micro_batch.weights) != (WHOLE_LOSS,)
         # All ranks must go the same way.
         differing = self._in_pieces if named else window.afterwards
         alone = last and begins and window.rule.uses_weight and not differing
         if begins:
-            self._begin(aside=not last or window.afterwards or window.divisor != 1)
+            self._begin(aside=not last or window.afterwards or window.loss_divisor != 1)
         elif self._owned_by_user and self._trained != [parameter.requires_grad for parameter in self.parameters]:
             micro_batch = replace(micro_batch, problem=_OTHERS)
         if named and not alone:

@@ -28,7 +28,7 @@ from lightning_gradavg.device import HostCopy, on_device
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.weights import ALWAYS_OR_NEVER, MOST_TERMS, MicroBatch
-from lightning_gradavg.rules import Rule, Share, is_number, share_of
+from lightning_gradavg.rules import Rule, Share, share_of
 
 __all__ = ["Totals", "Window"]
 
@@ -201,11 +201,8 @@ class Window:
         return shares, fault
 
     def _share(self, place: Place, weight: Any) -> Share:
-        judged = self.rule.uses_weight and not isinstance(weight, Tensor)
-        if judged and not is_number(weight):
-            raise ValueError(f"weight {weight!r} is not a finite number >= 0")
         share = share_of(self.rule, place, weight)
-        if judged and place is not self._place:
+        if self.rule.uses_weight and place is not self._place:
             expected = self._of_length(self.length)[0] * float(share_of(self.rule, self._place, weight).multiplier)
             if abs(share.multiplier - expected) > _TOLERANCE * share.multiplier:
                 raise ValueError(

@@ -22,7 +22,7 @@ from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.weigh import WeighedLoss, gradients_discarded
 from lightning_gradavg.reduction.weights import WHOLE_LOSS
 from lightning_gradavg.reproducible.sum import Fold, Gradients, add_gradients, sum_over_ranks
-from lightning_gradavg.rules import share_of
+from lightning_gradavg.rules import is_number, share_of
 
 __all__ = ["TreeReduction"]
 
@@ -99,7 +99,7 @@ class TreeReduction(Reduction):
         micro_batch = loss.micro_batch.read()
         window.add(micro_batch)
         (weight,) = micro_batch.weights.values()
-        faulty = not 0 <= weight < float("inf")
+        faulty = not is_number(weight)
         share = share_of(self.rule, Place(), 0.0 if faulty else weight)
         nothing = micro_batch.absent or micro_batch.problem is not None or faulty
         loss.coefficients[:] = [None if nothing or share.multiplier == 0 else float(share.multiplier)]
