@@ -1,7 +1,7 @@
 """From a recipe that works to a cluster: the batches, steps and learning rates of `gradavg plan`.
 
 Three runs stand side by side: the base run, the run of this package that keeps (or names) the global batch, and stock
-DDP with the unchanged script. Fields are those of the JSON (docs/scaling.md): batches in samples, lengths in optimizer
+DDP with the unchanged script. Fields are those of the JSON (docs/api.md): batches in samples, lengths in optimizer
 steps, None for what is not known.
 """
 

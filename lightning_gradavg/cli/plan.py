@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     to("--global-batch-size", **count, help="samples per optimizer step (default: as the base recipe)")
     to("--noise-scale", **number, help="gradient noise scale in samples, as examples/noise_scale.py measures it")
     to("--max-device-batch-size", **count, help="most samples a device holds at once")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON; docs/scaling.md has the schema")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON; docs/api.md has the fields")
     return parser
 
 
