@@ -2,7 +2,7 @@
 
 `tests/ranks.py` serves runs whose ranks survive. Here ranks are started for one run, as a launcher starts them, and may
 be killed, be stopped, or fail; a rank that is silent when all others have ended is ended by the parent. So
-`python -m tests.faults` prints what is seen.
+`python tests/faults.py` prints what is seen.
 """
 
 from __future__ import annotations
