@@ -161,10 +161,6 @@ GATHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-def contrast(kind: str) -> Callable[[], Step]:
-    return lambda: Step(layers, lambda module, batch: scores(module, batch, GATHERS[kind]))
-
-
 class Compiled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

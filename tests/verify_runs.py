@@ -37,7 +37,12 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-class Net(LightningModule):
+class Sgd(LightningModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Net(Sgd):
     """Two layers with a mean loss; `loss` is "mean" or "sum", `middle` stands between the layers."""
 
     def __init__(self, loss: str = "mean", *middle: nn.Module) -> None:
@@ -51,9 +56,6 @@ class Net(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         x, y = batch
         return nn.functional.cross_entropy(self(x), y, reduction=self.loss)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def normed(**options: Any) -> Net:
@@ -392,7 +394,7 @@ class Asking(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
 
 
-class Texts(LightningModule):
+class Texts(Sgd):
     """The loss of the tokens that are not padding, in texts of other lengths in every batch."""
 
     def __init__(self, loss: str = "mean", *, says: bool = False, drops: float = 0.0, by_text: bool = False) -> None:
@@ -408,11 +410,8 @@ class Texts(LightningModule):
         loss = losses.sum() / (real.sum() if self.loss == "mean" else 1)
         return {"loss": loss, "weight": real.sum()} if self.says else loss
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-class Boxes(LightningModule):
+class Boxes(Sgd):
     """Images, and for each a record with a number of boxes of its own."""
 
     def __init__(self) -> None:
@@ -423,9 +422,6 @@ class Boxes(LightningModule):
         pairs = zip(self.layer(batch[0]), batch[1], strict=True)
         return torch.stack([(output - record["boxes"].mean(0)).square().mean() for output, record in pairs]).mean()
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 @dataclass
 class Graph:
@@ -433,7 +429,7 @@ class Graph:
     edges: Tensor
 
 
-class OfGraphs(LightningModule):
+class OfGraphs(Sgd):
     """Sums over the neighbours in a graph."""
 
     def __init__(self) -> None:
@@ -444,11 +440,8 @@ class OfGraphs(LightningModule):
         received = torch.zeros_like(batch.nodes).index_add(0, batch.edges[1], batch.nodes[batch.edges[0]])
         return self.layer(batch.nodes + received).square().mean()
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-class CaseSeven(LightningModule):
+class CaseSeven(Sgd):
     """Case 7: loss w * x, hand-scaled by W / global count."""
 
     def __init__(self) -> None:
@@ -460,11 +453,8 @@ class CaseSeven(LightningModule):
         dist.all_reduce(count)
         return (self.w * batch).sum() * ranks() / count
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
-
-class CaseFortyTwo(LightningModule):
+class CaseFortyTwo(Sgd):
     """Case 42: BatchNorm1d(1) on {0, 2} and {4, 6}."""
 
     def __init__(self) -> None:
@@ -473,9 +463,6 @@ class CaseFortyTwo(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return (self.norm(batch.reshape(-1, 1)) * batch.reshape(-1, 1)).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def sgd(self: Any, **options: Any) -> Any:
@@ -616,6 +603,8 @@ PADDED = of_rank(
 )
 SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
 SHUFFLED: dict[str, Any] = {"use_distributed_sampler": True}
+UNDEALT: dict[str, Any] = {"use_distributed_sampler": False}
+TEXTS: dict[str, Any] = {"reads": m.texts, "options": SHUFFLED}
 
 RUNS = {
     # Equal.
@@ -662,11 +651,9 @@ RUNS = {
     "dropout, `data_parallel`": Run(dropped, strategy=PARALLEL, data=14, batch_size=5, not_shown="trains replicas"),
     "noise drawn in `training_step`": Run(with_step(noisy), UNEVEN, BY_WEIGHT),
     "mixup": Run(with_step(mixed_up), not_shown="a generator of Python or NumPy"),
-    "padded texts with their weights, dropout": Run(
-        lambda: Texts(says=True, drops=0.3), strategy=BY_WEIGHT, reads=m.texts, options=SHUFFLED
-    ),
-    "padded texts, a sum loss, `sum`": Run(lambda: Texts("sum"), strategy=BY_SUM, reads=m.texts, options=SHUFFLED),
-    "padded texts, a mean over texts": Run(lambda: Texts(by_text=True), reads=m.texts, options=SHUFFLED),
+    "padded texts with their weights, dropout": Run(lambda: Texts(says=True, drops=0.3), strategy=BY_WEIGHT, **TEXTS),
+    "padded texts, a sum loss, `sum`": Run(lambda: Texts("sum"), strategy=BY_SUM, **TEXTS),
+    "padded texts, a mean over texts": Run(lambda: Texts(by_text=True), **TEXTS),
     "an L2 penalty in a mean loss": Run(with_step(penalized)),
     "a step counter in an attribute": Run(with_step(by_count)),
     "a loss of `batch_idx`": Run(with_step(by_index)),
@@ -693,15 +680,13 @@ RUNS = {
     "a sum loss": Run(lambda: Net("sum"), cause="sum loss"),
     "a sum loss, dropout": Run(lambda: dropped("sum"), cause="sum loss"),
     "a sum loss, bfloat16": Run(lambda: Net("sum"), options={"precision": "bf16-mixed"}, cause="sum loss"),
-    "a sum loss over padded texts": Run(lambda: Texts("sum"), reads=m.texts, options=SHUFFLED, cause="sum loss"),
+    "a sum loss over padded texts": Run(lambda: Texts("sum"), **TEXTS, cause="sum loss"),
     "an L2 penalty under `sum`": Run(with_step(penalized, lambda: Net("sum")), strategy=BY_SUM, cause="constant term"),
     "an L2 penalty in a sum loss": Run(with_step(penalized, lambda: Net("sum")), cause="constant term"),
     "uneven batches": Run(Net, UNEVEN, cause="mean of means"),
     "uneven batches, noise": Run(with_step(noisy), UNEVEN, cause="mean of means"),
     "a mean over tokens": Run(with_step(masked), cause="mean of means"),
-    "a mean over tokens of padded texts, with weights": Run(
-        lambda: Texts(says=True), reads=m.texts, options=SHUFFLED, cause="mean of means"
-    ),
+    "a mean over tokens of padded texts, with weights": Run(lambda: Texts(says=True), **TEXTS, cause="mean of means"),
     "class weights": Run(with_step(class_weighted), cause="mean of means"),
     "class weights under `weighted_mean`": Run(with_step(class_weighted), strategy=BY_WEIGHT, cause="counts"),
     "a mean over tokens weighted by samples": Run(with_step(masked), UNEVEN, BY_WEIGHT, cause="counts"),
@@ -758,7 +743,7 @@ RUNS = {
     "clipping to a part for every rank": Run(ClippedByRanks, cause="unexplained"),
     # Not shown.
     "padded texts that no `collate_fn` made": Run(Texts, data=PADDED, not_shown="cannot be joined"),
-    "a mean over tokens of padded texts": Run(Texts, reads=m.texts, options=SHUFFLED, cause="mean of means"),
+    "a mean over tokens of padded texts": Run(Texts, **TEXTS, cause="mean of means"),
     "images with a list of records": Run(Boxes, data=boxes, not_shown="which samples a batch of type list holds"),
     "graphs": Run(OfGraphs, data=graphs, not_shown="which samples a batch of type Graph holds"),
     "a moving average of the loss in an attribute": Run(with_step(by_average), cause="hand-compensated loss"),
@@ -784,112 +769,94 @@ def _with_spectral_norm(module: Net) -> Net:
     return module
 
 
-def step(make: Callable[[], nn.Module], training_step: Callable[..., Any], **hooks: Any) -> Callable[[], Any]:
-    return lambda: m.Step(make, training_step, **hooks)
+def on(
+    make: Callable[[], nn.Module] = m.layers,
+    step: Callable[..., Any] = m.classified,
+    reads: Callable[[], Any] = m.plain,
+    hooks: dict[str, Any] | None = None,
+    **more: Any,
+) -> Run:
+    """Return a run of layers and a step over a loader that Lightning's sampler deals."""
+    options = {**SHUFFLED, **more.pop("options", {})}
+    return Run(lambda: m.Step(make, step, **hooks or {}), reads=reads, options=options, **more)
 
 
+def on_stream(how: str, **more: Any) -> Run:
+    return Run(lambda: m.Step(m.layers, m.classified), reads=lambda: DataLoader(m.Stream(how), 4), **more)
+
+
+def contrasts(gathers: str, **more: Any) -> Run:
+    return on(m.layers, lambda module, batch: m.scores(module, batch, m.GATHERS[gathers]), **more)
+
+
+def checkpointed(*, reentrant: bool) -> Run:
+    return on(lambda: m.Checkpointed(reentrant=reentrant))
+
+
+def of_both(module: Any, batch: Any) -> Tensor:
+    return m.classified(module, batch["one"]) + m.classified(module, batch["other"])
+
+
+WEIGHTS, NO_LOSS = {"cause": "weights beside the gradient"}, {"cause": "non-decomposable loss"}
+ATTENTION = {"make": m.Attention, "step": m.each_text}
 MINE = {
-    "GRU": Run(step(m.Recurrent, m.last_word), reads=m.texts, options=SHUFFLED),
-    "LSTM, dropout": Run(step(lambda: m.Recurrent(nn.LSTM, dropout=0.3), m.last_word), reads=m.texts, options=SHUFFLED),
-    "packed sequences": Run(step(lambda: m.Recurrent(packs=True), m.last_word), reads=m.texts, options=SHUFFLED),
-    "padded texts, attention, dropout, a mean over texts": Run(
-        step(m.Attention, m.each_text), reads=m.texts, options=SHUFFLED
-    ),
-    "an average of the weights": Run(
-        step(m.Teacher, m.taught, ended=m.averaged(lambda: 1.0)), reads=m.plain, options=SHUFFLED
-    ),
-    "images with records, `collate_fn`": Run(step(m.layers, m.detected), reads=m.records, options=SHUFFLED),
-    "graphs, `collate_fn`": Run(step(m.layers, m.of_graphs), reads=m.graphs, options=SHUFFLED),
-    "contrastive, `self.all_gather(sync_grads=True)`": Run(
-        m.contrast("self.all_gather"), reads=m.plain, options=SHUFFLED
-    ),
-    "contrastive, `torch.distributed.nn`": Run(m.contrast("torch.distributed.nn"), reads=m.plain, options=SHUFFLED),
-    "compiled, dropout": Run(step(m.Compiled, m.classified), reads=m.plain, options=SHUFFLED),
-    "checkpointed, dropout": Run(
-        step(lambda: m.Checkpointed(reentrant=False), m.classified), reads=m.plain, options=SHUFFLED
-    ),
-    "checkpointed, reentrant": Run(
-        step(lambda: m.Checkpointed(reentrant=True), m.classified), reads=m.plain, options=SHUFFLED
-    ),
-    "LoRA, dropout": Run(step(m.Adapted, m.classified), reads=m.plain, options=SHUFFLED),
-    "a stream, every W-th": Run(step(m.layers, m.classified), reads=lambda: DataLoader(m.Stream(), 4)),
-    "a stream, a part for each": Run(step(m.layers, m.classified), reads=lambda: DataLoader(m.Stream("halves"), 4)),
-    "a sampler with replacement": Run(step(m.layers, m.classified), reads=m.replaced),
-    "bucketed batches, a mean over texts": Run(step(m.Words, m.each_text), reads=m.bucketed),
+    "GRU": on(m.Recurrent, m.last_word, m.texts),
+    "LSTM, dropout": on(lambda: m.Recurrent(nn.LSTM, dropout=0.3), m.last_word, m.texts),
+    "packed sequences": on(lambda: m.Recurrent(packs=True), m.last_word, m.texts),
+    "padded texts, attention, dropout, a mean over texts": on(**ATTENTION, reads=m.texts),
+    "an average of the weights": on(m.Teacher, m.taught, hooks={"ended": m.averaged(lambda: 1.0)}),
+    "images with records, `collate_fn`": on(step=m.detected, reads=m.records),
+    "graphs, `collate_fn`": on(step=m.of_graphs, reads=m.graphs),
+    "contrastive, `self.all_gather(sync_grads=True)`": contrasts("self.all_gather"),
+    "contrastive, `torch.distributed.nn`": contrasts("torch.distributed.nn"),
+    "compiled, dropout": on(m.Compiled),
+    "checkpointed, dropout": checkpointed(reentrant=False),
+    "checkpointed, reentrant": checkpointed(reentrant=True),
+    "LoRA, dropout": on(m.Adapted),
+    "a stream, every W-th": on_stream(""),
+    "a stream, a part for each": on_stream("halves"),
+    "a sampler with replacement": Run(lambda: m.Step(m.layers, m.classified), reads=m.replaced),
+    "bucketed batches, a mean over texts": Run(lambda: m.Step(m.Words, m.each_text), reads=m.bucketed),
     "manual optimization, clipping": Run(m.Manual, reads=m.plain, options=SHUFFLED),
-    "a schedule by `estimated_stepping_batches`": Run(
-        step(m.layers, m.classified, optimizers=m.scheduled), reads=m.plain, options=SHUFFLED, steps=3
+    "a schedule by `estimated_stepping_batches`": on(hooks={"optimizers": m.scheduled}, steps=3),
+    "reads the data set and writes to the logger": on(step=m.reads_data),
+    "`x.float()`": on(step=m.in_float),
+    "samples along dimension 1, dropout": on(m.sequences, m.sequence_first),
+    "logged with `sync_dist`": on(step=m.logs()),
+    "random masks in `collate_fn`": on(reads=m.masking),
+    "two loaders": on(step=of_both, reads=m.two_loaders),
+    "padded texts, attention, dropout, `single_device`": on(
+        **ATTENTION, reads=lambda: m.texts(batch_size=8), strategy=SINGLE, options=UNDEALT
     ),
-    "reads the data set and writes to the logger": Run(step(m.layers, m.reads_data), reads=m.plain, options=SHUFFLED),
-    "`x.float()`": Run(step(m.layers, m.in_float), reads=m.plain, options=SHUFFLED),
-    "samples along dimension 1, dropout": Run(step(m.sequences, m.sequence_first), reads=m.plain, options=SHUFFLED),
-    "logged with `sync_dist`": Run(step(m.layers, m.logs()), reads=m.plain, options=SHUFFLED),
-    "random masks in `collate_fn`": Run(step(m.layers, m.classified), reads=m.masking, options=SHUFFLED),
-    "two loaders": Run(
-        step(m.layers, lambda module, batch: m.classified(module, batch["one"]) + m.classified(module, batch["other"])),
-        reads=m.two_loaders,
-        options=SHUFFLED,
-    ),
-    "padded texts, attention, dropout, `single_device`": Run(
-        step(m.Attention, m.each_text), reads=lambda: m.texts(batch_size=8), strategy=SINGLE
-    ),
-    "a stream that ends earlier on a rank": Run(
-        step(m.layers, m.classified), reads=lambda: DataLoader(m.Stream("uneven"), 4), strategy=BY_WEIGHT, steps=4
-    ),
-    "`drop_last`": Run(step(m.layers, m.classified), reads=lambda: m.plain(30, drop_last=True), options=SHUFFLED),
+    "a stream that ends earlier on a rank": on_stream("uneven", strategy=BY_WEIGHT, steps=4),
+    "`drop_last`": on(reads=lambda: m.plain(30, drop_last=True)),
     # Different.
     "uneven batches late in a long window": Run(
-        step(m.layers, m.classified),
+        lambda: m.Step(m.layers, m.classified),
         sizes=((4,) * 9 + (2,), (4,) * 10),
         options={"accumulate_grad_batches": 10},
         cause="mean of means",
     ),
-    "an average of the weights that depends on the ranks": Run(
-        step(m.Teacher, m.taught, ended=m.averaged(m.world)),
-        reads=m.plain,
-        options=SHUFFLED,
-        cause="weights beside the gradient",
+    "an average of the weights that depends on the ranks": on(
+        m.Teacher, m.taught, hooks={"ended": m.averaged(m.world)}, **WEIGHTS
     ),
-    "a clamp that depends on the ranks": Run(
-        step(m.layers, m.classified, ended=m.clamped),
-        reads=m.plain,
-        options=SHUFFLED,
-        cause="weights beside the gradient",
-    ),
-    "a batch hook that normalizes": Run(
-        step(m.layers, m.classified, transferred=m.normalized),
-        reads=m.plain,
-        options=SHUFFLED,
-        cause="non-decomposable loss",
-    ),
-    "data sharded by hand and by the sampler": Run(
-        step(m.layers, m.classified), reads=m.by_hand, options=SHUFFLED, cause="unread samples"
-    ),
-    "a tiny gradient times the ranks": Run(
-        step(lambda: m.Tiny(m.world), m.classified), reads=m.plain, options=SHUFFLED, cause="hand-compensated loss"
-    ),
-    "a loss summed over the ranks by hand": Run(
-        step(m.layers, m.summed_value), reads=m.plain, options=SHUFFLED, cause="logged value"
-    ),
-    "a detached `self.all_gather`": Run(
-        m.contrast("a detached self.all_gather"), reads=m.plain, options=SHUFFLED, cause="detached gather"
-    ),
-    "contrastive on each rank": Run(m.contrast("none"), reads=m.plain, options=SHUFFLED, cause="non-decomposable loss"),
-    "a stream that all ranks read": Run(
-        step(m.layers, m.classified), reads=lambda: DataLoader(m.Stream("alike"), 4), cause="duplicated stream"
-    ),
-    "a mean over tokens, `collate_fn`": Run(
-        step(m.Words, m.each_token), reads=m.texts, options=SHUFFLED, cause="mean of means"
-    ),
-    "a short last batch in a window": Run(
-        step(m.layers, m.classified), reads=lambda: m.plain(28), options={**SHUFFLED, **TWO}, cause="mean of means"
-    ),
+    "a clamp that depends on the ranks": on(hooks={"ended": m.clamped}, **WEIGHTS),
+    "a batch hook that normalizes": on(hooks={"transferred": m.normalized}, **NO_LOSS),
+    "data sharded by hand and by the sampler": on(reads=m.by_hand, cause="unread samples"),
+    "a tiny gradient times the ranks": on(lambda: m.Tiny(m.world), cause="hand-compensated loss"),
+    "a loss summed over the ranks by hand": on(step=m.summed_value, cause="logged value"),
+    "a detached `self.all_gather`": contrasts("a detached self.all_gather", cause="detached gather"),
+    "contrastive on each rank": contrasts("none", **NO_LOSS),
+    "a stream that all ranks read": on_stream("alike", cause="duplicated stream"),
+    "a mean over tokens, `collate_fn`": on(m.Words, m.each_token, m.texts, cause="mean of means"),
+    "a short last batch in a window": on(reads=lambda: m.plain(28), options=TWO, cause="mean of means"),
     # Not shown.
-    "one draw for each batch": Run(
-        step(m.layers, m.one_draw), reads=m.plain, options=SHUFFLED, not_shown="one draw for a whole batch (aten.rand)"
-    ),
+    "one draw for each batch": on(step=m.one_draw, not_shown="one draw for a whole batch (aten.rand)"),
     "a short last batch beyond the steps": Run(
-        step(m.layers, m.classified), sizes=((4, 4, 2), (4, 4, 4)), steps=1, not_shown="as if they were equal"
+        lambda: m.Step(m.layers, m.classified),
+        sizes=((4, 4, 2), (4, 4, 4)),
+        steps=1,
+        not_shown="as if they were equal",
     ),
 }
 RUNS.update(MINE)

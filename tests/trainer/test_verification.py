@@ -1,4 +1,4 @@
-"""The command and the callback, in processes that they start themselves."""
+"""The command and the function, in processes that they start themselves."""
 
 from __future__ import annotations
 
