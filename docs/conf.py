@@ -31,6 +31,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_copy_source = False
+html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 copybutton_prompt_text = "$ "  # copies the commands of a console block, without their output

@@ -138,7 +138,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SEARCHES = {
     "effective batch size": "scaling",
     "total batch": "scaling",
-    "loss does not match": "index",
+    "loss does not match": "faq",
     "loss is different on multiple GPUs": "faq",
     "sum or average": "averaging",
     "sum or mean": "averaging",

@@ -123,7 +123,6 @@ def test_a_config_alone_trains_and_proves(tmp_path):
     started("-m", "lightning_gradavg", "fit", "--config", EXAMPLES / "config.yaml", folder=tmp_path)
     printed = started("-m", "lightning_gradavg", "verify", "--config", EXAMPLES / "config.yaml", folder=tmp_path)
     assert "EQUAL: every step is that of one process." in printed
-    assert "GradAvgStrategy, reduction 'weighted_mean', 2 ranks, 3 optimizer steps" in " ".join(printed.split())
 
 
 def assert_shows(notebook):

@@ -31,7 +31,7 @@ def test_the_pages_say_what_a_newcomer_writes():
     assert [] == [each for each in words if " ".join(each.split()) not in re.sub(r"\s+", " ", said)]
 
 
-@pytest.mark.parametrize("step", STEPS, ids=["one", "stock DDP", "verdict", "fixed, one", "fixed, two", "equal"])
+@pytest.mark.parametrize("step", [*STEPS[:3], STEPS[4]], ids=["one", "stock DDP", "verdict", "fixed"])
 def test_the_quick_start(step, tmp_path):
     walk(step, tmp_path, Path(sys.executable).parent)
 
