@@ -285,11 +285,6 @@ class TrainingLoop:
         return self._loop._combined_loader._spec
 
     @property
-    def cycles(self) -> bool:
-        """Whether shorter loaders begin again until the longest has ended."""
-        return bool(self._loop._combined_loader._mode == "max_size_cycle")
-
-    @property
     def epoch_ended(self) -> bool:
         """Whether the epoch trains on no further batch, although loaders may have some."""
         return bool(self._loop.epoch_loop._num_ready_batches_reached())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_gradavg.batches.chunks import Chunk, Split
 from lightning_gradavg.batches.loader import BatchSplitter, Pass, SplitLoader
-from lightning_gradavg.batches.progress import NumberedLoader, Progress, kind_of
+from lightning_gradavg.batches.progress import NumberedLoader, Progress
+from lightning_gradavg.batches.progress import numbered as numbered_loader
 from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.ranks import World
 
@@ -47,8 +49,8 @@ def in_one_world(loader: Any, *, whole: bool = False, **options: Any) -> SplitLo
 
 def numbered(loader: Any, splitter: BatchSplitter, progress: Progress | None = None) -> NumberedLoader:
     """Return a loader split as Lightning reads it, whose loop reads what its `read` is given."""
-    wrapped: Any = splitter.wrap(loader, kind_of)
-    wrapped.progress = progress or Progress(Loop(), lambda: 1)
+    progress = progress or Progress(Loop(), lambda: 1)
+    wrapped = splitter.wrap(loader, partial(numbered_loader, progress=progress))
     assert isinstance(wrapped, NumberedLoader)
     return wrapped
 

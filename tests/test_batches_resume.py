@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -343,8 +343,6 @@ def test_several_loaders_go_on_from_the_end_of_an_epoch(
     sizes: tuple[int, int], orders: tuple[str, str], mode: str, worlds: list[int], epochs: int, window: int
 ) -> None:
     """Of two loaders, cycled, exhausted or cut off, each has the samples that the uninterrupted run goes on with."""
-    # Cycled streams are refused: tests/test_ranks_progress.py.
-    assume(mode != "max_size_cycle" or not {"stream", "own stream", "unsized"} & set(orders))
 
     def make() -> list[Any]:
         return [ORDERS[order](4 * size, 4) for order, size in zip(orders, sizes, strict=True)]
@@ -539,23 +537,6 @@ class TestOrderOfARest:
         resumed(2, make, states, 1)
 
         assert [[16, 17, 20, 21], [18, 19, 22, 23]] == [dataset.loaded for dataset in datasets]
-
-    @pytest.mark.parametrize("lazy", [False, True])
-    def test_whole_batches_that_were_taken_are_not_loaded_again(self, lazy: bool) -> None:
-        """Every rank loads all of what remains; and the rest before, where the sampler's draws depend on loading it."""
-        datasets: list[Loud] = []
-
-        def make() -> list[Any]:
-            datasets.append(Loud())
-            batches: dict[str, Any] = {"batch_sampler": Eager(24, 4)} if lazy else {"batch_size": 4}
-            return [DataLoader(datasets[-1], **batches)]
-
-        states = save_after(4, make, world_size=2, whole=True)
-        datasets.clear()
-        resumed(2, make, states, 1, whole=True)
-
-        assert [24 if lazy else 8] * 2 == [len(dataset.loaded) for dataset in datasets]
-        assert lazy or [list(range(16, 24))] * 2 == [dataset.loaded for dataset in datasets]
 
     @pytest.mark.slow
     @pytest.mark.parametrize("persistent", [False, True])

@@ -232,7 +232,7 @@ def test_samples_that_differ_between_ranks_are_an_error_on_all() -> None:
     for error in on_ranks(3, body, replicas=3):
         assert isinstance(error, ValueError)
         assert "read other samples for the same indices: found at batch 1 that DataLoader read" in str(error)
-        assert "seeded alike on every rank" in str(error)
+        assert "seeded equally on every rank" in str(error)
 
 
 @pytest.mark.parametrize("options", [{"replicas": 4}, {"whole": True}])
@@ -311,5 +311,5 @@ def test_apart_nothing_may_be_drawn() -> None:
         torch.rand(())
         return Graphs(samples)
 
-    with pytest.raises(ValueError, match=r"Graphs cannot be cut into replicas.*collate_fn draws random numbers"):
+    with pytest.raises(ValueError, match=r"Graphs cannot be cut into replicas, and collate_fn draws random numbers"):
         take_all(in_one_world(DataLoader(range(4), collate_fn=drawing), whole=True))  # type: ignore[arg-type]

@@ -70,79 +70,69 @@ class End(Callback):
                 raise {"error": RuntimeError, "interrupt": KeyboardInterrupt}[self.how]("the run ends here")
 
 
-def fit(folder: str, how: str, batch: int, resume: str | None = None, every: bool = False, **options: Any) -> Any:
+def fit(folder: str, how: str, batch: int, resume: str | None = None) -> Any:
     """Body: train two epochs, or until the run is ended."""
     seed_everything(11, verbose=False)
     module = Shuffled()
-    steps = {"every_n_train_steps": 1} if every else {}
+    steps = {"every_n_train_steps": 1} if how == "SIGKILL" or (resume and "killed" in resume) else {}
     keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_exception=True, **steps)  # type: ignore[arg-type]
     trainer = make_trainer(
-        GradAvgStrategy(split_batches=True, **options),
+        GradAvgStrategy(split_batches=True),
         max_epochs=2,
         accumulate_grad_batches=WINDOW,
         enable_checkpointing=True,
         callbacks=[End(how, batch), keep],
     )
-    ended = ""
-    try:
+    with contextlib.suppress(*([RuntimeError, KeyboardInterrupt, SystemExit] if how else [])):
         trainer.fit(module, ckpt_path=resume)
-    except (RuntimeError, KeyboardInterrupt, SystemExit) as error:
-        ended = type(error).__name__
-    return module.stepped, module.net.weight.item(), ended
+    return module.stepped, module.net.weight.item()
 
 
 def windows(ranks: list[Any]) -> list[list[float]]:
     """Return the samples of each optimizer step, of all ranks."""
-    assert len({weight for _, weight, _ in ranks}) == 1
-    steps = zip(*(stepped for stepped, _, _ in ranks), strict=True)
+    assert len({weight for _, weight in ranks}) == 1
+    steps = zip(*(stepped for stepped, _ in ranks), strict=True)
     return [sorted(sample for part in parts for sample in part) for parts in steps]
 
 
-def newest(folder: Any) -> str | None:
-    """Return the checkpoint of the latest step; Lightning saves none before the first."""
-    found = sorted(folder.glob("*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
-    return str(found[-1]) if found else None
+@pytest.fixture(scope="module")
+def undisturbed(world, tmp_path_factory):
+    """Return the samples of each step, and the last weight, of a run on one process that nobody ends."""
+    (ended,) = world(1).run(fit, str(tmp_path_factory.mktemp("undisturbed")), "", -1)
+    return windows([ended]), ended[1]
 
 
+# How the run ends, in which batch of two epochs of 5, and on how many ranks before and after.
 RESUMES = [
-    (how, batch, before, after)
-    for how, before, after in [("error", 1, 2), ("interrupt", 2, 1), ("error", 2, 3)]
-    for batch in ((1, 2, 3, 4, 7) if (before, after) != (2, 3) else (3,))
+    *[("error", batch, 1, 2) for batch in (1, 2, 3, 4, 7)],
+    *[("interrupt", batch, 2, 1) for batch in (1, 2, 7)],
+    ("error", 3, 2, 3),
+    ("SIGKILL", 3, 2, 3),
 ]
-FULL = [(how, batch, 4, 1) for how in ("error", "interrupt") for batch in range(4)] + [
-    ("error", batch, 2, 4) for batch in range(4)
+FULL = [
+    *[(how, batch, 4, 1) for how in ("error", "interrupt", "SIGTERM", "SIGKILL") for batch in range(10)],
+    *[("error", batch, 2, 4) for batch in range(10)],
 ]
 
 
 @pytest.mark.parametrize(
     ("how", "batch", "before", "after"), [*RESUMES, *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
 )
-def test_a_run_that_ends_in_a_batch_repeats_its_window(world, tmp_path, how, batch, before, after):
-    """Ended by an error or Ctrl-C in any batch of a window, and resumed on another number of ranks, nothing is lost."""
-    (undisturbed,) = world(1).run(fit, str(tmp_path / "whole"), "", -1)
-    first = world(before).run(fit, str(tmp_path / "first"), how, batch)
-    ends = {"error": {"RuntimeError"}, "interrupt": {"SystemExit", "KeyboardInterrupt"}}[how]
-    assert ends >= {ended for _, _, ended in first}
-    rest = world(after).run(fit, str(tmp_path / "rest"), "", -1, newest(tmp_path / "first"))
+def test_a_resumed_run_goes_on_after_the_last_whole_window(world, tmp_path, undisturbed, how, batch, before, after):
+    """Wherever and however a run ends, resumed on another number of ranks it trains on what it has not stepped on."""
+    expected, weight = undisturbed
+    folder, first = tmp_path / ("killed" if how == "SIGKILL" else "ended"), None
+    with pytest.raises(RankError, match="exit code -9") if how == "SIGKILL" else contextlib.nullcontext():
+        first = world(before).run(fit, str(folder), how, batch)
+    # Lightning saves no checkpoint before the first step.
+    done, kept = max(((int(path.stem.partition("=")[2]), str(path)) for path in folder.glob("*")), default=(0, None))
+    rest = world(after).run(fit, str(tmp_path / "rest"), "", -1, kept)
 
-    done = windows(first)
-    assert batch // 5 * STEPS + batch % 5 // WINDOW == len(done)
-    assert windows([undisturbed]) == [*done, *windows(rest)]
-    assert undisturbed[1] == pytest.approx(rest[0][1], rel=1e-12)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
-@pytest.mark.parametrize("batch", [1, 2, 3])
-def test_a_run_that_is_killed_goes_on_from_its_last_step(world, tmp_path, how, batch):
-    """Of ranks that are killed the last checkpoint of a step is gone on with, on one more rank."""
-    (undisturbed,) = world(1).run(fit, str(tmp_path / "whole"), "", -1)
-    with contextlib.suppress(RankError):
-        world(2).run(fit, str(tmp_path / "first"), how, batch, every=True)
-    rest = world(3).run(fit, str(tmp_path / "rest"), "", -1, newest(tmp_path / "first"))
-
-    steps = batch // WINDOW
-    assert windows([undisturbed])[steps:] == windows(rest)
+    stepped = batch // 5 * STEPS + batch % 5 // WINDOW
+    assert stepped <= done if how == "SIGTERM" else stepped == done  # which has the batches at hand trained on
+    assert first is None or expected[:done] == windows(first)
+    assert expected[done:] == windows(rest)
+    assert weight == pytest.approx(rest[0][1], rel=1e-12)
 
 
 class Plain(Shuffled):
@@ -231,29 +221,37 @@ def test_several_loaders_go_on_from_the_end_of_an_epoch_only(world, tmp_path):
         assert "within an epoch, after 3 batches of one of 2 train loaders" in raised.message
 
 
-class Endless(IterableDataset[Tensor]):
-    """Tells no length."""
+class Unsized(IterableDataset[Tensor]):
+    """Tells no length; shuffled."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        yield from torch.arange(16, dtype=torch.float64)[:, None]
+        yield from torch.randperm(40).double()[:, None]
 
 
-def cycled(path: str, epochs: int, resume: str | None = None) -> None:
-    """Body: train on a loader and a stream, which Lightning cycles, and save at the end."""
+class Cycled(Two):
+    """A shuffled loader of one batch, which Lightning cycles beside a stream."""
 
-    class Cycled(Two):
-        def train_dataloader(self) -> Any:
-            return [super().train_dataloader()[0], DataLoader(Endless(), BATCH)]
+    def train_dataloader(self) -> Any:
+        data: Any = torch.arange(BATCH, dtype=torch.float64)[:, None]
+        return [DataLoader(data, BATCH, shuffle=True), DataLoader(Unsized(), BATCH)]
 
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.window += [sample for part in batch for sample in part.flatten().tolist()]
+        return super().training_step(batch, batch_idx)
+
+
+def cycled(path: str, epochs: int, resume: str | None = None) -> Any:
+    """Body: train on a loader and a stream, and save at the end."""
+    seed_everything(5, verbose=False)
     trainer = make_trainer(GradAvgStrategy(split_batches=True), max_epochs=epochs)
-    trainer.fit(Cycled(), ckpt_path=resume)
+    trainer.fit(module := Cycled(), ckpt_path=resume)
     trainer.save_checkpoint(path)
+    return module.stepped
 
 
-def test_cycled_loaders_of_which_one_is_a_stream_do_not_go_on(world, tmp_path):
-    """How often Lightning began the shorter anew is in no checkpoint: an error on all ranks says what to do."""
+def test_a_cycled_loader_beside_a_stream_goes_on(world, tmp_path):
+    """Resumed after its first epoch, every rank has the samples of the run that goes on, in their order."""
     path = str(tmp_path / "end.ckpt")
+    whole = world(2).run(cycled, path, 3)
     world(2).run(cycled, path, 1)
-    for raised in world(2).run_expecting_errors(cycled, path, 2, path):
-        assert raised.type_name == "ValueError"
-        assert "CombinedLoader(loaders, mode='min_size') or 'max_size'" in raised.message
+    assert [stepped[10:] for stepped in whole] == world(2).run(cycled, path, 3, path)

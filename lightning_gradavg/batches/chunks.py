@@ -151,12 +151,9 @@ def _cut(split: Split, size: int) -> Chunk:
 
 
 def require_same_reach(chunks: Sequence[Chunk], replicas: int | None) -> None:
-    """Require of several loaders' batches that are trained on together to reach the same ranks, or the same replicas.
+    """Raise, on all ranks, unless several loaders' batches reach the same ranks, or the same replicas.
 
     No weight of the step can count samples of one loader and none of another.
-
-    Raises:
-        RuntimeError: On all ranks alike, if they do not.
     """
     if len({(chunk.ranks, chunk.stand_in, chunk.batch_replicas) for chunk in chunks}) == 1:
         return

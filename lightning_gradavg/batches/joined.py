@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from lightning_gradavg.batches.numbers import Numbers
+from lightning_gradavg.batches.progress import Numbers
 from lightning_gradavg.device import Tally
 from lightning_gradavg.faults.drift import SameData
 from lightning_gradavg.lightning_internals import TrainingLoop
@@ -28,7 +28,7 @@ __all__ = ["Fetched", "JoinedLoader", "fetched_now", "join"]
 
 _END = object()
 _COMPARED = 3
-"""Batches that are compared: two that are alike are no chance, unless the data are constant, so look at one more."""
+"""Batches that are compared: two equal ones are no coincidence, unless the data are constant, so look at one more."""
 
 
 class Fetched(NamedTuple):
@@ -69,19 +69,9 @@ class JoinedIterator(Iterator[Any]):
 
 
 class JoinedLoader(LoaderWrapper):
-    """A training loader that ends on all ranks at once. All its attributes are those of the user's.
+    """A training loader that ends on all ranks at once, and shows the attributes of the user's.
 
-    Args:
-        loader: The user's loader.
-        world: All ranks.
-        device: Where the process group takes tensors from.
-        loop: The training loop that reads it.
-        length: Number of batches of the rank that has most; None where a rank cannot tell.
-
-    Attributes:
-        last: The batch that was read last.
-        compared: How many batches were compared with those of other ranks.
-        behind: What stands behind its batches.
+    Its `length` is that of the rank that has most; None where a rank cannot tell.
     """
 
     def __init__(self, loader: Any, world: World, device: torch.device, loop: TrainingLoop, length: int | None) -> None:
@@ -100,19 +90,17 @@ class JoinedLoader(LoaderWrapper):
         return self._length
 
     def compare(self, batch: Any | None) -> None:
-        """Warn if it is now clear that all ranks read the same batches. A collective operation.
-
-        Args:
-            batch: What this rank fetched, None if it has none left.
-        """
+        """Warn if it is now clear that all ranks read the same batches. A collective operation."""
         self.compared += 1
         digest = None if batch is None else data_digest(batch)
         if self._same.compare(digest, self._world.group, self.device):
             self.compared = _COMPARED
             if self._world.rank > 0:
                 return
+            name, dataset = type(self.loader).__name__, getattr(self.loader, "dataset", None)
+            name += "" if dataset is None else f" over {type(dataset).__name__}"
             warnings.warn(
-                f"all ranks read the same batches of {_named(self.loader)}: every sample counts once per rank. Have the"
+                f"all ranks read the same batches of {name}: every sample counts once per rank. Have the"
                 " dataset yield another part of the stream on every rank, by torch.distributed.get_rank(), or use"
                 " GradAvgStrategy(split_batches=True), which gives every rank its part of each batch.",
                 stacklevel=2,
@@ -125,21 +113,8 @@ class JoinedLoader(LoaderWrapper):
             (self.last,) = next(one for one in lent if one is not None)
 
 
-def _named(loader: Any) -> str:
-    """Return what a user knows a loader by."""
-    dataset = getattr(loader, "dataset", None)
-    return type(loader).__name__ + (f" over {type(dataset).__name__}" if dataset is not None else "")
-
-
 def join(loader: Any, world: World, device: torch.device, loop: TrainingLoop) -> Any:
-    """Return a user's loader, joined unless it is known to have as many batches on all ranks. A collective operation.
-
-    Args:
-        loader: The loader, or a joined one.
-        world: All ranks.
-        device: Where the process group takes tensors from.
-        loop: The training loop that reads it.
-    """
+    """Return a loader, joined unless all ranks are known to have as many batches. A collective operation."""
     loader = user_loader(loader)
     # What a stream says of its length need not be so.
     streams = isinstance(getattr(loader, "dataset", None), IterableDataset)

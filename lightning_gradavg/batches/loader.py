@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -42,7 +42,8 @@ from torch.utils.data import (
 )
 
 from lightning_gradavg.batches.chunks import EMPTY_BATCH, Chunk, Split, even_parts
-from lightning_gradavg.batches.place import Behind, LoaderState, Mark, Order, PassState, require_alike
+from lightning_gradavg.batches.order import Behind, Mark, Order, require_equal
+from lightning_gradavg.batches.state import LoaderState, PassState
 from lightning_gradavg.lightning_internals import cloned
 from lightning_gradavg.loaders import LoaderWrapper, distributed_sampler, is_sharded, loader_batch_size, user_loader
 from lightning_gradavg.random_state import random_state, same_random_state
@@ -74,48 +75,42 @@ class _Collated(NamedTuple):
     part: Any
 
 
-@dataclass(frozen=True)
-class _Collate:
-    """Collates this rank's part of a list of samples; of the whole batch if `whole`. Sent to worker processes."""
-
-    collate: Callable[[list[Any]], Any]
-    split: Split
-    whole: bool
-
-    def __call__(self, samples: list[Any]) -> _Collated:
-        key = data_digest((len(samples), samples[0], samples[-1]))
-        if self.whole:
-            before = random_state()
-            batch = self.collate(samples)
-            rows = _rows(batch, len(samples))
-            if rows is not None:
-                return _Collated(rows, data_digest(batch), _cut(batch, self.split.cut(rows)))
-            if not same_random_state(before, random_state()):
-                raise ValueError(
-                    f"a batch of type {type(batch).__name__} cannot be cut into replicas, so each is to be collated on"
-                    " its own, but collate_fn draws random numbers, which would be others than those of the whole"
-                    " batch. Draw them in the dataset or in training_step."
-                )
-        return _Collated(len(samples), key, self._own(self.split.cut(len(samples)), samples))
-
-    def _own(self, chunk: Chunk, samples: list[Any]) -> Any:
-        if self.whole and len(chunk.pieces) > 1:
-            return Apart(self.collate(samples[piece.start : piece.stop]) for piece in chunk.pieces)
-        return self.collate(samples[chunk.start : chunk.stop])
+def _collate_own(collate: Callable[[list[Any]], Any], most: int, samples: list[Any]) -> Any:
+    """Collate this rank's samples of a batch, in parts of at most `most` where the batch cannot be cut."""
+    batch, count = collate(samples), -(-len(samples) // most)
+    if count == 1 or _rows(batch, len(samples)) is not None:
+        return batch
+    return Apart(collate(samples[start:stop]) for start, stop in even_parts(0, len(samples), count))
 
 
-@dataclass(frozen=True)
-class _CollateParts:
-    """Collates this rank's samples of a batch, in parts where a batch cannot be cut. Sent to worker processes."""
+def _collate_of_stream(collate: Callable[[list[Any]], Any], split: Split, samples: list[Any]) -> _Collated:
+    """Collate this rank's part of the samples that all ranks read."""
+    chunk = split.cut(len(samples))
+    own = _collate_own(collate, split.max_samples or len(samples), samples[chunk.start : chunk.stop])
+    return _Collated(len(samples), _key_of_samples(samples), own)
 
-    collate: Callable[[list[Any]], Any]
-    most: int
 
-    def __call__(self, samples: list[Any]) -> Any:
-        batch, count = self.collate(samples), -(-len(samples) // self.most)
-        if count == 1 or _rows(batch, len(samples)) is not None:
-            return batch
-        return Apart(self.collate(samples[start:stop]) for start, stop in even_parts(0, len(samples), count))
+def _collate_whole(collate: Callable[[list[Any]], Any], split: Split, samples: list[Any]) -> _Collated:
+    """Collate all samples and cut this rank's part out of the batch, or collate each of its pieces anew."""
+    before = random_state()
+    batch = collate(samples)
+    rows = _rows(batch, len(samples))
+    if rows is not None:
+        return _Collated(rows, data_digest(batch), _cut(batch, split.cut(rows)))
+    if not same_random_state(before, random_state()):
+        raise ValueError(
+            f"a batch of type {type(batch).__name__} cannot be cut into replicas, and collate_fn draws random numbers,"
+            " which would differ from those of the whole batch if it collated each replica separately. Draw them in the"
+            " dataset or in training_step."
+        )
+    chunk = split.cut(len(samples))
+    bounds = [(start, stop) for _, start, stop in chunk.pieces] or [(chunk.start, chunk.stop)]
+    parts = Apart(collate(samples[start:stop]) for start, stop in bounds)
+    return _Collated(len(samples), _key_of_samples(samples), parts if len(parts) > 1 else parts[0])
+
+
+def _key_of_samples(samples: list[Any]) -> bytes:
+    return data_digest((len(samples), samples[0], samples[-1]))
 
 
 def _rows(batch: Any, samples: int) -> int | None:
@@ -144,13 +139,7 @@ class _Noted(NamedTuple):
 class _Sampler:
     """The batch sampler of a copy of the loader: what rank 0's yields, on every rank whole or its own part of it.
 
-    Args:
-        batch_sampler: The user's.
-        loader: The loader that it is one of.
-
-    Attributes:
-        order: The order of the next pass.
-        noted: What is noted in it of the batches that the copy of the loader has still to yield.
+    `order` is that of the next pass, and `noted` what the copy of the loader has still to yield.
     """
 
     order: Order
@@ -159,7 +148,7 @@ class _Sampler:
     def __init__(self, batch_sampler: Any, loader: SplitLoader) -> None:
         self._batch_sampler, self._loader = batch_sampler, loader
         inner = getattr(batch_sampler, "sampler", None)
-        self.draws_once = type(batch_sampler) is BatchSampler and type(inner) in _DRAW_ONCE
+        self._draws_once = type(batch_sampler) is BatchSampler and type(inner) in _DRAW_ONCE
 
     def __len__(self) -> int:
         return len(self._batch_sampler)
@@ -194,7 +183,7 @@ class _Sampler:
                 raise error or RuntimeError(f"the batch sampler of rank 0, whose order counts, raised {message}")
             if len(block) < size:
                 return
-            size = min(2 * size, _BLOCK) if self.draws_once else 1
+            size = min(2 * size, _BLOCK) if self._draws_once else 1
 
     def _own(self, batches: Iterator[Any], order: Order, noted: deque[_Noted]) -> Iterator[Any]:
         for indices in batches:
@@ -205,20 +194,16 @@ class _Sampler:
                 yield indices[chunk.start : chunk.stop]
 
     def _whole(self, batches: Iterator[Any], order: Order, noted: deque[_Noted]) -> Iterator[Any]:
-        """Pass over batches at their indices, so that they are not loaded again.
+        """Pass over batches at their indices, so that workers do not load them again.
 
-        Except where samples are loaded in this process and the sampler may draw between them: its draws then depend on
-        theirs.
+        Samples that this process loads are loaded again: what is drawn next may depend on their draws.
         """
         in_process = self._loader.loader.num_workers == 0
         for indices in batches:
             mark = order.note(data_digest(indices), len(indices))
-            if mark is not None or (in_process and not self.draws_once):
+            if mark is not None or in_process:
                 noted.append(_Noted(None, mark, len(indices)))
                 yield indices
-            elif in_process and not order.behind:
-                # After the draws of the samples that were loaded then and are not now.
-                order.go_on()
 
 
 def _listed(indices: Any) -> list[Any]:
@@ -226,94 +211,6 @@ def _listed(indices: Any) -> list[Any]:
     if not listed:
         raise ValueError(EMPTY_BATCH)
     return listed
-
-
-class _Cutter:
-    """Cuts the batches of one pass over a split loader.
-
-    Making it is a collective operation, and so is each step of it.
-
-    Args:
-        loader: The loader.
-        start: Where it starts; None at its beginning.
-        begun: The state of a pass that began there before and is gone through again.
-
-    Attributes:
-        order: Its order.
-    """
-
-    def __init__(self, loader: SplitLoader, start: LoaderState | None = None, begun: PassState | None = None) -> None:
-        self._loader = loader
-        order = self.order = Order(loader.loader, loader.world, start, begun, shared=loader.alike)
-        self._drawing = order.drawing if order.shared or order.forks else nullcontext
-        self._noted: deque[_Noted] = deque()
-        loader.begin(order, self._noted)
-        with order.drawing():
-            self._batches = iter(loader.read)
-            if loader.sampler is None:
-                order.agree("made")
-        if not order.shared:
-            order.follow(order.begun, order.world.from_first(order.common))
-
-    def cut(self) -> Iterator[tuple[Any, Behind]]:
-        """Yield this rank's parts of the batches, each with what stands behind it."""
-        order, loader, found = self.order, self._loader, 0
-        open_batch = self._of_stream if loader.sampler is None else self._of_indices
-        if order.shared:
-            order.agree("first")
-        while True:
-            before = order.common
-            with self._drawing():
-                batch = next(self._batches, _END)
-            if batch is _END:
-                break
-            part, chunk, mark, key = open_batch(batch)
-            if mark is not None:
-                found += 1
-                if key is not None and found & (found - 1) == 0:
-                    self._require_same(key, found)
-                yield part, Behind(chunk, mark, before, order)
-        if loader.sampler is None:
-            order.compare(f"the end after batch {order.mark.batches}")
-        elif self._noted:
-            raise loader.mismatch("fewer")
-        order.finish()
-
-    def _of_stream(self, batch: Any) -> tuple[Any, Chunk, Mark | None, bytes | None]:
-        loader = self._loader
-        if not isinstance(batch, _Collated):
-            rows = batch_samples(batch)
-            batch = _Collated(rows, data_digest(batch), _cut(batch, loader.cut(rows)))
-        return batch.part, loader.cut(batch.rows), self.order.note(batch.key, batch.rows, compares=True), None
-
-    def _of_indices(self, batch: Any) -> tuple[Any, Chunk, Mark | None, bytes | None]:
-        loader = self._loader
-        if not self._noted:
-            raise loader.mismatch("more")
-        chunk, mark, samples = self._noted.popleft()
-        if chunk is not None:
-            return batch, chunk, mark, None
-        if not isinstance(batch, _Collated):  # of a loader with an `__iter__` of its own
-            rows = batch_samples(batch)
-            if rows % samples != 0:
-                raise ValueError(
-                    f"a batch of {samples} samples of {loader.name} has {rows} rows along dimension 0, along which it"
-                    " would be cut into replicas. Have its __iter__ put the samples along dimension 0 of all tensors,"
-                    " the same number of rows for each."
-                )
-            batch = _Collated(rows, data_digest(batch), _cut(batch, loader.cut(rows)))
-        return batch.part, loader.cut(batch.rows), mark, batch.key
-
-    def _require_same(self, key: bytes, found: int) -> None:
-        name = self._loader.name
-        require_alike(
-            self.order.world,
-            key,
-            f"the ranks read other samples for the same indices: found at batch {found} that {name} read in"
-            " this epoch. With equivalent_to= or num_replicas= every rank reads the whole batch and takes its part."
-            " Have the dataset and collate_fn draw from the global generators of torch, random or NumPy, which are"
-            " those of rank 0, or from one that is seeded alike on every rank.",
-        )
 
 
 class Pass(Iterator[tuple[Any, Behind]]):
@@ -326,23 +223,63 @@ class Pass(Iterator[tuple[Any, Behind]]):
         loader: The loader.
         start: Where it starts; None at its beginning.
         begun: The state of a pass that began there before and is gone through again.
-
-    Attributes:
-        order: Its order.
     """
 
     def __init__(self, loader: SplitLoader, start: LoaderState | None = None, begun: PassState | None = None) -> None:
-        cutter = _Cutter(loader, start, begun)
-        self.order, self._items = cutter.order, cutter.cut()
+        order = self.order = Order(loader.loader, loader.world, start, begun, shared=loader.alike)
+        noted: deque[_Noted] = deque()
+        loader.begin(order, noted)
+        with order.drawing():
+            batches = iter(loader.read)
+            if loader.sampler is None:
+                order.agree("made")
+        if not order.shared:
+            order.follow(order.begun, order.world.from_first(order.common))
+        self._items = _items(loader, order, batches, noted)
 
     def __next__(self) -> tuple[Any, Behind]:
         return next(self._items)
 
 
-class SplitLoader(LoaderWrapper):
-    """A training loader that yields this rank's parts of the user's batches.
+def _items(
+    loader: SplitLoader, order: Order, batches: Iterator[Any], noted: deque[_Noted]
+) -> Iterator[tuple[Any, Behind]]:
+    drawing = order.drawing if order.shared or order.forks else nullcontext
+    found = 0
+    if order.shared:
+        order.agree("first")
+    while True:
+        with drawing():
+            batch = next(batches, _END)
+        if batch is _END:
+            break
+        if loader.sampler is None:
+            opened = loader.open(batch)
+            chunk = loader.cut(opened.rows)
+            part, mark = opened.part, order.note(opened.key, opened.rows, compares=True)
+        elif not noted:
+            raise loader.mismatch("more")
+        else:
+            own, mark, samples = noted.popleft()
+            if own is None:
+                opened = loader.open(batch, samples)
+                part, chunk = opened.part, loader.cut(opened.rows)
+                found += mark is not None
+                if mark is not None and found & (found - 1) == 0:
+                    loader.require_same(opened.key, found)
+            else:
+                part, chunk = batch, own
+        if mark is not None:
+            yield part, Behind(chunk, mark)
+    if noted:
+        raise loader.mismatch("fewer")
+    if loader.sampler is None:
+        order.compare(f"the end after batch {order.mark.batches}")
+    order.finish()
 
-    All other attributes are those of the user's loader.
+
+class SplitLoader(LoaderWrapper):
+    """A training loader that yields this rank's parts of the user's batches, and shows the attributes of theirs.
 
     Args:
         loader: The user's loader.
@@ -359,8 +296,9 @@ class SplitLoader(LoaderWrapper):
     """
 
     def __init__(self, loader: Any, splitter: BatchSplitter, *, sharded: bool) -> None:
-        self._splitter, self.sharded = splitter, sharded
-        self._split = splitter.split_of(sharded=sharded)
+        # Batches that are not shared out are only cut into pieces.
+        self._split = Split(max_samples=splitter.split.max_samples) if sharded else splitter.split
+        self.sharded = sharded
         collates = isinstance(loader, DataLoader) and loader.batch_sampler is not None
         streams = not collates or isinstance(loader.dataset, IterableDataset)
         self.whole = splitter.whole_batches and (streams or not _may_be_read_in_parts(loader))
@@ -368,8 +306,7 @@ class SplitLoader(LoaderWrapper):
         self.alike = (streams or self.whole) and not sharded
         self.world = World() if sharded else splitter.world
         # A loader with an `__iter__` of its own expects what the user's collate_fn returns.
-        self._plain = collates and type(loader).__iter__ is DataLoader.__iter__
-        self._collates = self._plain and (streams or self.whole)
+        self._collates = collates and type(loader).__iter__ is DataLoader.__iter__
         replaced: dict[str, Any] = {} if streams else {"batch_sampler": self.sampler}
         if not self.alike and self.world.rank > 0:
             replaced["generator"] = None  # the seed of workers is drawn from a stream of the rank's own
@@ -391,13 +328,42 @@ class SplitLoader(LoaderWrapper):
 
     def begin(self, order: Order, noted: deque[_Noted]) -> None:
         """Have the next iterator of what is read follow an order, and note what it asks for."""
-        most = self._split.max_samples
         if self._collates:
-            self.read.collate_fn = _Collate(self.loader.collate_fn, self._split, self.whole)
-        elif self._plain and most is not None:
-            self.read.collate_fn = _CollateParts(self.loader.collate_fn, most)
+            self.read.collate_fn = self._collate_fn(self.loader.collate_fn)
         if self.sampler is not None:
             self.sampler.order, self.sampler.noted = order, noted
+
+    def _collate_fn(self, collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """Return what worker processes collate with."""
+        if self.whole:
+            return partial(_collate_whole, collate, self._split)
+        if self.sampler is None:
+            return partial(_collate_of_stream, collate, self._split)
+        return partial(_collate_own, collate, self._split.max_samples) if self._split.max_samples else collate
+
+    def open(self, batch: Any, samples: int = 1) -> _Collated:
+        """Return a whole batch, of which every rank takes its part, as a worker hands it over."""
+        if isinstance(batch, _Collated):
+            return batch
+        rows = batch_samples(batch)
+        if rows % samples != 0:
+            raise ValueError(
+                f"a batch of {samples} samples of {self.name} has {rows} rows along dimension 0, along which it would"
+                " be cut into replicas. Have its __iter__ put the samples along dimension 0 of all tensors, the same"
+                " number of rows for each."
+            )
+        return _Collated(rows, data_digest(batch), _cut(batch, self.cut(rows)))
+
+    def require_same(self, key: bytes, found: int) -> None:
+        """Raise on all ranks unless they read the same batch. A collective operation."""
+        require_equal(
+            self.world,
+            key,
+            f"the ranks read other samples for the same indices: found at batch {found} that {self.name} read in"
+            " this epoch. With equivalent_to= or num_replicas= every rank reads the whole batch and takes its part."
+            " Have the dataset and collate_fn draw from the global generators of torch, random or NumPy, which are"
+            " those of rank 0, or from one that is seeded equally on every rank.",
+        )
 
     @property
     def seeded(self) -> bool:
@@ -415,8 +381,7 @@ class SplitLoader(LoaderWrapper):
             return f"{self.name}: every rank trains on its own batches (sharded_by_rank is set)"
         split, name = self._split, self.name
         if self.sampler is not None:
-            samplers = f"{type(self.loader.batch_sampler).__name__} and {type(self.loader.sampler).__name__}"
-            name = f"{name} with its {samplers}"
+            name += f" with its {type(self.loader.batch_sampler).__name__} and {type(self.loader.sampler).__name__}"
         limited = f", in parts of at most {split.max_samples} samples" if split.max_samples else ""
         return (
             f"{name}: used as it is, its batches are the global batches, in {split.chunks} chunks on"
@@ -446,18 +411,14 @@ class BatchSplitter:
     def __init__(self, split: Split, world: World, *, whole_batches: bool = False) -> None:
         self.split, self.world, self.whole_batches = split, world, whole_batches
 
-    def split_of(self, *, sharded: bool) -> Split:
-        """Return how a loader's batches are split, if every rank reads its own only into pieces."""
-        return Split(max_samples=self.split.max_samples) if sharded else self.split
-
-    def wrap(self, loader: Any, kind: Callable[..., type[SplitLoader]] = lambda *_, **__: SplitLoader) -> SplitLoader:
+    def wrap(self, loader: Any, kind: Callable[..., SplitLoader] = SplitLoader) -> SplitLoader:
         """Return `loader` split. A collective operation.
 
         Args:
             loader: A `DataLoader`, of any subclass, or an iterable of batches. Where it or its dataset has a true
                 attribute `sharded_by_rank`, every rank reads its own part of the data: then its batches are not shared
                 out, and only cut into pieces.
-            kind: Returns the class of split loader for a user's loader.
+            kind: Makes the split loader, with the arguments of `SplitLoader`.
 
         Raises:
             ValueError: If the loader cannot be split, or the ranks' loaders differ.
@@ -466,11 +427,11 @@ class BatchSplitter:
         sharded, largest = is_sharded(loader), loader_batch_size(loader)
         problem = self._problem(loader, sharded=sharded)
         workers = [getattr(loader, name, None) for name in ("num_workers", "prefetch_factor")]
-        wrapped = None if problem else kind(loader, sharded=sharded)(loader, self, sharded=sharded)
+        wrapped = None if problem else kind(loader, self, sharded=sharded)
         traits = None if wrapped is None else (wrapped.sampler is None, wrapped.whole)
         # A problem that only some ranks have is raised by them all: nobody waits for a rank that has given up. Ranks
         # that prefetch otherwise would ask for their indices at other times.
-        require_alike(
+        require_equal(
             self.world,
             (traits, sharded, largest, workers),
             problem

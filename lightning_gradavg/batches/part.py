@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_gradavg.batches.chunks import Chunk, Split, even_parts, require_same_reach
 from lightning_gradavg.batches.joined import fetched_now, join
 from lightning_gradavg.batches.loader import Apart, BatchSplitter
-from lightning_gradavg.batches.place import Behind
-from lightning_gradavg.batches.progress import NumberedLoader, Progress, ResumableLoader, kind_of
+from lightning_gradavg.batches.order import Behind
+from lightning_gradavg.batches.progress import NumberedLoader, Progress, ResumableLoader, numbered
 from lightning_gradavg.lightning_internals import TrainingLoop, injects_samplers, set_injection_of_samplers
-from lightning_gradavg.loaders import length_of
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.stand_in import stand_in
@@ -76,9 +75,7 @@ class Batches(Part):
 
     @property
     def _fetched(self) -> tuple[bool, int]:
-        if not self.joins or self._loop is None:
-            return True, 0
-        return fetched_now(self._loop, self.run.world.size)
+        return fetched_now(self._loop, self.run.world.size) if self.joins and self._loop is not None else (True, 0)
 
     @property
     def _ranks(self) -> int:
@@ -197,56 +194,42 @@ class SplitBatches(Batches):
     def process_dataloader(self, loader: Any) -> NumberedLoader:
         """Return a training loader of this rank's parts of the batches. A collective operation."""
         assert self._splitter is not None
-        split = self._splitter.wrap(loader, kind_of)
+        split = self._splitter.wrap(loader, partial(numbered, progress=self._progress))
         assert isinstance(split, NumberedLoader)
-        split.progress = self._progress
         self._loaders.append(split)
-        if isinstance(split, ResumableLoader):
-            self._resume(split)
+        place = len(self._resumable) - 1
+        if isinstance(split, ResumableLoader) and self._states is not None and place < len(self._states):
+            split.load_state_dict(self._states[place])
         rank_zero_info(f"GradAvgStrategy: {split.describe()}")
         return split
 
-    def _resume(self, loader: ResumableLoader) -> None:
-        """Go on where a checkpoint was written, which holds a state of each loader that has one."""
-        if self._states is None:
-            return
-        index = sum(isinstance(each, ResumableLoader) for each in self._loaders) - 1
-        if index == len(self._states):
-            raise ValueError(
-                "the checkpoint holds the states of fewer train loaders than this run has. Resume with the train"
-                " loaders of the run that saved it."
-            )
-        loader.load_state_dict(self._states[index])
-        taken = 0 if loader.start is None else loader.start["batches"]
-        if taken > 0 and len(self._states) > 1:
-            raise ValueError(
-                f"the checkpoint was saved within an epoch, after {taken} batches of one of {len(self._states)} train"
-                " loaders: with several, training goes on from the end of an epoch only. Resume from a checkpoint that"
-                " was saved there, or read the data by one loader."
-            )
+    @property
+    def _resumable(self) -> list[ResumableLoader]:
+        return [each for each in self._loaders if isinstance(each, ResumableLoader)]
 
     def on_train_start(self) -> None:
         """Begin training, with the loaders set up and the progress of a checkpoint restored.
 
         Raises:
-            ValueError: If the checkpoint is of a run with more loaders, or of loaders that cannot be gone on with.
+            ValueError: If the checkpoint is of a run with other loaders, or of the middle of an epoch of several.
         """
-        resumable = [each for each in self._loaders if isinstance(each, ResumableLoader)]
-        states, self._states = self._states, None
-        if states is not None and len(states) > len(resumable):
-            raise ValueError(
-                f"the checkpoint holds the states of {len(states) - len(resumable)} more train loaders than this run"
-                " has. Resume with the train loaders of the run that saved it."
-            )
         self._progress.end_set_up()
+        states, self._states = self._states, None
         if states is None:
             return
         assert self._loop is not None
-        if len(states) > 1 and self._loop.cycles and any(length_of(each) == math.inf for each in self._loaders):
+        loaders = self._resumable
+        if len(states) != len(loaders):
             raise ValueError(
-                "training cannot go on with several train loaders that are cycled, as one of them has no length: how"
-                " often it was begun anew is not in the checkpoint. Give it a length, or read them by"
-                " CombinedLoader(loaders, mode='min_size') or 'max_size'."
+                f"the checkpoint holds the states of {len(states)} train loaders, and this run has {len(loaders)}."
+                " Resume with the train loaders of the run that saved it."
+            )
+        within = [each.start["batches"] for each in loaders if each.start and not each.start["complete"]]
+        if len(states) > 1 and any(within):
+            raise ValueError(
+                f"the checkpoint was saved within an epoch, after {max(within)} batches of one of {len(states)} train"
+                " loaders: with several, training goes on from the end of an epoch only. Resume from a checkpoint that"
+                " was saved there, or read the data by one loader."
             )
         loop = self.run.trainer.fit_loop
         epochs: Any = loop.epoch_progress
@@ -254,7 +237,6 @@ class SplitBatches(Batches):
             # Resumed at the last batch of an epoch, Lightning 2.6 ends it in `reset`, but takes itself to be within it:
             # the next epoch would not be counted as begun, and not be gone on with after another checkpoint.
             loop.reset_restart_stage()
-        within = [each.start["batches"] for each in resumable if each.start and not each.start["complete"]]
         self._loop.restart_at(next(iter(within), self._loop.processed // self._parts_before))
 
     def on_train_batch_start(self) -> None:
@@ -264,22 +246,33 @@ class SplitBatches(Batches):
             require_same_reach(chunks, self._options.num_replicas)
 
     def slices(self, batch: Any) -> list[ReplicaSlice]:
-        """Cut the rank's batch in training, as `training_step` gets it, into its replicas.
+        """Cut the rank's batch in training, as `training_step` gets it, into its replicas, in order.
 
-        Returns:
-            The replicas in order, each with its part of the batch; of several loaders' batches each with its part of
-            every one, in the same structure. For a stand-in the batch itself, of no replica and no samples.
+        Several loaders' batches are each cut, and keep their structure. A stand-in is the batch itself, of no replica
+        and no samples.
 
         Raises:
             ValueError: If the batch no longer has the structure or the number of samples that the loaders yielded.
         """
         assert self.chunk is not None, "slices() needs a batch that is in training"
-        assert self._loop is not None
-        chunks = [None if each is None else each.chunk for each in self._behind]
+        chunks = [each and each.chunk for each in self._behind]
         pieces = max((chunk.pieces for chunk in chunks if chunk is not None), key=len)
-        whole = [ReplicaSlice(pieces[0].replica if pieces else None, self.chunk.samples, batch)]
-        if self._options.num_replicas is None and len(pieces) <= 1:
-            return whole
+        if self._options.num_replicas is not None or len(pieces) > 1:
+            # On ranks without samples, too: all raise, or none.
+            structure, parts = self._parts(batch, chunks)
+            if pieces:
+                count = len(pieces)
+                rows = zip(*map(_cut_out, parts, chunks, [count] * len(parts)), strict=True)
+                sizes = [stop - start for start, stop in _bounds(self.chunk, count)]
+                return [
+                    ReplicaSlice(piece.replica, size, structure.unflatten(row))
+                    for piece, size, row in zip(pieces, sizes, rows, strict=True)
+                ]
+        return [ReplicaSlice(pieces[0].replica if pieces else None, self.chunk.samples, batch)]
+
+    def _parts(self, batch: Any, chunks: Sequence[Chunk | None]) -> tuple[Any, list[Any]]:
+        """Return the loaders' structure, and their batches."""
+        assert self._loop is not None
         structure = self._loop.structure
         try:
             parts = structure.flatten_up_to(batch)
@@ -289,9 +282,7 @@ class SplitBatches(Batches):
                 " train loaders any more, so it cannot be cut into replicas. Have on_before_batch_transfer and"
                 " on_after_batch_transfer keep one batch for each loader."
             ) from error
-        both = list(zip(chunks, parts, strict=True))
-        for chunk, part in both:
-            # On ranks without samples, too: all raise, or none.
+        for part, chunk in zip(parts, chunks, strict=True):
             if chunk is None or isinstance(part, Apart):
                 continue
             if batch_samples(part) != chunk.stop - chunk.start:
@@ -300,16 +291,7 @@ class SplitBatches(Batches):
                     f" {chunk.stop - chunk.start}, so it cannot be cut into replicas. Have on_before_batch_transfer and"
                     " on_after_batch_transfer keep the number of samples, or change it in training_step."
                 )
-        count, first = len(pieces), next(chunk for chunk in chunks if chunk is not None)
-        cut = [
-            ReplicaSlice(
-                piece.replica,
-                stop - start,
-                structure.unflatten(_cut_out(part, chunk, position, count) for chunk, part in both),
-            )
-            for position, (piece, (start, stop)) in enumerate(zip(pieces, _bounds(first, count), strict=True))
-        ]
-        return cut or whole
+        return structure, parts
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save the loaders' states here: Lightning would load them only within an epoch, and not if they were there."""
@@ -330,27 +312,20 @@ class SplitBatches(Batches):
 
 def _bounds(chunk: Chunk, count: int) -> list[tuple[int, int]]:
     """Return the bounds of the pieces, as many as the largest of several loaders' batches has."""
-    if len(chunk.pieces) == count:
-        return [(start, stop) for _, start, stop in chunk.pieces]
-    if chunk.samples < count:
-        raise RuntimeError(
-            f"a train loader yielded {chunk.samples} samples for this rank beside another's that are computed in"
-            f" {count} parts, so some part has samples of one loader and none of another. Set drop_last=True, raise"
-            " max_device_batch_size, or use batch sizes that are alike."
-        )
-    return even_parts(chunk.start, chunk.stop, count)
+    pieces = [(start, stop) for _, start, stop in chunk.pieces]
+    return pieces if len(pieces) == count else even_parts(chunk.start, chunk.stop, count)
 
 
-def _cut_out(batch: Any, chunk: Chunk | None, position: int, count: int) -> Any:
-    """Return the samples of one of the rank's pieces; None of a loader that has no more."""
+def _cut_out(batch: Any, chunk: Chunk | None, count: int) -> Sequence[Any]:
+    """Return the samples of each of the rank's pieces; None of a loader that has no more."""
     if chunk is None:
-        return None
-    start, stop = _bounds(chunk, count)[position]
-    if isinstance(batch, Apart):
-        if len(batch) != count:
-            raise RuntimeError(
-                f"a train loader's batch of type {type(batch[0]).__name__} was collated in {len(batch)} parts beside"
-                f" another loader's in {count}, and cannot be cut again. Use batch sizes that are alike."
-            )
-        return batch[position]
-    return slice_batch(batch, start - chunk.start, stop - chunk.start)
+        return [None] * count
+    if isinstance(batch, Apart) and len(batch) == count:
+        return batch
+    if isinstance(batch, Apart) or chunk.samples < count:
+        raise RuntimeError(
+            f"a train loader yielded {chunk.samples} samples for this rank in {len(chunk.pieces)} parts beside"
+            f" another's in {count}, so some part has samples of one loader and none of another. Set drop_last=True,"
+            " raise max_device_batch_size, or use equal batch sizes."
+        )
+    return [slice_batch(batch, start - chunk.start, stop - chunk.start) for start, stop in _bounds(chunk, count)]

@@ -13,13 +13,39 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_gradavg.batches.loader import BatchSplitter, Pass, SplitLoader
-from lightning_gradavg.batches.numbers import Numbers, nothing
-from lightning_gradavg.batches.place import Behind, LoaderState, Mark, Order, checked, state_of
+from lightning_gradavg.batches.order import Behind, Mark, Order
+from lightning_gradavg.batches.state import FORMAT, LoaderParts, LoaderState, checked
 from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.loaders import keeps_state
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state
 
-__all__ = ["NumberedLoader", "Progress", "ResumableLoader", "kind_of"]
+__all__ = ["NumberedLoader", "Numbers", "Progress", "numbered"]
+
+
+def _nothing() -> None:
+    """Stand in for a weak reference."""
+
+
+class Numbers(dict[int, Any]):
+    """What stands behind the batches of a loader, by the number that Lightning gives them in the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next, self._epoch = 0, _nothing
+
+    def note(self, loop: TrainingLoop, behind: Any, *, first: int = 0, keep: int = 2) -> None:
+        """Note what stands behind the next batch, the epoch's first being number `first`, and keep so many.
+
+        Two are asked for at least: one batch is fetched ahead where the length is unknown.
+        """
+        epoch: Any = loop.epoch
+        if self._epoch() is not epoch:
+            self.clear()
+            # Not the epoch itself: the workers of one that is left must be able to end.
+            self._next, self._epoch = first, weakref.ref(epoch)
+        self[self._next] = behind
+        self.pop(self._next - keep, None)
+        self._next += 1
 
 
 class NumberedLoader(SplitLoader):
@@ -32,13 +58,11 @@ class NumberedLoader(SplitLoader):
         behind: What stands behind its batches.
     """
 
-    progress: Progress
-    start: LoaderState | None = None
-    begun: Order | None = None
-
-    def __init__(self, loader: Any, splitter: BatchSplitter, *, sharded: bool) -> None:
+    def __init__(self, loader: Any, splitter: BatchSplitter, *, sharded: bool, progress: Progress) -> None:
         super().__init__(loader, splitter, sharded=sharded)
-        self.behind = Numbers()
+        self.progress, self.behind = progress, Numbers()
+        self.start: LoaderState | None = None
+        self.begun: Order | None = None
 
     def __iter__(self) -> NumberedIterator:
         return NumberedIterator(self)
@@ -52,7 +76,7 @@ class ResumableLoader(NumberedLoader):
     """
 
     def state_dict(self) -> Any:
-        """Return where training stands, for any world size; of a loader that keeps its place itself what it says."""
+        """Return where training stands, for any world size; a loader that keeps its own state returns that."""
         return self.read.state_dict() if keeps_state(self.loader) else self.progress.state_of(self)
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -99,8 +123,8 @@ class NumberedIterator(Iterator[Any]):
             assert self.pass_ is not None
             item = next(self.pass_, None)
         if item is None:
-            if self.pass_.order.yielded_nothing:
-                loader.start = loader.begun = None  # nothing was left of the epoch that was to be gone on with
+            if self in mine or self.pass_.order.yielded_nothing:
+                loader.start = loader.begun = None  # the next pass, perhaps of the same epoch, is a new one
             raise StopIteration
         batch, behind = item
         if self in mine:  # and not one by which a user looks at the data
@@ -121,18 +145,12 @@ class Progress:
         self.loop, self._window = loop, window
         self._random: RandomState | None = None  # of a resumed run that is being set up
         self._arrived: tuple[int, RandomState] | None = None
-        self._epoch: Callable[[], Any] = nothing
+        self._epoch: Callable[[], Any] = _nothing
 
     @property
     def window_size(self) -> int:
         """Batches of each optimizer step."""
         return self._window()
-
-    @property
-    def stepped(self) -> int:
-        """Batches of the epoch that an optimizer stepped on: an incomplete window is repeated."""
-        processed = self.loop.processed
-        return processed if self._epoch_is_over else processed // self.window_size * self.window_size
 
     @property
     def _epoch_is_over(self) -> bool:
@@ -171,19 +189,35 @@ class Progress:
         return [each.loader.behind.get(number) for each in self.loop.iterators]
 
     def state_of(self, loader: NumberedLoader) -> LoaderState:
-        """Return where training stands in a loader, at the end of the last complete window."""
+        """Return where training stands in a loader: after the last batch that an optimizer stepped on.
+
+        An incomplete window is repeated.
+        """
         if loader.start is not None:
             return loader.start
-        stepped, loop = self.stepped, self.loop
-        passes = [each.pass_.order for each in loop.iterators if each.loader is loader and each.pass_ is not None]
+        loop, over = self.loop, self._epoch_is_over
+        stepped = loop.processed if over else loop.processed // self.window_size * self.window_size
         # The iterators of an epoch that is over are there until the next one's are made.
-        old = self._epoch_is_over or (loop.ready == 0 and self._epoch() is loop.epoch)
-        order = None if old else next(iter(passes), None)
-        last, after = loader.behind.get(stepped - 1), loader.behind.get(stepped)
+        over = over or (loop.ready == 0 and self._epoch() is loop.epoch)
+        passes = [each.pass_.order for each in loop.iterators if each.loader is loader and each.pass_ is not None]
+        order = None if over or not passes else passes[0]
+        last = loader.behind.get(stepped - 1)
         mark = Mark() if order is None else order.start if last is None else last.mark
-        begun = self._arrived if loop.ready > stepped else None
-        random = begun[1] if begun is not None and begun[0] == stepped else random_state()
-        return state_of(loader.loader, order, mark, after and after.before, random, seeded=loader.seeded)
+        arrived = self._arrived if loop.ready > stepped else None
+        parts = LoaderParts(loader.loader)
+        return LoaderState(
+            format=FORMAT,
+            complete=order is None,
+            batches=mark.batches,
+            samples=mark.samples,
+            epoch_batches=mark.batches,
+            digest=mark.digest.hex(),
+            passes=[] if order is None else [order.state()],
+            generators=parts.generator_states(),
+            objects=parts.object_states(),
+            seeded=loader.seeded,
+            random=arrived[1] if arrived is not None and arrived[0] == stepped else random_state(),
+        )
 
     def go_on(self, random: RandomState) -> None:
         """Go on with the random state of a checkpoint."""
@@ -201,6 +235,7 @@ class Progress:
             self._random = None
 
 
-def kind_of(loader: Any, *, sharded: bool) -> type[NumberedLoader]:
-    """Return the class of split loader for a user's loader."""
-    return NumberedLoader if sharded and not keeps_state(loader) else ResumableLoader
+def numbered(loader: Any, splitter: BatchSplitter, *, sharded: bool, progress: Progress) -> NumberedLoader:
+    """Return the split loader for a user's loader."""
+    kind = NumberedLoader if sharded and not keeps_state(loader) else ResumableLoader
+    return kind(loader, splitter, sharded=sharded, progress=progress)

@@ -7,7 +7,7 @@ is the one that a single process would see, nothing is repeated, and there are a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
@@ -19,11 +19,7 @@ from lightning_gradavg.loaders import LoaderWrapper, Shows
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import data_digest
 
-__all__ = [
-    "EvaluationLoader",
-    "compare_streams",
-    "sampler_problem",
-]
+__all__ = ["EvaluationLoader", "compare_streams", "sampler_problem"]
 
 
 class _DealtIndices(Shows):
@@ -53,14 +49,7 @@ def _dealt_copy(loader: DataLoader[Any], limit: int | None, world: World) -> Dat
 
 
 class EvaluationLoader(LoaderWrapper):
-    """This rank's batches of a user's evaluation loader. All other attributes are those of that loader.
-
-    Args:
-        loader: The user's loader.
-        world: The ranks that it is dealt to.
-        kept: See below.
-        limit: How many of its batches are evaluated at most; None for all.
-        lengths: See below.
+    """This rank's batches of a user's evaluation loader, at most `limit` of it in all; it shows that one's attributes.
 
     Attributes:
         kept: Whether the user shares out the data; otherwise the batches are dealt.
@@ -71,13 +60,7 @@ class EvaluationLoader(LoaderWrapper):
     """
 
     def __init__(
-        self,
-        loader: Any,
-        world: World,
-        *,
-        kept: bool,
-        limit: int | None,
-        lengths: Sequence[int] | None,
+        self, loader: Any, world: World, *, kept: bool, limit: int | None, lengths: Sequence[int] | None
     ) -> None:
         indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         read = _dealt_copy(loader, limit, world) if indexed and not kept else loader
@@ -103,18 +86,15 @@ class EvaluationLoader(LoaderWrapper):
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield every `world_size`-th batch of a stream that all ranks read."""
         rank, world_size = self._world.rank, self._world.size
-        digest = blake2b(digest_size=16)
-
-        def noted(batch: Any) -> Any:
-            digest.update(data_digest(batch))
-            return batch
-
-        size, rounds = world_size, 0
+        digest, size, rounds = blake2b(digest_size=16), world_size, 0
         while size == world_size:
             # A round is read to its end before its batch is used: so all ranks have read, and compare, the same part.
-            one = map(noted, islice(batches, world_size))
-            before, own, after = _count(islice(one, rank)), list(islice(one, 1)), _count(one)
-            size = before + len(own) + after
+            size, own = 0, []
+            for batch in islice(batches, world_size):
+                digest.update(data_digest(batch))
+                if size == rank:
+                    own.append(batch)  # no other is kept in memory
+                size += 1
             rounds += size > 0
             # What a stream says of its length need not be so.
             self.full = size == world_size
@@ -137,19 +117,10 @@ class EvaluationLoader(LoaderWrapper):
         return f"{name}: its batches are dealt to {self._world.size} ranks, each of them once"
 
 
-def _count(items: Iterable[Any]) -> int:
-    return sum(1 for _ in items)
-
-
 def compare_streams(of_ranks: Sequence[Sequence[tuple[int, bytes]]], *, together: bool) -> None:
-    """Raise unless all ranks read the same.
+    """Raise unless all ranks read the same, by `EvaluationLoader.read` of each rank's loaders.
 
-    Args:
-        of_ranks: `EvaluationLoader.read` of each rank's loaders.
-        together: Whether the loaders were read in step, where one that ends may keep a rank from reading another on.
-
-    Raises:
-        RuntimeError: If they did not.
+    Of loaders that were read `together`, one that ends may keep a rank from reading another on.
     """
     for index, reads in enumerate(zip(*of_ranks, strict=True)):
         of_equal_length = len({rounds for rounds, _ in reads}) == 1

@@ -96,13 +96,6 @@ def complete(
 ) -> tuple[list[str], ExitStack]:
     """Add what other ranks logged and this one did not, and put all into one order. A collective operation.
 
-    Args:
-        results: Lightning's collection of this rank.
-        metrics: All metrics of this rank's module, by name.
-        of_ranks: What `describe` returned, in rank order.
-        module: The module that logged it.
-        world: Those ranks.
-
     Returns:
         The names of values that some rank lacks and that are not reduced over the ranks; and what puts the metrics
         back, to be closed when their results are computed.

@@ -29,11 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_gradavg.evaluation.dealt import (
-    EvaluationLoader,
-    compare_streams,
-    sampler_problem,
-)
+from lightning_gradavg.evaluation.dealt import EvaluationLoader, compare_streams, sampler_problem
 from lightning_gradavg.evaluation.logged import complete, describe
 from lightning_gradavg.lightning_internals import (
     EvaluationPass,
@@ -75,8 +71,8 @@ class Evaluation(Part):
 _REFUSED = (
     "something is reduced or gathered over the ranks within an evaluation step (self.log with on_step=True and"
     " sync_dist=True, self.all_gather, or a metric with dist_sync_on_step=True), but with exact evaluation some ranks"
-    " {why}. Log with on_step=False, on_epoch=True, which is reduced once at the end; gather in"
-    " on_validation_epoch_end; or leave exact_evaluation out."
+    " may have no batch in a step (batches in rank order: {lengths}). Log with on_step=False, on_epoch=True, which is"
+    " reduced once at the end; gather in on_validation_epoch_end; or leave exact_evaluation out."
 )
 
 
@@ -114,10 +110,8 @@ class ExactEvaluation(Evaluation):
     def process_dataloader(self, loader: Any) -> EvaluationLoader:
         """Return this rank's part of an evaluation loader. A collective operation.
 
-        Args:
-            loader: A `DataLoader`, of any subclass, or an iterable of batches, the same on all ranks. It is dealt,
-                unless the user shares out the data: with `Trainer(use_distributed_sampler=False)`, a true attribute
-                `sharded_by_rank` of the loader or its dataset, or a `DistributedSampler`.
+        It is dealt, unless the user shares out the data: with `Trainer(use_distributed_sampler=False)`, a true
+        attribute `sharded_by_rank` of the loader or its dataset, or a `DistributedSampler`.
 
         Raises:
             ValueError: If a `DistributedSampler` repeats or drops samples, the limit of batches does not fit the
@@ -197,11 +191,7 @@ class ExactEvaluation(Evaluation):
         lengths, full = self._steps(begun[-1]), all(loader.full for loader in begun[-1])
         if full and lengths is not None and len(set(lengths)) == 1:
             return False
-        whys = {
-            True: "may have no batch in a step, because a loader has no length",
-            False: f"have no batch in the last steps: in rank order they have {lengths}",
-        }
-        text = _REFUSED.format(why=whys[lengths is None] if full else "had no batch in a step")
+        text = _REFUSED.format(lengths=lengths or "unknown")
         if full:
             raise RuntimeError(text)
         # Raised here, the ranks that have no batch would wait for this one.
@@ -269,13 +259,11 @@ class ExactEvaluation(Evaluation):
         self._within_step.close()
 
     def _take_buffers(self, model: DistributedDataParallel) -> None:
-        """Take over rank 0's buffers: for good where the next forward of DDP would do it, else until the end."""
+        """Take over rank 0's buffers until the end: the next forward of DDP does it anew, if the user wants it."""
         buffers = [one for name, one in model.module.named_buffers() if name not in model.parameters_to_ignore]
         own = [buffer.clone() for buffer in buffers]
         broadcast_from_first(buffers, model.process_group)
-        if not model.broadcast_buffers:
-            taken = [buffer.clone() for buffer in buffers]
-            self._put_back.callback(_give_back, buffers, own, taken)
+        self._put_back.callback(_give_back, buffers, own, [buffer.clone() for buffer in buffers])
 
     def _complete(self) -> None:
         """Have all ranks agree on what was logged, before the results are computed."""

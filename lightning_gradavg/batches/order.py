@@ -1,0 +1,226 @@
+"""The order of one pass over a training loader: that of one process with the random state of rank 0.
+
+A pass draws from that state at three moments: when it begins, when the iterator is made, where workers and some
+samplers draw, and when the first batch is asked for, where most samplers draw. Hooks and other loaders may draw in
+between. From there the pass goes on independently of them, and of the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple
+
+from lightning_gradavg.batches.chunks import Chunk
+from lightning_gradavg.batches.state import LoaderParts, LoaderState, PassState, Snapshot
+from lightning_gradavg.loaders import length_of
+from lightning_gradavg.random_state import RandomState, forked, random_state, restore_random_state, same_random_state
+from lightning_gradavg.ranks import World
+from lightning_gradavg.tree import data_digest
+
+__all__ = ["Behind", "Mark", "Order", "require_equal"]
+
+
+class Mark(NamedTuple):
+    """A place in a pass: the loader batches before it, the samples in them, and their digest."""
+
+    batches: int = 0
+    samples: int = 0
+    digest: bytes = b""
+
+
+class Behind(NamedTuple):
+    """What stands behind a batch.
+
+    Attributes:
+        chunk: Which samples of the loader batch it holds.
+        mark: The place after the loader batch.
+    """
+
+    chunk: Chunk
+    mark: Mark
+
+
+class Order:
+    """The order of one pass over a loader. Making it is a collective operation.
+
+    Args:
+        loader: The user's loader.
+        world: The ranks that read the same batches.
+        start: Where the pass starts; None at its beginning.
+        begun: The state of a pass that began there before and is gone through again.
+        shared: Whether all ranks draw the same numbers as they read. Otherwise rank 0 draws what one process draws, and
+            each other rank from a stream of its own, so that no two ranks draw the same augmentation.
+
+    Attributes:
+        start: The place where it starts: batches before it are passed over.
+        mark: The place after the last batch that was noted.
+        begun: Rank 0's random state at its beginning.
+    """
+
+    def __init__(
+        self, loader: Any, world: World, start: LoaderState | None, begun: PassState | None, *, shared: bool
+    ) -> None:
+        self.world, self.shared = world, shared
+        self.forks = not shared and world.rank > 0
+        self.start = self.mark = Mark()
+        self._parts = LoaderParts(loader)
+        self._seen: dict[str, Snapshot] = {}
+        if start is not None:
+            self.start = Mark(start["batches"], start["samples"], bytes.fromhex(start["digest"]))
+            self._parts.load(start["generators"], start["objects"])
+            begun = next(iter(start["passes"]), begun)
+        if begun is not None:
+            self._parts.load(objects=begun["objects"])
+            self._seen = dict(begun["snapshots"])
+        self._objects = self._parts.object_states()
+        self._snapshots: dict[str, Snapshot] = {}
+        self._drawing = False
+        self._own: RandomState | None = None  # to put back after a draw
+        self._hash = blake2b(digest_size=16)
+        self.agree("begin")
+        self.begun = self.common
+        if self.forks:
+            self.common = forked(self.common, world.rank)
+        if start is not None and start["complete"] and start["seeded"]:
+            # The workers had their seed from an earlier epoch: where they are started anew, the draw is taken back.
+            self._seen["made"] = self._snapshots["begin"]
+        length = length_of(loader)
+        self._sized = length < math.inf
+        require_equal(
+            world, ("length", length), f"the ranks' train loaders differ: on this rank the length is {length}."
+        )
+
+    def state(self) -> PassState:
+        """Return what determines the pass."""
+        return PassState(snapshots=dict(self._snapshots), objects=self._objects)
+
+    @property
+    def common(self) -> RandomState:
+        """The random state that the pass draws from next: within a draw it is the state of the process."""
+        return random_state() if self._drawing else self._state
+
+    @common.setter
+    def common(self, state: RandomState) -> None:
+        self._state = state
+        if self._drawing:
+            restore_random_state(state)
+
+    def agree(self, moment: Literal["begin", "made", "first"]) -> None:
+        """Have further draws start from rank 0's random state, or from where the pass to go through again drew.
+
+        A collective operation at `begin`, and where the ranks draw the same numbers. `begin` is before an iterator is
+        made, `made` before that of a sampler is, or after that of an iterable, `first` before the first batch is asked
+        for. Within a draw, as where worker processes are fed their first indices, the state is rank 0's already.
+        """
+        if (moment == "first" and moment in self._snapshots) or (moment != "begin" and self.forks):
+            return
+        seen = self._seen.get(moment)
+        if seen is not None:
+            self.common = seen["random"]
+            self._parts.load(seen["generators"])
+        elif not self._drawing:
+            exchanges = self.shared or moment == "begin"
+            self.common = self.world.from_first(random_state()) if exchanges else random_state()
+        self._snapshots[moment] = Snapshot(random=self.common, generators=self._parts.generator_states())
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw from the random state of the pass inside.
+
+        A rank whose own state is equal to it moves on with it, as a single process does. Any other has its own back at
+        the end. So has every rank while batches are passed over: its own state is that of the run that is gone on with.
+        """
+        if self._drawing:
+            yield
+            return
+        own = random_state()
+        self._own = own if self.behind or not same_random_state(own, self._state) else None
+        restore_random_state(self._state)
+        self._drawing = True
+        try:
+            yield
+        finally:
+            self._state, self._drawing = random_state(), False
+            restore_random_state(self._own or self._state)
+
+    def follow(self, before: RandomState, after: RandomState) -> None:
+        """Move on as rank 0 did, which drew: where the ranks draw the same numbers, or this one's state was rank 0's.
+
+        Of ranks that were seeded alike a model expects that they go on drawing alike.
+        """
+        if not self.forks:
+            self.common = after
+        elif not self._drawing and same_random_state(random_state(), before):
+            restore_random_state(after)
+        elif self._own is not None and same_random_state(self._own, before):
+            self._own = after
+
+    @property
+    def behind(self) -> bool:
+        """Whether batches are still to be passed over."""
+        return self.mark.batches < self.start.batches
+
+    @property
+    def yielded_nothing(self) -> bool:
+        """Whether there was no batch but those to be passed over."""
+        return self.mark.batches == self.start.batches
+
+    def note(self, key: bytes, samples: int, *, compares: bool = False) -> Mark | None:
+        """Note the next loader batch by its digest; return the place after it, None if it is to be passed over.
+
+        With `compares` the ranks compare batches 1, 2, 4, 8, and so on, a collective operation; without a known length
+        every batch, so that a rank that ends early and one that goes on meet here.
+
+        Raises:
+            RuntimeError: If the batches so far are not the same on all ranks, or not those of the pass to go through.
+        """
+        self._hash.update(key)
+        count = self.mark.batches + 1
+        self.mark = Mark(count, self.mark.samples + samples, self._hash.digest())
+        if self.behind:
+            return None
+        resumes = self.yielded_nothing
+        if compares and (resumes or not self._sized or count & (count - 1) == 0):
+            self.compare(f"batch {count}" + ", the last that the checkpoint counts as trained on" * resumes)
+        if resumes and self.mark.digest != self.start.digest:
+            raise self._other_batches("are not those of the checkpoint")
+        return None if resumes else self.mark
+
+    def finish(self) -> None:
+        """Raise if some batches to pass over are missing."""
+        if self.behind:
+            raise self._other_batches(f"are missing, it ends after {self.mark.batches}")
+
+    def compare(self, what: str) -> None:
+        """Raise on all ranks unless they noted the same batches. A collective operation."""
+        if not _equal(self.world, self._hash.digest()):
+            raise RuntimeError(
+                f"the train loader does not yield the same batches on all ranks: found at {what} of this epoch."
+                " With split_batches=True every rank takes its chunk of the same batch. Make the dataset"
+                " independent of the rank, and seed its own generators equally on every rank; or, where every rank is"
+                " to read its own part of the data, set `sharded_by_rank = True` on the loader or on its dataset."
+            )
+
+    def _other_batches(self, found: str) -> RuntimeError:
+        batches, samples, _ = self.start
+        return RuntimeError(
+            f"the checkpoint was saved after {batches} batches ({samples} samples) of its epoch, but the"
+            f" first {batches} batches of the train loader {found}: going on would train on some samples twice"
+            " and on others never. Resume with the dataset, batch size and sampler of that run. A sampler whose order"
+            " does not come from `generator=` or the global random state needs methods `state_dict` and"
+            " `load_state_dict`. Or resume from a checkpoint of the end of an epoch."
+        )
+
+
+def require_equal(world: World, value: Any, message: str) -> None:
+    """Raise `message` on all ranks unless `value` is the same on all of them. A collective operation."""
+    if not _equal(world, data_digest(value)):
+        raise ValueError(f"{message} With split_batches=True it must be the same on all ranks.")
+
+
+def _equal(world: World, digest: bytes) -> bool:
+    rows = world.gather_integers([int.from_bytes(digest[:8], "little", signed=True)])
+    return all(row == rows[0] for row in rows)
