@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_gradavg.batches.chunks import Chunk, Split
 from lightning_gradavg.batches.loader import BatchSplitter, Pass, SplitLoader
@@ -165,3 +168,28 @@ def plain(loader: DataLoader[Any], seed: int = 7) -> list[list[Any]]:
     """Return the batches of one epoch of one process."""
     torch.manual_seed(seed)
     return [batch.tolist() for batch in loader]
+
+
+class Augmented(Dataset[Any]):
+    """Sequences of different length, with noise from every global generator."""
+
+    def __init__(self, size: int = 22) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        noise = torch.randn(1 + index % 5) + random.random() + np.random.random()  # noqa: NPY002  # global on purpose
+        return index, noise
+
+
+def pad_and_mix(samples: list[tuple[int, Tensor]]) -> dict[str, Any]:
+    """Pad to the longest of the batch, and add to every sample a part of another one, as mixup does."""
+    padded = torch.nn.utils.rnn.pad_sequence([noise for _, noise in samples], batch_first=True)
+    other, part = torch.randperm(len(samples)), np.random.beta(0.4, 0.4)  # noqa: NPY002  # global on purpose
+    return {
+        "x": part * padded + (1 - part) * padded[other],
+        "index": torch.tensor([index for index, _ in samples]),
+        "name": [f"sample {index}" for index, _ in samples],
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,12 +24,11 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    Sampler,
     get_worker_info,
 )
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_gradavg.batches.chunks import Piece, Split, chunk_bounds, require_same_reach
+from lightning_gradavg.batches.chunks import Split, chunk_bounds, require_same_reach
 from lightning_gradavg.batches.loader import BatchSplitter, Pass
 from lightning_gradavg.tree import batch_samples, data_digest, slice_batch
 
@@ -81,141 +79,37 @@ def real(taken: list[Taken]) -> list[list[int]]:
     return [each.batch.tolist() for each in taken if not each.chunk.stand_in]
 
 
-class TestArithmetic:
-    @pytest.mark.parametrize(
-        ("size", "parts", "expected"),
-        [(5, 4, [2, 2, 1, 0]), (10, 4, [3, 3, 3, 1]), (9, 8, [2, 2, 2, 2, 1, 0, 0, 0]), (1, 2, [1, 0]), (0, 2, [0, 0])],
-    )
-    def test_chunk_sizes(self, size: int, parts: int, expected: list[int]) -> None:
-        """Chunks are as large as those of DataParallel, and the missing ones are empty."""
-        assert expected == [stop - start for start, stop in chunk_bounds(size, parts)]
-
-    @pytest.mark.parametrize(("size", "parts"), [(-1, 2), (3, 0)])
-    def test_chunks_of_nothing_are_refused(self, size: int, parts: int) -> None:
-        """A negative size and no parts are named in the error."""
-        with pytest.raises(ValueError, match=f"size={size} and parts={parts}"):
-            chunk_bounds(size, parts)
-
-    def test_replicas_are_shared_out_in_order(self) -> None:
-        """With 4 replicas, rank r of W has the r-th chunk of them, for every W: 2, 2, 0 of 3."""
-        shared_out = {1: [4], 2: [2, 2], 3: [2, 2, 0], 4: [1, 1, 1, 1], 6: [1, 1, 1, 1, 0, 0]}
-        for world_size, replicas in shared_out.items():
-            splits = [Split(rank, world_size, replicas=4) for rank in range(world_size)]
-            chunks = [split.cut(10) for split in splits]
-
-            assert replicas == [len(chunk.pieces) for chunk in chunks]
-            pieces = [piece for chunk in chunks for piece in chunk.pieces]
-            assert [Piece(0, 0, 3), Piece(1, 3, 6), Piece(2, 6, 9), Piece(3, 9, 10)] == pieces
-            assert {(4, sum(map(bool, replicas)))} == {(chunk.batch_replicas, chunk.ranks) for chunk in chunks}
-
-    def test_replicas_without_samples_are_left_out(self) -> None:
-        """Case 27: of 5 samples in 4 replicas, one is empty: rank 1 of 2 has the third alone, and all ranks know."""
-        first, second = (Split(rank, 2, replicas=4).cut(5) for rank in range(2))
-
-        assert ((Piece(0, 0, 2), Piece(1, 2, 4)), (Piece(2, 4, 5),)) == (first.pieces, second.pieces)
-        assert (3, 3) == (first.batch_replicas, second.batch_replicas)
-        assert (4, 1) == (first.samples, second.samples)
-
-    def test_parts_of_a_chunk_are_as_even_as_can_be(self) -> None:
-        """A chunk of 10 in parts of at most 4 is 3, 3, 4: none is left with a single sample for batch norm."""
-        assert (Piece(0, 0, 3), Piece(1, 3, 6), Piece(2, 6, 10)) == Split(max_samples=4).cut(10).pieces
-
-    def test_parts_of_all_ranks_have_numbers_of_their_own(self) -> None:
-        """Each draws random numbers of its own; the first of a rank has its number."""
-        pieces = [piece for rank in range(2) for piece in Split(rank, 2, max_samples=2).cut(8).pieces]
-        assert [Piece(0, 0, 2), Piece(2, 2, 4), Piece(1, 4, 6), Piece(3, 6, 8)] == pieces
+CHUNKS: list[tuple[dict[str, int], int, list[list[tuple[int, int, int]]]]] = [
+    # Options of the split, samples, and each rank's pieces: replica, first sample, sample after the last.
+    ({"world_size": 4}, 5, [[(0, 0, 2)], [(1, 2, 4)], [(2, 4, 5)], []]),
+    ({"world_size": 2, "replicas": 4}, 5, [[(0, 0, 2), (1, 2, 4)], [(2, 4, 5)]]),
+    ({"world_size": 3, "replicas": 4}, 10, [[(0, 0, 3), (1, 3, 6)], [(2, 6, 9), (3, 9, 10)], []]),
+    ({"world_size": 1, "max_samples": 4}, 10, [[(0, 0, 3), (1, 3, 6), (2, 6, 10)]]),
+    ({"world_size": 2, "max_samples": 2}, 8, [[(0, 0, 2), (2, 2, 4)], [(1, 4, 6), (3, 6, 8)]]),
+]
 
 
-class TestCases:
-    @pytest.mark.parametrize(("world_size", "sizes"), [(4, [3, 3, 3, 3]), (5, [3, 3, 3, 3, 0])])
-    def test_case_23_the_batch_size_is_global(self, world_size: int, sizes: list[int]) -> None:
-        """Case 23: 24 samples in batches of 12 are 2 steps for any world, and the weighted result is the reference."""
-        data = torch.arange(1, 25, dtype=torch.float64)
+@pytest.mark.parametrize(("options", "samples", "expected"), CHUNKS)
+def test_pieces_by_hand(options: dict[str, int], samples: int, expected: list[Any]) -> None:
+    chunks = [Split(rank, **options).cut(samples) for rank in range(options["world_size"])]
 
-        ranks = on_ranks(world_size, epochs(lambda: DataLoader(data, batch_size=12)))
+    assert expected == [[tuple(piece) for piece in chunk.pieces] for chunk in chunks]
+    assert {sum(map(bool, expected))} == {chunk.ranks for chunk in chunks}
 
-        for step, expected in enumerate([data[:12], data[12:]]):
-            taken = [rank[0][step] for rank in ranks]
-            assert sizes == [each.chunk.samples for each in taken]
-            gradient = sum((each.batch**2).mean().item() * each.chunk.samples for each in taken) / 12
-            assert gradient == pytest.approx((expected**2).mean().item(), rel=1e-12)
-        assert {2} == {len(rank[0]) for rank in ranks}
 
-    def test_case_27_a_batch_of_one(self) -> None:
-        """Case 27: of the batch {1}, rank 0 has the sample and rank 1 computes it with weight 0: gradient 1.0."""
-        ranks = on_ranks(2, epochs(lambda: DataLoader(torch.tensor([1.0]), batch_size=4)))
+@pytest.mark.parametrize(("size", "parts"), [(-1, 2), (3, 0)])
+def test_chunks_of_nothing_are_refused(size: int, parts: int) -> None:
+    with pytest.raises(ValueError, match=f"size={size} and parts={parts}"):
+        chunk_bounds(size, parts)
 
-        pairs = [((each.batch**2).mean().item(), each.chunk.samples) for rank in ranks for each in rank[0]]
-        assert [(1.0, 1), (1.0, 0)] == pairs
 
-    def test_case_37_the_global_batches_do_not_depend_on_the_world(self) -> None:
-        """Case 37: 16 samples in batches of 4, seed 7: the same batches in both epochs for W 1, 2, 4; epochs differ."""
-
-        def make() -> DataLoader[Any]:
-            return DataLoader(torch.arange(16), batch_size=4, shuffle=True)  # type: ignore[arg-type]  # a tensor will do
-
-        loader = make()
-        torch.manual_seed(7)
-        expected = [[batch.tolist() for batch in loader] for _ in range(2)]
-
-        for world_size in (1, 2, 4):
-            ranks = on_ranks(world_size, epochs(make, 2))
-            assert expected == [global_batches([taken[epoch] for taken in ranks]) for epoch in range(2)]
-        assert expected[0] != expected[1]
-
-    def test_case_38_a_custom_batch_sampler_is_split(self) -> None:
-        """Case 38: batches [0,1,2], [3], [4..7] give the gradients 14/3, 16, 43.5, and no sample is seen twice."""
-        data = torch.arange(1, 9, dtype=torch.float64)
-        samplers: list[Fixed] = []
-
-        def make() -> DataLoader[Any]:
-            samplers.append(Fixed([[0, 1, 2], [3], [4, 5, 6, 7]]))
-            return DataLoader(data, batch_sampler=samplers[-1])  # type: ignore[arg-type]  # a tensor will do
-
-        ranks = [taken for (taken,) in on_ranks(2, epochs(make))]
-
-        gradients = [
-            sum((each.batch**2).mean().item() * each.chunk.samples for each in step)
-            / sum(each.chunk.samples for each in step)
-            for step in zip(*ranks, strict=True)
-        ]
-        assert [14 / 3, 16, 43.5] == pytest.approx(gradients, rel=1e-12)
-        assert [[1, 2, 3], [4], [5, 6, 7, 8]] == global_batches(ranks)
-        assert [1, 0] == [sampler.asked for sampler in samplers], "rank 0's order counts"
-
-    def test_case_39_a_custom_sampler_is_kept(self) -> None:
-        """Case 39: a sampler that always returns index 3 gives gradient 16 on every step, and the log names it."""
-
-        class Always(Sampler[int]):
-            def __iter__(self) -> Iterator[int]:
-                return iter([3] * 8)
-
-            def __len__(self) -> int:
-                return 8
-
-        data = torch.arange(1, 9, dtype=torch.float64)
-
-        def make() -> DataLoader[Any]:
-            return DataLoader(data, batch_size=4, sampler=Always())  # type: ignore[arg-type]  # a tensor will do
-
-        for (taken,) in on_ranks(2, epochs(make)):
-            assert [16.0, 16.0] == [(each.batch**2).mean().item() for each in taken]
-        line = in_one_world(make()).describe()
-        assert "its BatchSampler and Always: used as it is" in line
-        assert line.endswith("; each rank loads its own samples only")
+def test_the_log_names_the_samplers() -> None:
+    line = in_one_world(DataLoader(torch.arange(8), batch_size=4, shuffle=True)).describe()  # type: ignore[arg-type]
+    assert "its BatchSampler and RandomSampler: used as it is" in line
+    assert line.endswith("; each rank loads its own samples only")
 
 
 class TestOrder:
-    def test_every_rank_has_the_order_of_rank_0(self) -> None:
-        """Ranks with five different random states read the order of one process that has rank 0's."""
-
-        def make() -> DataLoader[Any]:
-            return DataLoader(torch.arange(20), batch_size=6, shuffle=True)  # type: ignore[arg-type]  # a tensor will do
-
-        ranks = on_ranks(5, epochs(make), seeds=[7, 1, 2, 3, 4])
-
-        assert plain(make()) == global_batches([taken for (taken,) in ranks])
-
     def test_random_states_move_on_as_in_one_process(self) -> None:
         """A rank whose state is rank 0's moves on as one process; one with its own keeps it, undisturbed."""
 
@@ -250,49 +144,6 @@ class TestOrder:
         torch.rand(3)
 
         assert [batch.tolist() for batch in batches] == global_batches(on_ranks(3, body, seeds=[7, 7, 7]))
-
-    @pytest.mark.parametrize("source", ["torch", "random", "numpy"])
-    def test_samplers_may_draw_from_any_global_generator_at_any_time(self, source: str) -> None:
-        """A sampler that draws anew for every batch gets the same numbers on all ranks, whatever these draw between."""
-
-        class Lazy:
-            def __iter__(self) -> Iterator[list[int]]:
-                for _ in range(5):
-                    if source == "torch":
-                        yield torch.randint(100, (4,)).tolist()
-                    elif source == "random":
-                        yield random.sample(range(100), 4)
-                    else:
-                        yield np.random.randint(100, size=4).tolist()  # noqa: NPY002  # the global generator is the point
-
-        def body(splitter: BatchSplitter) -> list[Taken]:
-            rank = splitter.split.rank
-            random.seed(rank)
-            np.random.seed(rank)  # noqa: NPY002  # likewise
-            taken = []
-            for batch, behind in Pass(splitter.wrap(DataLoader(range(100), batch_sampler=Lazy()))):  # type: ignore[arg-type]
-                taken.append(Taken(batch, behind.chunk))
-                torch.rand(rank + 1), random.random(), np.random.random(rank + 1)  # noqa: NPY002  # as dropout does
-            return taken
-
-        batches = global_batches(on_ranks(2, body))
-
-        assert [4] * 5 == [len(batch) for batch in batches]
-        assert 5 == len({tuple(batch) for batch in batches})
-
-    def test_generators_of_the_user_are_kept(self) -> None:
-        """A loader's own generator decides, as in one process, and the global state does not matter."""
-        made: list[torch.Generator] = []
-
-        def make() -> DataLoader[Any]:
-            made.append(torch.Generator().manual_seed(5))
-            return DataLoader(range(9), batch_size=4, shuffle=True, generator=made[-1])  # type: ignore[arg-type]
-
-        expected = plain(make())
-        ranks = on_ranks(2, epochs(make), seeds=[1, 2])
-
-        assert expected == global_batches([taken for (taken,) in ranks])
-        assert torch.equal(made[0].get_state(), made[1].get_state())
 
     def test_rank_0_decides_where_the_samplers_of_ranks_differ(self) -> None:
         """Generators with different seeds, or batches that depend on the rank: all take those of rank 0."""
@@ -388,18 +239,6 @@ class TestMapStyle:
         loaded = [dataset.loaded for dataset in datasets]
         assert [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12], [6, 7, 8, 9]] == loaded
 
-    def test_the_samples_are_collated_as_the_ranks_own_batch(self) -> None:
-        """The user's `collate_fn` gets the rank's samples only, so that padding fits them."""
-        got: list[list[int]] = []
-
-        def collate(samples: list[int]) -> Tensor:
-            got.append(samples)
-            return torch.tensor(samples)
-
-        on_ranks(2, epochs(lambda: DataLoader(range(5), batch_size=4, collate_fn=collate)))  # type: ignore[arg-type]
-
-        assert [[0, 1], [4], [2, 3], [4]] == got
-
     def test_batched_loading_gets_lists(self) -> None:
         """`__getitems__` of the dataset is called with the rank's list of indices."""
 
@@ -435,36 +274,6 @@ class TestMapStyle:
 
         with pytest.raises(ValueError, match="a loader batch has no samples"):
             take_all(loader)
-
-    @pytest.mark.slow
-    def test_worker_processes_persist_and_keep_the_order(self) -> None:
-        """With persistent workers that prefetch, two epochs are those of one process, from the same processes."""
-
-        def make() -> DataLoader[Any]:
-            return DataLoader(
-                range(23),  # type: ignore[arg-type]  # a range will do
-                batch_size=5,
-                shuffle=True,
-                num_workers=2,
-                persistent_workers=True,
-                prefetch_factor=3,
-            )
-
-        def body(splitter: BatchSplitter) -> Any:
-            loader = splitter.wrap(make())
-            first = take_all(loader)
-            workers = loader._iterator._workers
-            second = take_all(loader)
-            assert workers is loader._iterator._workers
-            loader._iterator._shutdown_workers()
-            return first, second
-
-        loader = make()
-        torch.manual_seed(7)
-        expected = [[batch.tolist() for batch in loader] for _ in range(2)]
-        ranks = on_ranks(2, body, max_samples=2)
-
-        assert expected == [global_batches([taken[epoch] for taken in ranks]) for epoch in range(2)]
 
     def test_all_arguments_of_the_loader_are_kept(self) -> None:
         """The copy that is read has every attribute of the user's loader, but a batch sampler that asks the user's."""
@@ -507,31 +316,6 @@ class TestMapStyle:
         ranks = on_ranks(2, epochs(lambda: Doubling(10)))
 
         assert [[0, 10, 20, 30], [40, 50]] == global_batches([taken for (taken,) in ranks])
-
-    def test_a_subclass_that_does_not_read_its_batch_sampler_is_refused(self) -> None:
-        """A loader that keeps an iterator from its construction would give every rank everything: it says so."""
-
-        class Endless(DataLoader[Any]):
-            def __init__(self) -> None:
-                super().__init__(range(6), batch_size=2)  # type: ignore[arg-type]  # a range will do
-                self.kept = super().__iter__()
-
-            def __iter__(self) -> Any:
-                return self.kept
-
-        with pytest.raises(RuntimeError, match="Endless yielded more batches than its batch_sampler was asked for"):
-            take_all(in_one_world(Endless()))
-
-    def test_a_subclass_that_merges_batches_is_refused(self) -> None:
-        """A loader that yields one batch for two of its batch sampler cannot be told apart: it says so."""
-
-        class Pairs(DataLoader[Any]):
-            def __iter__(self) -> Any:
-                batches = list(super().__iter__())
-                return (torch.cat(batches[at : at + 2]) for at in range(0, len(batches), 2))
-
-        with pytest.raises(RuntimeError, match="Pairs yielded fewer batches"):
-            take_all(in_one_world(Pairs(range(8), batch_size=2)))  # type: ignore[arg-type]  # a range will do
 
     def test_a_distributed_sampler_is_refused(self) -> None:
         """A sampler that shards already would shard twice."""
@@ -582,18 +366,6 @@ class TestIterables:
 
         assert expected == global_batches([taken for (taken,) in ranks])
         assert got == ([3, 3, 2, 2] if drop_last else [3, 3, 2, 2, 2, 1])
-
-    @pytest.mark.slow
-    def test_streams_through_worker_processes(self) -> None:
-        """Workers split what they collate, and the size of the last batch comes with it."""
-
-        def make() -> DataLoader[Any]:
-            return DataLoader(Stream(21), batch_size=4, num_workers=2)
-
-        expected = plain(make())
-        ranks = on_ranks(2, epochs(make), max_samples=1)
-
-        assert expected == global_batches([taken for (taken,) in ranks])
 
     def test_what_workers_send_can_be_pinned(self) -> None:
         """`torch` pins memory inside what the copy of the loader yields, and leaves the rest as it is."""
@@ -847,29 +619,6 @@ class TestParts:
 
 
 class TestStandIns:
-    def test_batch_norm_does_not_crash_and_rank_0_never_sees_one(self) -> None:
-        """A missing chunk trains batch norm on two samples, and the buffers of rank 0 are those of its own samples."""
-        data = torch.randn(26, 3, dtype=torch.float64)
-
-        def body(splitter: BatchSplitter) -> tuple[list[int], Tensor]:
-            norm = torch.nn.BatchNorm1d(3, dtype=torch.float64)
-            trained = []
-            for batch, chunk in take_all(splitter.wrap(DataLoader(data, batch_size=20))):  # type: ignore[arg-type]
-                if chunk.ranks:
-                    norm(batch)
-                    trained.append(chunk.samples)
-            assert norm.running_mean is not None
-            return trained, norm.running_mean
-
-        ranks = on_ranks(4, body)
-
-        assert [[5, 2]] * 3 + [[5, 0]] == [trained for trained, _ in ranks]
-        reference = torch.nn.BatchNorm1d(3, dtype=torch.float64)
-        for own in (data[:5], data[20:22]):
-            reference(own)
-        assert reference.running_mean is not None
-        assert torch.equal(reference.running_mean, ranks[0][1])
-
     def test_loaders_that_reach_different_ranks_are_an_error_on_all(self) -> None:
         """A step of one loader's samples and another's stand-in has no right weight; every rank says so."""
 

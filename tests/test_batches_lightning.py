@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
@@ -138,19 +137,6 @@ class TestInLightning:
 
         assert 5 == sampler.epoch
 
-    def test_workers_that_read_the_same_stream_are_seeded_alike(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Lightning seeds workers by the rank: not so where all ranks read the same stream."""
-        monkeypatch.setenv("PL_SEED_WORKERS", "1")
-        seeded_by = []
-        for loader in (DataLoader(range(4)), DataLoader(Stream())):  # type: ignore[arg-type, var-annotated]
-            split = in_one_world(loader)
-            _auto_add_worker_init_fn(split, rank=3)
-            assert loader.worker_init_fn is None
-            assert isinstance(split.worker_init_fn, partial)
-            seeded_by.append(split.worker_init_fn.keywords["rank"])
-
-        assert [3, 0] == seeded_by
-
     def test_wrapping_again_replaces_the_split(self) -> None:
         """A `CombinedLoader` of a user that was split in an earlier run is split anew."""
         first = in_one_world(DataLoader(range(4)), rank=1, world_size=2)  # type: ignore[arg-type]  # a range will do
@@ -173,13 +159,6 @@ class TestInLightning:
             assert len(pair.x) == chunk.stop - chunk.start
         stand_ins = [chunk.stand_in for chunk in module.strategy.chunks]
         assert [index % 4 == 3 and "limit_train_batches" not in options for index in range(len(stand_ins))] == stand_ins
-
-    def test_overfitting_repeats_the_same_batches(self) -> None:
-        """With `overfit_batches`, Lightning's sequential loader is split like any other."""
-        with pytest.warns(UserWarning, match="overfit"):
-            module = _run(rank=0, container="one", options={"overfit_batches": 2}, shuffle=True)
-
-        assert [[0, 1], [6, 7]] * 2 == [batch.x.tolist() for batch in module.batches]
 
 
 class _SplitStrategy(SingleDeviceStrategy):

@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lockstep import Loop, Taken, global_batches, numbered, on_ranks, splitter_of
+from ranks import make_trainer
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
+from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.batches.chunks import Split
 from lightning_gradavg.batches.loader import BatchSplitter
 from lightning_gradavg.batches.progress import Progress
-from lightning_gradavg.lightning_internals import TrainingLoop
 
 Make = Callable[[], list[Any]]
 
@@ -466,31 +466,6 @@ class TestState:
         assert [1, 2, 3] == [len(ranks) for ranks in states]
         assert 1 == len({ranks[0] for ranks in states})
 
-    def test_saved_at_3_resumed_at_2_and_then_at_4(self) -> None:
-        """Stopped twice within an epoch, each time at another world size, the samples are those of one process."""
-
-        make = one(lambda: ORDERS["batches"](26, 4))
-        first = on_ranks(3, lambda splitter: saved(splitter, make, epochs=0, stop=2))
-        expected = remaining(first, 0)
-
-        second = on_ranks(2, lambda splitter: _rest(Fit(splitter, make, first[0].states), 3), max_samples=1)
-        third = resumed(4, make, second[0][1], 2, max_samples=3)
-
-        assert (5, 2) == (len(expected[0]), len(second[0][0][0].taken[0].chunk.pieces))
-        assert expected[0][:3] == samples([rows for rows, _ in second])
-        assert [expected[0][3:], expected[1]] == [samples([rank[epoch] for rank in third]) for epoch in range(2)]
-
-    def test_an_incomplete_window_is_repeated(self) -> None:
-        """Of 5 batches taken in windows of 2 the state counts 4, since the gradient of the fifth is lost."""
-
-        def body(splitter: BatchSplitter) -> tuple[int, int]:
-            fit = Fit(splitter, one(lambda: ORDERS["shuffle"](24, 4)), window=2)
-            fit.epoch(5)
-            (state,) = fit.save()
-            return state["batches"], state["epoch_batches"]
-
-        assert [(4, 4)] * 2 == on_ranks(2, body)
-
     @pytest.mark.parametrize("epochs", [0, 1])
     def test_an_epoch_that_is_left_early_is_complete(self, epochs: int) -> None:
         """With `limit_train_batches` the next epoch begins a new pass, for a shuffled loader of any length."""
@@ -517,10 +492,6 @@ class TestState:
 
         assert comparable(states) == comparable(fit.save())
         assert 3 == fit.loop.processed
-
-
-def _rest(fit: Fit, stop: int) -> tuple[list[Row], list[Any]]:
-    return fit.epoch(stop), fit.save()
 
 
 class TestOrderOfARest:
@@ -560,11 +531,6 @@ class TestOrderOfARest:
             ]
 
         check(make, [2, 1], epochs=epochs, stop=stop)
-
-    @pytest.mark.slow
-    def test_a_sampler_that_draws_as_workers_ask_goes_on_in_order(self) -> None:
-        """Workers ask a batch sampler ahead of training; what they asked in vain is drawn once more, as before."""
-        check(one(lambda: loader(24, batch_sampler=Lazy(24, 4), num_workers=2)), [1, 2], epochs=1, stop=2)
 
     @pytest.mark.parametrize("order", ["shuffle", "generator", "lazy", "stream", "unsized"])
     def test_who_looks_at_the_data_of_a_resumed_run_leaves_the_rest_as_it_is(self, order: str) -> None:
@@ -678,49 +644,6 @@ class TestRefusals:
                 numbered(ORDERS[order](8, 4), splitter_of(Split())).load_state_dict(states[saved_by][0])
 
 
-class _Strategy(SingleDeviceStrategy):
-    """What a strategy does to save and resume, in one process."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.splitter = splitter_of(Split())
-        self.states: Any = None
-
-    @property
-    def trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    def process_dataloader(self, dataloader: object) -> object:
-        if not self.trainer.training:
-            return dataloader
-        split = numbered(dataloader, self.splitter, self.progress)
-        if self.states is not None:
-            split.load_state_dict(self.states[0])
-        return split
-
-    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.trainer.training:
-            self.progress.arrive()
-        return super().batch_to_device(batch, *args, **kwargs)
-
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        self.progress = Progress(TrainingLoop(trainer.fit_loop), lambda: trainer.accumulate_grad_batches)
-
-    def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        checkpoint["split"] = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader")
-        super().save_checkpoint(checkpoint, *args, **kwargs)
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        checkpoint = super().load_checkpoint(*args, **kwargs)
-        self.states = checkpoint["split"]
-        return checkpoint
-
-    def on_train_start(self) -> None:
-        self.progress.end_set_up()
-
-
 class _Noting(LightningModule):
     """Notes the epoch and samples of every step, and draws random numbers."""
 
@@ -776,17 +699,13 @@ class _SaveAt(Callback):
         self._reach(trainer, pl_module, "end")
 
 
-def _trainer(*callbacks: Callback, **options: Any) -> Trainer:
-    return Trainer(
-        strategy=_Strategy(),
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **options,
-    )
+def _noted(order: str, seed: int, place: str, path: str, resume: str | None = None) -> Any:
+    """Body: train 3 epochs, and save at a place."""
+    torch.manual_seed(seed)
+    save, module = _SaveAt(place, path), _Noting(order)
+    trainer = make_trainer(GradAvgStrategy(split_batches=True), callbacks=[save], max_epochs=3, num_sanity_val_steps=0)
+    trainer.fit(module, ckpt_path=resume)
+    return module.noted, save.steps
 
 
 PLACES = ["start", "epoch 0 step 1", "epoch 1 step 3", "validation 0", "validation 1", "end 0", "end 1"]
@@ -800,15 +719,11 @@ PLACES = ["start", "epoch 0 step 1", "epoch 1 step 3", "validation 0", "validati
         ("generator", "epoch 0 step 5"),
     ],
 )
-def test_wherever_lightning_saves(order: str, place: str, tmp_path: Path) -> None:
-    """A Trainer that resumes a checkpoint of any hook trains on what the run that saved it goes on with."""
-    save = _SaveAt(place, str(tmp_path / "saved.ckpt"))
-    whole, rest = _Noting(order), _Noting(order)
-    torch.manual_seed(7)
-    _trainer(save, max_epochs=3).fit(whole)
-    torch.manual_seed(99)
+def test_wherever_lightning_saves(world: Any, order: str, place: str, tmp_path: Path) -> None:
+    """Saved in any hook and resumed on 2 ranks, a run trains on what the run that saved goes on with."""
+    path = str(tmp_path / "saved.ckpt")
+    ((whole, steps),) = world(1).run(_noted, order, 7, place, path)
+    ranks = [noted for noted, _ in world(2).run(_noted, order, 99, "", "", path)]
 
-    _trainer(max_epochs=3).fit(rest, ckpt_path=save.path, weights_only=True)
-
-    assert 0 <= save.steps < len(whole.noted) == 18
-    assert whole.noted[save.steps :] == rest.noted
+    assert 0 <= steps < len(whole) == 18
+    assert whole[steps:] == [(epoch, one + other) for (epoch, one), (_, other) in zip(*ranks, strict=True)]

@@ -12,8 +12,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lockstep import Taken, in_one_world, on_ranks, take_all
-from torch import Tensor
+from lockstep import Augmented, Taken, in_one_world, on_ranks, pad_and_mix, take_all
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
@@ -21,36 +20,11 @@ from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
 SIZE, BATCH = 22, 8
 
 
-class Augmented(Dataset[Any]):
-    """Sequences of different length, with noise from every global generator."""
-
-    def __init__(self, size: int = SIZE) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        noise = torch.randn(1 + index % 5) + random.random() + np.random.random()  # noqa: NPY002  # global on purpose
-        return index, noise
-
-
 class AugmentedStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         mine = slice(None) if info is None else slice(info.id, None, info.num_workers)
         return ((index, torch.randn(1 + index % 5) + random.random()) for index in torch.randperm(SIZE).tolist()[mine])
-
-
-def pad_and_mix(samples: list[tuple[int, Tensor]]) -> dict[str, Any]:
-    """Pad to the longest of the batch, and add to every sample a part of another one, as mixup does."""
-    padded = torch.nn.utils.rnn.pad_sequence([noise for _, noise in samples], batch_first=True)
-    other, part = torch.randperm(len(samples)), np.random.beta(0.4, 0.4)  # noqa: NPY002  # global on purpose
-    return {
-        "x": part * padded + (1 - part) * padded[other],
-        "index": torch.tensor([index for index, _ in samples]),
-        "name": [f"sample {index}" for index, _ in samples],
-    }
 
 
 def whole(splitter: BatchSplitter) -> BatchSplitter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat
-from toys import Toy
+from toys import Toy, approx
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.ranks import World
@@ -33,10 +34,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*sampler has shuffling enabled"),
     pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated:FutureWarning"),
 ]
-
-
-def approx(value, tolerance=1e-12):
-    return pytest.approx(value, rel=tolerance, abs=tolerance)
 
 
 def data(size: int, start: int = 0) -> Any:
@@ -224,7 +221,10 @@ def make_short(size: int, batch: int) -> Any:
 @pytest.mark.parametrize("logs", ["steps", "gather", "metric steps"])
 @pytest.mark.parametrize(
     ("size", "make", "options"),
-    [(5, None, {}), (1, None, {}), (5, "short", {}), (1, "short", {}), (3, "stream", {"limit_val_batches": 4})],
+    [
+        *[(5, None, {}), (1, None, {}), (5, "short", {}), (1, "short", {})],
+        *[(3, "stream", {"limit_val_batches": 4}), (4, "stream", {})],
+    ],
 )
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_reductions_in_uneven_rounds_are_refused_on_all_ranks(world, world_size, size, make, options, logs):
@@ -261,39 +261,21 @@ def test_several_loaders_of_which_a_rank_may_lack_some(world, world_size, what, 
         seen_once(ranks, [*range(size), 100, *range(200, 200 + size)])
 
 
-def pairs(mode: str) -> CombinedLoader:
+def make_pairs(size: int, batch: int, mode: str) -> CombinedLoader:
     return CombinedLoader([DataLoader(data(7), batch_size=2), DataLoader(data(5, 100), batch_size=1)], mode)
 
 
-def make_min(size: int, batch: int) -> Any:
-    return pairs("min_size")
-
-
-def make_max(size: int, batch: int) -> Any:
-    return pairs("max_size")
-
-
-def make_cycle(size: int, batch: int) -> Any:
-    return pairs("max_size_cycle")
-
-
-@pytest.mark.parametrize("make", [make_min, make_max])
+@pytest.mark.parametrize("mode", ["min_size", "max_size"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_loaders_read_together(world, world_size, make):
+def test_loaders_read_together(world, world_size, mode):
     """Batches that one process has together stay together, and no rank waits for one that has ended."""
+    make = partial(make_pairs, mode=mode)
     ranks = world(world_size).run(run, "validate", {"make": make})
     (alone,) = world(1).run(run, "validate", {"make": make, "logs": "most"})
     seen_once(ranks, alone["seen"])
     for rank in ranks:
         for name in ("value", "count", "largest", "smallest", "rows", "objects"):
             assert approx(alone["metrics"][name], 1e-6) == rank["metrics"][name]
-
-
-def test_cycled_loaders_are_refused(world):
-    """A mode that repeats batches cannot see each sample once, and all ranks say so."""
-    errors = world(2).run_expecting_errors(run, "validate", {"make": make_cycle})
-    assert ["ValueError"] * 2 == [error.type_name for error in errors]
-    assert all("max_size_cycle" in error.message and "'min_size'" in error.message for error in errors)
 
 
 class Indices(BasePredictionWriter):
@@ -438,12 +420,6 @@ def test_limits_count_the_batches_of_one_process(world, world_size, limit, batch
     assert {(limit, True)} == {rank["limits"] for rank in ranks}
 
 
-def test_a_limit_below_one_batch_is_an_error_on_all_ranks(world):
-    """Lightning's message about a limit that leaves nothing arrives on every rank."""
-    errors = world(2).run_expecting_errors(run, "validate", {"size": 4, "batch": 2}, limit_val_batches=0.1)
-    assert all(error.type_name == "ValueError" and "limit_val_batches" in error.message for error in errors)
-
-
 def make_shuffled(size: int, batch: int) -> Any:
     torch.manual_seed(dist.get_rank())  # as after a training step that draws random numbers
     return DataLoader(data(size), batch_size=batch, shuffle=True)
@@ -545,23 +521,6 @@ def test_epoch_after_epoch(world, make):
     assert {3.0} == {rank["metrics"]["value"] for rank in ranks}
 
 
-def test_a_stream_that_differs_between_the_ranks_is_an_error(world):
-    """A stream that shards itself without saying so would lose samples: all ranks raise."""
-    net = {"size": 4, "batch": 1, "make": make_differing_stream, "logs": "value"}
-    errors = world(2).run_expecting_errors(run, "validate", net)
-    assert ["RuntimeError"] * 2 == [error.type_name for error in errors]
-    assert all("sharded_by_rank = True" in error.message for error in errors)
-
-
-def test_step_values_of_a_stream_without_length_are_an_error(world):
-    """Where no rank can know who has a batch, a reduction within a step is refused instead of waited for."""
-    errors = world(2).run_expecting_errors(
-        run, "validate", {"size": 4, "batch": 1, "make": make_stream, "logs": "steps"}
-    )
-    assert ["RuntimeError"] * 2 == [error.type_name for error in errors]
-    assert all("on_step=False" in error.message for error in errors)
-
-
 def make_distributed(size: int, batch: int) -> Any:
     sampler: Any = DistributedSampler(data(size), num_replicas=batch, rank=dist.get_rank() % batch, shuffle=False)
     return DataLoader(data(size), sampler=sampler)
@@ -579,30 +538,29 @@ def test_a_distributed_sampler_that_yields_each_sample_once_is_kept(world):
     assert [3.5, 3.5] == [rank["metrics"]["value"] for rank in ranks]
 
 
-@pytest.mark.parametrize(
-    ("make", "size", "batch", "message"),
-    [
-        (make_distributed, 9, 2, "repeats 1 of 9 samples on 2 ranks"),
-        (make_dropping, 9, 2, "drops 1 of 9 samples on 2 ranks"),
-        (make_distributed, 9, 3, "DistributedSampler for 3 replicas on 2 ranks"),
-    ],
-)
-def test_a_distributed_sampler_that_does_not_is_refused(world, make, size, batch, message):
-    """Case 34: a padded sampler is named with its number of duplicates, on all ranks."""
-    errors = world(2).run_expecting_errors(run, "validate", {"size": size, "batch": batch, "make": make})
-    assert ["ValueError"] * 2 == [error.type_name for error in errors]
-    assert all(message in error.message for error in errors)
-
-
 def make_of_rank(size: int, batch: int) -> Any:
     return DataLoader(data(size + dist.get_rank()), batch_size=batch)
 
 
-def test_loaders_that_differ_are_an_error(world):
-    """Data of a rank's own that is not declared as such would be dealt away: all ranks raise."""
-    errors = world(2).run_expecting_errors(run, "validate", {"size": 4, "batch": 1, "make": make_of_rank})
-    assert ["ValueError"] * 2 == [error.type_name for error in errors]
-    assert all("4, 5 batches" in error.message for error in errors)
+REFUSED: dict[str, tuple[Any, int, int, dict[str, Any], str, str]] = {
+    # The loader, samples, batch size, options of the Trainer, and the error.
+    "cycled": (partial(make_pairs, mode="max_size_cycle"), 4, 1, {}, "ValueError", "'sequential', 'min_size'"),
+    "limit": (None, 4, 2, {"limit_val_batches": 0.1}, "ValueError", "limit_val_batches"),
+    "differing stream": (make_differing_stream, 4, 1, {}, "RuntimeError", "sharded_by_rank = True"),
+    "differing lengths": (make_of_rank, 4, 1, {}, "ValueError", "4, 5 batches"),
+    "repeating": (make_distributed, 9, 2, {}, "ValueError", "repeats 1 of 9 samples on 2 ranks"),
+    "dropping": (make_dropping, 9, 2, {}, "ValueError", "drops 1 of 9 samples on 2 ranks"),
+    "other replicas": (make_distributed, 9, 3, {}, "ValueError", "DistributedSampler for 3 replicas on 2 ranks"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_evaluated_exactly_is_an_error_on_all_ranks(world, name):
+    make, size, batch, options, kind, message = REFUSED[name]
+    net = {"size": size, "batch": batch, "make": make, "logs": "value"}
+    raised = world(2).run_expecting_errors(run, "validate", net, **options)
+    assert [kind] * 2 == [one.type_name for one in raised]
+    assert all(message in one.message for one in raised)
 
 
 class Seldom(Net):

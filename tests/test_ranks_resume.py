@@ -10,10 +10,10 @@ import pytest
 import torch
 from grids import grid
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import make_trainer
 from torch.utils.data import DataLoader, WeightedRandomSampler
-from toys import Toy
+from toys import Stop, Toy
 
 from lightning_gradavg import GradAvgStrategy
 
@@ -54,16 +54,6 @@ class Resumed(Toy):
         steps = self.trainer.estimated_stepping_batches
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps, cycle_momentum=False)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class Stop(Callback):
-    """Interrupts the run after a step."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        trainer.should_stop = trainer.global_step == self.step
 
 
 def fit(

@@ -8,16 +8,11 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.tuner import Tuner
 from ranks import make_trainer
 from torch.utils.data import DataLoader
-from toys import Toy, same_everywhere
+from toys import Toy, approx, same_everywhere
 
 from lightning_gradavg import GradAvgStrategy
-
-
-def approx(value, tolerance=1e-12):
-    return pytest.approx(value, rel=tolerance, abs=tolerance)
 
 
 class Samples(Toy):
@@ -166,17 +161,6 @@ def test_trainer_options_count_loader_batches(world, name, limit):
     assert OPTIONS[name][2] == len(expected[0])
     for ours in world(3).run(count_option, name, limit):
         assert expected == ours
-
-
-def find_batch_size() -> None:
-    Tuner(make_trainer(GradAvgStrategy(split_batches=True), max_epochs=1)).scale_batch_size(Counted(size=8, batch=2))
-
-
-def test_batch_size_finder_is_refused_by_lightning(world):
-    """Case 24: Lightning does not search for a batch size on several ranks, so nothing can be scaled twice by it."""
-    raised = world(2).run_expecting_errors(find_batch_size)
-    assert ["ValueError"] * 2 == [one.type_name for one in raised]
-    assert all("not supported with distributed strategies" in one.message for one in raised)
 
 
 class Normed(Samples):

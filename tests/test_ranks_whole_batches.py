@@ -6,21 +6,21 @@ import os
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, seed_everything
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lockstep import Augmented, pad_and_mix
 from ranks import make_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
-from toys import Toy
+from torch.utils.data import DataLoader
+from toys import Stop, Toy
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.batches.part import SplitBatches
 
-SIZE, BATCH, EPOCHS = 22, 8, 2
+BATCH, EPOCHS = 8, 2
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The dirpath has changed",
@@ -29,25 +29,16 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-class Augmented(Dataset[Any]):
-    """Sequences of different length, with noise from every global generator, or from one seeded by the rank."""
+class Seeded(Augmented):
+    """Adds numbers of a generator that is seeded by the rank."""
 
-    def __init__(self, own_seed: int | None = None) -> None:
-        self.own = None if own_seed is None else random.Random(own_seed)
-
-    def __len__(self) -> int:
-        return SIZE
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.own = random.Random(seed)
 
     def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        noise = torch.randn(1 + index % 5) + random.random() + np.random.random()  # noqa: NPY002  # global on purpose
-        return index, noise + (self.own.random() if self.own is not None else 0.0)
-
-
-def pad_and_mix(samples: list[tuple[int, Tensor]]) -> dict[str, Any]:
-    """Pad to the longest of the batch, and add to every sample a part of another one, as mixup does."""
-    padded = torch.nn.utils.rnn.pad_sequence([noise for _, noise in samples], batch_first=True)
-    other, part = torch.randperm(len(samples)), np.random.beta(0.4, 0.4)  # noqa: NPY002  # global on purpose
-    return {"x": part * padded + (1 - part) * padded[other], "index": torch.tensor([index for index, _ in samples])}
+        index, noise = super().__getitem__(index)
+        return index, noise + self.own.random()
 
 
 class Noting(Toy):
@@ -86,18 +77,8 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list) else value
 
 
-class Stop(Callback):
-    """Interrupts the run after a step."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        trainer.should_stop = trainer.global_step == self.step
-
-
 def single(workers: int = 0, own: bool = False, **options: Any) -> Any:
-    data = Augmented(dist.get_rank() if own else None)
+    data = Seeded(dist.get_rank()) if own else Augmented()
     # The rank itself comes from a fork server, whose start method it has: each worker would import everything anew.
     options |= {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
     return DataLoader(data, BATCH, shuffle=True, collate_fn=pad_and_mix, **options)

@@ -41,16 +41,16 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_gradavg.batches.chunks import EMPTY_BATCH, Chunk, Split, even_parts
+from lightning_gradavg.batches.chunks import EMPTY_BATCH, Chunk, Split
+from lightning_gradavg.batches.collate import Collated, collate_of_stream, collate_own, collate_whole, collated
 from lightning_gradavg.batches.order import Behind, Mark, Order, require_equal
 from lightning_gradavg.batches.state import LoaderState, PassState
 from lightning_gradavg.lightning_internals import cloned
 from lightning_gradavg.loaders import LoaderWrapper, distributed_sampler, is_sharded, loader_batch_size, user_loader
-from lightning_gradavg.random_state import random_state, same_random_state
 from lightning_gradavg.ranks import World
-from lightning_gradavg.tree import batch_samples, data_digest, leaves, slice_batch
+from lightning_gradavg.tree import batch_samples, data_digest
 
-__all__ = ["Apart", "BatchSplitter", "Pass", "SplitLoader"]
+__all__ = ["BatchSplitter", "Pass", "SplitLoader"]
 
 _END = object()
 _BLOCK = 256
@@ -61,71 +61,6 @@ _DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRan
 
 # Their items are what they hold. A subclass may draw.
 _DRAW_NOTHING = (TensorDataset, Tensor, list, tuple, range)
-
-
-class Apart(list[Any]):
-    """The pieces of a rank's chunk, each collated on its own, because what holds all of them cannot be cut."""
-
-
-class _Collated(NamedTuple):
-    """A batch as it comes out of a worker: its rows, a digest of what all ranks have of it, and this rank's part."""
-
-    rows: int
-    key: bytes
-    part: Any
-
-
-def _collate_own(collate: Callable[[list[Any]], Any], most: int, samples: list[Any]) -> Any:
-    """Collate this rank's samples of a batch, in parts of at most `most` where the batch cannot be cut."""
-    batch, count = collate(samples), -(-len(samples) // most)
-    if count == 1 or _rows(batch, len(samples)) is not None:
-        return batch
-    return Apart(collate(samples[start:stop]) for start, stop in even_parts(0, len(samples), count))
-
-
-def _collate_of_stream(collate: Callable[[list[Any]], Any], split: Split, samples: list[Any]) -> _Collated:
-    """Collate this rank's part of the samples that all ranks read."""
-    chunk = split.cut(len(samples))
-    own = _collate_own(collate, split.max_samples or len(samples), samples[chunk.start : chunk.stop])
-    return _Collated(len(samples), _key_of_samples(samples), own)
-
-
-def _collate_whole(collate: Callable[[list[Any]], Any], split: Split, samples: list[Any]) -> _Collated:
-    """Collate all samples and cut this rank's part out of the batch, or collate each of its pieces anew."""
-    before = random_state()
-    batch = collate(samples)
-    rows = _rows(batch, len(samples))
-    if rows is not None:
-        return _Collated(rows, data_digest(batch), _cut(batch, split.cut(rows)))
-    if not same_random_state(before, random_state()):
-        raise ValueError(
-            f"a batch of type {type(batch).__name__} cannot be cut into replicas, and collate_fn draws random numbers,"
-            " which would differ from those of the whole batch if it collated each replica separately. Draw them in the"
-            " dataset or in training_step."
-        )
-    chunk = split.cut(len(samples))
-    bounds = [(start, stop) for _, start, stop in chunk.pieces] or [(chunk.start, chunk.stop)]
-    parts = Apart(collate(samples[start:stop]) for start, stop in bounds)
-    return _Collated(len(samples), _key_of_samples(samples), parts if len(parts) > 1 else parts[0])
-
-
-def _key_of_samples(samples: list[Any]) -> bytes:
-    return data_digest((len(samples), samples[0], samples[-1]))
-
-
-def _rows(batch: Any, samples: int) -> int | None:
-    """Return how many rows a collated batch can be cut into, so many for each sample; None if it cannot be cut."""
-    if any(hasattr(leaf, "to") and not isinstance(leaf, Tensor) for _, leaf in leaves(batch)):
-        return None  # such as a graph, which would be shared
-    try:
-        rows = batch_samples(batch)
-    except ValueError:
-        return None
-    return rows if rows % samples == 0 else None
-
-
-def _cut(batch: Any, chunk: Chunk) -> Any:
-    return slice_batch(batch, chunk.start, chunk.stop)
 
 
 class _Noted(NamedTuple):
@@ -158,8 +93,7 @@ class _Sampler:
         with order.drawing():
             order.agree("made")
             batches = iter(self._batch_sampler) if order.world.rank == 0 else iter(())
-        share = self._whole if self._loader.whole else self._own
-        return share(self._asked(batches, order), order, self.noted)
+        return self._shared(self._asked(batches, order), order, self.noted)
 
     def _asked(self, batches: Iterator[Any], order: Order) -> Iterator[Any]:
         """Yield what rank 0's sampler yields, on all ranks."""
@@ -185,25 +119,19 @@ class _Sampler:
                 return
             size = min(2 * size, _BLOCK) if self._draws_once else 1
 
-    def _own(self, batches: Iterator[Any], order: Order, noted: deque[_Noted]) -> Iterator[Any]:
-        for indices in batches:
-            mark = order.note(data_digest(indices), len(indices))
-            if mark is not None:
-                chunk = self._loader.cut(len(indices))
-                noted.append(_Noted(chunk, mark, len(indices)))
-                yield indices[chunk.start : chunk.stop]
+    def _shared(self, batches: Iterator[Any], order: Order, noted: deque[_Noted]) -> Iterator[Any]:
+        """Yield the indices that this rank loads, and pass over batches that were trained on.
 
-    def _whole(self, batches: Iterator[Any], order: Order, noted: deque[_Noted]) -> Iterator[Any]:
-        """Pass over batches at their indices, so that workers do not load them again.
-
-        Samples that this process loads are loaded again: what is drawn next may depend on their draws.
+        Whole batches that this process loads are loaded again: what is drawn next may depend on their draws.
         """
-        in_process = self._loader.loader.num_workers == 0
+        loader = self._loader
+        loads_again = loader.whole and loader.loader.num_workers == 0
         for indices in batches:
             mark = order.note(data_digest(indices), len(indices))
-            if mark is not None or in_process:
-                noted.append(_Noted(None, mark, len(indices)))
-                yield indices
+            if mark is not None or loads_again:
+                chunk = None if loader.whole else loader.cut(len(indices))
+                noted.append(_Noted(chunk, mark, len(indices)))
+                yield indices if chunk is None else indices[chunk.start : chunk.stop]
 
 
 def _listed(indices: Any) -> list[Any]:
@@ -245,7 +173,6 @@ def _items(
     loader: SplitLoader, order: Order, batches: Iterator[Any], noted: deque[_Noted]
 ) -> Iterator[tuple[Any, Behind]]:
     drawing = order.drawing if order.shared or order.forks else nullcontext
-    found = 0
     if order.shared:
         order.agree("first")
     while True:
@@ -264,9 +191,8 @@ def _items(
             if own is None:
                 opened = loader.open(batch, samples)
                 part, chunk = opened.part, loader.cut(opened.rows)
-                found += mark is not None
-                if mark is not None and found & (found - 1) == 0:
-                    loader.require_same(opened.key, found)
+                if mark is not None:
+                    loader.require_same(opened.key, mark.batches - order.start.batches)
             else:
                 part, chunk = batch, own
         if mark is not None:
@@ -336,14 +262,14 @@ class SplitLoader(LoaderWrapper):
     def _collate_fn(self, collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Return what worker processes collate with."""
         if self.whole:
-            return partial(_collate_whole, collate, self._split)
+            return partial(collate_whole, collate, self._split)
         if self.sampler is None:
-            return partial(_collate_of_stream, collate, self._split)
-        return partial(_collate_own, collate, self._split.max_samples) if self._split.max_samples else collate
+            return partial(collate_of_stream, collate, self._split)
+        return partial(collate_own, collate, self._split.max_samples) if self._split.max_samples else collate
 
-    def open(self, batch: Any, samples: int = 1) -> _Collated:
+    def open(self, batch: Any, samples: int = 1) -> Collated:
         """Return a whole batch, of which every rank takes its part, as a worker hands it over."""
-        if isinstance(batch, _Collated):
+        if isinstance(batch, Collated):
             return batch
         rows = batch_samples(batch)
         if rows % samples != 0:
@@ -352,10 +278,12 @@ class SplitLoader(LoaderWrapper):
                 " be cut into replicas. Have its __iter__ put the samples along dimension 0 of all tensors, the same"
                 " number of rows for each."
             )
-        return _Collated(rows, data_digest(batch), _cut(batch, self.cut(rows)))
+        return collated(batch, rows, self.cut(rows))
 
     def require_same(self, key: bytes, found: int) -> None:
-        """Raise on all ranks unless they read the same batch. A collective operation."""
+        """Raise on all ranks unless they read the same batches 1, 2, 4, 8, and so on. A collective operation."""
+        if found & (found - 1) > 0:
+            return
         require_equal(
             self.world,
             key,

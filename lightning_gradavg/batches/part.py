@@ -13,8 +13,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_gradavg.batches.chunks import Chunk, Split, even_parts, require_same_reach
+from lightning_gradavg.batches.collate import Apart
 from lightning_gradavg.batches.joined import fetched_now, join
-from lightning_gradavg.batches.loader import Apart, BatchSplitter
+from lightning_gradavg.batches.loader import BatchSplitter
 from lightning_gradavg.batches.order import Behind
 from lightning_gradavg.batches.progress import NumberedLoader, Progress, ResumableLoader, numbered
 from lightning_gradavg.lightning_internals import TrainingLoop, injects_samplers, set_injection_of_samplers
