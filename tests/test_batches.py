@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lockstep import Taken, epochs, global_batches, in_one_world, on_ranks, plain, take_all
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.utilities import CombinedLoader
+from lockstep import Loop, Taken, epochs, global_batches, in_one_world, numbered, on_ranks, plain, splitter_of, take_all
 from torch import Tensor
 from torch.nn.parallel import scatter
 from torch.nn.parallel._functions import Scatter
@@ -28,8 +33,9 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_gradavg.batches.chunks import Split, chunk_bounds, require_same_reach
+from lightning_gradavg.batches.chunks import Chunk, Split, chunk_bounds, require_same_reach
 from lightning_gradavg.batches.loader import BatchSplitter, Pass
+from lightning_gradavg.batches.progress import Progress
 from lightning_gradavg.tree import batch_samples, data_digest, slice_batch
 
 
@@ -159,21 +165,6 @@ class TestOrder:
             ranks = on_ranks(3, lambda splitter, make=make: take_all(splitter.wrap(make(splitter.split.rank))))  # type: ignore[misc]
             assert plain(make(0)) == global_batches(ranks)
 
-    def test_an_error_of_the_sampler_is_raised_on_all_ranks(self) -> None:
-        """What rank 0's sampler raises after two batches ends the pass of all ranks, with its words."""
-
-        class Failing(Fixed):
-            def __iter__(self) -> Iterator[Any]:
-                yield from super().__iter__()
-                raise KeyError("out of batches")
-
-        def body(splitter: BatchSplitter) -> Any:
-            return take_all(splitter.wrap(DataLoader(range(9), batch_sampler=Failing([[0, 1], [2]]))))  # type: ignore[arg-type]
-
-        first, second = on_ranks(2, body, raises=(KeyError, RuntimeError))
-        assert (KeyError, RuntimeError) == (type(first), type(second))
-        assert "the batch sampler of rank 0, whose order counts, raised KeyError('out of batches')" in str(second)
-
     @pytest.mark.slow
     @pytest.mark.parametrize("generator", [None, 5])
     def test_no_two_ranks_augment_alike(self, generator: int | None) -> None:
@@ -195,34 +186,6 @@ class TestOrder:
         for workers in (0, 1):
             ranks = on_ranks(4, partial(body, workers=workers), seeds=[7, 7, 7, 7])
             assert 8 == len({number for rank in ranks for number in rank})
-
-    def test_streams_of_different_length_end_in_an_error_on_all_ranks(self) -> None:
-        """Where no length is known, a rank that ends early and one that goes on meet, instead of waiting for ever."""
-
-        class Counting(IterableDataset[int]):
-            def __init__(self, stop: int) -> None:
-                self.stop = stop
-
-            def __iter__(self) -> Iterator[int]:
-                return iter(range(self.stop))
-
-        def body(splitter: BatchSplitter) -> Any:
-            return epochs(lambda: DataLoader(Counting(20 + 4 * splitter.split.rank), batch_size=4))(splitter)
-
-        rank_0, rank_1 = on_ranks(2, body)
-        assert "found at the end after batch 5" in str(rank_0)
-        assert "found at batch 6 of" in str(rank_1)
-
-    @pytest.mark.parametrize("options", [[{"batch_size": 4}, {"batch_size": 3}], [{"num_workers": 1}, {}]])
-    def test_different_loaders_are_an_error_on_all_ranks(self, options: list[dict[str, int]]) -> None:
-        """Ranks whose loaders differ in length or workers say so before the first batch."""
-
-        def body(splitter: BatchSplitter) -> Any:
-            return epochs(lambda: DataLoader(range(12), **options[splitter.split.rank]))(splitter)  # type: ignore[arg-type]
-
-        for error in on_ranks(2, body):
-            assert isinstance(error, ValueError)
-            assert "the ranks' train loaders differ" in str(error)
 
 
 class TestMapStyle:
@@ -268,13 +231,6 @@ class TestMapStyle:
 
         assert [[4, 2, 0, 1, 3], [1, 1]] == global_batches([taken for (taken,) in ranks])
 
-    def test_an_empty_index_batch_is_refused(self) -> None:
-        """A batch sampler that yields an empty batch gets an error that says so."""
-        loader = in_one_world(DataLoader(range(3), batch_sampler=Fixed([[0], []])))  # type: ignore[arg-type]
-
-        with pytest.raises(ValueError, match="a loader batch has no samples"):
-            take_all(loader)
-
     def test_all_arguments_of_the_loader_are_kept(self) -> None:
         """The copy that is read has every attribute of the user's loader, but a batch sampler that asks the user's."""
         loader: DataLoader[Any] = DataLoader(
@@ -316,36 +272,6 @@ class TestMapStyle:
         ranks = on_ranks(2, epochs(lambda: Doubling(10)))
 
         assert [[0, 10, 20, 30], [40, 50]] == global_batches([taken for (taken,) in ranks])
-
-    def test_a_distributed_sampler_is_refused(self) -> None:
-        """A sampler that shards already would shard twice."""
-        data = torch.arange(8)
-        sampler = DistributedSampler(data, num_replicas=2, rank=0)  # type: ignore[arg-type, var-annotated]
-
-        with pytest.raises(
-            ValueError,
-            match=r"DistributedSampler for 2 replicas.*leave split_batches, equivalent_to and num_replicas out",
-        ):
-            in_one_world(DataLoader(data, sampler=sampler))  # type: ignore[arg-type]  # a tensor will do
-
-    def test_a_loader_that_one_rank_cannot_split_is_an_error_on_all(self) -> None:
-        """Where only some ranks have a sampler that shards, the others do not wait for them."""
-
-        def body(splitter: BatchSplitter) -> Any:
-            sampler: Any = DistributedSampler(range(8), 2, 0) if splitter.split.rank else None  # type: ignore[arg-type]
-            return splitter.wrap(DataLoader(range(8), sampler=sampler))  # type: ignore[arg-type]  # a range will do
-
-        rank_0, rank_1 = on_ranks(2, body)
-        assert "the ranks' train loaders differ" in str(rank_0)
-        assert "DistributedSampler for 2 replicas" in str(rank_1)
-
-    def test_batches_out_of_order_are_refused(self) -> None:
-        """Workers that hand over batches as they finish would mix global batches."""
-        loader = DataLoader(range(4), num_workers=1)  # type: ignore[arg-type, var-annotated]  # a range will do
-        vars(loader)["in_order"] = False  # an argument since torch 2.6
-
-        with pytest.raises(ValueError, match=r"in_order=False.*Use in_order=True"):
-            in_one_world(loader)
 
 
 class TestIterables:
@@ -512,12 +438,6 @@ class TestCollated:
         assert part["set"] is batch["set"], "as torch.nn.parallel.scatter shares it"
         assert [0, 1, 2, 3] == batch["pair"].x.tolist(), "the user's batch is untouched"  # type: ignore[attr-defined]
 
-    def test_a_whole_batch_is_the_batch_itself(self) -> None:
-        """Nothing is copied where a rank takes everything."""
-        batch = [torch.arange(3)]
-
-        assert slice_batch(batch, 0, 3) is batch
-
     @pytest.mark.parametrize(
         ("batch", "expected"),
         [(["a", "b"], 2), ((["a", "b", "c"], ["d", "e", "f"]), 3), ({"x": torch.zeros(5, 2), "y": ["z"]}, 5)],
@@ -595,6 +515,142 @@ class Graph:
         return self
 
 
+class Failing(Fixed):
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        raise KeyError("out of batches")
+
+
+class Counting(IterableDataset[int]):
+    def __init__(self, stop: int) -> None:
+        self.stop = stop
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.stop))
+
+
+class Merging(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter([torch.cat(list(super().__iter__()))])
+
+
+class Repeating(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        batches = list(super().__iter__())
+        return iter([*batches, batches[0]])
+
+
+class Drawing(Dataset[float]):
+    """Draws from a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = random.Random(seed)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return self.generator.random()
+
+
+def drawing(samples: list[Any]) -> Graph:
+    torch.rand(())
+    return Graph(samples)
+
+
+def with_attribute(loader: Any, name: str, value: Any) -> Any:
+    vars(loader)[name] = value
+    return loader
+
+
+EIGHT: Any = range(8)
+DEALT: Any = DistributedSampler(EIGHT, num_replicas=2, rank=0)
+TWO_WORKERS = [{"num_workers": 1}, {}]
+RAGGED = [[torch.zeros(size) for size in (1, 2, 3, 4)]]
+
+REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
+    # What returns the loader of a rank, how it is split, and what the errors of ranks 0 and 1 say, or that of all.
+    "length": (lambda rank: DataLoader(EIGHT, 4 - rank), {}, ["the ranks' train loaders differ"]),
+    "workers": (lambda rank: DataLoader(EIGHT, **TWO_WORKERS[rank]), {}, ["the ranks' train loaders differ"]),  # type: ignore[arg-type]
+    "streams of different length": (
+        lambda rank: DataLoader(Counting(20 + 4 * rank), 4),
+        {},
+        ["found at the end after batch 5", "found at batch 6 of"],
+    ),
+    "failing sampler": (
+        lambda rank: DataLoader(EIGHT, batch_sampler=Failing([[0, 1], [2]])),  # type: ignore[arg-type]
+        {},
+        ["out of batches", "the batch sampler of rank 0, whose order counts, raised KeyError('out of batches')"],
+    ),
+    "empty indices": (
+        lambda rank: DataLoader(EIGHT, batch_sampler=Fixed([[0], []])),  # type: ignore[arg-type]
+        {},
+        ["a loader batch has no samples: leave out empty batches"],
+    ),
+    "ragged": (lambda rank: RAGGED, {"whole": True}, ["dimension 0 is 1 and 2 and 3 and 4"]),
+    "dealt": (
+        lambda rank: DataLoader(EIGHT, sampler=DEALT),
+        {},
+        ["DistributedSampler for 2 replicas, but with split_batches=True"],
+    ),
+    "dealt on one rank": (
+        lambda rank: DataLoader(EIGHT, sampler=DEALT if rank else None),
+        {},
+        ["the ranks' train loaders differ", "leave split_batches, equivalent_to and num_replicas out"],
+    ),
+    "out of order": (
+        lambda rank: with_attribute(DataLoader(EIGHT, num_workers=1), "in_order", False),  # an argument since torch 2.6
+        {},
+        ["Use in_order=True"],
+    ),
+    "more batches": (lambda rank: Repeating(EIGHT, 2), {"whole": True}, ["Repeating yielded more batches"]),
+    "fewer batches": (lambda rank: Merging(EIGHT, 2), {}, ["Merging yielded fewer batches"]),
+    "other samples": (
+        lambda rank: DataLoader(Drawing(rank), 4),
+        {"whole": True, "replicas": 2},
+        ["read other samples for the same indices: found at batch 1 that DataLoader read"],
+    ),
+    "sharded on one rank": (
+        lambda rank: DataLoader(with_attribute(Drawing(0), "sharded_by_rank", rank == 1), 4),
+        {"replicas": 4},
+        ["", "DataLoader or its dataset Drawing has sharded_by_rank = True"],
+    ),
+    "sharded, whole": (
+        lambda rank: DataLoader(with_attribute(Drawing(0), "sharded_by_rank", True), 4),
+        {"whole": True},
+        ["set split_batches=False"],
+    ),
+    "graphs, collated with draws": (
+        lambda rank: DataLoader(EIGHT, collate_fn=drawing),
+        {"whole": True},
+        ["Graph cannot be cut into replicas, and collate_fn draws random numbers"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_split_is_an_error_on_all_ranks(name: str) -> None:
+    make, options, messages = REFUSED[name]
+    whole = options.get("whole", False)
+
+    def body(splitter: BatchSplitter) -> Any:
+        splitter.whole_batches = whole
+        return take_all(splitter.wrap(make(splitter.split.rank)))
+
+    split = {key: value for key, value in options.items() if key != "whole"}
+    errors = on_ranks(2, body, raises=(KeyError,), **split)
+
+    for error, message in zip(errors, messages if len(messages) == 2 else messages * 2, strict=True):
+        assert isinstance(error, (ValueError, RuntimeError, KeyError))
+        assert message in str(error)
+
+
+def test_loaders_that_reach_different_ranks_are_an_error() -> None:
+    """A step of one loader's samples and another's stand-in has no right weight."""
+    with pytest.raises(RuntimeError, match="now 4 and 1 samples, do not reach the same ranks"):
+        require_same_reach([Split(1, 2).cut(4), Split(1, 2).cut(1)], None)
+
+
 class TestParts:
     def test_a_loader_yields_whole_chunks(self) -> None:
         """With a limit of 3, batches of 20 over 2 ranks are 4 parts of at most 3, of one batch for Lightning."""
@@ -618,17 +674,115 @@ class TestParts:
         assert [[0], [1, 2], [3, 4]] == [graph.samples for graph in batch]
 
 
-class TestStandIns:
-    def test_loaders_that_reach_different_ranks_are_an_error_on_all(self) -> None:
-        """A step of one loader's samples and another's stand-in has no right weight; every rank says so."""
+def _rows(fetcher: _DataFetcher, progress: Progress, loop: Loop, steps: int) -> list[tuple[Any, list[Chunk | None]]]:
+    """Read as the training loop does, and note what stands behind every batch."""
+    rows: list[tuple[Any, list[Chunk | None]]] = []
+    while not fetcher.done and len(rows) < steps:
+        batch, _, _ = next(fetcher)
+        loop.count.ready = len(rows) + 1
+        for _ in range(2):  # asked twice, it is the same
+            chunks = [each and each.chunk for each in progress.in_training()]
+        rows.append((batch, chunks))
+        _look(fetcher.combined_loader.flattened)
+    return rows
 
-        def body(splitter: BatchSplitter) -> None:
-            passes = [Pass(splitter.wrap(DataLoader(range(size), batch_size=4))) for size in (8, 5)]  # type: ignore[arg-type]
-            for row in zip(*passes, strict=True):
-                require_same_reach([behind.chunk for _, behind in row], None)
 
-        errors = on_ranks(2, body)
+def _look(loaders: Any) -> None:
+    """Look at the first batch of each loader, and at all of them, as a user may."""
+    for loader in loaders:
+        next(iter(loader))
+        list(loader)
 
-        for error in errors:
-            assert isinstance(error, RuntimeError)
-            assert "now 4 and 1 samples, do not reach the same ranks" in str(error)
+
+class Unsized:
+    """An iterable of batches that hides its length: Lightning then fetches one batch ahead."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def _matches(row: tuple[Any, list[Chunk | None]]) -> bool:
+    """Whether every batch of the row holds the samples that are said to stand behind it."""
+    batches, chunks = row
+    return all(
+        batch is None
+        if chunk is None
+        else [value % 4 for value in batch.tolist()] == list(range(chunk.start, chunk.stop))
+        for batch, chunk in zip(batches, chunks, strict=True)
+    )
+
+
+class TestInLightning:
+    @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+    @pytest.mark.parametrize("sized", [True, False])
+    @pytest.mark.parametrize("sizes", [(7, 22), (22, 7), (9, 9), (13,)])
+    @pytest.mark.parametrize("rank", [0, 2])
+    def test_what_stands_behind_a_batch_is_told_in_step(
+        self, mode: Any, sized: bool, sizes: tuple[int, ...], rank: int
+    ) -> None:
+        """Fetched ahead or not, cycled, exhausted, left early, looked at between: every batch meets its own chunk."""
+        splitter, loop = splitter_of(Split(rank, 3)), Loop()
+        progress = Progress(loop, lambda: 1)
+        loaders = []
+        for start, size in zip((0, 100), sizes, strict=False):
+            batches = torch.arange(start, start + size).split(4)
+            loaders.append(numbered(list(batches) if sized else Unsized(batches), splitter, progress))
+        fetcher = _PrefetchDataFetcher()
+        fetcher.setup(CombinedLoader(loaders, mode))
+        loop.read(fetcher.combined_loader)
+        lengths = [-(-size // 4) for size in sizes]
+        expected = min(lengths) if mode == "min_size" else max(lengths)
+
+        iter(fetcher)
+        for epoch, steps in enumerate((99, 2, 99, 1, 99)):
+            _look(loaders)
+            if epoch > 0:
+                iter(fetcher)
+            rows = _rows(fetcher, progress, loop, steps)
+
+            assert len(rows) == min(steps, expected)
+            assert all(map(_matches, rows))
+            assert all(any(chunk is not None for chunk in chunks) for _, chunks in rows)
+
+    def test_a_loader_that_keeps_its_place_is_asked_for_it(self) -> None:
+        """Lightning saves and restores the state of a user's loader that has some, untouched."""
+
+        class Resumable(list[Any]):
+            at = 0
+
+            def state_dict(self) -> dict[str, int]:
+                return {"at": self.at}
+
+            def load_state_dict(self, state: dict[str, int]) -> None:
+                self.at = state["at"]
+
+        resumable = Resumable()
+        loader = numbered(resumable, splitter_of(Split()))
+        assert isinstance(loader, _Stateful)
+
+        combined = CombinedLoader([loader])
+        combined._load_state_dicts([{"at": 3}])
+
+        assert 3 == resumable.at
+        assert [{"at": 3}] == combined._state_dicts()
+
+    def test_epochs_reach_the_samplers(self) -> None:
+        """Lightning's `set_epoch` arrives at the user's sampler."""
+        data = torch.arange(4)
+        sampler: DistributedSampler[int] = DistributedSampler(data, num_replicas=1, rank=0)  # type: ignore[arg-type]
+        loader = in_one_world(DataLoader(data, sampler=sampler))  # type: ignore[arg-type]  # a tensor will do
+
+        _set_sampler_epoch(loader, 5)
+
+        assert 5 == sampler.epoch
+
+    def test_wrapping_again_replaces_the_split(self) -> None:
+        """A `CombinedLoader` of a user that was split in an earlier run is split anew."""
+        first = in_one_world(DataLoader(range(4)), rank=1, world_size=2)  # type: ignore[arg-type]  # a range will do
+        second = in_one_world(first)
+
+        assert second.loader is first.loader
+        assert 4 == len(take_all(second))

@@ -307,10 +307,16 @@ def check(
     limits=st.tuples(st.none() | st.integers(1, 4), st.none() | st.integers(1, 4)),
     epochs=st.integers(0, 1),
     stop=st.integers(0, 40),
-    window=st.integers(1, 3),
-    draws=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "window": st.integers(1, 3),
+            "limit": st.none() | st.integers(1, 6),
+            "draws": st.booleans(),
+            "whole": st.booleans(),
+        }
+    ),
 )
-def test_what_remains_is_what_an_uninterrupted_run_trains_on(  # noqa: PLR0917  # hypothesis passes them by name
+def test_what_remains_is_what_an_uninterrupted_run_trains_on(  # hypothesis passes them by name
     order: str,
     size: int,
     batch_size: int,
@@ -318,17 +324,22 @@ def test_what_remains_is_what_an_uninterrupted_run_trains_on(  # noqa: PLR0917  
     limits: tuple[int | None, int | None],
     epochs: int,
     stop: int,
-    window: int,
-    draws: bool,
+    options: dict[str, Any],
 ) -> None:
-    """Stopped anywhere, the remaining global batches and the next epoch are those of the run that goes on, in order."""
+    """Stopped anywhere, the remaining global batches and the next epoch are those of the run that goes on, in order.
+
+    Read whole, samples that draw in the process that trains are the same, too, bit for bit.
+    """
     if order == "unsized":
         limits = (None, None)
 
     def make() -> list[Any]:
-        return [ORDERS[order](size, batch_size)]
+        made = ORDERS[order](size, batch_size)
+        if options["whole"] and isinstance(made, DataLoader) and not isinstance(made.dataset, IterableDataset):
+            vars(made)["dataset"] = Augmented(size)
+        return [made]
 
-    check(make, worlds, epochs=epochs, stop=stop, limits=limits, window=window, draws=draws)
+    check(make, worlds, epochs=epochs, stop=stop, limits=limits, **options)
 
 
 @given(
@@ -361,32 +372,6 @@ class Augmented(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return index + torch.rand(()) / 4 + random.random() / 4 + np.random.random() / 4  # noqa: NPY002  # likewise
-
-
-@given(
-    order=st.sampled_from(
-        ["sequential", "shuffle", "generator", "replacement", "weighted", "batches", "lazy", "eager", "stream"]
-    ),
-    size=st.integers(4, 20),
-    batch_size=st.integers(1, 6),
-    worlds=st.lists(st.integers(1, 4), min_size=2, max_size=3),
-    epochs=st.integers(0, 1),
-    stop=st.integers(0, 12),
-    window=st.integers(1, 3),
-    draws=st.booleans(),
-)
-def test_what_whole_batches_draw_goes_on_too(
-    order: str, size: int, batch_size: int, worlds: list[int], epochs: int, stop: int, window: int, draws: bool
-) -> None:
-    """Samples that draw in the process that trains are bit for bit those of the run that goes on, on any world."""
-
-    def make() -> list[Any]:
-        made = ORDERS[order](size, batch_size)
-        if order != "stream":
-            vars(made)["dataset"] = Augmented(size)
-        return [made]
-
-    check(make, worlds, epochs=epochs, stop=stop, window=window, draws=draws, whole=True)
 
 
 class Memory:
@@ -447,34 +432,6 @@ def comparable(state: Any) -> str:
 
 
 class TestState:
-    def test_it_is_free_of_the_world_size(self) -> None:
-        """At the same place the state of rank 0, which saves, is the same for 1, 2 and 3 ranks and any micro-batch."""
-
-        def body(splitter: BatchSplitter) -> str:
-            fit = Fit(splitter, one(lambda: ORDERS["lazy"](20, 5)))
-            fit.epoch()
-            fit.epoch(2)
-            (state,) = fit.save()
-            assert (2, 10, 2, False) == (state["batches"], state["samples"], state["epoch_batches"], state["complete"])
-            return comparable(state)
-
-        states = [
-            on_ranks(world_size, body, seeds=[7] * world_size, max_samples=limit)
-            for world_size, limit in [(1, None), (2, None), (3, 1)]
-        ]
-
-        assert [1, 2, 3] == [len(ranks) for ranks in states]
-        assert 1 == len({ranks[0] for ranks in states})
-
-    @pytest.mark.parametrize("epochs", [0, 1])
-    def test_an_epoch_that_is_left_early_is_complete(self, epochs: int) -> None:
-        """With `limit_train_batches` the next epoch begins a new pass, for a shuffled loader of any length."""
-        for order in ("shuffle", "generator", "unsized"):
-            make = one(lambda order=order: ORDERS[order](24, 4))  # type: ignore[misc]  # a default is a keyword too
-            (state,) = save_after(3, make, epochs=epochs, limit=3)
-            assert state["complete"], order
-            check(make, [2, 3], epochs=epochs, stop=3, limit=3)
-
     def test_only_a_loader_whose_data_all_ranks_share_is_resumable(self) -> None:
         """Rank 0 cannot save the place of other ranks in their own data: Lightning then warns by itself."""
         shared, sharded = ORDERS["shuffle"](8, 4), ORDERS["shuffle"](8, 4)
@@ -532,34 +489,25 @@ class TestOrderOfARest:
 
         check(make, [2, 1], epochs=epochs, stop=stop)
 
-    @pytest.mark.parametrize("order", ["shuffle", "generator", "lazy", "stream", "unsized"])
-    def test_who_looks_at_the_data_of_a_resumed_run_leaves_the_rest_as_it_is(self, order: str) -> None:
-        """Looks at the first batch, and at all, before training goes on change nothing in the rest of the epoch."""
-        make = one(lambda: ORDERS[order](24, 4))
-        runs = on_ranks(2, lambda splitter: saved(splitter, make, epochs=1, stop=2))
-
-        def body(splitter: BatchSplitter) -> list[Row]:
-            fit = Fit(splitter, make, runs[0].states)
-            next(iter(fit.loaders[0]))
-            list(fit.loaders[0])
-            return fit.epoch()
-
-        assert remaining(runs, 1)[0] == samples(on_ranks(3, body, seeds=[1, 2, 3]))
-
     @pytest.mark.parametrize("stop", [2, 6])
-    @pytest.mark.parametrize("order", ["shuffle", "generator", "lazy", "unsized"])
-    def test_an_iterator_that_is_dropped_unread_changes_nothing(self, order: str, stop: int) -> None:
-        """Lightning makes a second iterator before the first batch where validation ended the epoch."""
+    @pytest.mark.parametrize("order", ["shuffle", "generator", "lazy", "stream", "unsized"])
+    @pytest.mark.parametrize("looks", [True, False])
+    def test_iterators_of_others_change_nothing(self, looks: bool, order: str, stop: int) -> None:
+        """A user may look at the data, and Lightning makes a second iterator where validation ended the epoch."""
         make = one(lambda: ORDERS[order](24, 4))
         runs = on_ranks(2, lambda splitter: saved(splitter, make, epochs=1, stop=stop))
+        expected = remaining(runs, 1)
 
         def body(splitter: BatchSplitter) -> list[list[Row]]:
             fit = Fit(splitter, make, runs[0].states)
-            iter(fit.fetcher)
-            fit.fetcher.fetched += fit.loop.processed
+            if looks:
+                next(iter(fit.loaders[0]))
+                list(fit.loaders[0])
+            else:
+                iter(fit.fetcher)
+                fit.fetcher.fetched += fit.loop.processed
             return [fit.epoch() for _ in expected]
 
-        expected = remaining(runs, 1)
         ranks = on_ranks(3, body, seeds=[1, 2, 3])
 
         assert expected == [samples([rank[epoch] for rank in ranks]) for epoch in range(len(expected))]

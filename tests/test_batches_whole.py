@@ -15,7 +15,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lockstep import Augmented, Taken, in_one_world, on_ranks, pad_and_mix, take_all
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
-from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
+from lightning_gradavg.batches.loader import BatchSplitter
 
 SIZE, BATCH = 22, 8
 
@@ -189,68 +189,6 @@ def test_workers_are_seeded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
             assert in_one_world(DataLoader(dataset, worker_init_fn=other), whole=True).worker_init_fn is other
 
 
-def test_samples_that_differ_between_ranks_are_an_error_on_all() -> None:
-    """A dataset with a generator of its own, seeded by the rank, is found at the first batch, with advice."""
-
-    class Own(Augmented):
-        def __init__(self, seed: int) -> None:
-            super().__init__()
-            self.generator = random.Random(seed)
-
-        def __getitem__(self, index: int) -> Any:
-            return self.generator.random()
-
-    def body(splitter: BatchSplitter) -> list[Taken]:
-        return take_all(whole(splitter).wrap(DataLoader(Own(splitter.split.rank // 2), batch_size=4)))
-
-    for error in on_ranks(3, body, replicas=3):
-        assert isinstance(error, ValueError)
-        assert "read other samples for the same indices: found at batch 1 that DataLoader read" in str(error)
-        assert "seeded equally on every rank" in str(error)
-
-
-@pytest.mark.parametrize("options", [{"replicas": 4}, {"whole": True}])
-def test_sharded_data_has_no_replicas(options: dict[str, Any]) -> None:
-    """Case 33: data of which every rank reads its own part are refused by all ranks, by name, if only one says so."""
-
-    def body(splitter: BatchSplitter) -> SplitLoader:
-        splitter.whole_batches = "whole" in options
-        dataset = Augmented()
-        vars(dataset)["sharded_by_rank"] = splitter.split.rank == 1
-        return splitter.wrap(DataLoader(dataset, batch_size=4))
-
-    split = {"replicas": options["replicas"]} if "replicas" in options else {}
-    errors = on_ranks(3, body, **split)
-
-    assert [ValueError] * 3 == [type(error) for error in errors]
-    assert "DataLoader or its dataset Augmented has sharded_by_rank = True" in str(errors[1])
-    assert "set split_batches=False" in str(errors[1])
-
-
-def test_batches_without_samples_are_refused() -> None:
-    """An empty batch of indices is an error before it is collated, and so is one of a stream that cannot be cut."""
-    empty = DataLoader(Augmented(), batch_sampler=[[0], []], collate_fn=pad_and_mix)
-    ragged = [[torch.zeros(size) for size in (1, 2, 3, 4)]]
-
-    with pytest.raises(ValueError, match="a loader batch has no samples: leave out empty batches"):
-        take_all(in_one_world(empty, whole=True))
-    with pytest.raises(ValueError, match=r"dimension 0 is 1 and 2 and 3 and 4.*Have collate_fn"):
-        take_all(in_one_world(ragged, whole=True))
-
-
-@pytest.mark.parametrize("more", [True, False])
-def test_a_subclass_that_does_not_read_its_batch_sampler_is_refused(more: bool) -> None:
-    """A loader that yields more or fewer batches than it asks for cannot be told apart: it says so."""
-
-    class Odd(DataLoader[Any]):
-        def __iter__(self) -> Any:
-            batches = list(super().__iter__())
-            return iter([*batches, batches[0]] if more else [torch.cat(batches)])
-
-    with pytest.raises(RuntimeError, match=f"Odd yielded {'more' if more else 'fewer'} batches"):
-        take_all(in_one_world(Odd(range(8), batch_size=2), whole=True))
-
-
 class Graphs:
     """What a graph library collates: it has no rows, and is moved as one."""
 
@@ -276,14 +214,3 @@ def test_what_cannot_be_cut_is_collated_apart(replicas: int | None) -> None:
         assert all(isinstance(part, Graphs) for part in parts)
         expected = [list(range(8 * step + size * index, 8 * step + size * (index + 1))) for index in range(len(parts))]
         assert expected == [part.samples for part in parts]
-
-
-def test_apart_nothing_may_be_drawn() -> None:
-    """A collate_fn that draws over graphs would draw other numbers for each replica: it is refused."""
-
-    def drawing(samples: list[Any]) -> Graphs:
-        torch.rand(())
-        return Graphs(samples)
-
-    with pytest.raises(ValueError, match=r"Graphs cannot be cut into replicas, and collate_fn draws random numbers"):
-        take_all(in_one_world(DataLoader(range(4), collate_fn=drawing), whole=True))  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -77,18 +76,6 @@ def test_indices_are_noted_for_prediction_writers():
     ours = wrapped(DataLoader(range(8), batch_sampler=noting), 1, 2)
     assert [[2, 3], [6, 7]] == [one.tolist() for one in ours]
     assert [[2, 3], [6, 7]] == ours.batch_sampler.seen_batch_indices
-
-
-def seed_worker(worker: int, rank: int = 0) -> None:
-    """Stands for Lightning's own."""
-
-
-def test_workers_of_a_stream_are_seeded_alike():
-    """Lightning seeds workers by the rank: not so where all ranks read the same stream."""
-    for loader, rank in ((DataLoader(Stream(4)), 0), (DataLoader(range(4)), 1)):
-        ours = wrapped(loader, 1, 2)
-        ours.worker_init_fn = partial(seed_worker, rank=1)
-        assert {"rank": rank} == ours.worker_init_fn.keywords
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -163,6 +163,45 @@ def test_trainer_options_count_loader_batches(world, name, limit):
         assert expected == ours
 
 
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Contained(Toy):
+    """Reads one loader, a list of two or a dict of one; notes the types of batches and the sizes of their parts."""
+
+    def __init__(self, container: str) -> None:
+        super().__init__()
+        self.container = container
+        self.found: list[tuple[type, int]] = []
+
+    def train_dataloader(self) -> Any:
+        pairs: Any = [Pair(item, str(item)) for item in range(20)]
+        loaders = [DataLoader(pairs, batch_size=6), DataLoader(pairs, batch_size=6)]
+        return {"one": loaders[0], "list": loaders, "dict": {"a": loaders[0]}}[self.container]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        part = {"one": lambda: batch, "list": lambda: batch[1], "dict": lambda: batch["a"]}[self.container]()
+        assert isinstance(part, Pair)
+        assert len(part.x) == len(part.y)
+        self.found.append((type(batch), len(part.x)))
+        return self.w * 1.0
+
+
+def contained(container: str) -> Any:
+    model = Contained(container)
+    make_trainer(GradAvgStrategy(split_batches=True), max_epochs=1).fit(model)
+    return model.found
+
+
+@pytest.mark.parametrize(("container", "kind"), [("one", Pair), ("list", list), ("dict", dict)])
+def test_batches_have_the_users_types(world, container, kind):
+    """Of the last batch, of 2 samples, rank 2 of 3 has a stand-in."""
+    sizes = [[2, 2, 2, 1], [2, 2, 2, 1], [2, 2, 2, 2]]
+    assert [[(kind, size) for size in of_rank] for of_rank in sizes] == world(3).run(contained, container)
+
+
 class Normed(Samples):
     """Normalizes over the samples of its chunk."""
 
@@ -194,29 +233,3 @@ def test_batch_norm_of_a_single_sample(world):
     assert raised[0] == raised[1]
     assert "ValueError" == raised[0].type_name
     assert "rank 1: micro-batch 0 of the window: Expected more than 1 value per channel" in raised[0].message
-
-
-class Terms(Samples):
-    """Case 9 in chunks: two loss terms over 1 and over 2 x the samples, each with its own weight."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        losses = self.losses(batch)
-        terms = {"one": losses.mean(), "two": (3 * losses).mean()}
-        return {"loss": terms, "weight": {"one": len(batch), "two": 2 * len(batch)}}
-
-
-def fit_terms(strategy: dict[str, Any], size: int) -> Any:
-    model = Terms(size, 2, lr=0.001)
-    options: dict[str, Any] = {"split_batches": True, "reduction": "weighted_mean", **strategy}
-    make_trainer(GradAvgStrategy(**options), max_epochs=1).fit(model)
-    return model.seen
-
-
-@pytest.mark.parametrize("strategy", [{}, {"equivalent_to": "data_parallel"}], ids=str)
-def test_named_terms_with_missing_chunks(world, strategy):
-    """Named loss terms train as on one process where the last batch leaves ranks without samples."""
-    expected = same_everywhere(world(1).run(fit_terms, strategy, 5))
-    for world_size in (2, 3):
-        seen = same_everywhere(world(world_size).run(fit_terms, strategy, 5))
-        for gradient, right in zip(seen.gradients, expected.gradients, strict=True):
-            assert gradient.item() == approx(right.item())

@@ -70,9 +70,10 @@ def fit(split: bool, nan: bool) -> Any:
 @pytest.mark.parametrize("nan", [True, False])
 def test_a_stand_in_leaves_no_trace(world, split, nan):
     """Samples 1, 1.5 and 2.75 on 2 ranks: their sum is 5.25, their mean 1.75; the second step has one of them only."""
-    for rank, (logged, steps, _) in enumerate(world(2).run(fit, split, nan)):
+    for rank, (logged, steps, seen) in enumerate(world(2).run(fit, split, nan)):
         assert (5.25, 1.75, 2.75) == tuple(pytest.approx(logged[f"metric {name}"]) for name in ("sum", "mean", "max"))
         assert (1.75, 5.25, 2.75, 1.0) == tuple(pytest.approx(logged[name]) for name in ("mean", "sum", "max", "min"))
         assert [1.25, 2.75] == pytest.approx(steps)
+        assert {0: 3.75, 1: 1.5}[rank] == seen, "a buffer that sums samples"
         own = {0: (1.875, 3.75, 2.75, 1.0), 1: (1.5, 1.5, 1.5, 1.5)}[rank]
         assert own == tuple(pytest.approx(logged[f"own {name}"]) for name in ("mean", "sum", "max", "min"))

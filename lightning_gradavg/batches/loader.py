@@ -150,7 +150,7 @@ class Pass(Iterator[tuple[Any, Behind]]):
     Args:
         loader: The loader.
         start: Where it starts; None at its beginning.
-        begun: The state of a pass that began there before and is gone through again.
+        begun: The state of a pass that began there before and is repeated.
     """
 
     def __init__(self, loader: SplitLoader, start: LoaderState | None = None, begun: PassState | None = None) -> None:
@@ -358,7 +358,7 @@ class BatchSplitter:
         wrapped = None if problem else kind(loader, self, sharded=sharded)
         traits = None if wrapped is None else (wrapped.sampler is None, wrapped.whole)
         # A problem that only some ranks have is raised by them all: nobody waits for a rank that has given up. Ranks
-        # that prefetch otherwise would ask for their indices at other times.
+        # that prefetch differently ask for their indices at different times.
         require_equal(
             self.world,
             (traits, sharded, largest, workers),
@@ -383,7 +383,7 @@ class BatchSplitter:
             ),
             f"the train loader has a DistributedSampler for {dealing} replicas, but with"
             " split_batches=True the loader's batches are the global batches, which the strategy splits. Give the"
-            " loader the sampler of a run on one device. Where a library adds this sampler by itself for every"
+            " loader the sampler of a run on one device. Where a library adds this sampler automatically for every"
             " DDPStrategy, leave split_batches, equivalent_to and num_replicas out: with reduction='weighted_mean' its"
             " sharded loader gives the mean over all samples, however many a rank has.": (
                 dealing is not None and not sharded

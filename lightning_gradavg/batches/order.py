@@ -50,7 +50,7 @@ class Order:
         loader: The user's loader.
         world: The ranks that read the same batches.
         start: Where the pass starts; None at its beginning.
-        begun: The state of a pass that began there before and is gone through again.
+        begun: The state of a pass that began there before and is repeated.
         shared: Whether all ranks draw the same numbers as they read. Otherwise rank 0 draws what one process draws, and
             each other rank from a stream of its own, so that no two ranks draw the same augmentation.
 
@@ -131,7 +131,7 @@ class Order:
         """Draw from the random state of the pass inside.
 
         A rank whose own state is equal to it moves on with it, as a single process does. Any other has its own back at
-        the end. So has every rank while batches are passed over: its own state is that of the run that is gone on with.
+        the end. So has every rank while batches are passed over: its own state is that of the resumed run.
         """
         if self._drawing:
             yield
@@ -149,7 +149,7 @@ class Order:
     def follow(self, before: RandomState, after: RandomState) -> None:
         """Move on as rank 0 did, which drew: where the ranks draw the same numbers, or this one's state was rank 0's.
 
-        Of ranks that were seeded alike a model expects that they go on drawing alike.
+        A model expects that ranks with equal seeds keep drawing equal numbers.
         """
         if not self.forks:
             self.common = after

@@ -236,7 +236,7 @@ class SplitBatches(Batches):
         epochs: Any = loop.epoch_progress
         if epochs.total.ready == epochs.total.processed:
             # Resumed at the last batch of an epoch, Lightning 2.6 ends it in `reset`, but takes itself to be within it:
-            # the next epoch would not be counted as begun, and not be gone on with after another checkpoint.
+            # the next epoch would not count as begun, and another checkpoint would not resume it.
             loop.reset_restart_stage()
         self._loop.restart_at(next(iter(within), self._loop.processed // self._parts_before))
 

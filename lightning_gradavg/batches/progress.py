@@ -91,9 +91,8 @@ class ResumableLoader(NumberedLoader):
 class NumberedIterator(Iterator[Any]):
     """One pass over a loader that Lightning reads.
 
-    Where a checkpoint is gone on from, the pass begins when it is read: Lightning draws random numbers and sets the
-    epoch of samplers after it is made, and may drop it. Until training takes something, any that is made goes on from
-    there.
+    After a checkpoint, the pass begins when it is read: Lightning draws random numbers and sets the epoch of samplers
+    after it is made, and may drop it. Until something is trained on, every iterator resumes there.
 
     Attributes:
         loader: The loader.
@@ -171,21 +170,20 @@ class Progress:
         Returns:
             What stands behind it, as `in_training`; nothing where a user moves another batch to the device.
         """
-        loop = self.loop
-        if loop.ready > loop.completed:
+        loop, ready = self.loop, self.loop.ready
+        if ready > loop.completed:
             return []
         self._epoch = weakref.ref(loop.epoch)
-        if loop.ready % self.window_size == 0:
-            self._arrived = loop.ready, random_state()
-        for each in loop.iterators:
-            each.loader.start = each.loader.begun = None
-        return self._behind(loop.ready)
+        if ready % self.window_size == 0:
+            self._arrived = ready, random_state()
+        loaders = [each.loader for each in loop.iterators]
+        for loader in loaders:
+            loader.start = loader.begun = None
+        return [loader.behind.get(ready) for loader in loaders]
 
     def in_training(self) -> list[Behind | None]:
         """Return what stands behind the batches in training, for every loader in order; None for an exhausted one."""
-        return self._behind(self.loop.ready - 1)
-
-    def _behind(self, number: int) -> list[Behind | None]:
+        number = self.loop.ready - 1
         return [each.loader.behind.get(number) for each in self.loop.iterators]
 
     def state_of(self, loader: NumberedLoader) -> LoaderState:

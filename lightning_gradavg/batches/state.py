@@ -1,8 +1,8 @@
 """What a checkpoint holds of a training loader: where training stands in it, the same for every world size.
 
 A pass over a loader is determined by the random states that it draws from. A checkpoint holds them, and the number of
-loader batches that training stepped on. To go on, the pass is gone through again from the same states, and that many
-batches are passed over; a digest of them proves that they are the same.
+loader batches that training stepped on. To resume, the pass is repeated from the same states, and that many batches are
+passed over; a digest of them proves that they are the same.
 """
 
 from __future__ import annotations
