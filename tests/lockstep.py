@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_gradavg.batches.chunks import Chunk, Split
 from lightning_gradavg.batches.loader import BatchSplitter, Pass, SplitLoader
@@ -193,3 +193,50 @@ def pad_and_mix(samples: list[tuple[int, Tensor]]) -> dict[str, Any]:
         "index": torch.tensor([index for index, _ in samples]),
         "name": [f"sample {index}" for index, _ in samples],
     }
+
+
+class Logged(Dataset[int]):
+    """Remembers what was loaded from it."""
+
+    def __init__(self, size: int = 24) -> None:
+        self.size = size
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+class Stream(IterableDataset[int]):
+    """As many integers as asked for, in an order of the global random state or of a generator of its own."""
+
+    def __init__(self, size: int, generator: torch.Generator | None = None) -> None:
+        self.size, self.generator = size, generator
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        order = torch.randperm(self.size, generator=self.generator).tolist()
+        return iter(order if info is None else order[info.id :: info.num_workers])
+
+
+class Unsized:
+    """An iterable of batches that hides its length: Lightning then fetches one batch ahead."""
+
+    def __init__(self, batches: Callable[[], Iterable[Any]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches())
+
+
+class Graphs:
+    """What a graph library collates: it has no rows, and is moved as one."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = list(samples)
+
+    def to(self, device: Any) -> Graphs:
+        return self

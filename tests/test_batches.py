@@ -19,7 +19,22 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.utilities import CombinedLoader
-from lockstep import Loop, Taken, epochs, global_batches, in_one_world, numbered, on_ranks, plain, splitter_of, take_all
+from lockstep import (
+    Graphs,
+    Logged,
+    Loop,
+    Stream,
+    Taken,
+    Unsized,
+    epochs,
+    global_batches,
+    in_one_world,
+    numbered,
+    on_ranks,
+    plain,
+    splitter_of,
+    take_all,
+)
 from torch import Tensor
 from torch.nn.parallel import scatter
 from torch.nn.parallel._functions import Scatter
@@ -29,7 +44,6 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    get_worker_info,
 )
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -37,21 +51,6 @@ from lightning_gradavg.batches.chunks import Chunk, Split, chunk_bounds, require
 from lightning_gradavg.batches.loader import BatchSplitter, Pass
 from lightning_gradavg.batches.progress import Progress
 from lightning_gradavg.tree import batch_samples, data_digest, slice_batch
-
-
-class Logged(Dataset[int]):
-    """Remembers what was loaded from it."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.loaded: list[int] = []
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        self.loaded.append(index)
-        return index
 
 
 class Fixed:
@@ -67,18 +66,6 @@ class Fixed:
     def __iter__(self) -> Iterator[list[int]]:
         self.asked += 1
         return iter(self.batches)
-
-
-class Stream(IterableDataset[int]):
-    """As many integers as asked for, in an order of the global random state or of a generator of its own."""
-
-    def __init__(self, size: int, generator: torch.Generator | None = None) -> None:
-        self.size, self.generator = size, generator
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        order = torch.randperm(self.size, generator=self.generator).tolist()
-        return iter(order if info is None else order[info.id :: info.num_workers])
 
 
 def real(taken: list[Taken]) -> list[list[int]]:
@@ -201,19 +188,6 @@ class TestMapStyle:
 
         loaded = [dataset.loaded for dataset in datasets]
         assert [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12], [6, 7, 8, 9]] == loaded
-
-    def test_batched_loading_gets_lists(self) -> None:
-        """`__getitems__` of the dataset is called with the rank's list of indices."""
-
-        class Batched(Logged):
-            def __getitems__(self, indices: list[int]) -> list[int]:
-                assert isinstance(indices, list)
-                self.loaded.append(len(indices))
-                return indices
-
-        dataset = Batched(7)
-        assert [[0, 1, 2, 3], [4, 5, 6]] == real(take_all(in_one_world(DataLoader(dataset, batch_size=4))))
-        assert [4, 3] == dataset.loaded
 
     @pytest.mark.parametrize("kind", [tuple, torch.tensor, np.array, iter])
     def test_index_batches_of_any_kind_are_split(self, kind: Callable[[list[int]], Any]) -> None:
@@ -505,16 +479,6 @@ class TestCollated:
         assert {16} == {len(data_digest(value)) for value in values}
 
 
-class Graph:
-    """A batch that cannot be cut."""
-
-    def __init__(self, samples: list[int]) -> None:
-        self.samples = samples
-
-    def to(self, device: Any) -> Graph:
-        return self
-
-
 class Failing(Fixed):
     def __iter__(self) -> Iterator[Any]:
         yield from super().__iter__()
@@ -553,9 +517,9 @@ class Drawing(Dataset[float]):
         return self.generator.random()
 
 
-def drawing(samples: list[Any]) -> Graph:
+def drawing(samples: list[Any]) -> Graphs:
     torch.rand(())
-    return Graph(samples)
+    return Graphs(samples)
 
 
 def with_attribute(loader: Any, name: str, value: Any) -> Any:
@@ -623,7 +587,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
     "graphs, collated with draws": (
         lambda rank: DataLoader(EIGHT, collate_fn=drawing),
         {"whole": True},
-        ["Graph cannot be cut into replicas, and collate_fn draws random numbers"],
+        ["Graphs cannot be cut into replicas, and collate_fn draws random numbers"],
     ),
 }
 
@@ -651,29 +615,6 @@ def test_loaders_that_reach_different_ranks_are_an_error() -> None:
         require_same_reach([Split(1, 2).cut(4), Split(1, 2).cut(1)], None)
 
 
-class TestParts:
-    def test_a_loader_yields_whole_chunks(self) -> None:
-        """With a limit of 3, batches of 20 over 2 ranks are 4 parts of at most 3, of one batch for Lightning."""
-
-        def body(splitter: BatchSplitter) -> Any:
-            loader = splitter.wrap(DataLoader(range(50), batch_size=20))  # type: ignore[arg-type]  # a range will do
-            taken = take_all(loader)
-            assert len(taken) == len(loader) == 3
-            return taken
-
-        ranks = on_ranks(2, body, max_samples=3)
-
-        parts = [[stop - start for _, start, stop in each.chunk.pieces] for rank in ranks for each in rank]
-        assert [[2, 3, 2, 3], [2, 3, 2, 3], [2, 3]] * 2 == parts
-        assert [list(range(20)), list(range(20, 40)), list(range(40, 50))] == global_batches(ranks)
-
-    def test_what_cannot_be_cut_is_collated_in_parts(self) -> None:
-        """The user's collate_fn makes a graph of each part."""
-        loader = in_one_world(DataLoader(range(5), batch_size=5, collate_fn=Graph), max_samples=2)  # type: ignore[arg-type]
-        (batch,) = loader
-        assert [[0], [1, 2], [3, 4]] == [graph.samples for graph in batch]
-
-
 def _rows(fetcher: _DataFetcher, progress: Progress, loop: Loop, steps: int) -> list[tuple[Any, list[Chunk | None]]]:
     """Read as the training loop does, and note what stands behind every batch."""
     rows: list[tuple[Any, list[Chunk | None]]] = []
@@ -692,16 +633,6 @@ def _look(loaders: Any) -> None:
     for loader in loaders:
         next(iter(loader))
         list(loader)
-
-
-class Unsized:
-    """An iterable of batches that hides its length: Lightning then fetches one batch ahead."""
-
-    def __init__(self, batches: Any) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
 
 
 def _matches(row: tuple[Any, list[Chunk | None]]) -> bool:
@@ -729,7 +660,9 @@ class TestInLightning:
         loaders = []
         for start, size in zip((0, 100), sizes, strict=False):
             batches = torch.arange(start, start + size).split(4)
-            loaders.append(numbered(list(batches) if sized else Unsized(batches), splitter, progress))
+            loaders.append(
+                numbered(list(batches) if sized else Unsized(lambda batches=batches: batches), splitter, progress)
+            )
         fetcher = _PrefetchDataFetcher()
         fetcher.setup(CombinedLoader(loaders, mode))
         loop.read(fetcher.combined_loader)

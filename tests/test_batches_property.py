@@ -7,32 +7,14 @@ from typing import Any
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lockstep import epochs, global_batches, on_ranks
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from lockstep import Stream, Unsized, epochs, global_batches, on_ranks
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from lightning_gradavg.batches.chunks import Split, chunk_bounds
 
 sizes = st.integers(min_value=1, max_value=40)
 worlds = st.integers(min_value=1, max_value=6)
 limits = st.none() | st.integers(min_value=1, max_value=7)
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __iter__(self) -> Any:
-        return iter(torch.randperm(self.size).tolist())
-
-
-class Eager:
-    """A batch sampler that draws when its iterator is made, not when it is first asked."""
-
-    def __init__(self, size: int, batch_size: int) -> None:
-        self.size, self.batch_size = size, batch_size
-
-    def __iter__(self) -> Any:
-        return iter([part.tolist() for part in torch.randperm(self.size).split(self.batch_size)])
 
 
 @given(size=st.integers(0, 200), parts=st.integers(1, 20))
@@ -120,7 +102,9 @@ def test_global_batches_are_those_of_one_process(
         elif order == "batches":
             options = {"batch_sampler": BatchSampler(RandomSampler(data), batch_size, drop_last)}
         elif order == "eager":
-            options = {"batch_sampler": Eager(size, batch_size)}
+            options = {
+                "batch_sampler": Unsized(lambda: [part.tolist() for part in torch.randperm(size).split(batch_size)])
+            }
         return DataLoader(data, **options)
 
     loader = make()

@@ -18,7 +18,7 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities import CombinedLoader
-from lockstep import Loop, Taken, global_batches, numbered, on_ranks, splitter_of
+from lockstep import Logged, Loop, Stream, Taken, Unsized, global_batches, numbered, on_ranks, splitter_of
 from ranks import make_trainer
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
@@ -61,24 +61,6 @@ class Eager(Lazy):
         return iter([part.tolist() for part in torch.randperm(self.size).split(self.batch_size)])
 
 
-class Stream(IterableDataset[int]):
-    def __init__(self, size: int, generator: torch.Generator | None = None) -> None:
-        self.size, self.generator = size, generator
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(self.size, generator=self.generator).tolist())
-
-
-class Unsized:
-    """An iterable of shuffled batches that hides its length: Lightning then fetches one batch ahead."""
-
-    def __init__(self, size: int, batch_size: int) -> None:
-        self.size, self.batch_size = size, batch_size
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(torch.randperm(self.size).split(self.batch_size))
-
-
 class Batches(list[Any]):
     """Batches in memory."""
 
@@ -110,7 +92,7 @@ ORDERS: dict[str, Callable[[int, int], Any]] = {
     "stream": lambda size, batch: loader(Stream(size), batch_size=batch),
     "own stream": lambda size, batch: loader(Stream(size, torch.Generator()), batch_size=batch),
     "list": Batches,
-    "unsized": Unsized,
+    "unsized": lambda size, batch: Unsized(lambda: torch.randperm(size).split(batch)),
 }
 
 
@@ -398,20 +380,6 @@ class Remembering(Memory):
         self.passes = state["passes"]
 
 
-class Loud(Dataset[int]):
-    """Remembers what was loaded from it."""
-
-    def __init__(self) -> None:
-        self.loaded: list[int] = []
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> int:
-        self.loaded.append(index)
-        return index
-
-
 def one(make: Callable[[], Any]) -> Make:
     return lambda: [make()]
 
@@ -454,10 +422,10 @@ class TestState:
 class TestOrderOfARest:
     def test_what_was_taken_is_not_loaded_again(self) -> None:
         """Of a map-style dataset only indices are passed over; each rank loads its chunks of what remains."""
-        datasets: list[Loud] = []
+        datasets: list[Logged] = []
 
         def make() -> list[Any]:
-            datasets.append(Loud())
+            datasets.append(Logged())
             return [DataLoader(datasets[-1], batch_size=4)]
 
         states = save_after(4, make, world_size=2)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lockstep import Augmented, Taken, in_one_world, on_ranks, pad_and_mix, take_all
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from lockstep import Augmented, Graphs, Logged, Taken, in_one_world, on_ranks, pad_and_mix, take_all
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from lightning_gradavg.batches.loader import BatchSplitter
 
@@ -141,21 +141,6 @@ def test_all_else_is_read_whole(name: str) -> None:
     assert in_one_world(WHOLE[name](), whole=True).describe().endswith("; every rank reads whole batches")
 
 
-class Logged(Dataset[int]):
-    """Remembers what was loaded from it."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.loaded: list[int] = []
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        self.loaded.append(index)
-        return index
-
-
 @pytest.mark.parametrize("draws", [True, False])
 def test_a_flagged_dataset_is_loaded_in_parts(draws: bool) -> None:
     """With `draws_no_random_numbers`, 2 ranks load the samples of their replicas; without, all of them."""
@@ -187,16 +172,6 @@ def test_workers_are_seeded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         others: list[Any] = [print, dict]  # without a rank, and without a signature
         for other in others:
             assert in_one_world(DataLoader(dataset, worker_init_fn=other), whole=True).worker_init_fn is other
-
-
-class Graphs:
-    """What a graph library collates: it has no rows, and is moved as one."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = list(samples)
-
-    def to(self, device: Any) -> Graphs:
-        return self
 
 
 @pytest.mark.parametrize("replicas", [None, 4])
