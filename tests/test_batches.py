@@ -529,7 +529,7 @@ def with_attribute(loader: Any, name: str, value: Any) -> Any:
 
 EIGHT: Any = range(8)
 DEALT: Any = DistributedSampler(EIGHT, num_replicas=2, rank=0)
-TWO_WORKERS = [{"num_workers": 1}, {}]
+TWO_WORKERS: list[dict[str, Any]] = [{"num_workers": 1}, {}]
 RAGGED = [[torch.zeros(size) for size in (1, 2, 3, 4)]]
 
 REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
@@ -660,9 +660,8 @@ class TestInLightning:
         loaders = []
         for start, size in zip((0, 100), sizes, strict=False):
             batches = torch.arange(start, start + size).split(4)
-            loaders.append(
-                numbered(list(batches) if sized else Unsized(lambda batches=batches: batches), splitter, progress)
-            )
+            read: Any = list(batches) if sized else Unsized(partial(iter, batches))
+            loaders.append(numbered(read, splitter, progress))
         fetcher = _PrefetchDataFetcher()
         fetcher.setup(CombinedLoader(loaders, mode))
         loop.read(fetcher.combined_loader)
