@@ -223,7 +223,7 @@ def make_short(size: int, batch: int) -> Any:
     ("size", "make", "options"),
     [
         *[(5, None, {}), (1, None, {}), (5, "short", {}), (1, "short", {})],
-        *[(3, "stream", {"limit_val_batches": 4}), (4, "stream", {})],
+        *[(3, "stream", {"limit_val_batches": 4}), (3, "stream", {}), (4, "stream", {})],
     ],
 )
 @pytest.mark.parametrize("world_size", [2, 4])

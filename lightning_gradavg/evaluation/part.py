@@ -174,8 +174,6 @@ class ExactEvaluation(Evaluation):
             if metric.dist_sync_on_step:
                 self._within_step.callback(setattr, metric, "dist_sync_fn", metric.dist_sync_fn)
                 metric.dist_sync_fn = partial(self._gathered, metric.dist_sync_fn or gather_all_tensors)
-        for loader in now.loaders:
-            loader.taken, loader.full = 0, False
         if not self.run.trainer.predicting:
             now.compute_at_end(self._complete)
 
@@ -255,6 +253,8 @@ class ExactEvaluation(Evaluation):
 
     def _leave(self) -> None:
         """Note that no batch is evaluated any more: what is reduced now is so over all ranks."""
+        for loader in chain.from_iterable(self._rows):
+            loader.taken = 0  # not at the start: of a stream the first batch is fetched before
         self._rows = ()
         self._within_step.close()
 
