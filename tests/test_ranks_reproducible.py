@@ -134,7 +134,7 @@ def trained(
     *,
     adamw: bool = False,
     batch_size: int = 32,
-    batches: int = 30,
+    batches: int = 12,
     workers: int = 0,
     options: Mapping[str, Any] | None = None,
     make: Callable[..., Trainer] = make_trainer,
@@ -183,7 +183,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("kind", "replicas", "asked"), grid([Net, CNN, Transformer], [*RANKS], [*ASKED]))
 def test_same_bits(world, kind, replicas, asked):
-    """30 steps leave the same bits on any number of ranks, on one node and on several."""
+    """12 steps leave the same bits on any number of ranks, on one node and on several."""
     assert_same_bits(world, RANKS[replicas], kind, replicas, **ASKED[asked])
 
 

@@ -25,13 +25,6 @@ class RunRecipe:
     """What a user stated once, and what it means for the loaders and the world of this run.
 
     Attributes:
-        rule: The reduction rule.
-        split_batches: Whether the loader's batches are the global batches.
-        lr_scaling: How the learning rate follows the scale.
-        base_batch_size: The global batch that the learning rate was tuned for, or None.
-        base_world_size: Without it, the ranks that the learning rate was tuned for.
-        lr_warmup_steps: Optimizer steps from the base to the scaled learning rate.
-        equivalent_to: The name of the run to be reproduced, or None.
         num_replicas: Chunks that every loader batch is computed in, where they shape the result; else None.
         arithmetic: What numbers are computed in, by name, where a run that continues this one must agree with it.
         batch: The global and the base batch; of scale 1 until the training loaders are known.
