@@ -145,12 +145,7 @@ class Pass(Iterator[tuple[Any, Behind]]):
     """One pass over a split loader: this rank's parts of the batches, each with what stands behind it.
 
     Making it is a collective operation, and so is each step of it. No cycle of references holds it, so worker processes
-    end with it, and not whenever the garbage collector runs.
-
-    Args:
-        loader: The loader.
-        start: Where it starts; None at its beginning.
-        begun: The state of a pass that began there before and is repeated.
+    end with it, and not whenever the garbage collector runs. For `start` and `begun` see `Order`.
     """
 
     def __init__(self, loader: SplitLoader, start: LoaderState | None = None, begun: PassState | None = None) -> None:
@@ -207,11 +202,8 @@ def _items(
 class SplitLoader(LoaderWrapper):
     """A training loader that yields this rank's parts of the user's batches, and shows the attributes of theirs.
 
-    Args:
-        loader: The user's loader.
-        splitter: How it is split.
-        sharded: Whether every rank reads its own part of the data. Its batches are then only cut into pieces, and
-            no checkpoint holds where training stands in it: rank 0, which saves, knows nothing of the others.
+    If every rank reads its own part of the data (`sharded`), batches are only cut into pieces, and no checkpoint holds
+    where training stands: rank 0, which saves, knows nothing of the others.
 
     Attributes:
         whole: Whether every rank loads whole batches and takes its part of them.
@@ -329,24 +321,15 @@ class SplitLoader(LoaderWrapper):
 class BatchSplitter:
     """Makes the split loaders of one rank, and holds what they have in common.
 
-    Args:
-        split: How loader batches are split, and which part is this rank's.
-        world: The ranks that share the batches.
-        whole_batches: Whether every rank reads whole batches, so that random numbers, padding and mixing are those of
-            one process, unless a loader is known to be the same without.
+    With `whole_batches` every rank reads whole batches, so that random numbers, padding and mixing are those of one
+    process, unless a loader is known to be the same without.
     """
 
     def __init__(self, split: Split, world: World, *, whole_batches: bool = False) -> None:
         self.split, self.world, self.whole_batches = split, world, whole_batches
 
     def wrap(self, loader: Any, kind: Callable[..., SplitLoader] = SplitLoader) -> SplitLoader:
-        """Return `loader` split. A collective operation.
-
-        Args:
-            loader: A `DataLoader`, of any subclass, or an iterable of batches. Where it or its dataset has a true
-                attribute `sharded_by_rank`, every rank reads its own part of the data: then its batches are not shared
-                out, and only cut into pieces.
-            kind: Makes the split loader, with the arguments of `SplitLoader`.
+        """Return `loader` split, as a `kind` that takes the arguments of `SplitLoader`. A collective operation.
 
         Raises:
             ValueError: If the loader cannot be split, or the ranks' loaders differ.

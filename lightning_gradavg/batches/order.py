@@ -32,12 +32,7 @@ class Mark(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """What stands behind a batch.
-
-    Attributes:
-        chunk: Which samples of the loader batch it holds.
-        mark: The place after the loader batch.
-    """
+    """What stands behind a batch: which samples of the loader batch it holds, and the place after that batch."""
 
     chunk: Chunk
     mark: Mark

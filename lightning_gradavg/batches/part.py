@@ -28,13 +28,7 @@ __all__ = ["Batches", "ReplicaSlice", "SplitBatches"]
 
 
 class ReplicaSlice(NamedTuple):
-    """One replica's part of the batch in training.
-
-    Attributes:
-        replica: The replica, from 0, over all ranks; None for a stand-in.
-        samples: Number of samples that count: 0 for a stand-in.
-        batch: Its part of the batch.
-    """
+    """One replica's part of the batch in training; a stand-in is of no replica (None), and 0 of its samples count."""
 
     replica: int | None
     samples: int
@@ -120,11 +114,7 @@ class Batches(Part):
 
 
 class SplitBatches(Batches):
-    """Splits the training loaders of a run.
-
-    Args:
-        options: What the user's options come to.
-    """
+    """Splits the training loaders of a run."""
 
     _splitter: BatchSplitter | None = None
 

@@ -133,12 +133,7 @@ class NumberedIterator(Iterator[Any]):
 
 
 class Progress:
-    """Where training stands in the loaders of one rank.
-
-    Args:
-        loop: The training loop that reads the loaders.
-        window: Returns how many loader batches an optimizer step takes.
-    """
+    """Where training stands in the loaders of one rank; `window` returns the loader batches of an optimizer step."""
 
     def __init__(self, loop: TrainingLoop, window: Callable[[], int]) -> None:
         self.loop, self._window = loop, window
@@ -165,10 +160,9 @@ class Progress:
             self._random = random_state()
 
     def arrive(self) -> list[Behind | None]:
-        """Note that Lightning is about to train on a batch, and the random state of before the window.
+        """Note the batch that Lightning is about to train on, and the random state before the window.
 
-        Returns:
-            What stands behind it, as `in_training`; nothing where a user moves another batch to the device.
+        Return what stands behind it; nothing where a user moves another batch to the device.
         """
         loop, ready = self.loop, self.loop.ready
         if ready > loop.completed:
