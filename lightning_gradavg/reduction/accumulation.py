@@ -1,4 +1,4 @@
-"""What stands around each backward of a window, whoever runs it: Lightning's loop, Fabric, or a loop of the user's."""
+"""The gradients of a window, before and after each backward of Lightning's loop, of Fabric, or of a user's loop."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class CommHook:
         self._absent: Tensor | None = None
 
     def register(self, run: Run, rule: Rule) -> None:
-        """Register the hook that the run needs, or none: then DDP divides by itself, to the bits of stock.
+        """Register the hook that the run needs, or none: then DDP divides, to the bits of stock.
 
         Raises:
             ValueError: If the user's hook owns the optimizer or averages weights, or cannot work on the backend.

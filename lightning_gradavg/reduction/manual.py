@@ -63,7 +63,7 @@ class ManualSteps:
             raise RuntimeError(
                 f"{found}, and they differ between the ranks, which would drift apart: it was called {where}."
                 " In manual optimization call self.manual_backward(loss) instead of loss.backward(), end every"
-                " window with a backward outside of toggle_model(sync_grad=False), and step on all ranks alike."
+                " window with a backward outside of toggle_model(sync_grad=False), and step on all ranks."
             )
         if stepped:
             self._warn(

@@ -59,7 +59,7 @@ class Reduction(Part):
         rule: The reduction rule.
         hook: The user's communication hook, its state and its wrapper.
         on_weighed: Called with each loss, its weighed form, its samples if they are known, and its batch.
-        judge: What becomes of a step that is not finite; None to take it as it is.
+        judge: Decides about steps that are not finite; None to take them.
         in_pieces: Returns whether some of so many ranks may run several backwards in a step.
 
     Attributes:
@@ -277,7 +277,7 @@ class Reduction(Part):
         return index % self._expected == 0
 
     def take(self) -> list[WeighedLoss]:
-        """Return the losses whose backward is to be run now."""
+        """Return the losses whose backward runs now."""
         pending, self._pending = self._pending, []
         return pending
 
@@ -335,7 +335,7 @@ class Reduction(Part):
     def _leave_out(self) -> None:
         for parameter in self._parameters:
             if parameter.requires_grad:
-                parameter.grad = None  # an optimizer leaves it as it is, with its state
+                parameter.grad = None  # so an optimizer changes neither it nor its state
 
     def _require_lost(self) -> None:
         """Leave a step out for which this rank has no loss, as Lightning does, if no other rank has one.

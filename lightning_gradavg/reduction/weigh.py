@@ -73,7 +73,7 @@ class WeighedLoss:
         Args:
             terms: The loss terms by name.
             micro_batch: Their weights.
-            plain: Whether the loss carries nothing, so that its graph is left as it is.
+            plain: Whether the loss carries nothing, and its graph stays unchanged.
             sparse: Parameters with sparse gradients, which DDP does not take undefined.
             begin: Called with the weighed loss when its backward begins.
         """

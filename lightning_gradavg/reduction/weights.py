@@ -66,9 +66,9 @@ class MicroBatch:
 
     Attributes:
         weights: The weight of every loss term by name; the one name `WHOLE_LOSS` for an undivided loss.
-        explicit: Whether the user gave the weight; otherwise the number of samples was taken.
+        explicit: Whether the user gave the weight. If not, it is the number of samples.
         problem: Why the weights cannot be used, or None. Raised on all ranks together.
-        absent: Whether its gradient is to be discarded under any rule: it only keeps the rank busy.
+        absent: Whether any rule discards its gradient: it only keeps the rank busy.
         without_loss: Whether it is absent because `training_step` returned no loss.
     """
 
@@ -117,7 +117,7 @@ def misspelt_weight(result: Mapping[Any, Any]) -> str | None:
 
 
 IGNORE_INDEX = -100
-"""`ignore_index` of torch's losses, where it is not given."""
+"""The default `ignore_index` of torch's losses."""
 
 _TARGETS = (torch.int16, torch.int32, torch.int64)
 _LOOKS = 8
