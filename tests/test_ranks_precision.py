@@ -53,11 +53,19 @@ def test_half_precision_is_summed_in_single(world, precision, dtype, window):
         torch.testing.assert_close(seen.gradients[0], expected, rtol=2 * torch.finfo(dtype).eps, atol=2.0**-24)
 
 
-def test_bfloat16_is_summed_in_single(world):
-    """In bfloat16 256 + 1 + 1 is 256."""
-    rows, toy = [[[256.0]], [[1.0]], [[1.0]]], {"dtype": torch.bfloat16}
-    seen = same_everywhere(world(3).run(train, rows, toy, {"reduction": "sum"}, module=Lin, precision="bf16-true"))
-    assert [258.0] == [gradient.item() for gradient in seen.gradients]
+class Wide(Toy):
+    """The batch is the gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": (self.w * batch.to(self.w.dtype)).sum(), "weight": 1}
+
+
+def test_bfloat16_is_rounded_once(world):
+    """Summed in bfloat16, half of the numbers would differ."""
+    of_ranks = torch.randn(3, 100, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rows, toy = [[one.tolist()] for one in of_ranks], {"dtype": torch.bfloat16, "start": [1.0] * 100}
+    seen = same_everywhere(world(3).run(train, rows, toy, WEIGHTED, module=Wide, precision="bf16-true"))
+    assert torch.equal(of_ranks.float().mean(0).bfloat16(), seen.gradients[0])
 
 
 def train_mixed(precision: str, scale: float | None, weights: Any, window: int) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,32 +19,27 @@ from lightning_gradavg.reduction.weights import WHOLE_LOSS, MicroBatch
 __all__ = ["WeighedLoss", "gradients_discarded", "nan_stopped", "sparse_weights", "weigh_terms", "zero_loss"]
 
 
-class _WeighTerms(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, coefficients: list[Any], begin: Callable[[], None] | None, *terms: Tensor) -> Tensor:
-        ctx.coefficients, ctx.begin = coefficients, begin
-        ctx.shapes = [term.shape for term in terms]
-        return sum(terms[1:], terms[0].clone())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        if ctx.begin is not None:
-            ctx.begin()
-        of_terms = zip(ctx.coefficients, ctx.shapes, strict=True)  # autograd casts them to the dtypes of the terms
-        return None, None, *(None if value is None else (grad * value).reshape(shape) for value, shape in of_terms)
-
-
 def weigh_terms(coefficients: list[Any], terms: Iterable[Tensor], begin: Callable[[], None] | None = None) -> Tensor:
     """Return the plain sum of 0-dim losses, whose gradients `coefficients` multiplies when a backward runs.
 
     `begin` is called when a backward begins. Then the coefficients are read, one per term; None stops its gradient.
     """
-    weighed: Tensor = _WeighTerms.apply(coefficients, begin, *terms)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return weighed
+    copies = [term.clone() for term in terms]
+    total = sum(copies[1:], copies[0])
+    if begin is not None and total.grad_fn is not None:
+        total.grad_fn.register_prehook(lambda _: begin())
+    for index, copy in enumerate(copies):
+        if copy.grad_fn is not None:
+            copy.grad_fn.register_prehook(partial(_weigh, coefficients, index))
+    return total
 
 
-@dataclass
+def _weigh(coefficients: list[Any], index: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    (gradient,), value = gradients, coefficients[index]
+    return (None if gradient is None or value is None else (gradient * value).to(gradient.dtype),)
+
+
+@dataclass(frozen=True)
 class WeighedLoss:
     """A loss whose terms are weighed when its backward runs.
 
@@ -52,11 +47,13 @@ class WeighedLoss:
         value: The sum of the terms, with graph. Its value is not weighed.
         micro_batch: The weights.
         coefficients: What the backward multiplies each term by; empty where the loss is not weighed.
+        terms: The terms that it multiplies.
     """
 
     value: Tensor
     micro_batch: MicroBatch
     coefficients: list[Any] = field(default_factory=list)
+    terms: Sequence[Tensor] = ()
 
     @classmethod
     def of(
@@ -75,19 +72,19 @@ class WeighedLoss:
             micro_batch: Their weights.
             plain: Whether the loss carries nothing, and its graph stays unchanged.
             sparse: Parameters with sparse gradients, which DDP does not take undefined.
-            begin: Called with the weighed loss when its backward begins.
+            begin: Called with the loss when its backward begins.
         """
         losses = list(terms.values())
         if tuple(micro_batch.weights) == (WHOLE_LOSS,):
             losses = [sum(losses[1:], losses[0])]
-        weighed = cls(losses[0], micro_batch)
+        value, coefficients = losses[0], [] if plain else [1.0] * len(losses)
+        weighed = cls(value, micro_batch, coefficients, losses)
         if not plain:
-            weighed.coefficients = [1.0] * len(losses)
-            start = None if begin is None else partial(begin, weighed)
-            weighed.value = weigh_terms(weighed.coefficients, losses, start)
+            # What the graph holds must not hold the graph.
+            value = weigh_terms(coefficients, losses, None if begin is None else partial(begin, weighed))
         if sparse and micro_batch.is_zero:
-            weighed.value = weighed.value + zero_loss(sparse, set(map(id, sparse))).to(weighed.value.dtype)
-        return weighed
+            value = value + zero_loss(sparse, set(map(id, sparse))).to(value.dtype)
+        return replace(weighed, value=value)
 
 
 def sparse_weights(module: nn.Module) -> list[Tensor]:
@@ -150,11 +147,12 @@ def nan_stopped(loss: WeighedLoss, carried: Sequence[Any]) -> Iterator[None]:
     The gradient of such a term is undefined, which torch's own operators pass on. A reentrant checkpoint and a compiled
     module make zeros of it, which a derivative that is infinite makes NaN; and a gather would send that to other ranks.
     """
-    root: Any = loss.value.grad_fn
-    stopped, counting = [root], list[Any]()
+    stopped, counting = [loss.value.grad_fn], list[Any]()
     if any(value is not None for value in carried):
-        of_terms = [(node, value) for (node, _), value in zip(root.next_functions, carried, strict=True)]
-        stopped, counting = ([node for node, value in of_terms if (value is None) is none] for none in (True, False))
+        of_terms = list(zip(loss.terms, carried, strict=True))
+        stopped, counting = (
+            [term.grad_fn for term, value in of_terms if (value is None) is none] for none in (True, False)
+        )
     handles: list[Any] = []
     for node in _functions_below(stopped) - _functions_below(counting):
         handles.append(node.register_prehook(_without_nan))

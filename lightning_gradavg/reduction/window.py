@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -296,7 +297,7 @@ class Window:
                 (unread,) = shares  # alone in its window
             else:
                 sums[index] = float(sum(share.normalizer for share in shares))
-        summary = on_device(torch.tensor([*header, *sums], dtype=torch.float64), self.device)
+        summary = on_device(torch.frombuffer(array("d", [*header, *sums]), dtype=torch.float64), self.device)
         if unread is not None:
             numbers = torch.stack(unread)
             summary[_HEADER] = unread.normalizer
