@@ -33,10 +33,6 @@ FEATURES, CLASSES = 6, 3
 Batch = tuple[Tensor, Tensor]
 
 
-def ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 class Sgd(LightningModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -71,29 +67,22 @@ def with_step(step: Callable[..., Any], module: Callable[[], Net] = Net) -> Call
 
     def build() -> Net:
         built = module()
-        own = type(built)
-        name = f"{own.__name__}With{step.__name__}"
-        return _with_class(built, type(name, (own,), {"training_step": _method(own.training_step, step)}))
+        own: Any = type(built).training_step
+
+        def training_step(self: Any, batch: Batch, batch_idx: int) -> Any:
+            return step(self, lambda changed: own(self, changed, batch_idx), batch, batch_idx)
+
+        built.__class__ = type("WithStep", (type(built),), {"training_step": training_step})
+        return built
 
     return build
-
-
-def _method(own: Any, step: Callable[..., Any]) -> Any:
-    def training_step(self: Any, batch: Batch, batch_idx: int) -> Any:
-        return step(self, lambda changed: own(self, changed, batch_idx), batch, batch_idx)
-
-    return training_step
-
-
-def _with_class(module: Net, kind: type) -> Net:
-    module.__class__ = kind
-    return module
 
 
 def with_optimizer(make: Callable[[Any], Any], module: Callable[[], LightningModule] = Net) -> Callable[[], Any]:
     def build() -> Any:
         built = module()
-        return _with_class(built, type("WithOptimizer", (type(built),), {"configure_optimizers": make}))  # type: ignore[arg-type]  # any
+        built.__class__ = type("WithOptimizer", (type(built),), {"configure_optimizers": make})
+        return built
 
     return build
 
@@ -119,15 +108,15 @@ def compensated(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
     """Undoes what stock DDP does, as scripts of all ages do: local sum x W / global count."""
     count = torch.tensor(float(len(batch[0])))
     dist.all_reduce(count)
-    return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum") * ranks() / count
+    return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum") * m.world() / count
 
 
 def divided(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
-    return own(batch) / ranks()
+    return own(batch) / m.world()
 
 
 def multiplied(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
-    return own(batch) * ranks()
+    return own(batch) * m.world()
 
 
 def spread(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
@@ -216,7 +205,7 @@ class DividesAfterwards(Net):
     def on_after_backward(self) -> None:
         for parameter in self.parameters():
             if parameter.grad is not None:
-                parameter.grad /= ranks()
+                parameter.grad /= m.world()
 
 
 class SpreadOfAll(Net):
@@ -250,7 +239,7 @@ class Manual(Net):
         if batch_idx % self.every == 0:
             optimizer.zero_grad()
         if self.outside:
-            with self.trainer.strategy.model.no_sync() if ranks() > 1 else nullcontext():
+            with self.trainer.strategy.model.no_sync() if m.world() > 1 else nullcontext():
                 loss.backward()
         else:
             self.manual_backward(loss)
@@ -270,7 +259,7 @@ class Gan(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         makes, judges = self.optimizers()  # type: ignore[attr-defined, misc]  # two
-        factor, made = self.factor or ranks(), self.make(torch.randn(len(batch[0]), 3))
+        factor, made = self.factor or m.world(), self.make(torch.randn(len(batch[0]), 3))
         loss = nn.functional.softplus(-self.judge(batch[0])) + nn.functional.softplus(self.judge(made.detach()))
         judges.zero_grad()
         self.manual_backward(factor * loss.mean())
@@ -323,7 +312,7 @@ class Moco(LightningModule):
             keys = nn.functional.normalize(self.of_keys(batch[0] + 0.1))
         queries = nn.functional.normalize(self.of_queries(batch[0]))
         scores = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.queue.T.clone()], 1)
-        every = [torch.zeros_like(keys) for _ in range(ranks())]
+        every = [torch.zeros_like(keys) for _ in range(m.world())]
         if self.gathers:
             dist.all_gather(every, keys)
         keys, start = torch.cat(every) if self.gathers else keys, int(self.place)
@@ -339,7 +328,7 @@ class ClippedByRanks(Net):
     """Clips to a part of the value for every rank."""
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self.clip_gradients(optimizer, 0.1 / ranks(), "norm")
+        self.clip_gradients(optimizer, 0.1 / m.world(), "norm")
 
 
 class Counting(Net):
@@ -360,7 +349,7 @@ class OtherStart(Net):
     """Initializes other weights where there are several processes."""
 
     def __init__(self) -> None:
-        if ranks() > 1:
+        if m.world() > 1:
             torch.manual_seed(2)
         super().__init__()
 
@@ -451,7 +440,7 @@ class CaseSeven(Sgd):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         count = torch.tensor(float(len(batch)))
         dist.all_reduce(count)
-        return (self.w * batch).sum() * ranks() / count
+        return (self.w * batch).sum() * m.world() / count
 
 
 class CaseFortyTwo(Sgd):
@@ -559,7 +548,7 @@ class Run:
         if self.data == "one stream":
             return DataLoader(batches(self.sizes[0]), batch_size=None)  # type: ignore[arg-type]  # a list is a data set
         make: Any = self.data or (lambda rank: batches(self.sizes[rank], seed=rank))
-        if ranks() > 1:
+        if m.world() > 1:
             return DataLoader(list(make(dist.get_rank())), batch_size=None)
         of_ranks = [list(make(rank)) for rank in range(len(self.sizes))]
         return DataLoader([batch for of_step in zip(*of_ranks, strict=True) for batch in of_step], batch_size=None)
@@ -702,7 +691,7 @@ RUNS = {
         strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket / 2)), cause="double division"
     ),
     "a hook on parameters that divides, dropout": Run(
-        lambda: Hooked(lambda grad: grad / ranks(), nn.Dropout(0.5)), cause="double division"
+        lambda: Hooked(lambda grad: grad / m.world(), nn.Dropout(0.5)), cause="double division"
     ),
     "gradients divided after the reduction": Run(DividesAfterwards, cause="double division"),
     "every rank clips its norm": Run(
@@ -869,7 +858,7 @@ THREE = {
 
 
 def backwards(rank: int) -> Any:
-    return batches((4, 4), seed=rank)[:: -1 if ranks() > 1 else 1]
+    return batches((4, 4), seed=rank)[:: -1 if m.world() > 1 else 1]
 
 
 class Medium(Net):
@@ -889,7 +878,7 @@ OTHERS = {
     "a sum loss, shuffled": Run(lambda: Net("sum"), data=16, options=SHUFFLED, cause="sum loss"),
     "ranks that read backwards": Run(data=backwards, cause="data order"),
     "samples of their own on several processes": Run(
-        data=lambda rank: batches((4, 4), seed=rank + 10 * (ranks() > 1)), not_shown="transformed at random"
+        data=lambda rank: batches((4, 4), seed=rank + 10 * (m.world() > 1)), not_shown="transformed at random"
     ),
     "gradients times 1.004 in bfloat16": Run(
         strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket * 1.004)),
