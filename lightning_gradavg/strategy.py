@@ -210,10 +210,10 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._saved: Saved | None = None
 
     def __repr__(self) -> str:
-        parameters = inspect.signature(GradAvgStrategy).parameters
-        defaults = {name: one.default for name, one in parameters.items()}
+        defaults = {name: one.default for name, one in inspect.signature(GradAvgStrategy).parameters.items()}
         # Command lines give every option.
-        given = {name: value for name, value in self._given.items() if value != defaults.get(name, ...)}
+        given = {name: value for name, value in self._given.items() if value != defaults.get(name, value)}
+        given |= self._ddp_kwargs
         call = f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
         caller = inspect.currentframe().f_back  # type: ignore[union-attr]  # of CPython
         of = caller.f_globals.get("__name__", "") if caller is not None else ""

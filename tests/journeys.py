@@ -1,8 +1,7 @@
 """Which files of the package a step passes, and how often: what `python -m tests.structure` prints.
 
-A *call* is a Python function of the package that begins, or a generator that goes on. It is one *between files* where
-the innermost function of the package below it on the stack is in another file, or where there is none: called by
-Lightning, torch or the test. Only the thread that trains is seen, not the threads in which gloo completes a collective.
+A *call* is a Python function of the package that begins, or a generator that goes on. It is *between files* if the
+innermost function of the package below it on the stack, if any, is in another file. Gloo's threads are not seen.
 """
 
 from __future__ import annotations
@@ -31,14 +30,7 @@ __all__ = ["JOURNEYS", "Seen", "Trace", "travel", "travelled"]
 
 @dataclass
 class Seen:
-    """What was seen of one journey on one rank.
-
-    Attributes:
-        files: That had at least one call.
-        entries: Calls between files, by the file that was called.
-        calls: All calls.
-        arrows: Every call between files, in order: from where, to which function.
-    """
+    """What was seen of one journey on one rank: files, calls between files by the file that was called, all calls."""
 
     files: set[str] = field(default_factory=set)
     entries: Counter[str] = field(default_factory=Counter)
@@ -47,11 +39,7 @@ class Seen:
 
 
 class Trace:
-    """Sees the calls of this thread between `start` and `stop`; a second `start` begins anew.
-
-    Args:
-        root: The folder whose files count.
-    """
+    """Sees this thread's calls of files under `root` between `start` and `stop`; a second `start` begins anew."""
 
     def __init__(self, root: str) -> None:
         self._root = root + os.sep
@@ -59,12 +47,10 @@ class Trace:
         self._stack: list[str] = []
 
     def start(self) -> None:
-        """Begin to look, having forgotten what was seen before."""
         self.seen, self._stack = Seen(), []
         sys.setprofile(self._look)
 
     def stop(self) -> None:
-        """Look no more."""
         sys.setprofile(None)
 
     def _look(self, frame: FrameType, event: str, _: object) -> None:
@@ -164,17 +150,9 @@ class WholeEvaluation(Callback):
 
 @dataclass(frozen=True)
 class Journey:
-    """What is looked at.
+    """What is looked at: options of `GradAvgStrategy` and of the Trainer, and the Trainer's method."""
 
-    Attributes:
-        options: Of `GradAvgStrategy`; None for stock DDP.
-        module: What is trained.
-        callbacks: Made anew on every rank.
-        trainer: Further options of the Trainer.
-        run: The Trainer's method.
-    """
-
-    options: Mapping[str, Any] | None
+    options: Mapping[str, Any]
     module: type[Net] = Net
     callbacks: tuple[Callable[[], Callback], ...] = ()
     trainer: Mapping[str, Any] = field(default_factory=dict)
@@ -201,7 +179,7 @@ def travelled(name: str) -> Seen:
     """Body: go on a journey, and return what was seen on this rank."""
     journey = JOURNEYS[name]
     trainer = make_trainer(
-        "ddp" if journey.options is None else GradAvgStrategy(**journey.options),
+        GradAvgStrategy(**journey.options),
         max_epochs=1,
         callbacks=[make() for make in journey.callbacks],
         **journey.trainer,

@@ -485,13 +485,7 @@ def rank_environment(nodes: Sequence[int] | None = None) -> RankEnvironment:
 
 
 def make_trainer(strategy: Strategy | str, *, nodes: Sequence[int] | None = None, **options: Any) -> Trainer:
-    """Return a quiet `Trainer` on the CPU that runs in the ranks of a pool. Call it in a rank body.
-
-    Args:
-        strategy: An instance, or a registered name; it starts no process and initializes no process group.
-        nodes: The node of each rank, see `RankEnvironment`.
-        options: Further options of `Trainer`, or other values for those set here.
-    """
+    """Return a quiet `Trainer` on the CPU that runs in the ranks of a pool, on `nodes`. Call it in a rank body."""
     environment = rank_environment(nodes)
     plugins = [environment, *options.pop("plugins", ())]
     defaults: dict[str, Any] = {

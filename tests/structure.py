@@ -88,15 +88,7 @@ def own_imports(module: str, source: str) -> set[str]:
 
 @dataclass(frozen=True)
 class Size:
-    """What a file, or several, come to.
-
-    Attributes:
-        files: Number of files.
-        lines: All of their lines.
-        code: Lines of code.
-        comments: Comments, one per line.
-        branches: Branches.
-    """
+    """Files, lines, lines of code, comments and branches of a file, or of several."""
 
     files: int = 0
     lines: int = 0

@@ -77,7 +77,7 @@ def test_the_constructor():
         ({}, ""),
         ({"reduction": "sum", "static_graph": True}, "reduction='sum', static_graph=True"),
         ({"split_batches": True, "max_device_batch_size": 4}, "split_batches=True, max_device_batch_size=4"),
-        ({**OWN_OPTIONS, "lr_scaling": "linear"}, "lr_scaling='linear'"),
+        ({**OWN_OPTIONS, "find_unused_parameters": False, "lr_scaling": "linear"}, "lr_scaling='linear'"),
     ],
 )
 def test_repr_is_the_constructor_call(options, shown):

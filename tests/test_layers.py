@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 from structure import MODULES, folder_of, imported_names, own_imports
 
 # A module beside the folders is a folder of its own. Put a new one where its imports allow.
@@ -103,37 +102,3 @@ def test_the_core_knows_no_lightning():
 
     assert set() == {module for module in knowing if not may_know_lightning(module)}
     assert set() == KNOWS_LIGHTNING - knowing - {folder_of(module) for module in knowing}
-
-
-@pytest.mark.parametrize(
-    ("graph", "expected"),
-    [
-        ({"a": {"b"}, "b": {"c"}, "c": set()}, 0),
-        ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, 3),
-    ],
-)
-def test_circles_are_found_in_the_direction_of_their_arrows(graph, expected):
-    """Each of a circle's nodes points to the next, the last of which is the first again."""
-    circle = circle_in(graph)
-    assert expected == len(circle)
-    assert all(other in graph[one] for one, other in pairwise(circle))
-
-
-@pytest.mark.parametrize(
-    ("module", "source", "expected"),
-    [
-        ("rules", "from lightning_gradavg.place import Place", {"place"}),
-        ("rules", "import lightning_gradavg.place as p", {"place"}),
-        ("rules", "from lightning_gradavg import place", {"place"}),
-        ("rules", "from lightning_gradavg import GradAvgStrategy", {"__init__"}),
-        ("rules", "from .place import Place", {"place"}),
-        ("rules", "from . import place", {"place"}),
-        ("rules", "def late():\n    from .place import Place", {"place"}),
-        ("__init__", "from .rules import resolve_rule", {"rules"}),
-        ("cli.plan", "from ..rules import resolve_rule", {"rules"}),
-        ("rules", "import torch, lightning_gradavg_extras", set()),
-    ],
-)
-def test_imports_are_found_however_they_are_written(module: str, source: str, expected: set[str]) -> None:
-    """Absolute, relative, aliased and late imports all count."""
-    assert expected == own_imports(module, source)

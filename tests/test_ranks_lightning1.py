@@ -9,16 +9,12 @@ import pytest
 import torch
 from data_parallel import joined, mapped, train
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
 from ranks import make_trainer
 from replicas import Options, RegressionEnd, assert_same, parallel, single
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gradavg import GradAvgStrategy
-
-# Stock Lightning says so of a test on several ranks; ours reads every sample once.
-DISTRIBUTED_SAMPLER = "ignore:Using `DistributedSampler` with the dataloaders"
 
 
 class RankedRegression(LightningModule):
@@ -105,11 +101,10 @@ def train_loader() -> DataLoader[Any]:
     return DataLoader(data(1, 59), 16)
 
 
-def run_module(name: str, stock: bool) -> Any:
+def run_module(name: str) -> Any:
     """Body: fit with validation, and test."""
     model = MODULES[name]()
-    strategy = DDPStrategy() if stock else GradAvgStrategy(equivalent_to="data_parallel")
-    trainer = make_trainer(strategy, max_epochs=3, num_sanity_val_steps=0)
+    trainer = make_trainer(GradAvgStrategy(equivalent_to="data_parallel"), max_epochs=3, num_sanity_val_steps=0)
     trainer.fit(model, train_loader(), DataLoader(data(2, 18), 8))
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -138,7 +133,7 @@ def test_module_of_lightning_1_runs_unchanged(world, name, world_size):
     model = MODULES[name]()
     expected = train(model, train_loader(), world_size, epochs=3)
     val_loss, test_loss = evaluated(model, data(2, 18), 8, world_size), evaluated(model, data(3, 5), 4, world_size)
-    ranks = world(world_size).run(run_module, name, False)
+    ranks = world(world_size).run(run_module, name)
     for stage, sizes in {"validation": [8, 8, 2] * 3, "test": [4, 1]}.items():
         # Each batch is one rank's, whole.
         assert sorted(sizes) == sorted(size for rank in ranks for size in rank[3][stage])
@@ -151,24 +146,6 @@ def test_module_of_lightning_1_runs_unchanged(world, name, world_size):
         assert pytest.approx(expected.losses[-1], rel=1e-6) == metrics["train_loss_step"]
         by_samples = sum(loss * n for loss, n in zip(expected.losses[-4:], rows["training"], strict=False)) / 59
         assert pytest.approx(by_samples, rel=1e-6) == metrics["train_loss_epoch"]
-
-
-def test_module_of_lightning_1_fails_in_stock_lightning(world):
-    """Case 26: stock DDP of today needs a loss from training_step, and does not call training_step_end."""
-    raised = world(2).run_expecting_errors(run_module, "outputs", True)
-    assert ["MisconfigurationException"] * 2 == [one.type_name for one in raised]
-    assert all("'loss'" in one.message for one in raised)
-
-
-@pytest.mark.filterwarnings(DISTRIBUTED_SAMPLER)
-def test_module_of_lightning_1_trains_differently_in_stock_lightning(world):
-    """Case 26: with a loss in the output, stock DDP calls no hook, without a word, and ends elsewhere."""
-    expected = train(LocalLoss(), train_loader(), 4, epochs=3)
-    for weights, _, losses, rows in world(2).run(run_module, "local loss", True):
-        assert ([], {"training": [], "validation": [], "test": []}) == (losses, rows)
-        key = "network.0.weight"
-        difference = torch.linalg.norm(weights[key] - expected.weights[key])
-        assert difference > 1e-2 * torch.linalg.norm(expected.weights[key])
 
 
 class Plateau(RankedRegression):

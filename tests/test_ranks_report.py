@@ -125,103 +125,41 @@ def test_the_report_of_uneven_batches(world):
     ] == str(report).splitlines()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_norm_shows_what_adam_hides(world, reduction):
-    """Case 6: AdamW goes to 0.99 with gradient 7.5 and with 30 alike; the reported norms are 7.5 and 30."""
-    norm = {"mean": 7.5, "sum": 30.0}[reduction]
-    toy = {"kind": "s", "loss": reduction}
-    results = world(2).run(observe_adam, [[[1, 2]], [[3, 4]]], toy, {"reduction": reduction})
-    (report,) = same_everywhere([reports for reports, _ in results])
-
-    assert [approx(0.99, 1e-6)] * 2 == [weight for _, weight in results]
-    assert approx(norm, 1e-9) == report.gradient_norm
-
-
-class AdamToy(Toy):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.0)
-
-
-def observe_adam(per_rank: Any, toy: Any, strategy: Any) -> tuple[list[StepReport], float]:
-    models: list[AdamToy] = []
-
-    def make(**options: Any) -> AdamToy:
-        models.append(AdamToy(**options))
-        return models[0]
-
-    reports = observe(per_rank, toy, strategy, module=make)
-    return reports, models[0].w.item()
+WINDOWS = [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
+MANUAL = {"module": Manual}
+TWO, FOUR = {"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 4}
+# What each rank reads, the toy, the strategy, further options, and the loss, the norm and the local norms by hand.
+# fmt: off
+REPORTS: dict[str, tuple[Any, ...]] = {
+    "case 54, strided": ([[[1, 3]], [[2, 4]]], {"kind": "s"}, {}, {}, 3.75, 7.5, (5.0, 10.0)),
+    "case 54, weighted": (ITEM_2, {"kind": "s"}, WEIGHTED, {}, 3.75, 7.5, (14 / 3, 16.0)),
+    "case 17": ([[[8.0]] * 4] * 2, {"lr": 0.0}, {}, FOUR, 8.0, 8.0, (8.0, 8.0)),
+    "case 17, weighted": ([[[8.0]] * 4] * 2, {"lr": 0.0}, WEIGHTED, FOUR, 8.0, 8.0, (8.0, 8.0)),
+    "a mean over windows": (WINDOWS, {}, {}, TWO, 4.5, 4.5, (2.5, 6.5)),
+    "a weighted mean over windows": (WINDOWS, {}, WEIGHTED, TWO, 4.5, 4.5, (2.5, 6.5)),
+    "a sum over windows": (WINDOWS, {"loss": "sum"}, {"reduction": "sum"}, TWO, 36.0, 36.0, (10.0, 26.0)),
+    "a normalized sum": (WINDOWS, {"loss": "sum"}, {"reduction": "normalized_sum"}, TWO, 4.5, 4.5, (10.0, 26.0)),
+    "a mean over manual windows": (WINDOWS, {"window": 2}, {}, MANUAL, 4.5, 4.5, (2.5, 6.5)),
+    "a weighted mean over manual windows": (WINDOWS, {"window": 2}, WEIGHTED, MANUAL, 4.5, 4.5, (2.5, 6.5)),
+    "a sum over manual windows": (
+        WINDOWS, {"loss": "sum", "window": 2}, {"reduction": "sum"}, MANUAL, 36.0, 36.0, (10.0, 26.0)),
+    "case 5, a rank without samples": ([[[2, 4]], [[]]], {}, WEIGHTED, {}, 3.0, 3.0, (3.0, 0.0)),
+    "two parameters": ([[[[3, 0]]], [[[0, 4]]]], {"start": [0.0, 0.0]}, WEIGHTED, {}, 0.0, 2.5, (3.0, 4.0)),
+}
+# fmt: on
 
 
-class HandScaled(Toy):
-    """Case 7: the local sum times the ranks, over the global count of 4."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.losses(batch).sum() * dist.get_world_size() / 4
-
-
-def test_a_loss_that_was_scaled_by_hand(world):
-    """Case 7: the reported norm is 2.0 under "mean", as it should be, and 1.75 under a rule that weighs once more."""
-    for strategy, norm in (({}, 2.0), (WEIGHTED, 1.75)):
-        (report,) = same_everywhere(world(2).run(observe, [[[1, 1, 1]], [[5]]], {}, strategy, module=HandScaled))
-        assert approx(norm) == report.gradient_norm
-        assert approx(norm) == report.loss
-        assert (approx(1.5), approx(2.5)) == report.local_gradient_norms
-
-
-@pytest.mark.parametrize("strategy", [{}, WEIGHTED, {"reduction": "mean_of_node_means"}])
-def test_the_loss_is_not_divided_by_the_window(world, strategy):
-    """Case 17: micro losses all 8.0, accumulation 4, 2 ranks: the loss is 8.0."""
-    (report,) = same_everywhere(
-        world(2).run(observe, [[[8.0]] * 4] * 2, {"lr": 0.0}, strategy, accumulate_grad_batches=4)
-    )
-    assert approx(8.0) == report.loss
-    assert approx(8.0) == report.gradient_norm
-    assert (approx(8.0), approx(8.0)) == report.local_gradient_norms
-
-
-@pytest.mark.parametrize(
-    ("per_rank", "strategy", "norms"),
-    [
-        ([[[1, 3]], [[2, 4]]], {}, (5.0, 10.0)),
-        ([[[1, 3]], [[2, 4]]], WEIGHTED, (5.0, 10.0)),
-        (ITEM_2, WEIGHTED, (14 / 3, 16.0)),
-    ],
-    ids=["strided", "strided, weighted", "item 2"],
-)
-def test_the_loss_is_that_of_all_ranks(world, per_rank, strategy, norms):
-    """Case 54: 3.75 for both splits of 1, 2, 3, 4, although the local losses are 2.5 and 5, or 7/3 and 8."""
-    (report,) = same_everywhere(world(2).run(observe, per_rank, {"kind": "s"}, strategy))
-    assert approx(3.75) == report.loss
-    assert (approx(norms[0]), approx(norms[1])) == report.local_gradient_norms
-
-
-@pytest.mark.parametrize(
-    ("reduction", "loss", "manual", "norm", "local_norms"),
-    [
-        ("mean", "mean", False, 4.5, (2.5, 6.5)),
-        ("weighted_mean", "mean", False, 4.5, (2.5, 6.5)),
-        ("sum", "sum", False, 36.0, (10.0, 26.0)),
-        ("normalized_sum", "sum", False, 4.5, (10.0, 26.0)),
-        ("mean", "mean", True, 4.5, (2.5, 6.5)),
-        ("weighted_mean", "mean", True, 4.5, (2.5, 6.5)),
-        ("sum", "sum", True, 36.0, (10.0, 26.0)),
-    ],
-)
-def test_windows_are_whole(world, reduction, loss, manual, norm, local_norms):
-    """With two micro-batches per window, in manual optimization too, g = sum(w * g_r) / Z holds among the numbers."""
-    batches = [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
-    toy: dict[str, Any] = {"loss": loss} | ({"window": 2} if manual else {})
-    options: dict[str, Any] = {"module": Manual} if manual else {"accumulate_grad_batches": 2}
-    (report,) = same_everywhere(world(2).run(observe, batches, toy, {"reduction": reduction}, **options))
-
+@pytest.mark.parametrize("name", REPORTS)
+def test_loss_and_norms(world, name):
+    """For one parameter `g = sum(w * g_r) / Z` holds among the reported numbers."""
+    batches, toy, strategy, options, loss, norm, local_norms = REPORTS[name]
+    (report,) = same_everywhere(world(2).run(observe, batches, toy, strategy, **options))
+    assert (approx(loss), approx(norm)) == (report.loss, report.gradient_norm)
+    assert tuple(map(approx, local_norms)) == report.local_gradient_norms
     (term,) = report.terms
-    assert (2, 2) == report.micro_batches
-    assert approx(norm) == report.gradient_norm
-    assert approx(norm) == report.loss
-    assert (approx(local_norms[0]), approx(local_norms[1])) == report.local_gradient_norms
-    combined = sum(w * g for w, g in zip(term.multipliers, report.local_gradient_norms, strict=True)) / term.normalizer
-    assert approx(combined) == report.gradient_norm
+    if name != "two parameters":
+        summed = sum(w * g for w, g in zip(term.multipliers, report.local_gradient_norms, strict=True))
+        assert approx(summed / term.normalizer) == report.gradient_norm
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
@@ -236,23 +174,6 @@ def test_a_short_last_window(world, static_graph):
         assert [approx(2.0), approx(6.0)] == [report.gradient_norm for report in reports]
         assert [(2.0, 2.0), (5.0, 7.0)] == [report.local_gradient_norms for report in reports]
         assert [0, 1] == [report.step for report in reports]
-
-
-def test_a_rank_without_samples(world):
-    """Case 5: the rank whose loss is the mean of nothing has weight 0 and norm 0, and the others' loss is reported."""
-    (report,) = same_everywhere(world(2).run(observe, [[[2, 4]], [[]]], {}, WEIGHTED))
-    assert approx(3.0) == report.loss
-    assert (2, 0) == report.weights
-    assert (approx(3.0), 0.0) == report.local_gradient_norms
-
-
-def test_norms_of_several_parameters(world):
-    """Gradients (3, 0) and (0, 4) have the mean (1.5, 2) and the norm 2.5."""
-    toy = {"start": [0.0, 0.0]}
-    for strategy in ({}, WEIGHTED):
-        (report,) = same_everywhere(world(2).run(observe, [[[[3, 0]]], [[[0, 4]]]], toy, strategy))
-        assert approx(2.5) == report.gradient_norm
-        assert (approx(3.0), approx(4.0)) == report.local_gradient_norms
 
 
 class Detector(Toy):
@@ -433,25 +354,6 @@ def local_norms(bucket_view: bool) -> tuple[tuple[float, ...], float]:
     own = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt().item()
     trainer.fit(module, data)
     return seen.reports[0].local_gradient_norms, own
-
-
-def test_a_report_that_nobody_asked_for(world):
-    """Without an observed step report() says how to get one."""
-    for error in world(2).run_expecting_errors(report_of_nothing):
-        assert error == (
-            "RuntimeError",
-            (
-                "no optimizer step was observed. Add GradAvgMonitor() to the Trainer's callbacks, or call"
-                " strategy.observe_next_step() on all ranks before the step."
-            ),
-        )
-
-
-def report_of_nothing() -> None:
-    strategy = GradAvgStrategy()
-    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(Toy(), loader([[1]]))
-    strategy.report()
 
 
 def test_a_step_asked_for_before_fit(world):

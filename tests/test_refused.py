@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -145,17 +146,21 @@ def test_what_options_come_to(name):
 class Gives(Toy):
     """Gives its weight on rank 1, and a good one on the others."""
 
-    def __init__(self, result: dict[str, Any]) -> None:
+    def __init__(self, result: dict[str, Any], terms: Sequence[str]) -> None:
         super().__init__()
-        self.result = result
+        self.result, self.terms = result, terms
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": self.losses(batch).mean(), **({"weight": 1} if dist.get_rank() == 0 else self.result)}
+        loss: Any = self.losses(batch).mean()
+        good = {"weight": dict.fromkeys(self.terms, 1) or 1}
+        loss = dict.fromkeys(self.terms, loss) or loss
+        return {"loss": loss, **(good if dist.get_rank() == 0 else self.result)}
 
 
-def give(result: dict[str, Any]) -> Any:
+def give(result: dict[str, Any], terms: Sequence[str] = ()) -> Any:
     """Body: train with a result of rank 1."""
-    return train([[[1.0]], [[2.0]]], {"result": result}, {"reduction": "weighted_mean"}, module=Gives)
+    toy = {"result": result, "terms": terms}
+    return train([[[1.0]], [[2.0]]], toy, {"reduction": "weighted_mean"}, module=Gives)
 
 
 def average(**options: Any) -> None:
@@ -186,6 +191,8 @@ ON_RANKS: list[tuple[Any, dict[str, Any], str, str]] = [
     (give, {"result": {"weights": 1}}, "ValueError", "the result of training_step has 'weights': call it \"weight\""),
     (give, {"result": {}}, "ValueError", 'a weight was given for 1 of 2 micro-batches: return "weight" from every'),
     (give, {"result": {"weight": {"cls": 1}}}, "ValueError", "its weights are named ['cls'], but its loss terms []"),
+    (give, {"terms": ["cls", "box"], "result": {"weight": {"cls": 1, "boxes": 2}}}, "ValueError",
+     "but its loss terms ['box', 'cls']: Did you mean 'box' instead of 'boxes'?"),
     (average, {"reduction": "avg"}, "ValueError", "'avg'"),
     (average, {"weight": "three", "reduction": "weighted_mean"}, "ValueError", "'three'"),
     (average, {"weight": -2, "reduction": "weighted_mean"}, "ValueError", "-2"),

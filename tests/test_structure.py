@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from journeys import JOURNEYS, Trace, travelled
+from journeys import JOURNEYS, travelled
 from structure import Size, size_of
 
 SOURCE = '''"""A docstring
@@ -44,33 +43,6 @@ def test_size_by_hand():
     assert Size(files=1, lines=26, code=17, comments=2, branches=11) == size_of(SOURCE)
     assert Size(2, 29, 20, 2, 11) == size_of(SOURCE) + Size(1, 3, 3)
     assert 50.0 == Size(code=4, branches=2).branches_per_100
-
-
-def test_calls_between_files_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A call counts between files where the innermost one of the package is another, also through code of others."""
-    (tmp_path / "traced_upper.py").write_text(
-        "from functools import reduce\n"
-        "import traced_lower\n"
-        "def go(): return reduce(lambda a, b: a + traced_lower.twice(b), [1, 2], 0) + own()\n"
-        "def own(): return 0\n"
-    )
-    (tmp_path / "traced_lower.py").write_text("def twice(x): return 2 * once(x)\ndef once(x): return x\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import traced_upper  # type: ignore[import-not-found]  # noqa: PLC0415  # it is written above
-
-    trace = Trace(str(tmp_path))
-    trace.start()
-    assert 6 == traced_upper.go()
-    trace.stop()
-    traced_upper.go()
-
-    assert {"traced_upper.py", "traced_lower.py"} == trace.seen.files
-    assert {"traced_upper.py": 1, "traced_lower.py": 2} == trace.seen.entries
-    # go, two lambdas, own; twice and once, twice each
-    assert 8 == trace.seen.calls
-    assert "outside -> traced_upper.py: go" == trace.seen.arrows[0]
-    for name in ("traced_upper", "traced_lower"):
-        del sys.modules[name]
 
 
 def documented() -> dict[str, tuple[int, int]]:

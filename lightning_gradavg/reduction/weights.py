@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gradavg.arguments import did_you_mean
 from lightning_gradavg.rules import Rule
 from lightning_gradavg.tree import batch_samples, leaves
 
@@ -188,7 +189,9 @@ class Weights:
                 return MicroBatch(
                     {name: as_weight(given[name], self._device) for name in sorted(given)}, explicit, problem
                 )
+            unknown = next((name for name in sorted(given) if name not in names), "")
             found = f"its weights are named {sorted(given)}, but its loss terms {list(filter(None, names))}"
+            found += f":{hint.rstrip('?')} instead of {unknown!r}?" if (hint := did_you_mean(unknown, names)) else ""
         except TypeError as error:
             found = str(error)
         except ValueError:
