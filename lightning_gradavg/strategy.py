@@ -479,7 +479,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        for part in self._parts:
+        for part in (self._replicas, self._evaluation, self._faults):
             part.on_evaluation_start()
 
     on_test_start = on_predict_start = on_validation_start
@@ -516,7 +516,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        for part in self._parts:
+        for part in (self._replicas, self._evaluation):
             part.on_evaluation_end()
 
     on_test_end = on_predict_end = on_validation_end

@@ -246,7 +246,7 @@ def changed_on_rank_1(interval: int) -> int:
         max_epochs=1,
         use_distributed_sampler=False,
     )
-    trainer.fit(module, loader([[float(1 + index)] for index in range(6)]))
+    trainer.fit(module, loader([[float(1 + index + dist.get_rank())] for index in range(6)]))
     return trainer.global_step
 
 
