@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
 from functools import wraps
@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Refusals", "by_keyword", "did_you_mean", "nearest", "refuse"]
+__all__ = ["Refusals", "by_keyword", "did_you_mean", "nearest", "refuse", "refuse_unknown"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -83,6 +83,16 @@ def by_keyword(constructor: _F) -> _F:
         constructor(self, **given)
 
     return checked  # type: ignore[return-value]  # `wraps` keeps the signature
+
+
+def refuse_unknown(
+    owner: str, options: Mapping[str, object], known: Sequence[str], reasons: Mapping[str, str], where: str
+) -> None:
+    """Raise a TypeError about the first unknown option, with the reason if there is one, or the nearest name."""
+    for name in [name for name in options if name not in known]:
+        why = f" cannot be served {where}: it {reasons[name]}." if name in reasons else None
+        unknown = f" is not an option of {owner}{nearest(name, known)}"
+        raise TypeError(f"{name}={options[name]!r}{why or unknown}")
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:

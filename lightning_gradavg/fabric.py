@@ -20,41 +20,46 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gradavg.arguments import nearest
+from lightning_gradavg.arguments import refuse_unknown
 from lightning_gradavg.batches.split import ChunkLoader, split_batches
 from lightning_gradavg.launch import EndsProcessGroup
 from lightning_gradavg.lightning_internals import replace_sync_control
 from lightning_gradavg.reduction.reducer import GradAvgReducer
-from lightning_gradavg.reduction.sharded import ShardedReducer, refuse_options, refuse_wrapped, sharded_rule
+from lightning_gradavg.reduction.sharded import REFUSED, ShardedReducer, sharded_rule
 from lightning_gradavg.reduction.weights import loss_terms
-from lightning_gradavg.rules import RULES, RuleFunction, resolve_rule, rule_of_split_batches
+from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule, rule_of_split_batches
 
 __all__ = ["GradAvgModelParallelStrategy", "GradAvgStrategy"]
 
 _OF_TRAINER = "is of lightning_gradavg.GradAvgStrategy, with Lightning's Trainer"
 _BY_LOOP = "follows steps that only your loop knows: set the learning rate that `gradavg plan` prints"
-
+_IN_LOOP = (
+    "accumulates: cut the batch in your loop, and run all parts but the last within fabric.no_backward_sync(model)"
+)
 _INSTEAD: Mapping[str, str] = {
-    **dict.fromkeys(("equivalent_to", "num_replicas", "reproducible"), _OF_TRAINER),
+    **dict.fromkeys(("equivalent_to", "num_replicas", "reproducible", "allow_recipe_change"), _OF_TRAINER),
+    **dict.fromkeys(("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"), _OF_TRAINER),
     **dict.fromkeys(("lr_scaling", "base_batch_size", "base_world_size", "lr_warmup_steps"), _BY_LOOP),
-    "allow_recipe_change": _OF_TRAINER,
-    "max_device_batch_size": "accumulates: cut the batch in your loop, and run all parts but the last within"
-    " fabric.no_backward_sync(model)",
+    "max_device_batch_size": _IN_LOOP,
     "exact_evaluation": "is your loop's: use split_batches=True, and count fabric.strategy.samples of each batch",
     "nonfinite": "is your loop's: pass weight=0 with a loss that is not finite",
     "check_replicas_every_n_steps": _OF_TRAINER,
     "log_hyperparams": "is your loop's: call fabric.logger.log_hyperparams",
-    **dict.fromkeys(("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"), _OF_TRAINER),
     "model_averaging_period": "averages weights instead of reducing gradients",
     "precision_plugin": "is called precision in Fabric",
 }
 
 
-class _Weighing(EndsProcessGroup, ParallelStrategy):
-    """What both strategies do around a backward, a checkpoint and a process group."""
+def _options_of(*owners: type) -> list[str]:
+    names = {name for owner in owners for name in inspect.signature(owner.__init__).parameters}  # type: ignore[misc]  # of a class
+    return sorted(names - {"self", "kwargs", "module", "device_ids"})
 
+
+class _Weighing(EndsProcessGroup, ParallelStrategy):
+    """What both strategies do around a backward and a checkpoint."""
+
+    _rule: Rule
     _reducer: GradAvgReducer | None
-    _named: str
 
     @property
     def samples(self) -> int | None:
@@ -77,9 +82,8 @@ class _Weighing(EndsProcessGroup, ParallelStrategy):
             first, *rest = loss_terms(tensor).values()
             loss = sum(rest, first)
             if weight is not None:
-                warnings.warn(
-                    f'a "weight" was given, but {self._named} does not use weights: it is ignored.', stacklevel=2
-                )
+                unused = f'a "weight" was given, but reduction={self._rule.name!r} does not use weights: it is ignored.'
+                warnings.warn(unused, stacklevel=2)
         super().backward(loss, module, *args, **kwargs)
 
     @override
@@ -116,20 +120,19 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
         split_batches: bool = False,
         **options: Any,
     ) -> None:
-        _refuse_unknown(options)
+        known = _options_of(DDPStrategy, DistributedDataParallel)
+        refuse_unknown("GradAvgStrategy for Fabric", options, known, _INSTEAD, "by Fabric")
         rule = resolve_rule(reduction)
-        if split_batches:
-            rule = rule_of_split_batches(rule)
+        self._rule = rule_of_split_batches(rule) if split_batches else rule
         super().__init__(**options)
         self._splits, self._loaders = split_batches, list[ChunkLoader]()
-        self._reducer = None if rule == RULES["mean"] else GradAvgReducer(reduction=rule)
-        self._named = f"reduction={rule.name!r}"
+        self._reducer = None if self._rule == RULES["mean"] else GradAvgReducer(reduction=self._rule)
 
     def __repr__(self) -> str:
         # Trainers quote a strategy of Fabric by its repr when they refuse it.
         return (
-            f"{type(self).__name__}({self._named}) [a strategy for lightning.fabric.Fabric; with Trainer use"
-            " lightning_gradavg.GradAvgStrategy]"
+            f"{type(self).__name__}(reduction={self._rule.name!r}) [a strategy for lightning.fabric.Fabric; with"
+            " Trainer use lightning_gradavg.GradAvgStrategy]"
         )
 
     @classmethod
@@ -203,12 +206,12 @@ class GradAvgModelParallelStrategy(_Weighing, ModelParallelStrategy):
     """
 
     def __init__(self, parallelize_fn: Callable[..., Any], *, reduction: str = "mean", **options: Any) -> None:
-        known = [name for name in inspect.signature(ModelParallelStrategy.__init__).parameters if name != "self"]
-        refuse_options({name: value for name, value in options.items() if name not in known}, ["reduction", *known])
-        rule = sharded_rule(reduction)
+        known = _options_of(GradAvgModelParallelStrategy, ModelParallelStrategy)
+        refuse_unknown(type(self).__name__, options, known, REFUSED, "where the model is sharded")
+        self._rule = sharded_rule(reduction)
         super().__init__(parallelize_fn, **options)
-        self._reducer: ShardedReducer | None = None if rule == RULES["mean"] else ShardedReducer(reduction=rule)
-        self._named, self._set_up = f"reduction={rule.name!r}", list[Optimizer]()
+        self._sharded, self._set_up = ShardedReducer(reduction=self._rule), list[Optimizer]()
+        self._reducer = None if self._rule == RULES["mean"] else self._sharded
         replace_sync_control(self, self._hold)
 
     @classmethod
@@ -224,22 +227,17 @@ class GradAvgModelParallelStrategy(_Weighing, ModelParallelStrategy):
             yield
             return
         with stock:
-            self._holding(holding=True)
+            self._sharded.holding = True
             try:
                 yield
             finally:
-                self._holding(holding=False)
-
-    def _holding(self, *, holding: bool) -> None:
-        if self._reducer is not None:
-            self._reducer.holding = holding
+                self._sharded.holding = False
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
-        refuse_wrapped(module)
         model = super().setup_module(module)
         if self._reducer is not None:
-            self._reducer.shard(model, self.device_mesh, self._set_up)
+            self._sharded.shard(model, self.device_mesh, self._set_up)
         return model
 
     @override
@@ -256,16 +254,3 @@ _NAMES: dict[str, dict[str, Any]] = {
     "gradavg_fork": {"start_method": "fork"},
     "gradavg_notebook": {"start_method": "fork"},
 }
-
-
-def _refuse_unknown(options: Mapping[str, Any]) -> None:
-    """Raise a TypeError that says what to do where an option is none of Fabric's, nor of DDP."""
-    of_both = (inspect.signature(owner.__init__).parameters for owner in (DDPStrategy, DistributedDataParallel))
-    known = {name for parameters in of_both for name in parameters} - {"self", "kwargs", "module", "device_ids"}
-    for name in [name for name in options if name not in known]:
-        instead = _INSTEAD.get(name)
-        if instead is not None:
-            raise TypeError(f"{name}={options[name]!r} cannot be carried by Fabric: it {instead}.")
-        raise TypeError(
-            f"{name}={options[name]!r} is not an option of GradAvgStrategy for Fabric{nearest(name, sorted(known))}"
-        )

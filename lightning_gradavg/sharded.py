@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,18 +15,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_gradavg.arguments import refuse_unknown
 from lightning_gradavg.batches.part import Batches
-from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.manual import ManualSteps
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.sharded import (
+    REFUSED,
     ShardedAccumulation,
     ShardedModel,
     ShardedWeights,
-    refuse_options,
-    refuse_wrapped,
     sharded_rule,
 )
 from lightning_gradavg.reduction.weights import MicroBatch
@@ -36,25 +36,17 @@ if TYPE_CHECKING:
 
 __all__ = ["GradAvgModelParallelStrategy"]
 
-_OPTIONS = (
-    "reduction",
-    "data_parallel_size",
-    "tensor_parallel_size",
-    "save_distributed_checkpoint",
-    "process_group_backend",
-    "timeout",
-)
-
 
 class _ShardedReduction(Reduction):
     """Weighs each micro-batch's loss, and finishes what the engine averaged."""
 
-    def shard(self, run: Run, mesh: DeviceMesh, optimizers: list[Optimizer]) -> ShardedModel:
+    _accumulation: ShardedAccumulation | None = None
+
+    def shard(self, mesh: DeviceMesh, optimizers: list[Optimizer]) -> ShardedModel:
         """Begin a run that trains, with the module sharded. A collective operation."""
-        Part.configure_ddp(self, run)
-        model, manual = ShardedModel(run.module, mesh), not run.module.automatic_optimization
+        model, manual = ShardedModel(self.run.module, mesh), not self.run.module.automatic_optimization
         giver = "training_step returned" if not manual else "manual_backward was given"
-        self._weights = ShardedWeights(model, self.rule, run.device, giver, self.warn, self._tell_once)
+        self._weights = ShardedWeights(model, self.rule, self.run.device, giver, self.warn, self._tell_once)
         self.look_at = self._weights.look_at
         # Nothing to compare: the engine averages the gradients of every backward.
         self.manual = ManualSteps(World(), self.rule.name, self.warn) if manual else None
@@ -63,14 +55,15 @@ class _ShardedReduction(Reduction):
         self._accumulation = ShardedAccumulation(self.window, model, optimizers, owned_by_user=manual)
         return model
 
+    @override
+    def teardown(self) -> None:
+        if self._accumulation is not None:
+            self._accumulation.close()
+
     @property
     @override
     def defers(self) -> bool:
         return False
-
-    @override
-    def _without_loss(self, output: Any, *, counts: bool) -> Any:
-        return self._stand_in(MicroBatch({}))
 
     @override
     def _stand_in(self, micro_batch: MicroBatch) -> Tensor:
@@ -78,6 +71,10 @@ class _ShardedReduction(Reduction):
             "training_step returned no loss where the model is sharded: the other ranks need the backward of this"
             ' one. Return {"loss": loss, "weight": 0}, with a loss computed from the model\'s output.'
         )
+
+    @override
+    def _without_loss(self, output: Any, *, counts: bool) -> Any:
+        return self._stand_in(MicroBatch({}))
 
     @override
     def _reduce_apart(self) -> None:
@@ -120,7 +117,8 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
         **refused: Any,
     ) -> None:
-        refuse_options(refused, _OPTIONS)
+        known = [*inspect.signature(GradAvgModelParallelStrategy.__init__).parameters][1:-1]
+        refuse_unknown(type(self).__name__, refused, known, REFUSED, "where the model is sharded")
         rule = sharded_rule(reduction)
         super().__init__(
             data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout
@@ -138,13 +136,9 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        module = self.lightning_module
-        assert module is not None
-        if self._trains:
-            refuse_wrapped(module)
         super().setup(trainer)
         if self._trains:
-            model = self._reduction.shard(self._reduction.run, self.device_mesh, self.optimizers)
+            model = self._reduction.shard(self.device_mesh, self.optimizers)
             rule, window = self._reduction.rule, trainer.accumulate_grad_batches
             rank_zero_info(
                 f"{type(self).__name__}: reduction={rule.name!r}, g = {rule.formula};"

@@ -374,6 +374,9 @@ class Refused(Sharded):
             self.extra.requires_grad_(True)
         if self.kind == "none":
             return None
+        if self.kind == "unweighed":
+            self.automatic_optimization = False
+            self.net(x).square().mean().backward()
         if self.kind == "graphless":
             return {"loss": torch.zeros(()), "weight": 0}
         if self.kind == "peers":
@@ -409,9 +412,10 @@ def fully_shard_everything(net: Any, mesh: Any) -> Any:
         ("later", 2, "ValueError", "'extra.weight' trains outside of fully_shard (2 such in all)"),
         ("divisor", 2, "ValueError", "set_gradient_divide_factor(1) has fully_shard divide"),
         ("auto", 2, "ValueError", "averages gradients over 2 ranks, and data_parallel_size is 1"),
-        ("fsdp1", 2, "TypeError", "FullyShardedDataParallel (FSDP1)"),
+        ("fsdp1", 2, "TypeError", "only supports the new FSDP2 APIs"),
         ("stale", 2, "RuntimeError", "cannot be seen in the optimizers' parameter groups"),
         ("none", 2, "RuntimeError", "training_step returned no loss"),
+        ("unweighed", 2, "RuntimeError", "by a backward that reduction='weighted_mean' was not told of"),
         ("graphless", 2, "RuntimeError", "a loss without a graph"),
         ("terms", 2, "ValueError", "loss term 'b' is nan with weight 0, beside a term that counts"),
         (
