@@ -90,7 +90,7 @@ def refuse_unknown(
 ) -> None:
     """Raise a TypeError about the first unknown option, with the reason if there is one, or the nearest name."""
     for name in [name for name in options if name not in known]:
-        why = f" cannot be served {where}: it {reasons[name]}." if name in reasons else None
+        why = f" cannot be {where}: it {reasons[name]}." if name in reasons else None
         unknown = f" is not an option of {owner}{nearest(name, known)}"
         raise TypeError(f"{name}={options[name]!r}{why or unknown}")
 

@@ -121,7 +121,7 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
         **options: Any,
     ) -> None:
         known = _options_of(DDPStrategy, DistributedDataParallel)
-        refuse_unknown("GradAvgStrategy for Fabric", options, known, _INSTEAD, "by Fabric")
+        refuse_unknown("GradAvgStrategy for Fabric", options, known, _INSTEAD, "carried by Fabric")
         rule = resolve_rule(reduction)
         self._rule = rule_of_split_batches(rule) if split_batches else rule
         super().__init__(**options)
@@ -207,7 +207,7 @@ class GradAvgModelParallelStrategy(_Weighing, ModelParallelStrategy):
 
     def __init__(self, parallelize_fn: Callable[..., Any], *, reduction: str = "mean", **options: Any) -> None:
         known = _options_of(GradAvgModelParallelStrategy, ModelParallelStrategy)
-        refuse_unknown(type(self).__name__, options, known, REFUSED, "where the model is sharded")
+        refuse_unknown(type(self).__name__, options, known, REFUSED, "served where the model is sharded")
         self._rule = sharded_rule(reduction)
         super().__init__(parallelize_fn, **options)
         self._sharded, self._set_up = ShardedReducer(reduction=self._rule), list[Optimizer]()

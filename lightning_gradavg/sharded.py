@@ -40,7 +40,7 @@ __all__ = ["GradAvgModelParallelStrategy"]
 class _ShardedReduction(Reduction):
     """Weighs each micro-batch's loss, and finishes what the engine averaged."""
 
-    _accumulation: ShardedAccumulation | None = None
+    _of_shards: ShardedAccumulation | None = None
 
     def shard(self, mesh: DeviceMesh, optimizers: list[Optimizer]) -> ShardedModel:
         """Begin a run that trains, with the module sharded. A collective operation."""
@@ -52,13 +52,13 @@ class _ShardedReduction(Reduction):
         self.manual = ManualSteps(World(), self.rule.name, self.warn) if manual else None
         self._parameters, self._sparse, self._reduces_first = [], [], False
         self.window = model.window(self.rule, manual=manual)
-        self._accumulation = ShardedAccumulation(self.window, model, optimizers, owned_by_user=manual)
+        self._accumulation = self._of_shards = ShardedAccumulation(self.window, model, optimizers, owned_by_user=manual)
         return model
 
     @override
     def teardown(self) -> None:
-        if self._accumulation is not None:
-            self._accumulation.close()
+        if self._of_shards is not None:
+            self._of_shards.close()
 
     @property
     @override
@@ -118,7 +118,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         **refused: Any,
     ) -> None:
         known = [*inspect.signature(GradAvgModelParallelStrategy.__init__).parameters][1:-1]
-        refuse_unknown(type(self).__name__, refused, known, REFUSED, "where the model is sharded")
+        refuse_unknown(type(self).__name__, refused, known, REFUSED, "served where the model is sharded")
         rule = sharded_rule(reduction)
         super().__init__(
             data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout

@@ -1,10 +1,9 @@
-"""Fabric, and DDP in a plain loop: what a backward leaves is what `combine` makes of all (rank, micro-batch) pairs."""
+"""Fabric, and DDP in a plain loop. Rules, windows and weights are rows of `cases.py`; this is what only loops have."""
 
 from __future__ import annotations
 
 import gc
 import inspect
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from averaging import square_root_of_weight
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -23,21 +21,18 @@ from ranks import Raised, rank_environment
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
-from toys import approx
+from toys import WEIGHTED, approx
 
 import lightning_gradavg
 from lightning_gradavg import GradAvgReducer, gather, split_batches
 from lightning_gradavg.fabric import GradAvgStrategy
-from lightning_gradavg.reduction.reference import combine
-from lightning_gradavg.rules import RULES, resolve_rule
 
 Windows = Sequence[Sequence[Sequence[float]]]
 """`windows[window][micro_batch][sample]` of one rank."""
 
 EVEN: list[Windows] = [[[[1, 2, 3]], [[4], [5, 7, 11]]], [[[13]], [[17, 19], [23]]]]
-UNEVEN: list[Windows] = [[[[1, 2, 3], [4]], [[5]]], [[[13]], [[17, 19], [23], [29]]]]
-RULE_NAMES = [*RULES, "square_root_of_weight"]
-WEIGHTED = {"reduction": "weighted_mean"}
+MEANS = [(1 + 2 + 3 + 13) / 4, (4 + 5 + 7 + 11 + 17 + 19 + 23) / 7]
+"""Of the samples of each window of `EVEN`."""
 KEEPS_GRAPH = pytest.mark.skipif(not RequirementCache("torch>=2.5"), reason="older ones do not say if a graph is kept")
 
 
@@ -55,8 +50,8 @@ class Line(nn.Module):
 class OfFabric:
     """A loop with Fabric."""
 
-    def __init__(self, nodes: Sequence[int] | None = None, strategy: Any = None, **options: Any) -> None:
-        environment = rank_environment(nodes)
+    def __init__(self, strategy: Any = None, **options: Any) -> None:
+        environment = rank_environment()
         self.fabric = Fabric(
             accelerator="cpu",
             devices=environment.ranks_on_node,
@@ -80,13 +75,12 @@ class OfFabric:
 class OfTorch:
     """A loop without Lightning."""
 
-    def __init__(self, nodes: Sequence[int] | None = None, **options: Any) -> None:
-        self.node = None if nodes is None else nodes[dist.get_rank()]
+    def __init__(self, **options: Any) -> None:
         self.reducer = GradAvgReducer(**options)
 
     def set_up(self, module: nn.Module) -> Any:
         model = DistributedDataParallel(module)
-        self.reducer.register(model, node=self.node)
+        self.reducer.register(model)
         return model
 
     def backward(self, loss: Any, *, retain_graph: bool | None = None, **weight: Any) -> None:
@@ -101,17 +95,16 @@ class OfTorch:
 LOOPS: list[Callable[..., Any]] = [OfFabric, OfTorch]
 
 
-def train(loop: Any, per_rank: Sequence[Windows], *, weighs: bool = True, divides: bool = False) -> list[float]:
+def train(loop: Any, *, weighs: bool = True) -> list[float]:
     """Run each window of this rank, and return the gradient after each."""
     module, gradients = Line(), []
     model = loop.set_up(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    for window in per_rank[dist.get_rank()]:
+    for window in EVEN[dist.get_rank()]:
         for index, micro_batch in enumerate(window):
             with loop.no_sync(model, enabled=index < len(window) - 1):
                 samples = torch.tensor(micro_batch, dtype=torch.float64)
-                loss = model(samples).mean() / (len(window) if divides else 1)
-                loop.backward(loss, **({"weight": len(samples)} if weighs else {}))
+                loop.backward(model(samples).mean(), **({"weight": len(samples)} if weighs else {}))
         assert module.weight.grad is not None
         gradients.append(module.weight.grad.item())
         optimizer.step()
@@ -119,75 +112,10 @@ def train(loop: Any, per_rank: Sequence[Windows], *, weighs: bool = True, divide
     return gradients
 
 
-def expected(rule: Any, per_rank: Sequence[Windows], nodes: Sequence[int]) -> list[Any]:
-    """Return what `combine` makes of each window."""
-    of_windows = []
-    for windows in zip(*per_rank, strict=True):
-        pairs = [(rank, samples) for rank, window in enumerate(windows) for samples in window]
-        gradients = torch.tensor([math.fsum(samples) / len(samples) for _, samples in pairs], dtype=torch.float64)
-        weights = [float(len(samples)) for _, samples in pairs]
-        on_nodes = [nodes[rank] for rank, _ in pairs]
-        of_windows.append(approx(combine(gradients, rule=rule, nodes=on_nodes, weights=weights).item()))
-    return of_windows
-
-
-def named(name: str) -> Any:
-    return square_root_of_weight if name == "square_root_of_weight" else name
-
-
-def every_rule(loop: Callable[..., Any], per_rank: Sequence[Windows], nodes: Sequence[int], names: Any) -> Any:
-    """Body: the gradients under each rule."""
-    found = {}
-    for name in names:
-        uses_weight = resolve_rule(named(name)).uses_weight
-        found[name] = train(loop(nodes, reduction=named(name)), per_rank, weighs=uses_weight, divides=name == "mean")
-    return found
-
-
-@pytest.mark.parametrize("nodes", [(0, 0), (0, 1)])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_every_rule(world, loop, nodes):
-    """Under every rule a window of several micro-batches is that of as many ranks; the mean is divided by the user."""
-    for found in world(2).run(every_rule, loop, EVEN, nodes, RULE_NAMES):
-        for name in RULE_NAMES:
-            assert expected(resolve_rule(named(name)), EVEN, nodes) == found[name], name
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_windows_of_different_lengths(world, loop):
-    """Ranks may accumulate different numbers of micro-batches under rules that count loss terms."""
-    names = ["weighted_mean", "normalized_sum"]
-    for found in world(2).run(every_rule, loop, UNEVEN, (0, 0), names):
-        assert {name: expected(RULES[name], UNEVEN, (0, 0)) for name in names} == found
-
-
-def failing(loop: Callable[..., Any], per_rank: Sequence[Windows], options: Any, weighs: Any) -> None:
-    """Body: train, with a weight on the ranks that are listed."""
-    train(loop(**options), per_rank, weighs=dist.get_rank() in weighs)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_windows_of_different_lengths_that_count(world, loop):
-    """Where the number of micro-batches enters the result it must be the same on all ranks, or all raise."""
-    raised = world(2).run_expecting_errors(failing, loop, UNEVEN, {"reduction": "mean_of_node_means"}, ())
-    assert ["ValueError"] * 2 == [one.type_name for one in raised]
-    assert all("accumulated different numbers of micro-batches" in one.message for one in raised)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("weighs", [(), (0,)])
-def test_a_rule_that_uses_weights_needs_one(world, loop, weighs):
-    """A weight that is missing on all ranks, or on one, is an error on all, which says where and what to pass."""
-    raised = world(2).run_expecting_errors(failing, loop, EVEN, WEIGHTED, weighs)
-    assert ["ValueError"] * 2 == [one.type_name for one in raised]
-    assert all("rank 1: micro-batch 0 of the window: reduction='weighted_mean'" in one.message for one in raised)
-    assert all("needs a weight: pass weight= with every loss" in one.message for one in raised)
-
-
 def stock_and_ours() -> Any:
     """Body: the bits under Fabric's own strategy and under ours without options, and whether ours has a hook."""
     loops = [OfFabric(strategy="ddp"), OfFabric()]
-    return [train(loop, EVEN, weighs=False) for loop in loops], loops[1].strategy._reducer
+    return [train(loop, weighs=False) for loop in loops], loops[1].strategy._reducer
 
 
 def test_no_option_is_stock(world):
@@ -219,13 +147,7 @@ def single_windows(loop: Callable[..., Any]) -> dict[str, float]:
     def of_all(model: Any) -> Tensor:
         return (gather(model(x)) ** 2).mean()
 
-    def terms(model: Any) -> dict[str, Tensor]:
-        outputs = model(x)
-        return {"mean": outputs.mean(), "last": 10 * outputs[-1]}
-
     return {
-        "nothing on rank 1": gradient(lambda model: mean(model) * [1, math.nan][rank], [3, 0][rank]),
-        "named terms": gradient(terms, {"mean": len(x), "last": rank}),
         "kept": gradient(mean, len(x), times=2),
         "gathered": gradient(of_all, len(x)),
         "gathered, of weight 0 on rank 1": gradient(of_all, [3, 0][rank]),
@@ -234,13 +156,11 @@ def single_windows(loop: Callable[..., Any]) -> dict[str, float]:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_single_windows(world, loop):
-    """Weight 0 discards NaN, terms have their own weights, reduced gradients are kept, and a gather crosses ranks."""
+    """Reduced gradients are kept, and a gather crosses ranks."""
     first, second = OF_RANKS
     mean, squares = sum(first + second) / 5, sum(x * x for x in first + second) / 5
     for found in world(2).run(single_windows, loop):
         assert {
-            "nothing on rank 1": approx(2.0),
-            "named terms": approx(mean + 70),
             "kept": approx(2 * mean),
             "gathered": approx(2 * squares),
             "gathered, of weight 0 on rank 1": approx(2 * squares),
@@ -266,7 +186,7 @@ def test_sparse_gradients(world, loop, weight, expected):
 def one_after_another(loop: Callable[..., Any]) -> list[Any]:
     """Body: train two models, the second once the first is gone, and return what is left of the first."""
     a_loop = loop(**WEIGHTED)
-    found = [train(a_loop, EVEN) for _ in range(2)]
+    found = [train(a_loop) for _ in range(2)]
     module = Line()
     parameter, _ = weakref.ref(module.weight), a_loop.set_up(module)
     del module, _
@@ -279,7 +199,7 @@ def one_after_another(loop: Callable[..., Any]) -> list[Any]:
 def test_models_one_after_another(world, loop):
     """A loop may set up a model after another, as in cross-validation, and nothing of the first is kept."""
     for first, second, left in world(2).run(one_after_another, loop):
-        assert expected(RULES["weighted_mean"], EVEN, (0, 0)) == first == second
+        assert list(map(approx, MEANS)) == first == second
         assert left is None
 
 
@@ -451,7 +371,7 @@ def divided_and_scaled() -> list[float]:
 def test_losses_that_a_trainer_divides_and_a_scaler_scales(world):
     """What is multiplied into the weighed loss afterwards multiplies the gradient, and `divided_by` takes it back."""
     for found in world(2).run(divided_and_scaled):
-        assert expected(RULES["weighted_mean"], [[TWICE], [TWICE]], (0, 0)) == found
+        assert [approx(2.5)] == found
 
 
 def two_models(loop: Callable[..., Any]) -> Any:
