@@ -144,7 +144,7 @@ class Case(NamedTuple):
     ranks: int
     tensor: int = 1
     rule: str = "weighted_mean"
-    count: int = 5
+    length: int = 5
     window: int = 3
     clip: float | None = 0.05
     weights: Weights = uneven
@@ -159,15 +159,15 @@ class Case(NamedTuple):
 
     def batches(self) -> Any:
         """Return this rank's batches."""
-        return batches_of(dist.get_rank() // self.tensor, self.count, self.weights)
+        return batches_of(dist.get_rank() // self.tensor, self.length, self.weights)
 
 
 def expected(case: Case) -> Grads:
     """Return the gradients of one process on all ranks' batches."""
     net, found = new_net(), []
-    per_rank = [batches_of(rank, case.count, case.weights) for rank in range(case.ranks // case.tensor)]
+    per_rank = [batches_of(rank, case.length, case.weights) for rank in range(case.ranks // case.tensor)]
     optimizer = optimizer_of(net.parameters())
-    for start in range(0, case.count, case.window):
+    for start in range(0, case.length, case.window):
         batches = [batch for one in per_rank for batch in one[start : start + case.window]]
         total = sum(n for *_, n in batches)
         scale = {"sum": 1, "weighted_mean": total, "normalized_sum": total}[case.rule]
@@ -220,7 +220,7 @@ def fabric_gap(case: Case, register: bool = True) -> float:
     optimizer = fabric.setup_optimizers(optimizer) if register else optimizer
     found = []
     for index, batch in enumerate(case.batches(), start=1):
-        last = index % case.window == 0 or index == case.count
+        last = index % case.window == 0 or index == case.length
         with fabric.no_backward_sync(model, enabled=not last):
             fabric.backward(loss_of(model, batch), weight=batch[2])
         if last:
@@ -236,9 +236,9 @@ def fabric_gap(case: Case, register: bool = True) -> float:
         (trainer_gap, Case(fsdp, 2, manual=True)),
         (trainer_gap, Case(fsdp_gathered, 2, weights=first_absent)),
         (trainer_gap, Case(fsdp, 4)),
-        (trainer_gap, Case(hsdp, 4, count=2, window=1)),
+        (trainer_gap, Case(hsdp, 4, length=2, window=1)),
         (trainer_gap, Case(hsdp, 4, weights=first_absent)),
-        (trainer_gap, Case(fsdp_tp, 4, 2, count=2, window=1, weights=first_absent)),
+        (trainer_gap, Case(fsdp_tp, 4, 2, length=2, window=1, weights=first_absent)),
         (trainer_gap, Case(fsdp_tp, 4, 2)),
         (trainer_gap, Case(fsdp_tp, 4, 2, "sum")),
         (trainer_gap, Case(fsdp_tp, 4, 2, "normalized_sum", 2, 1)),
@@ -256,7 +256,7 @@ def test_gradients_are_those_of_one_process(world, of_loop, case):
 
 def mean_and_stock() -> tuple[Grads, Grads]:
     """Body."""
-    case = Case(fsdp, 2, rule="mean", count=4, window=2)
+    case = Case(fsdp, 2, rule="mean", length=4, window=2)
     return trained(case), trained(case, ModelParallelStrategy)
 
 
@@ -324,7 +324,7 @@ class Refused(Sharded):
 
 def refused(kind: str) -> None:
     """Body."""
-    case = Case(fsdp, dist.get_world_size(), 1 + (kind == "peers"), count=2)
+    case = Case(fsdp, dist.get_world_size(), 1 + (kind == "peers"), length=2)
     strategy = GradAvgModelParallelStrategy(**WEIGHTED, **({} if kind == "auto" else case.sizes))
     options: Any = {"accumulate_grad_batches": 1 + (kind == "stale"), "use_distributed_sampler": False}
     make_trainer(strategy, max_epochs=1, **options).fit(Refused(kind), DataLoader(case.batches(), batch_size=None))
