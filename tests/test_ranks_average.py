@@ -515,7 +515,7 @@ MISUSES: dict[str, tuple[Sequence[int], dict[str, Any], str]] = {
     "unknown reduction": (
         [1],
         {"reduction": "median"},
-        r"on rank 1: reduction='median' is not a rule\. Use one of 'mean'",
+        r"on rank 1: reduction='median' is not a rule\. Did you mean 'mean'\? Use one of 'mean'",
     ),
     "failing rule": (EVERYWHERE, {"reduction": failing_rule}, r"rule 'failing_rule' failed on.*no such place"),
     "fewer parameters": (

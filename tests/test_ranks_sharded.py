@@ -324,36 +324,33 @@ class Refused(Sharded):
 
 def refused(kind: str) -> None:
     """Body."""
+    if kind == "fabric":
+        fabric_gap(Case(fsdp, 2, clip=None), register=False)
     case = Case(fsdp, dist.get_world_size(), 1 + (kind == "peers"), length=2)
     strategy = GradAvgModelParallelStrategy(**WEIGHTED, **({} if kind == "auto" else case.sizes))
     options: Any = {"accumulate_grad_batches": 1 + (kind == "stale"), "use_distributed_sampler": False}
     make_trainer(strategy, max_epochs=1, **options).fit(Refused(kind), DataLoader(case.batches(), batch_size=None))
 
 
-def unknown_to_fabric() -> None:
-    """Body."""
-    fabric_gap(Case(fsdp, 2, clip=None), register=False)
-
-
 @pytest.mark.parametrize(
-    ("body", "ranks", "text"),
+    ("kind", "ranks", "text"),
     [
-        (partial(refused, "outside"), 2, "'extra.weight' trains outside of fully_shard (2 such in all)"),
-        (partial(refused, "later"), 2, "'extra.weight' trains outside of fully_shard (2 such in all)"),
-        (partial(refused, "divisor"), 2, "set_gradient_divide_factor(1) has fully_shard divide"),
-        (partial(refused, "auto"), 2, "averages gradients over 2 ranks, and data_parallel_size is 1"),
-        (partial(refused, "fsdp1"), 2, "only supports the new FSDP2 APIs"),
-        (partial(refused, "stale"), 2, "cannot be seen in the optimizers' parameter groups"),
-        (partial(refused, "none"), 2, "training_step returned no loss"),
-        (partial(refused, "graphless"), 2, "a loss without a graph"),
-        (partial(refused, "unweighed"), 2, "a backward that reduction='weighted_mean' was not told of"),
-        (partial(refused, "terms"), 2, "loss term 'b' is nan with weight 0, beside a term that counts"),
-        (partial(refused, "peers"), 4, "tensor-parallel group weigh one batch differently (on rank 0: {'weight'"),
-        (unknown_to_fabric, 2, "fabric.setup_optimizers"),
+        ("outside", 2, "'extra.weight' trains outside of fully_shard (2 such in all)"),
+        ("later", 2, "'extra.weight' trains outside of fully_shard (2 such in all)"),
+        ("divisor", 2, "set_gradient_divide_factor(1) has fully_shard divide"),
+        ("auto", 2, "averages gradients over 2 ranks, and data_parallel_size is 1"),
+        ("fsdp1", 2, "only supports the new FSDP2 APIs"),
+        ("stale", 2, "cannot be seen in the optimizers' parameter groups"),
+        ("none", 2, "training_step returned no loss"),
+        ("graphless", 2, "a loss without a graph"),
+        ("unweighed", 2, "a backward that reduction='weighted_mean' was not told of"),
+        ("terms", 2, "loss term 'b' is nan with weight 0, beside a term that counts"),
+        ("peers", 4, "tensor-parallel group weigh one batch differently (on rank 0: {'weight'"),
+        ("fabric", 2, "fabric.setup_optimizers"),
     ],
 )
-def test_refused_on_all_ranks(world, body, ranks, text):
-    for raised in world(ranks).run_expecting_errors(body):
+def test_refused_on_all_ranks(world, kind, ranks, text):
+    for raised in world(ranks).run_expecting_errors(refused, kind):
         assert text in raised.message
 
 
@@ -399,4 +396,4 @@ def test_the_process_group_ends_before_the_interpreter(tmp_path):
         [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=200, check=True
     )
     assert "largest difference to one process" in ran.stdout
-    assert re.findall(r"open at the end: (\w+)", ran.stdout) == ["False", "False"]
+    assert set(re.findall(r"open at the end: (\w+)", ran.stdout)) == {"False"}
