@@ -247,7 +247,7 @@ def fabric_gap(case: Case, register: bool = True) -> float:
         (fabric_gap, Case(hsdp, 4, clip=None)),
         (fabric_gap, Case(fsdp_tp, 4, 2, clip=None, weights=first_absent)),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_gradients_are_those_of_one_process(world, of_loop, case):
     """After clipping, over windows the last of which is short, with batches of weight 0 whose loss is NaN."""

@@ -202,7 +202,9 @@ ON_RANKS: list[tuple[Any, dict[str, Any], str, str]] = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("body", "arguments", "error", "message"), ON_RANKS, ids=str)
+@pytest.mark.parametrize(
+    ("body", "arguments", "error", "message"), ON_RANKS, ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_both_ranks_raise_what_one_gets_wrong(world, body, arguments, error, message):
     raised = world(2).run_expecting_errors(body, **arguments)
     assert [error] * 2 == [one.type_name for one in raised]

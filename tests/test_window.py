@@ -223,7 +223,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("weights", "rule", "said"), FAULTS, ids=str)
+@pytest.mark.parametrize(("weights", "rule", "said"), FAULTS, ids=lambda value: getattr(value, "name", str(value)))
 def test_fault_of_the_second_micro_batch(weights: list[Any], rule: Rule, said: str) -> None:
     """It is quoted with its place, on all ranks, and Z is 0, so that no step is taken on it."""
     good = windows_of(rule, [0, 0], [[], [batch(dict.fromkeys(window_of(weights).terms, 1.0))] * 2])[1]
@@ -246,7 +246,7 @@ def test_fault_of_the_second_micro_batch(weights: list[Any], rule: Rule, said: s
         ([math.nan], RULES["sum"]),
         *([weights, ROOT] for weights in ([4.0, 1.0], [0.0, 1.0, 2.0], [0.0, 0.0])),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_weights_without_fault(weights: list[float], rule: Rule) -> None:
     window = window_of(weights, rule)

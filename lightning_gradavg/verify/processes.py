@@ -291,6 +291,8 @@ def _call(file: Path, environ: Mapping[str, str], main: str | None) -> None:
     os.dup2(2, 1)
     for logger in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(logger).setLevel(logging.ERROR)
+    # Who failed first is the report's to say: a run that has shown enough steps ends by an exception, too.
+    logging.getLogger("lightning_gradavg.faults.part").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", module="lightning")  # advice for a longer run
     sys.modules["__main__"] = sys.modules["__mp_main__"] = MainModule(main)
     try:
