@@ -279,8 +279,15 @@ class Window:
         self._summary = self._work = None
         if self._exchanges:
             self._summary = self._summarized()
-            if self.world.group is not None:
+            if self.world.group is None:
+                return
+            if self.device.type != "cpu":
                 self._work = dist.all_reduce(self._summary, group=self.world.group, async_op=True)
+                return
+            # Gloo's all-reduce of a few numbers goes round a ring, twice; this takes one step, and a fifth of the time.
+            given = self._summary.repeat(self.world.size)
+            self._summary = torch.empty_like(given)
+            self._work = dist.all_to_all_single(self._summary, given, group=self.world.group, async_op=True)
 
     def _summarized(self) -> Tensor:
         """Return the float64 vector whose sum over the ranks `Totals` reads."""
@@ -317,7 +324,7 @@ class Window:
         if self._work is not None:
             self._work.wait()
         if self.device.type == "cpu":
-            return self._checked(Totals.of(self._summary.tolist()))
+            return self._checked(Totals.of(self._summary.view(-1, _HEADER + MOST_TERMS).sum(0).tolist()))
         self._unchecked = copy.copy(self), HostCopy(self._summary)
         return Totals.of(self._summary)
 
