@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["HostCopy", "Tally", "current_stream", "new_stream", "on_device", "within"]
+__all__ = ["HostCopy", "Tally", "current_stream", "new_stream", "on_device", "rows_of_ranks", "within"]
 
 _ON_HOST = ("cpu", "meta")
 
@@ -61,15 +61,39 @@ def within(stream: torch.Stream) -> AbstractContextManager[Any]:
 # One, whoever asks: a backend has few.
 _side_stream = lru_cache(new_stream)
 
+_OPS: dict[Any, Any] = {max: dist.ReduceOp.MAX, sum: dist.ReduceOp.SUM}
+
+
+def rows_of_ranks(row: Tensor, group: dist.ProcessGroup | None = None) -> tuple[Tensor, dist.Work]:
+    """Begin to give all ranks a short row of each, on the CPU. A collective operation.
+
+    Gloo's all-reduce of a few numbers goes round a ring, twice; this takes one step, and a fifth of the time.
+    """
+    ranks = dist.get_world_size(group)
+    given = row.repeat(ranks)
+    found = torch.empty_like(given)
+    return found.view(ranks, -1), dist.all_to_all_single(found, given, group=group, async_op=True)
+
 
 class Tally:
-    """Integers of all ranks, reduced element by element while the ranks go on. A collective operation."""
+    """Integers of all ranks, reduced element by element while the ranks go on. A collective operation.
 
-    def __init__(self, row: Sequence[int], op: Any, device: torch.device) -> None:
-        self._tensor = on_device(torch.tensor(row, dtype=torch.int64), device)
-        self._work = dist.all_reduce(self._tensor, op, async_op=True)
-        stream = _side_stream(device)
-        self._copy = None if stream is None else self._copied(stream)
+    Args:
+        row: This rank's.
+        reduce: `max` or `sum`.
+        device: Where the process group takes tensors from.
+    """
+
+    def __init__(self, row: Sequence[int], reduce: Callable[[Sequence[int]], int], device: torch.device) -> None:
+        self._reduce, stream = reduce, _side_stream(device)
+        tensor = on_device(torch.tensor(row, dtype=torch.int64), device)
+        if stream is None:
+            self._tensor, self._work = rows_of_ranks(tensor)
+            self._copy = None
+        else:
+            self._tensor = tensor
+            self._work = dist.all_reduce(tensor, _OPS[reduce], async_op=True)
+            self._copy = self._copied(stream)
 
     def _copied(self, stream: torch.Stream) -> HostCopy:
         # Not on the stream of the model, which would wait for the other ranks before its forward.
@@ -80,6 +104,7 @@ class Tally:
 
     def read(self) -> list[int]:
         """Return the reduced row; a step later nobody waits for it."""
-        if self._copy is None:
-            self._work.wait()
-        return list((self._copy or HostCopy(self._tensor)).read())
+        if self._copy is not None:
+            return list(self._copy.read())
+        self._work.wait()
+        return [self._reduce(column) for column in zip(*self._tensor.tolist(), strict=True)]

@@ -77,7 +77,7 @@ class Termination(Part):
     def _send(self) -> Tally:
         """Begin to compare what the ranks have received."""
         # The most, and not the sum: all ranks may receive one signal, at different steps.
-        return Tally([self._received, self._requeues], dist.ReduceOp.MAX, self.run.device)
+        return Tally([self._received, self._requeues], max, self.run.device)
 
     def _read(self) -> tuple[bool, int]:
         """Return whether any rank was to end at the batch before, and the most signals to queue again that one had."""

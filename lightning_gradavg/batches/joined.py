@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from lightning_gradavg.batches.progress import Numbers
@@ -56,7 +55,7 @@ class JoinedIterator(Iterator[Any]):
         lacks = loader.last is _END
         if loader.compared < _COMPARED:
             loader.compare(batch if own else None)
-        tally = Tally([own, lacks], dist.ReduceOp.SUM, loader.device)
+        tally = Tally([own, lacks], sum, loader.device)
         if begins or not own:
             having, lacking = tally.read()
             if having == 0:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gradavg.device import HostCopy, on_device
+from lightning_gradavg.device import HostCopy, on_device, rows_of_ranks
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.weights import ALWAYS_OR_NEVER, MOST_TERMS, MicroBatch
@@ -279,15 +279,10 @@ class Window:
         self._summary = self._work = None
         if self._exchanges:
             self._summary = self._summarized()
-            if self.world.group is None:
-                return
-            if self.device.type != "cpu":
+            if self.world.group is not None and self.device.type == "cpu":
+                self._summary, self._work = rows_of_ranks(self._summary, self.world.group)
+            elif self.world.group is not None:
                 self._work = dist.all_reduce(self._summary, group=self.world.group, async_op=True)
-                return
-            # Gloo's all-reduce of a few numbers goes round a ring, twice; this takes one step, and a fifth of the time.
-            given = self._summary.repeat(self.world.size)
-            self._summary = torch.empty_like(given)
-            self._work = dist.all_to_all_single(self._summary, given, group=self.world.group, async_op=True)
 
     def _summarized(self) -> Tensor:
         """Return the float64 vector whose sum over the ranks `Totals` reads."""
