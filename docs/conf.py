@@ -13,6 +13,7 @@ from docutils.parsers.rst import Directive
 
 import lightning_gradavg
 from lightning_gradavg.cli import main
+from lightning_gradavg.verify.report import CAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -103,18 +104,22 @@ def site_link(file: str) -> str | None:
 
 
 def fill_and_link(app: Any, page: str, source: list[str]) -> None:
-    """Include the file of a page, and turn links between files into links between pages."""
+    """Add to a page what is kept elsewhere, and turn links between files into links between pages."""
     text, folder = source[0], ROOT / "docs"
     if included := re.search(r"^<!-- fill: (\S+) -->$", text, re.MULTILINE):
         folder = (ROOT / included[1]).parent
         text = text.replace(included[0], (ROOT / included[1]).read_text("utf-8"))
     if page == "examples":
-        listings = (
+        text += "".join(
             f"\n({path})=\n## {path.relative_to('examples')}\n\n"
             f"```{{literalinclude}} ../{path}\n:language: {SHOWN[path.suffix]}\n```\n"
             for path in EXAMPLES
         )
-        text += "".join(listings)
+    if page == "causes":
+        text += "".join(
+            f"\n## {name}\n\n**{cause.plain[:1].upper()}{cause.plain[1:]}.** {cause.text}\n\n*Do*: {cause.advice}.\n"
+            for name, cause in CAUSES.items()
+        )
 
     def linked(match: re.Match[str]) -> str:
         target = site_link(os.path.relpath(folder / match["file"], ROOT))

@@ -29,9 +29,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="gradavg verify", description=DESCRIPTION)
     several: dict[str, Any] = {"action": "append", "default": []}
     what = parser.add_argument_group("what to verify: a config file of LightningCLI, or a module").add_argument
-    what("module", nargs="?", metavar="NAME", help="a class or function: package.module:Net or train.py:Net")
-    what("--model", metavar="NAME", help="the same, beside --config")
-    what("--data", metavar="NAME", help="a data module, or a function that returns a loader, likewise")
+    what("module", nargs="?", metavar="NAME", help="the model, a class or function: package.module:Net or train.py:Net")
+    what("--model", metavar="NAME", help="the same, together with --config")
+    what("--data", metavar="NAME", help="the data, a data module or a function that returns a loader")
     what("--init", **several, metavar="NAME=VALUE", help="an argument of the module; repeatable")
     what("--config", **several, metavar="FILE", help="a config file of `fit`; repeatable")
     what("--strategy", metavar="NAME", help="a registered name, or train.py:Class (default: the config's, else ddp)")
@@ -41,14 +41,15 @@ def _parser() -> argparse.ArgumentParser:
     how("--devices", type=int, default=2, metavar="N", help="processes (default: 2)")
     how("--steps", type=int, default=3, metavar="N", help="global batches (default: 3)")
     how("--accelerator", default="cpu", metavar="TYPE", help="a type of device: cpu, cuda (default: cpu)")
-    how("--single", action="store_true", help="compute in float32, for what cannot in float64")
-    equal = "relative difference that counts as equal (default: 1e-8, or 1e-4)"
+    how("--single", action="store_true", help="compute in float32, for models that cannot compute in float64")
+    equal = "largest relative difference that counts as equal (default: 1e-8, or 1e-4 with --single)"
     how("--tolerance", type=float, metavar="X", help=equal)
-    how("--seed", type=int, default=0, metavar="N", help="seed, where the config has none (default: 0)")
-    how("--ignore", **several, choices=tuple(CAUSES), metavar="CAUSE", help="a cause not to report")
+    how("--seed", type=int, default=0, metavar="N", help="the seed if the config has none (default: 0)")
+    accepted = "a cause that you accept, such as 'data order'; repeatable"
+    how("--ignore", **several, choices=tuple(CAUSES), metavar="CAUSE", help=accepted)
     output = parser.add_argument_group("output").add_argument
-    output("--json", action="store_true", help="print the report as JSON; docs/verify.md has the schema")
-    explain = "instead: what a cause means, and what to do about it"
+    output("--json", action="store_true", help="print the report as JSON; docs/api.md has the fields")
+    explain = "print only what a cause means, and what to do about it"
     output("--explain", choices=tuple(CAUSES), metavar="CAUSE", help=explain)
     output("--plot", metavar="FILE", help="draw the difference per parameter and step; needs matplotlib")
     return parser

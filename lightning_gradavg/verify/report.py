@@ -205,7 +205,11 @@ class Report:
         return replace(self, findings=kept, stages=stages)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `--json` prints. Numbers that JSON lacks, such as infinity, are None."""
+        """Return what `--json` prints, in which infinity and NaN are None.
+
+        These are the fields above, `schema` (2), `equal` and `verdict`. Findings also have `is_difference`, `factor`,
+        and the cause's `plain` and `text`.
+        """
         findings = [
             {
                 **asdict(finding),
