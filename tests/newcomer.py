@@ -91,10 +91,10 @@ _VERIFY = "gradavg verify train.py:Net"
 STEPS = [
     Step("python train.py 1", CURVES[0], files=STOCK),
     Step("python train.py 2", CURVES[1], files=STOCK),
-    Step(_VERIFY, ["DIFFERENT, from step 0 on, in reduced gradient", "mean of means"], files=STOCK, code=1),
+    Step(_VERIFY, ["DIFFERENT, from step 0 on, in the reduced gradient", "mean of means"], files=STOCK, code=1),
     Step("python train.py 1", CURVES[0], files=RIGHT),
     Step("python train.py 2", CURVES[0], files=RIGHT),
-    Step(f"{_VERIFY} --strategy gradavg_single_device", ["EQUAL: every step is that of one process."], files=RIGHT),
+    Step(f"{_VERIFY} --strategy gradavg_single_device", ["EQUAL: every step matches one process."], files=RIGHT),
 ]
 """The quick start."""
 

@@ -122,7 +122,7 @@ def test_a_config_alone_trains_and_proves(tmp_path):
     """`gradavg fit` trains what the config file says, and `gradavg verify` finds the steps of one process."""
     started("-m", "lightning_gradavg", "fit", "--config", EXAMPLES / "config.yaml", folder=tmp_path)
     printed = started("-m", "lightning_gradavg", "verify", "--config", EXAMPLES / "config.yaml", folder=tmp_path)
-    assert "EQUAL: every step is that of one process." in printed
+    assert "EQUAL: every step matches one process." in printed
 
 
 def assert_shows(notebook):

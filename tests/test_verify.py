@@ -176,12 +176,12 @@ def test_a_report_begins_with_what_it_means():
     finding = Finding("double division", "reduced gradient", "by both", 0, DOUBLED, "divide once", "-loss / 2\n+loss")
     text = str(report(finding, remarks=["this and that"]))
     expected = (
-        "DIFFERENT, from step 0 on, in reduced gradient: divided twice: by the run's own code, and by the reduction",
+        "DIFFERENT, from step 0 on, in the reduced gradient: divided twice: by the run's own code, and by the reduction",
         *("by both", "w is 2, on one process 1", "Do: divide once.", "-loss / 2", "not shown: this and that"),
         *("first in step", "ranks: 1, optimizer steps: 2"),
     )
     assert sorted(map(text.index, expected)) == list(map(text.index, expected))
-    assert str(report()).startswith("EQUAL: every step is that of one process.")
+    assert str(report()).startswith("EQUAL: every step matches one process.")
     assert str(report(remarks=["x"])).startswith("NOT SHOWN: ")
 
 

@@ -247,10 +247,10 @@ class Report:
 def _headline(report: Report) -> str:
     first = report.first
     if first is not None:
-        return f"DIFFERENT, from step {first.step} on, in {first.stage}: {CAUSES[first.cause].plain} ({first.cause})."
+        return f"DIFFERENT, from step {first.step} on, in the {first.stage}: {CAUSES[first.cause].plain} ({first.cause})."
     if report.equal:
-        return "EQUAL: every step is that of one process."
-    return "NOT SHOWN: no step was seen to differ from one process, but not everything was compared."
+        return "EQUAL: every step matches one process."
+    return "NOT SHOWN: no step differs from one process, but not everything could be compared."
 
 
 def _print_finding(console: Console, finding: Finding) -> None:

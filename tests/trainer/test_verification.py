@@ -143,7 +143,7 @@ def test_a_config_file_is_verified(tmp_path, monkeypatch, capsys):
     ]
     code, output, errors = verified(*arguments, "--model.loss=sum", capsys=capsys)
     assert 0 == code, errors
-    assert output.startswith("EQUAL: every step is that of one process.")
+    assert output.startswith("EQUAL: every step matches one process.")
     assert b"\x89PNG" == (tmp_path / "report.png").read_bytes()[:4]
 
 
