@@ -24,6 +24,7 @@ from structure import MODULES, sizes
 import lightning_gradavg
 from lightning_gradavg import GradAvgStrategy, Place
 from lightning_gradavg.rules import RULES
+from lightning_gradavg.verify.report import CAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))]
@@ -174,8 +175,12 @@ def test_a_search_finds_its_page(site: Path) -> None:
 
 
 def test_pages_link_to_pages(site: Path) -> None:
-    """Links to files that are pages of the site lead to these pages; there are no downloads."""
-    first, examples = ((site / f"{page}.html").read_text("utf-8") for page in ("index", "examples"))
+    """Links lead to pages of the site and to other projects' types; there are no downloads."""
+    first, examples, api, causes = (
+        (site / f"{page}.html").read_text("utf-8") for page in ("index", "examples", "api", "causes")
+    )
+    assert 'href="https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module"' in api
+    assert all(f">{cause}<" in causes for cause in CAUSES)
     assert 'href="examples.html"' in first
     assert 'href="changelog.html"' in first
     assert "Why does the same script train another model" in examples

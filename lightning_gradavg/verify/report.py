@@ -247,7 +247,8 @@ class Report:
 def _headline(report: Report) -> str:
     first = report.first
     if first is not None:
-        return f"DIFFERENT, from step {first.step} on, in the {first.stage}: {CAUSES[first.cause].plain} ({first.cause})."
+        where = f"from step {first.step} on, in the {first.stage}"
+        return f"DIFFERENT, {where}: {CAUSES[first.cause].plain} ({first.cause})."
     if report.equal:
         return "EQUAL: every step matches one process."
     return "NOT SHOWN: no step differs from one process, but not everything could be compared."
