@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # Before verify starts a fork server, which knows no test modules, and of which a process has one.
     if "world" in fixtures:
         ensure_forkserver()
+    gc.freeze()  # what is imported stays: no collection needs to go through it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

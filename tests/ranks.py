@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import importlib
 import os
 import pickle
@@ -42,6 +43,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities import registry
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
@@ -56,6 +58,9 @@ __all__ = [
     "make_trainer",
     "rank_environment",
 ]
+
+# Each Trainer reads the metadata of every installed package in search of callbacks, as long as a short training takes.
+vars(registry)["entry_points"] = functools.cache(registry.entry_points)
 
 TESTS = Path(__file__).resolve().parent
 GLOO_TIMEOUT = timedelta(seconds=20)
