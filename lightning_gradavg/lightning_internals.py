@@ -78,7 +78,6 @@ PRIVATE: Mapping[str, str] = {
 
 NEWER: Mapping[str, Mapping[str, str]] = {
     "lightning>=2.6": {
-        "lightning.pytorch.strategies:DDPStrategy": "_pl_static_graph_delay_done",
         f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop": "_broadcast_sigterm_tensor",
         "lightning.pytorch.trainer.trainer:Trainer": "_signal_connector",
         f"{_CONNECTORS}.signal_connector:_SignalConnector": "_sigterm_notifier_fn _slurm_sigusr_handler_fn",
@@ -133,16 +132,6 @@ def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
     """Return the parameters that DDP reduces, in the order in which its messages count them."""
     parameters: list[nn.Parameter] = model._build_params_for_reducer()[0]
     return parameters
-
-
-def flushes_static_graph(strategy: Any) -> bool:
-    """Return whether Lightning (since 2.6) starts the reduction of a static graph's first manual backward."""
-    return hasattr(strategy, "_pl_static_graph_delay_done")
-
-
-def defers_reduction(strategy: Any) -> bool:
-    """Return whether Lightning's `post_backward` reduces the backward that runs now: see above."""
-    return not getattr(strategy, "_pl_static_graph_delay_done", True)
 
 
 def syncs_batch_norm(strategy: Any) -> bool:

@@ -60,11 +60,6 @@ class _ShardedReduction(Reduction):
         if self._of_shards is not None:
             self._of_shards.close()
 
-    @property
-    @override
-    def defers(self) -> bool:
-        return False
-
     @override
     def _stand_in(self, micro_batch: MicroBatch) -> Tensor:
         raise RuntimeError(
@@ -123,7 +118,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         super().__init__(
             data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout
         )
-        self._reduction = _ShardedReduction(rule, CommHook(None, None, None), on_weighed=lambda *_: None)
+        self._reduction = _ShardedReduction(rule, CommHook(None, None, None))
         self._batches = Batches()
         self._parts = self._reduction, self._batches
         self._plain = {"reduction": rule.name}

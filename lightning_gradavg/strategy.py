@@ -30,7 +30,6 @@ from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
 from lightning_gradavg.checkpoints import WholeCheckpoints, require_whole
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
-from lightning_gradavg.faults.nonfinite import NonFinite
 from lightning_gradavg.faults.part import Faults
 from lightning_gradavg.fingerprint import combined, state_digests
 from lightning_gradavg.launch import plain, require_launch
@@ -45,7 +44,6 @@ from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.gather import require_allowed
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.reduction.weigh import WeighedLoss
 from lightning_gradavg.replicas.part import replicas_of
 from lightning_gradavg.replicas.pieces import Step
 from lightning_gradavg.report.part import Reports
@@ -180,18 +178,19 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         super().__init__(**{name: given[name] for name in _OF_DDP_STRATEGY}, **ddp_options)
         self._ddp_kwargs = options_of_ddp(ddp_options)
         self._options, self._plain, self._log_hyperparams = options, plain(given), log_hyperparams
-        judge = None if nonfinite == "propagate" else NonFinite(nonfinite, rank_zero_info)
-        hook = CommHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
-        self._reports = Reports(options.rule, crosses_ranks=options.replicated)
+        self._reports = Reports(options.rule, crosses_ranks=options.replicated, facts=self._facts_of_step)
+        static = bool(ddp_options.get("static_graph"))
+        self._replicas = (AlignedReplicas if reproducible else replicas_of)(options, static_graph=static)
         replicas = num_replicas or 1
-        reduction_of = partial(TreeReduction, replicas=replicas) if reproducible else Reduction
-        self._reduction = reduction_of(
-            options.rule, hook, on_weighed=self._reports.weighed, judge=judge, in_pieces=options.in_pieces
+        self._reduction = (partial(TreeReduction, replicas=replicas) if reproducible else Reduction)(
+            options.rule,
+            CommHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper),
+            nonfinite=nonfinite,
+            in_pieces=options.in_pieces,
+            on_reduced=self._replicas.end_step if options.replicated else None,
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()
         self._rates = rates_of(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
-        static = bool(ddp_options.get("static_graph"))
-        self._replicas = (AlignedReplicas if reproducible else replicas_of)(options, static_graph=static)
         self._arithmetic = FixedArithmetic(replicas) if reproducible else Arithmetic()
         self._evaluation = ExactEvaluation() if options.exact_evaluation else Evaluation()
         # Without replicas DDP's next forward makes buffers equal: after a step they may differ.
@@ -417,7 +416,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
         assert self.lightning_module is not None
         automatic = self.lightning_module.automatic_optimization
-        self._reports.begin_step()
+        self._reduction.observer = self._reports.begin_step(self._reduction.window)
         step = Step(forward, self._backward_within_step, self._reduction, self._batches)
         try:
             with self._rates.training_step():
@@ -437,35 +436,16 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     def _backward_within_step(self) -> None:
         """Run the backward of a piece that is not the last of its step. Hooks see the last one only."""
-        (loss,) = self._reduction.take()
-        precision, module = self.precision_plugin, self.lightning_module
+        loss, precision, module = self._reduction.pending, self.precision_plugin, self.lightning_module
+        assert loss is not None
         assert module is not None
         root = loss.value / module.trainer.accumulate_grad_batches
         scaler = getattr(precision, "scaler", None)
         root = root if scaler is None else scaler.scale(root)
-        self._backward_of(loss, lambda: precision.backward(root, module, None), final=False)
+        self._reduction.backward(lambda: precision.backward(root, module, None), final=False)
 
-    @override
-    def _backward_of(self, loss: WeighedLoss, run: Callable[[], None], *, final: bool = True) -> None:
-        with self._reports.backward(loss, last=self._reduction.ends_window(final=final)):
-            super()._backward_of(loss, run, final=final)
-
-    @override
-    def _end_backward(self) -> None:
-        self._reduction.reduce()
-        if self._reduction.manual is None:
-            self._replicas.end_step()
-        if self._reduction.skipped:
-            self._reports.postpone()
-        if self._reports.measures:
-            scaler = getattr(self.precision_plugin, "scaler", None)
-            loss_scale = float(scaler.get_scale()) if scaler is not None else 1.0
-            rates = self._rates.learning_rates()
-            self._reports.end_window(
-                self._reduction.window, learning_rates=rates, lr_scale=self.lr_scale, loss_scale=loss_scale
-            )
-        # It adds gradients from before the window, which are no part of the report.
-        self._reduction.end_window()
+    def _facts_of_step(self) -> dict[str, Any]:
+        return {"learning_rates": self._rates.learning_rates(), "lr_scale": self.lr_scale}
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,6 @@ from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.gather import losses_weighed
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.reduction.weigh import WeighedLoss
 
 __all__ = ["WeighedTraining"]
 
@@ -104,15 +103,19 @@ class WeighedTraining(EndsProcessGroup, ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         arguments = *args, *kwargs.values()
         self._reduction.begin_step(next(iter(arguments), None), self._batches.missing)
-        with self._batches.stepping(), losses_weighed():
-            output: STEP_OUTPUT = self._run_step(super().training_step, *arguments)
+        self._batches.stepping = True
+        try:
+            with losses_weighed():
+                output: STEP_OUTPUT = self._run_step(super().training_step, *arguments)
+        finally:
+            self._batches.stepping = False
         return output
 
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
         """Return the output of a step, in automatic optimization with one loss to run the backward from."""
         with self._batches.training_step():
             output = forward(*arguments)
-        return output if self._reduction.manual is not None else self._reduction.read(output, self._samples)
+        return self._reduction.read(output, self._samples)
 
     @property
     def _samples(self) -> float | None:
@@ -137,32 +140,17 @@ class WeighedTraining(EndsProcessGroup, ParallelStrategy):
         self, closure_loss: Any, optimizer: Optimizer | None, *args: Any, weight: Any = None, **kwargs: Any
     ) -> Tensor:
         """Run the backward of a step's loss; at the end of a window, finish its gradients."""
-        module, precision, manual = self.lightning_module, self.precision_plugin, self._reduction.manual is not None
+        module, precision, reduction = self.lightning_module, self.precision_plugin, self._reduction
         assert module is not None
-        if manual:
-            closure_loss = self._reduction.add(closure_loss, weight, self._samples).value
-        (loss,) = self._reduction.take()
+        if reduction.manual is not None:
+            closure_loss = reduction.add(closure_loss, weight, self._samples).value
         self.pre_backward(closure_loss)
         root = precision.pre_backward(closure_loss, module)
-        self._backward_of(loss, lambda: precision.backward(root, module, optimizer, *args, **kwargs))
-        # The first backward of a static graph in manual optimization is reduced in post_backward.
-        deferred = manual and self._reduction.defers
-        if not deferred:
-            self._end_backward()
+        reduction.backward(lambda: precision.backward(root, module, optimizer, *args, **kwargs))
+        reduction.finish()
         closed: Tensor = precision.post_backward(root, module)
         self.post_backward(closed)
-        if deferred:
-            self._end_backward()
         return closed
-
-    def _backward_of(self, loss: WeighedLoss, run: Callable[[], None], *, final: bool = True) -> None:
-        """Run the backward of one of a step's losses."""
-        self._reduction.backward(loss, run, final=final)
-
-    def _end_backward(self) -> None:
-        """Finish the gradients of a micro-batch, once they are there."""
-        self._reduction.reduce()
-        self._reduction.end_window()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

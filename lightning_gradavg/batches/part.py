@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,9 +43,10 @@ class Batches(Part):
 
     Attributes:
         joins: Whether some ranks may have fewer batches than others.
+        stepping: Whether a training step runs.
     """
 
-    joins = _steps = False
+    joins = stepping = False
     _loop: TrainingLoop | None = None
 
     def setup(self, run: Run) -> None:
@@ -80,21 +81,12 @@ class Batches(Part):
     @property
     def having(self) -> int | None:
         """Within a training step whose samples count on some ranks only, the number of those; None else."""
-        return self._ranks if self._steps and 0 < self._ranks < self.run.world.size else None
+        return self._ranks if self.stepping and 0 < self._ranks < self.run.world.size else None
 
     def counted(self, value: Any) -> Any:
         """Return what this rank adds to a sum over those ranks."""
         chunk = self.chunk
         return torch.zeros_like(value) if chunk is not None and chunk.stand_in else value
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Run a training step inside."""
-        self._steps = True
-        try:
-            yield
-        finally:
-            self._steps = False
 
     def process_dataloader(self, loader: Any) -> Any:
         """Return the loader, which ends on all ranks at once. A collective operation."""

@@ -14,18 +14,11 @@ from lightning_gradavg.lightning_internals import scale_each, stored, version_of
 from lightning_gradavg.place import Place
 from lightning_gradavg.reduction.sums import as_real
 from lightning_gradavg.reduction.weigh import WeighedLoss, gradients_discarded, nan_stopped
-from lightning_gradavg.reduction.weights import WHOLE_LOSS
-from lightning_gradavg.reduction.window import Totals, Window
+from lightning_gradavg.reduction.window import Window
 from lightning_gradavg.rules import share_of
 
 __all__ = ["Accumulation"]
 
-_NAMED = (
-    "named loss terms need the global weight of each before their backward, and a window of several micro-batches knows"
-    " it after its last one. Do not accumulate; or return one loss under reduction='mean', with each term's sum divided"
-    " by its count over all ranks, as DETR does: `count = self.trainer.strategy.reduce(count, reduce_op='sum')`,"
-    " `loss = world_size * (cls_sum / cls_count + box_sum / box_count)`"
-)
 _OTHERS = (
     "it trains other parameters than the micro-batches before it, which were not reduced yet:"
     " reduce the window of one optimizer before the backward of another"
@@ -40,7 +33,6 @@ class Accumulation:
         parameters: The parameters that it trains.
         owned_by_user: Whether gradients may be there before the window, and may be changed within it, as in manual
             optimization.
-        in_pieces: Whether some ranks may run several backwards in a step, and others one.
         apart: Those of the parameters that no rank shares.
         leaves: What autograd accumulates into where the engine shards the parameters. It waits for the gradients of all
             ranks, so a gradient that does not count is 0 instead of undefined.
@@ -55,20 +47,19 @@ class Accumulation:
         parameters: Sequence[nn.Parameter],
         *,
         owned_by_user: bool,
-        in_pieces: bool = False,
         apart: Sequence[nn.Parameter] = (),
         leaves: Sequence[nn.Parameter] | None = None,
     ) -> None:
         self.window, self.parameters = window, list(parameters)
         self._leaves = self.parameters if leaves is None else leaves
         self._stopped = None if leaves is None else 0.0
-        self._owned_by_user, self._in_pieces = owned_by_user, in_pieces
+        self._owned_by_user = owned_by_user
         self._apart = {id(parameter): parameter for parameter in apart}
         self._before: list[Tensor | None] = []  # gradients that the window found
         self._left: list[tuple[Tensor | None, int]] = []  # gradients that it left to the user, and their versions
         self._trained: list[bool] = []
         self._carried: list[Any] = []
-        self._last = self._alone = False
+        self._last = False
         self._of_pieces: list[Tensor | None] = []
         self.pieces = 0
 
@@ -141,28 +132,12 @@ class Accumulation:
         if self._owned_by_user and window.micro_batches and self._cleared():
             self._before = []
             window.reset()
-        begins, named = not window.micro_batches, tuple(micro_batch.weights) != (WHOLE_LOSS,)
-        # All ranks must go the same way.
-        differing = self._in_pieces if named else window.afterwards
-        alone = last and begins and window.rule.uses_weight and not differing
-        if begins:
+        if not window.micro_batches:
             self._begin(aside=not last or window.afterwards or window.loss_divisor != 1)
         elif self._owned_by_user and self._trained != [parameter.requires_grad for parameter in self.parameters]:
             micro_batch = replace(micro_batch, problem=_OTHERS)
-        if named and not alone:
-            raise ValueError(_NAMED)
-        if named or not alone or masks is None:
-            # A bucket holds all terms, so a term of weight 0 is stopped at its loss.
-            micro_batch = micro_batch.read()
-        window.add(micro_batch, missed=missed)
-        if begins and not alone and not self._in_pieces:
-            window.agree_on_lift(micro_batch)
-        if last:
-            window.exchange()
-        self._last, self._alone = last, alone
-        if alone:
-            self._totals = window.totals()
-        carried = window.alone(self._totals) if alone else window.held()
+        carried = window.carry(micro_batch, last=last, missed=missed, unread=masks is not None)
+        self._last, micro_batch = last, window.micro_batches[-1]
         if loss.coefficients:
             loss.coefficients[:] = [self._stopped if value is None else value for value in carried]
         self._carried += carried
@@ -198,25 +173,20 @@ class Accumulation:
     def _holds_any(self, gradients: Sequence[Tensor]) -> bool:
         return any(bool(stored(gradient).any()) for gradient in gradients)
 
-    def reduce(self) -> Totals | None:
-        """Finish the gradients where the backward that has been ended the window.
-
-        Returns:
-            What all ranks know of the window, or None within one.
-        """
+    def reduce(self) -> bool:
+        """Finish the gradients where the backward that has been ended the window; return whether it did."""
         if not self._last:
             if self._owned_by_user:
                 self._left = [(p.grad, 0 if p.grad is None else version_of(p.grad)) for p in self.parameters]
-            return None
-        if not self._alone:
-            self._totals = self.window.totals()
-            factor = self.window.after(self._totals)
+            return False
+        if not self.window.is_alone:
+            factor = self.window.after(self.window.totals())
             if isinstance(factor, Tensor) or factor != 1:
                 shared = (p for p in self.parameters if p.requires_grad and id(p) not in self._apart)
                 self._scale([p.grad for p in shared if p.grad is not None], factor)
         if self._apart:
             self._of_rank_alone([parameter for parameter in self._apart.values() if parameter.requires_grad])
-        return self._totals
+        return True
 
     def _scale(self, gradients: Sequence[Tensor], factor: Any) -> None:
         scale_each([as_real(stored(gradient)) for gradient in gradients], factor)

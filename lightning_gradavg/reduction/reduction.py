@@ -4,52 +4,37 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import lightning
 import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_gradavg.lightning_internals import (
-    defers_reduction,
-    flushes_static_graph,
-    reduced_parameters,
-    stored,
-)
+from lightning_gradavg.lightning_internals import reduced_parameters, stored
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.accumulation import Accumulation
 from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.manual import ManualSteps
+from lightning_gradavg.reduction.nonfinite import NonFinite
 from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights, zero_loss
-from lightning_gradavg.reduction.weights import (
-    WHOLE_LOSS,
-    MicroBatch,
-    Weights,
-    loss_terms,
-    misspelt_weight,
-)
-from lightning_gradavg.reduction.window import Totals, Window
+from lightning_gradavg.reduction.weights import WHOLE_LOSS, MicroBatch, Weights, loss_terms, misspelt_weight
+from lightning_gradavg.reduction.window import Window
 from lightning_gradavg.rules import RULES, Rule
 
-__all__ = ["Judge", "Reduction"]
+__all__ = ["Observer", "Reduction"]
 
 
-class Judge(Protocol):
-    """Decides with all ranks whether a step is left out: `lightning_gradavg.faults.nonfinite`."""
+class Observer(Protocol):
+    """Looks at an optimizer step: `lightning_gradavg.report.part`, where the methods are documented."""
 
-    policy: str
-
-    def reset(self) -> None: ...  # noqa: D102  # documented there, as all that follows
-    def note(self, loss: Tensor | None) -> None: ...  # noqa: D102
-    def problem(self) -> str | None: ...  # noqa: D102
-    def skips(  # noqa: D102
-        self, totals: Totals, problem: str | None, gradients: Iterable[tuple[str, Tensor]], run: Run
-    ) -> bool: ...
+    def weighed(self, loss: Any, weighed: WeighedLoss, samples: float | None, batch: Any) -> None: ...  # noqa: D102
+    def backward(self, loss: WeighedLoss, *, last: bool) -> AbstractContextManager[None]: ...  # noqa: D102
+    def reduced(self, window: Window, *, skipped: bool) -> None: ...  # noqa: D102
 
 
 class Reduction(Part):
@@ -58,15 +43,15 @@ class Reduction(Part):
     Args:
         rule: The reduction rule.
         hook: The user's communication hook, its state and its wrapper.
-        on_weighed: Called with each loss, its weighed form, its samples if they are known, and its batch.
-        judge: Decides about steps that are not finite; None to take them.
+        nonfinite: What becomes of steps that are not finite, as of `GradAvgStrategy`.
         in_pieces: Returns whether some of so many ranks may run several backwards in a step.
+        on_reduced: Called when the gradients of an automatic step are there.
 
     Attributes:
-        batch: That of the training step under way.
         window: The window under way.
-        skipped: Whether the step of the last window is left out.
+        pending: The loss whose backward comes next.
         manual: What is told of the steps of a manual loop; None in automatic optimization.
+        observer: Looks at the step under way, if any does.
     """
 
     def __init__(
@@ -74,13 +59,14 @@ class Reduction(Part):
         rule: Rule,
         hook: CommHook,
         *,
-        on_weighed: Callable[..., None],
-        judge: Judge | None = None,
+        nonfinite: str = "propagate",
         in_pieces: Callable[[int], bool] = lambda _: False,
+        on_reduced: Callable[[], None] | None = None,
     ) -> None:
-        self.rule, self._hook, self._on_weighed, self._judge, self._in_pieces = rule, hook, on_weighed, judge, in_pieces
+        self.rule, self._hook, self._in_pieces, self._on_reduced = rule, hook, in_pieces, on_reduced
+        self._judge = None if nonfinite == "propagate" else NonFinite(nonfinite, rank_zero_info)
         self._is_mean = rule == RULES["mean"]
-        self.is_stock = self._is_mean and judge is None
+        self.is_stock = self._is_mean and self._judge is None
         self._warned: set[str] = set()
 
     def setup(self, run: Run) -> None:
@@ -89,11 +75,11 @@ class Reduction(Part):
         giver = "training_step returned" if run.module.automatic_optimization else "manual_backward was given"
         self._weights = Weights(self.rule, run.device, giver, self.warn, self._tell_once)
         self.look_at = self._weights.look_at
-        self.batch: Any = None
+        self._batch: Any = None
         self.manual: ManualSteps | None = None
-        self.skipped = False
+        self.observer: Observer | None = None
+        self.pending: WeighedLoss | None = None
         self._told: set[str] = set()
-        self._pending: list[WeighedLoss] = []
         self._terms: tuple[str, ...] = (WHOLE_LOSS,)
         self._explicit = self._holding = self._lost = self._pieces = False
         self._missing = 0
@@ -125,25 +111,26 @@ class Reduction(Part):
         half = any(one.dtype == torch.float16 and one.requires_grad for one in self._parameters)
         compares = self._judge is not None or (manual and not self._is_mean)
         afterwards = manual or self._pieces or half
-        self.window = Window(self.rule, run.places, world, run.device, compares=compares, afterwards=afterwards)
-        self._accumulation = Accumulation(
-            self.window, self._parameters, owned_by_user=manual, in_pieces=self._pieces, apart=apart
+        self.window = Window(
+            *(self.rule, run.places, world, run.device),
+            compares=compares,
+            afterwards=afterwards,
+            in_pieces=self._pieces,
         )
+        self._accumulation = Accumulation(self.window, self._parameters, owned_by_user=manual, apart=apart)
         self._hook.register(run, self.rule)
 
     def _refuse(self, run: Run, *, manual: bool) -> None:
         """Raise a ValueError about the first of what cannot be served, which says what to do instead."""
         option = f"nonfinite={self._judge.policy!r}" if self._judge is not None else ""
         scaled = getattr(run.trainer.precision_plugin, "scaler", None) is not None
-        unflushed = run.ddp.static_graph and not flushes_static_graph(run.trainer.strategy)
         refusals = {
             f"{option} judges a step before it is taken, which in manual optimization is yours to take: look at the"
             " gradients after manual_backward, which are the same on all ranks, or leave it out.": option and manual,
             f"{option} with precision={run.trainer.precision!r}, whose loss scaler has all ranks leave out a step with"
             " a gradient that is not finite. Leave it out, or use another precision.": option and scaled,
-            "static_graph=True with manual optimization needs a lightning that starts the reduction of the first"
-            f" backward, as 2.6 does; in lightning {lightning.__version__} it would not be reduced."
-            " Leave static_graph out, or use a newer lightning.": manual and unflushed,
+            "static_graph=True cannot serve manual optimization, whose first backward DDP would not reduce. Leave"
+            " static_graph out.": run.ddp.static_graph and manual,
         }
         for text in (text for text, refused in refusals.items() if refused):
             raise ValueError(text)
@@ -164,7 +151,7 @@ class Reduction(Part):
         Raises:
             RuntimeError: On all ranks, if the rule counts ranks.
         """
-        self.batch, self._pending, self._missing = batch, [], missing
+        self._batch, self.pending, self._missing = batch, None, missing
         self._accumulation.begin_step()
         if self.manual is not None:
             self.manual.begin_batch()
@@ -178,7 +165,12 @@ class Reduction(Part):
             )
 
     def read(self, output: Any, samples: float | None) -> Any:
-        """Return a training step's output with a weighed loss; `samples` as of `Weights.read`."""
+        """Return a training step's output with a weighed loss; `samples` as of `Weights.read`.
+
+        In manual optimization it has no loss that Lightning takes.
+        """
+        if self.manual is not None:
+            return output
         named = output if isinstance(output, Mapping) else {"loss": output}
         loss, weight = named.get("loss"), named.get("weight")
         if loss is None:
@@ -191,13 +183,14 @@ class Reduction(Part):
     def add(self, loss: Any, weight: Any, samples: float | None, problem: str | None = None) -> WeighedLoss:
         """Return a loss, or terms by name, weighed by the backward that runs next; arguments as of `Weights.read`."""
         terms = loss_terms(loss)
-        micro_batch = self._weights.read(terms, weight, self.batch, samples, problem)
+        micro_batch = self._weights.read(terms, weight, self._batch, samples, problem)
         if micro_batch.is_zero:
             terms = self._without_weight(terms, micro_batch)
         plain = self.window.carries_nothing and not micro_batch.absent
         weighed = WeighedLoss.of(terms, micro_batch, plain=plain, sparse=self._sparse)
-        self._on_weighed(loss, weighed, samples, self.batch)
-        self._pending.append(weighed)
+        if self.observer is not None:
+            self.observer.weighed(loss, weighed, samples, self._batch)
+        self.pending = weighed
         self._terms, self._explicit = tuple(micro_batch.weights), micro_batch.explicit
         if self._judge is not None and not micro_batch.absent:
             self._judge.note(weighed.value)
@@ -212,7 +205,7 @@ class Reduction(Part):
                 everywhere=True,
             )
         if not any(term.requires_grad for term in terms.values()):
-            terms = dict.fromkeys(terms, self._zero_loss(self._parameters))
+            terms = dict.fromkeys(terms, zero_loss(self._parameters, self.sparse))
             prepare_for_backward(self.run.ddp, terms)
         return terms
 
@@ -245,7 +238,7 @@ class Reduction(Part):
         """
         if self._judge is None or self.run.world.size == 1:
             return output
-        mine = any(each.micro_batch.without_loss for each in self._pending)
+        mine = self.pending is not None and self.pending.micro_batch.without_loss
         lost, explicit = map(max, zip(*self.run.world.gather_integers([mine, self._explicit]), strict=True))
         if not lost:
             return output
@@ -258,48 +251,40 @@ class Reduction(Part):
 
     def _stand_in(self, micro_batch: MicroBatch) -> Tensor:
         """Return the loss of a micro-batch that has none, and add nothing to any gradient."""
-        zero = self._zero_loss(self._parameters)
+        zero = zero_loss(self._parameters, self.sparse)
         prepare_for_backward(self.run.ddp, zero)
-        self._pending = [WeighedLoss(zero, micro_batch)]
+        self.pending = WeighedLoss(zero, micro_batch)
         return zero
-
-    def _zero_loss(self, parameters: Sequence[Tensor]) -> Tensor:
-        return zero_loss(parameters, self.sparse)
 
     def agree_on_lift(self) -> None:
         """Agree on what the losses of a step in pieces carry, after its first forward. A collective operation."""
         if self._pieces and self._begins_window:
-            self.window.agree_on_lift(self._pending[0].micro_batch.read() if self._pending else None)
+            self.window.agree_on_lift(None if self.pending is None else self.pending.micro_batch.read())
 
     @property
     def _begins_window(self) -> bool:
         index: int = self.run.trainer.fit_loop.epoch_loop.batch_idx
         return index % self._expected == 0
 
-    def take(self) -> list[WeighedLoss]:
-        """Return the losses whose backward runs now."""
-        pending, self._pending = self._pending, []
-        return pending
+    def backward(self, run: Callable[[], None], *, final: bool = True) -> None:
+        """Call `run`, which runs the backward of the pending loss: the final one of its step, or one before zero_grad.
 
-    @property
-    def defers(self) -> bool:
-        """Whether the backward that runs now is reduced after it, in Lightning's `post_backward`."""
-        return self.run.ddp.static_graph and defers_reduction(self.run.trainer.strategy)
+        Without an accumulation window that goes on, it ends with the gradients reduced; call `finish` then.
+        """
+        loss, self.pending, last = self.pending, None, final and not self._holding
+        assert loss is not None
+        observed = nullcontext() if self.observer is None else self.observer.backward(loss, last=last)
+        with observed:
+            self._backward(loss, run, last=last, final=final)
 
-    def ends_window(self, *, final: bool) -> bool:
-        """Return whether the next backward, the final one of its step or not, is reduced."""
-        return final and not self._holding
-
-    def backward(self, loss: WeighedLoss, run: Callable[[], None], *, final: bool = True) -> None:
-        """Call `run`, which runs the backward of a loss: the final one of its step, or one before zero_grad."""
-        window, last = self.window, self.ends_window(final=final)
+    def _backward(self, loss: WeighedLoss, run: Callable[[], None], *, last: bool, final: bool) -> None:
+        window = self.window
         if self.manual is None:
             window.loss_divisor = self._expected
-            if self._accumulation.pieces == 0 and self._begins_window:
+            if window.micro_batches and self._accumulation.pieces == 0 and self._begins_window:
                 window.reset()
         else:
             window.loss_divisor = None if self._is_mean else 1.0
-        self.skipped = False
         if last and self._judge is not None:
             self._problem = self._judge.problem()
             window.bad = self._problem is not None
@@ -311,25 +296,33 @@ class Reduction(Part):
         if last and self.manual is not None:
             self.manual.note_reduction()
 
-    def reduce(self) -> None:
-        """Finish the gradients, once the backward that ends a window has been."""
-        totals = self._accumulation.reduce()
-        if totals is None:
-            return
+    def finish(self) -> None:
+        """Have the gradients be the reduced ones, once the backward that ends a window has been."""
+        skipped = self._reduce()
+        if self._on_reduced is not None and self.manual is None:
+            self._on_reduced()
+        if self.observer is not None:
+            # Gradients from before the window, which are added now, are no part of the report.
+            self.observer.reduced(self.window, skipped=skipped)
+        self._end_window()
+
+    def _reduce(self) -> bool:
+        """Finish the gradients of a window that ended; return whether its step is left out."""
+        if not self._accumulation.reduce():
+            return False
         if self._judge is not None:
             gradients = ((name, p.grad) for name, p in self.run.module.named_parameters() if p.grad is not None)
-            known = totals if self.run.device.type == "cpu" else self.window.check()
-            self.skipped = self._judge.skips(known, self._problem, gradients, self.run)
-        if self.skipped:
-            self._leave_out()
-            return
+            known = self.window.known if self.run.device.type == "cpu" else self.window.check()
+            if self._judge.skips(known, self._problem, gradients, self.run):
+                self._leave_out()
+                return True
         if self._frozen:
             self._reduce_apart()
         if self._lost:
             self._require_lost()
+        return False
 
-    def end_window(self) -> None:
-        """Add what was there before the window to what it reduced."""
+    def _end_window(self) -> None:
         self._accumulation.end()
 
     def _leave_out(self) -> None:

@@ -29,7 +29,7 @@ from lightning_gradavg.reduction.gather import weigh_losses_from_here
 from lightning_gradavg.reduction.reducer import GradAvgReducer
 from lightning_gradavg.reduction.weigh import WeighedLoss
 from lightning_gradavg.reduction.weights import MicroBatch, Weights
-from lightning_gradavg.reduction.window import Totals, Window
+from lightning_gradavg.reduction.window import Window
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class ShardedAccumulation(Accumulation):
         self._running = True
         super().start(loss, inside, **options)
 
-    def reduce(self) -> Totals | None:
+    def reduce(self) -> bool:
         """Finish the gradients after a backward."""
         self._running = False
         return super().reduce()

@@ -28,13 +28,19 @@ from torch import Tensor
 from lightning_gradavg.device import HostCopy, on_device, rows_of_ranks
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction.weights import ALWAYS_OR_NEVER, MOST_TERMS, MicroBatch
+from lightning_gradavg.reduction.weights import ALWAYS_OR_NEVER, MOST_TERMS, WHOLE_LOSS, MicroBatch
 from lightning_gradavg.rules import Rule, Share, share_of
 
 __all__ = ["Totals", "Window"]
 
 _NOTHING = Share(0.0, 0.0)
 _TOLERANCE = 1e-9
+_NAMED = (
+    "named loss terms need the global weight of each before their backward, and a window of several micro-batches knows"
+    " it after its last one. Do not accumulate; or return one loss under reduction='mean', with each term's sum divided"
+    " by its count over all ranks, as DETR does: `count = self.trainer.strategy.reduce(count, reduce_op='sum')`,"
+    " `loss = world_size * (cls_sum / cls_count + box_sum / box_count)`"
+)
 
 
 class Totals(NamedTuple):
@@ -111,8 +117,11 @@ class Window:
         afterwards: Whether no loss carries the whole factor of a window of one: the ranks' windows may have different
             lengths, so that no rank knows whether those of all are windows of one; or gradients are float16, in which a
             loss times W may overflow where the result does not.
+        in_pieces: Whether some ranks may run several backwards in a step, and others one.
 
     Attributes:
+        known: What all ranks know of the window, once it is exchanged.
+        is_alone: Whether its only micro-batch carries the whole factor.
         loss_divisor: What the training loop divides every loss of the window by; None for the window's length.
         missed: Pairs that a mean counts and no rank has, because some ranks are out of batches.
         bad: Whether a loss of this rank is not finite.
@@ -129,9 +138,11 @@ class Window:
         *,
         compares: bool = False,
         afterwards: bool = False,
+        in_pieces: bool = False,
     ) -> None:
         self.rule, self.places, self.world, self.device = rule, places, world, device
-        self.afterwards, self._exchanges = afterwards, rule.uses_weight or compares
+        self.afterwards, self._in_pieces = afterwards, in_pieces
+        self._exchanges = rule.uses_weight or compares
         self.loss_divisor: float | None = 1.0
         self.divided_by = 1.0
         self._place = places[world.rank]
@@ -143,6 +154,7 @@ class Window:
         self._summary: Tensor | None = None
         self._work: dist.Work | None = None
         self._unchecked: tuple[Window, HostCopy] | None = None
+        self.known, self.is_alone = _UNKNOWN, False
         self.reset()
 
     def reset(self) -> None:
@@ -150,6 +162,34 @@ class Window:
         self.micro_batches: list[MicroBatch] = []
         self._judged: list[tuple[dict[str, Share], str | None]] = []
         self.bad, self.missed, self._lift = False, 0, self._next_lift
+
+    def carry(self, micro_batch: MicroBatch, *, last: bool, missed: int = 0, unread: bool = False) -> list[Any]:
+        """Add the micro-batch whose backward begins; return what each of its terms carries, None for no gradient.
+
+        Args:
+            micro_batch: The micro-batch.
+            last: Whether the window ends with it. Then this is a collective operation.
+            missed: Ranks that have no such micro-batch.
+            unread: Whether its weights may stay on an accelerator.
+
+        Raises:
+            ValueError: If it does not fit into the window, or on all ranks, if that of some rank does not.
+        """
+        begins, named = not self.micro_batches, tuple(micro_batch.weights) != (WHOLE_LOSS,)
+        # All ranks must go the same way.
+        differing = self._in_pieces if named else self.afterwards
+        self.is_alone = begins and last and self.rule.uses_weight and not differing
+        if named and not self.is_alone:
+            raise ValueError(_NAMED)
+        if self.device.type != "cpu" and (named or not (self.is_alone and unread)):
+            # A bucket holds all terms, so a term of weight 0 is stopped at its loss.
+            micro_batch = micro_batch.read()
+        self.add(micro_batch, missed=missed)
+        if begins and not self.is_alone and not self._in_pieces:
+            self.agree_on_lift(micro_batch)
+        if last:
+            self.exchange()
+        return self.alone(self.totals()) if self.is_alone else self.held()
 
     def add(self, micro_batch: MicroBatch, *, missed: int = 0) -> None:
         """Append a micro-batch, which some ranks do not have."""
@@ -299,7 +339,9 @@ class Window:
                 (unread,) = shares  # alone in its window
             else:
                 sums[index] = float(sum(share.normalizer for share in shares))
-        summary = on_device(torch.frombuffer(array("d", [*header, *sums]), dtype=torch.float64), self.device)
+        summary = torch.frombuffer(array("d", [*header, *sums]), dtype=torch.float64)
+        if self.device.type != "cpu":
+            summary = on_device(summary, self.device)
         if unread is not None:
             numbers = torch.stack(unread)
             summary[_HEADER] = unread.normalizer
@@ -314,14 +356,15 @@ class Window:
                 window before it cannot.
         """
         self.check()
-        if self._summary is None:
-            return _UNKNOWN
+        self.known = _UNKNOWN
         if self._work is not None:
             self._work.wait()
-        if self.device.type == "cpu":
-            return self._checked(Totals.of(self._summary.view(-1, _HEADER + MOST_TERMS).sum(0).tolist()))
-        self._unchecked = copy.copy(self), HostCopy(self._summary)
-        return Totals.of(self._summary)
+        if self._summary is not None and self.device.type == "cpu":
+            self.known = self._checked(Totals.of(self._summary.view(-1, _HEADER + MOST_TERMS).sum(0).tolist()))
+        elif self._summary is not None:
+            self._unchecked = copy.copy(self), HostCopy(self._summary)
+            self.known = Totals.of(self._summary)
+        return self.known
 
     def check(self) -> Totals:
         """Raise what is wrong with the last window that was exchanged and not read; return its totals.

@@ -96,7 +96,7 @@ class ManyReplicas(Pieces):
             step_end = partial(self._run_step_end, self.run.module.training_step, step)
             with replaced(self.run.module, "training_step", step_end), self._log.collecting():
                 self._log.samples = chunk.samples
-                output = self._read(step, step.forward(batch, *args), self.weight(chunk))
+                output = step.reduction.read(step.forward(batch, *args), self.weight(chunk))
         if not self.run.module.automatic_optimization:
             self.end_step()
         return output

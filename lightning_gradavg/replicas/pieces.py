@@ -70,13 +70,10 @@ class Replicas(Part):
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Return the output of a training step, with one loss whose backward is to be run."""
+        samples = self.weight(step.batches.chunk)
         with step.batches.training_step():
             output = step.forward(batch, *args)
-        return self._read(step, output, self.weight(step.batches.chunk))
-
-    def _read(self, step: Step, output: Any, weight: float | None) -> Any:
-        """Return an output with one loss, which the reduction has read."""
-        return step.reduction.read(output, weight) if self.run.module.automatic_optimization else output
+        return step.reduction.read(output, samples)
 
     def end_step(self) -> None:
         """End a step whose gradients are there. A collective operation."""
@@ -112,7 +109,7 @@ class Pieces(Replicas):
                 with local, self._as_piece(piece, batches):
                     with self._agreeing(step.reduction) if index == 1 else nullcontext(), refusing():
                         output = step.forward(piece.batch, *args)
-                        outputs.append(self._read(step, output, piece.samples))
+                        outputs.append(step.reduction.read(output, piece.samples))
                     if not last:
                         _require_loss(outputs[-1])
                         step.backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,19 +43,19 @@ class Reports(Part):
     Args:
         rule: The reduction rule.
         crosses_ranks: Whether gradients of one rank's loss reach another within the backward.
+        facts: Returns what else a report holds of the step under way: `learning_rates` and `lr_scale`.
     """
 
-    def __init__(self, rule: Rule, *, crosses_ranks: bool) -> None:
-        self._rule, self._crosses_ranks = rule, crosses_ranks
+    def __init__(self, rule: Rule, *, crosses_ranks: bool, facts: Callable[[], Mapping[str, Any]]) -> None:
+        self._rule, self._crosses_ranks, self._facts = rule, crosses_ranks, facts
         self._asked = False
         self._observation: _Observation | None = None
-        self._within_window = False
         self._report: StepReport | None = None
 
     def setup(self, run: Run) -> None:
         """Forget a step that was not finished."""
         super().setup(run)
-        self._observation, self._within_window = None, False
+        self._observation = None
 
     def observe_next_step(self) -> None:
         """Observe the step whose window begins next."""
@@ -79,14 +79,11 @@ class Reports(Part):
             )
         return self._report
 
-    def begin_step(self) -> None:
-        """Begin to observe where that is asked for."""
-        if self._asked and not self._within_window and self.run.model is not None:
+    def begin_step(self, window: Window) -> Reports | None:
+        """Begin to observe where that is asked for; return what looks at the step, if any does."""
+        if self._asked and window.length == 0:
             self._observation, self._asked = _Observation(), False
-
-    def postpone(self) -> None:
-        """Observe the next step instead of one that is left out."""
-        self._asked, self._observation = self.observing, None
+        return self if self._observation is not None else None
 
     def weighed(self, loss: Any, weighed: WeighedLoss, samples: float | None, batch: Any) -> None:
         """Note a loss as the user returned it, its weighed form, and its samples if known, else its batch."""
@@ -110,7 +107,7 @@ class Reports(Part):
     @contextmanager
     def backward(self, loss: WeighedLoss, *, last: bool) -> Iterator[None]:
         """Surround the backward of a loss, the last one of its window or not."""
-        observation, self._within_window = self._observation, not last
+        observation = self._observation
         if observation is None:
             yield
             return
@@ -130,22 +127,16 @@ class Reports(Part):
     def _parameters(self) -> Sequence[nn.Parameter]:
         return [parameter for parameter in self.run.ddp.parameters() if parameter.requires_grad]
 
-    @property
-    def measures(self) -> bool:
-        """Whether a step is observed whose last backward has been."""
-        return self._observation is not None and self._observation.local is not None
-
-    def end_window(self, window: Window, *, loss_scale: float, **facts: Any) -> None:
-        """Report the step, once its gradients are reduced. A collective operation if observed.
-
-        Args:
-            window: The window.
-            loss_scale: What the losses were multiplied by for half precision.
-            facts: `learning_rates` and `lr_scale`.
-        """
-        observation, self._observation = self._observation, None
+    def reduced(self, window: Window, *, skipped: bool) -> None:
+        """Report the step, once the gradients of its window are reduced, or the next one. A collective operation."""
+        observation = self._observation
         if observation is None or observation.local is None:
             return
+        self._observation, self._asked = None, self._asked or skipped
+        if skipped:
+            return
+        scaler = getattr(self.run.trainer.precision_plugin, "scaler", None)
+        loss_scale = float(scaler.get_scale()) if scaler is not None else 1.0
         device, seen = self.run.device, observation.micro_batches[-window.length :]
         if window.loss_divisor is None:
             seen = [
@@ -156,4 +147,5 @@ class Reports(Part):
         own = float(observation.local.squared_norm(device)) / loss_scale**2
         measured = measure_rank(window, seen, divisor=float(window.divided_by), squared_norm=own)
         ranks = window.world.gather_objects(measured)
-        self._report = StepReport.of(self._rule, window.terms, ranks, total, step=self.run.trainer.global_step, **facts)
+        step, facts = self.run.trainer.global_step, self._facts()
+        self._report = StepReport.of(self._rule, window.terms, ranks, total, step=step, **facts)

@@ -82,14 +82,14 @@ class TreeReduction(Reduction):
         super().begin_step(batch, missing)
         self._position = 0
 
-    def backward(self, loss: WeighedLoss, run: Callable[[], None], *, final: bool = True) -> None:
+    def _backward(self, loss: WeighedLoss, run: Callable[[], None], *, last: bool, final: bool) -> None:  # noqa: ARG002  # as above
         """Run the backward of the rank's next replica, and keep its gradients apart."""
         window, replica = self.window, self._held[self._position]
         window.loss_divisor = self._expected
         if self._position == 0 and self._begins_window:
             self._forget()
         self._position += 1
-        self._ends = self.ends_window(final=final)
+        self._ends = last
         if tuple(loss.micro_batch.weights) != (WHOLE_LOSS,):
             raise ValueError(
                 f"reproducible=True serves one weight for the whole loss, got one for each of"
@@ -126,10 +126,10 @@ class TreeReduction(Reduction):
         for index, parameter in enumerate(self._parameters):
             parameter.grad = None if gradients is None else gradients[index]
 
-    def reduce(self) -> None:
+    def _reduce(self) -> bool:
         """Have the gradients be the reduced ones, once the backward that ends a window has been."""
         if not self._ends:
-            return
+            return False
         self.window.totals()
         # The loader batch at the end of the window may have no samples of these.
         for replica in self._held[self._position :]:
@@ -154,8 +154,9 @@ class TreeReduction(Reduction):
                 parameter.grad = kept if gradient is None else gradient.add_(kept)
         if self._lost:
             self._require_lost()
+        return False
 
-    def end_window(self) -> None:
+    def _end_window(self) -> None:
         """Begin the next window after one that was reduced."""
         if self._ends:
             self._forget()
