@@ -173,7 +173,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             base_batch_size=base_batch_size,
             base_world_size=base_world_size,
             lr_warmup_steps=lr_warmup_steps,
-            equivalent_to=options.preset.name if options.preset is not None else None,
+            equivalent_to=options.preset,
         )
         super().__init__(**{name: given[name] for name in _OF_DDP_STRATEGY}, **ddp_options)
         self._ddp_kwargs = options_of_ddp(ddp_options)
@@ -213,11 +213,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         # Command lines give every option.
         given = {name: value for name, value in self._given.items() if value != defaults.get(name, value)}
         given |= self._ddp_kwargs
-        call = f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
-        caller = inspect.currentframe().f_back  # type: ignore[union-attr]  # of CPython
-        of = caller.f_globals.get("__name__", "") if caller is not None else ""
-        # Which quote it only to refuse it.
-        return call + _ELSEWHERE if of.startswith(("lightning.fabric.", "pytorch_lightning.")) else call
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @classmethod
     @override
@@ -276,7 +272,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             accumulation=self._batches.accumulation,
             replicas=self._shaping_replicas,
             replicated=options.replicated,
-            equivalent_to=options.preset.name if options.preset is not None else None,
+            equivalent_to=options.preset,
             scales_rates=self._rates.recipe.scales,
             samples=self._replicas.weight(self._batches.chunk),
         )
@@ -548,12 +544,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 _OF_DDP_STRATEGY = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
     *("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "process_group_backend", "timeout", "start_method"),
-)
-
-_ELSEWHERE = (
-    " [a strategy for lightning.pytorch.Trainer, of the package `lightning`: neither pytorch_lightning.Trainer, of the"
-    " package `pytorch-lightning`, nor Fabric can use it. Fabric takes lightning_gradavg.fabric.GradAvgStrategy; in a"
-    " loop of your own call lightning_gradavg.average_gradients]"
 )
 
 _NAMES: dict[str, dict[str, Any]] = {

@@ -184,7 +184,7 @@ def observed_norm() -> float:
     ("options", "said"),
     [
         ({"nonfinite": "drop_rank"}, "'drop_rank' is not one of 'propagate', 'raise', 'skip_step'"),
-        ({"reproducible": True, "num_replicas": 2, "nonfinite": "skip_step"}, "leave one of them"),
+        ({"reproducible": True, "num_replicas": 2, "nonfinite": "skip_step"}, "Leave one of them"),
     ],
 )
 def test_what_is_refused(options, said):

@@ -70,7 +70,7 @@ def require_none(run: Run, options: Options, *, static_graph: bool) -> None:
         *(_found(one_device if options.one_device else data_parallel) if preset is not None else ()),
     ]
     if found:
-        asked = f"equivalent_to={preset.name!r}" if preset is not None else cut
+        asked = f"equivalent_to={preset!r}" if preset is not None else cut
         raise ValueError(f"{asked} cannot hold:\n  " + "\n  ".join(found))
 
 

@@ -189,7 +189,7 @@ class ManyReplicas(Pieces):
         replicas = self.num_replicas(world_size)
         idle = world_size - -(-replicas // -(-replicas // world_size))
         without = f" ({idle} of {world_size} ranks without one)" if idle else ""
-        reference = f"; equivalent to {preset.name}" if preset is not None else ""
+        reference = f"; equivalent to {preset}" if preset is not None else ""
         return f"{reference}; {replicas} replicas{without}{self._describe_gathering()}"
 
     def _describe_gathering(self) -> str:
