@@ -28,19 +28,16 @@ def refuse(name: str, value: object, refusals: Refusals) -> None:
             raise ValueError(f"{name} {reason.format(value)}")
 
 
-_WORDS: dict[Any, tuple[str, ...]] = {
-    bool: ("True", "False"),
-    int: ("an integer",),
-    float: ("a number",),
-    str: ("a string",),
-    timedelta: ("a datetime.timedelta",),
-    Callable: ("a function",),
-    type(None): ("None",),
+_WORDS: dict[Any, str] = {
+    bool: "True, False",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    timedelta: "a datetime.timedelta",
+    Callable: "a function",
+    type(None): "None",
 }
-
-
 _SET = ("self", "module", "device_ids")  # by the strategy
-_TYPED: dict[str, Any] = {"bucket_cap_mb": float | None}  # by its documentation alone
 
 
 def by_keyword(constructor: _F) -> _F:
@@ -50,49 +47,59 @@ def by_keyword(constructor: _F) -> _F:
     string `"false"` is true, and `True` is the number 1. The signature stays, for command lines made of it. `_given`
     holds what was given.
     """
-    _, *parameters = inspect.signature(constructor, eval_str=True).parameters.values()
-    if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:  # stands for the options of DDP, whose defaults are typed
+    own = inspect.signature(constructor, eval_str=True).parameters.values()
+    annotations = {one.name: one.annotation for one in own if one.name != "self"}
+    if annotations.pop("ddp_options", None) is not None:
         of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters.values()
-        further = [one.replace(annotation=_TYPED.get(one.name, type(one.default))) for one in of_ddp]
-        untyped = [one.replace(annotation=Any) if one.annotation is type(None) else one for one in further]
-        parameters = [*parameters[:-1], *(one for one in untyped if one.name not in _SET)]
-    annotations = {parameter.name: parameter.annotation for parameter in parameters}
-    literal = {name: get_args(one) for name, one in annotations.items() if get_origin(one) is Literal}
-    plain, names = {name: _plain(one) for name, one in annotations.items()}, list(annotations)
+        # Not annotated there; their defaults have their types, but for two.
+        typed = {one.name: Any if one.default is None else type(one.default) for one in of_ddp}
+        annotations |= {name: one for name, one in typed.items() if name not in _SET} | {"bucket_cap_mb": float | None}
 
     @wraps(constructor)
     def checked(self: Any, *positional: Any, **given: Any) -> None:
-        owner = type(self).__name__
+        owner, names = type(self).__name__, list(annotations)
         if positional:
             raise TypeError(
                 f"{owner} takes its options by name, such as {names[0]}={positional[0]!r}; got {positional!r}"
             )
+        refuse_unknown(owner, given, names)
         for name, value in given.items():
-            if name not in annotations:
-                raise TypeError(f"{name}={value!r} is not an option of {owner}{nearest(name, names)}")
-            if value not in literal.get(name, [value]):
-                accepted_names = ", ".join(map(repr, literal[name]))
-                hint = did_you_mean(value, literal[name])
-                raise ValueError(f"{name}={value!r} is not one of {accepted_names}.{hint}")
-            accepted = plain[name]
-            if accepted and not any(_is(value, one) for one in accepted):
-                *words, last = [word for one in accepted for word in _WORDS[one]]
-                allowed = f"{', '.join(words)} or {last}" if words else last
-                raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {allowed}")
+            _require_type(name, value, annotations[name])
         self._given = given
         constructor(self, **given)
 
     return checked  # type: ignore[return-value]  # `wraps` keeps the signature
 
 
+def _require_type(name: str, value: Any, annotation: Any) -> None:
+    """Raise an error if an annotation that is one `Literal`, or plain types, excludes a value."""
+    origin, accepted = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        if value not in accepted:
+            listed = ", ".join(map(repr, accepted))
+            raise ValueError(f"{name}={value!r} is not one of {listed}.{did_you_mean(value, accepted)}")
+        return
+    alternatives = accepted if origin in (Union, types.UnionType) else (annotation,)
+    plain = [Callable if get_origin(one) is Callable else one for one in alternatives]
+    if all(one in _WORDS for one in plain) and not any(_is(value, one) for one in plain):
+        *words, last = ", ".join(_WORDS[one] for one in plain).split(", ")
+        allowed = f"{', '.join(words)} or {last}" if words else last
+        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {allowed}")
+
+
 def refuse_unknown(
-    owner: str, options: Mapping[str, object], known: Sequence[str], reasons: Mapping[str, str], where: str
+    owner: str,
+    options: Mapping[str, object],
+    known: Sequence[str],
+    reasons: Mapping[str, str] | None = None,
+    where: str = "",
 ) -> None:
     """Raise a TypeError about the first unknown option, with the reason if there is one, or the nearest name."""
     for name in [name for name in options if name not in known]:
-        why = f" cannot be {where}: it {reasons[name]}." if name in reasons else None
-        unknown = f" is not an option of {owner}{nearest(name, known)}"
-        raise TypeError(f"{name}={options[name]!r}{why or unknown}")
+        reason = (reasons or {}).get(name)
+        unknown = f"is not an option of {owner}{nearest(name, known)}"
+        why = f"cannot be {where}: it {reason}." if reason is not None else unknown
+        raise TypeError(f"{name}={options[name]!r} {why}")
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
@@ -104,14 +111,6 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
 def nearest(name: str, known: Sequence[str]) -> str:
     """Return what ends a sentence that refuses a name: the nearest known one, or all of them."""
     return "." + (did_you_mean(name, known) or f" It has {', '.join(known)}.")
-
-
-def _plain(annotation: Any) -> tuple[Any, ...]:
-    """Return the plain types of an annotation; none where it has any other."""
-    union = get_origin(annotation) in (Union, types.UnionType)
-    alternatives = get_args(annotation) if union else (annotation,)
-    alternatives = tuple(Callable if get_origin(one) is Callable else one for one in alternatives)
-    return alternatives if all(one in _WORDS for one in alternatives) else ()
 
 
 def _is(value: object, plain: Any) -> bool:

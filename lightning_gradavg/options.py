@@ -110,8 +110,8 @@ _REFUSED: Sequence[_Refusal] = (
     (
         lambda o: o.reproducible and o.num_replicas is None,
         (
-            "reproducible=True needs num_replicas, the chunks of each loader batch on any number of ranks, got None. Give a"
-            " number that every number of ranks to be used divides, such as num_replicas=8."
+            "reproducible=True needs num_replicas, the chunks of each loader batch, got None. Give a number that every"
+            " number of ranks to be used divides, such as num_replicas=8."
         ),
     ),
     _irreproducible("ddp_comm_hook", bool, "sums in an order of its own"),
@@ -123,8 +123,8 @@ _REFUSED: Sequence[_Refusal] = (
     (
         lambda o: None not in (o.num_replicas, o.max_device_batch_size) and not o.equivalent_to,
         (
-            "max_device_batch_size={o.max_device_batch_size} cuts the replicas of num_replicas={o.num_replicas}, each of"
-            " which is one forward. Raise num_replicas, or use torch.utils.checkpoint in the model."
+            "max_device_batch_size={o.max_device_batch_size} cuts the replicas of num_replicas={o.num_replicas}, each"
+            " of which is one forward. Raise num_replicas, or use torch.utils.checkpoint in the model."
         ),
     ),
     (
