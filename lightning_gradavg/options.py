@@ -23,7 +23,8 @@ _WHOLE_BATCH = ("mean", "weighted_mean", "sum", "normalized_sum")
 class _Given(dict[str, Any]):
     """Options by name; None for one that was not given. `rule` is the rule."""
 
-    __getattr__ = dict.get
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
 
     @property
     def preset(self) -> Any:

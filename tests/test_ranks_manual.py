@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from grids import grid
 from mlp import COUNTS, MLP, assert_reference, reference, samples
 from ranks import make_trainer
 from torch import Tensor
@@ -91,10 +92,10 @@ def run(world: Any, step: Callable[..., None], per_rank: Any, strategy: Any = WE
     return same_everywhere(world(2).run(train, per_rank, module=ByHand, **options))
 
 
-def refused(world: Any, step: Callable[..., None], per_rank: Any, reduction: str) -> set[str]:
+def refused(world: Any, step: Callable[..., None], per_rank: Any, reduction: str, **toy: Any) -> set[str]:
     """Return what the error says, of all ranks."""
     strategy = {"reduction": reduction, "find_unused_parameters": True}
-    raised = world(2).run_expecting_errors(train, per_rank, {"step": step}, strategy, module=ByHand)
+    raised = world(2).run_expecting_errors(train, per_rank, {"step": step, **toy}, strategy, module=ByHand)
     return {f"{one.type_name}: {one.message}" for one in raised}
 
 
@@ -124,8 +125,9 @@ def again_on_rank_1(module: ByHand, batch: Tensor, batch_idx: int, at: int) -> N
         first.step()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted_mean"])
-@pytest.mark.parametrize("step", [direct, never_synchronized])
+@pytest.mark.parametrize(
+    ("step", "reduction"), [(direct, "mean"), (direct, "sum"), (never_synchronized, "weighted_mean")]
+)
 def test_step_on_gradients_that_nothing_reduced(world, reduction, step):
     """Stock Lightning drifts apart."""
     (text,) = refused(world, step, [[[1.0]], [[2.0]]], reduction)
@@ -142,10 +144,8 @@ def test_step_of_one_rank_alone(world, at):
 
 
 def test_gradients_written_by_hand_that_differ(world):
-    raised = world(2).run_expecting_errors(
-        train, [[[1.0]]] * 2, {"step": swapped, "start": [1.0, 1.0]}, {}, module=ByHand
-    )
-    assert all("they differ between the ranks, which would drift apart" in one.message for one in raised)
+    (text,) = refused(world, swapped, [[[1.0]]] * 2, "mean", start=[1.0, 1.0])
+    assert "they differ between the ranks, which would drift apart" in text
 
 
 def surgery(module: ByHand, batch: Tensor, _: int, how: str) -> None:
@@ -218,8 +218,7 @@ def repeated(module: ByHand, batch: Tensor, _: int, set_to_none: bool) -> None:
     first.step()
 
 
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize(("set_to_none", "view"), [(False, False), (True, False), (True, True)])
 def test_every_backward_is_reduced_on_its_own(world, view, set_to_none):
     """Gradients that were reduced before are not reduced again: (1+2+3)/3 + (5+1)/2 = 5."""
     batches = [[[[1, 2], [5, NAN]]] * 2, [[[3, NAN], [1, NAN]]] * 2]
@@ -307,11 +306,15 @@ def interrupted(module: ByHand, batch: Tensor, _: int, window: int, fails: int, 
     first.step()
 
 
-@pytest.mark.parametrize("clears", [True, False])
-@pytest.mark.parametrize(("window", "fails"), [(1, 0), (2, 0), (2, 1), (3, 1)])
-@pytest.mark.parametrize("strategy", [WEIGHTED, {"reduction": "sum"}, {**WEIGHTED, "gradient_as_bucket_view": True}])
-def test_a_backward_that_raised_leaves_nothing_behind(world, strategy, window, fails, clears):
+STRATEGIES: Any = [WEIGHTED, {"reduction": "sum"}, {**WEIGHTED, "gradient_as_bucket_view": True}]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "at", "clears"), grid(STRATEGIES, [(1, 0), (2, 0), (2, 1), (3, 1)], [True, False])
+)
+def test_a_backward_that_raised_leaves_nothing_behind(world, strategy, at, clears):
     """Neither its gradient nor its weight: 1, or 101 where the gradient of 100 was kept; a sum counts all losses."""
+    window, fails = at
     sums = strategy["reduction"] == "sum"
     step = partial(interrupted, window=window, fails=fails, clears=clears, weighs=not sums)
     seen = run(world, step, [[[1.0]]] * 2, strategy)

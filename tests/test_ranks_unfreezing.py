@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from ranks import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from toys import WEIGHTED
 
 from lightning_gradavg import GradAvgStrategy
 
@@ -80,42 +81,32 @@ def train_frozen(
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def assert_trains_as_alone(world: Any, strategy: dict[str, Any], sizes: list[int], **run: Any) -> None:
-    (alone,) = world(1).run(train_frozen, None if run["moment"] != "manual" else {}, [4], **run)
-    (one,) = world(1).run(train_frozen, strategy, [4], **run)
-    first, second = world(2).run(train_frozen, strategy, sizes, **run)
+@pytest.mark.filterwarnings('ignore:a "weight" was given')
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "moment", "window"),
+    [
+        ({}, [2, 2], "epoch", 1),
+        ({}, [2, 2], "step", 2),
+        ({}, [2, 2], "manual", 1),
+        (WEIGHTED, [3, 1], "step", 1),
+        (WEIGHTED, [3, 1], "epoch", 2),
+        (WEIGHTED, [3, 1], "manual", 1),
+        ({**WEIGHTED, "gradient_as_bucket_view": True}, [1, 3], "batch", 2),
+    ],
+)
+def test_unfrozen_parameters_train_as_on_one_process(world, strategy, sizes, window, moment):
+    (alone,) = world(1).run(train_frozen, None if moment != "manual" else {}, [4], moment, window)
+    (one,) = world(1).run(train_frozen, strategy, [4], moment, window)
+    first, second = world(2).run(train_frozen, strategy, sizes, moment, window)
     assert torch.equal(first, second)
     assert not torch.equal(torch.full((4,), 0.5, dtype=torch.float64), first[2:])
     torch.testing.assert_close(alone, one)
     torch.testing.assert_close(alone, first)
 
 
-@pytest.mark.filterwarnings('ignore:a "weight" was given')
-@pytest.mark.parametrize("moment", ["epoch", "batch", "step"])
-@pytest.mark.parametrize(
-    ("strategy", "sizes", "window"),
-    [
-        ({}, [2, 2], 1),
-        ({}, [2, 2], 2),
-        ({"reduction": "weighted_mean"}, [3, 1], 1),
-        ({"reduction": "weighted_mean"}, [3, 1], 2),
-        ({"reduction": "weighted_mean", "gradient_as_bucket_view": True}, [1, 3], 2),
-    ],
-)
-def test_unfrozen_parameters_train_as_on_one_process(world, strategy, sizes, window, moment):
-    assert_trains_as_alone(world, strategy, sizes, moment=moment, window=window)
-
-
-@pytest.mark.filterwarnings('ignore:a "weight" was given')
-@pytest.mark.parametrize(("strategy", "sizes"), [({}, [2, 2]), ({"reduction": "weighted_mean"}, [3, 1])], ids=str)
-def test_unfrozen_parameters_in_manual_optimization(world, strategy, sizes):
-    assert_trains_as_alone(world, strategy, sizes, moment="manual", window=1)
-
-
 def test_unfrozen_parameters_of_named_terms(world):
-    run = {"moment": "batch", "window": 1, "named": True}
-    (one,) = world(1).run(train_frozen, {"reduction": "weighted_mean"}, [4], **run)
-    first, second = world(2).run(train_frozen, {"reduction": "weighted_mean"}, [3, 1], **run)
+    (one,) = world(1).run(train_frozen, WEIGHTED, [4], "batch", 1, named=True)
+    first, second = world(2).run(train_frozen, WEIGHTED, [3, 1], "batch", 1, named=True)
     assert torch.equal(first, second)
     torch.testing.assert_close(one, first)
 
@@ -141,7 +132,7 @@ def finetune(strategy: dict[str, Any] | None) -> Any:
 
 
 @pytest.mark.filterwarnings('ignore:a "weight" was given')
-@pytest.mark.parametrize("strategy", [{}, {"reduction": "weighted_mean"}], ids=str)
+@pytest.mark.parametrize("strategy", [{}, WEIGHTED], ids=str)
 def test_backbone_finetuning(world, strategy):
     (alone,) = world(1).run(finetune, None)
     first, second = world(2).run(finetune, strategy)

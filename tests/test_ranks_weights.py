@@ -59,31 +59,31 @@ class Returns(Toy):
         return {"loss": self.losses(batch).mean(), **result}
 
 
-@pytest.mark.parametrize("result", [{}, {"weight": None}, {"height": 4, "length": 3, "weights_of": 1}], ids=str)
-def test_what_stands_in_for_a_weight_is_told_once(world, result):
+SAMPLES = ["n = samples of the batch, as training_step returned no weight"]
+
+
+@pytest.mark.parametrize(
+    ("result", "strategy", "told"),
+    [
+        ({}, WEIGHTED, SAMPLES),
+        ({"weight": None}, WEIGHTED, SAMPLES),
+        ({"height": 4, "length": 3, "weights_of": 1}, WEIGHTED, SAMPLES),
+        ({"weight": 3}, WEIGHTED, []),
+        ({"weights": 3}, {}, []),
+        ({"weights": 3}, {"reduction": "sum"}, []),
+    ],
+    ids=str,
+)
+def test_what_stands_in_for_a_weight_is_told_once(world, result, strategy, told):
     """Without a weight rank 0 says, in the first step, what n is, and no other rank anything."""
-    line = "n = samples of the batch, as training_step returned no weight"
-    assert [[line], []] == world(2).run(train_told, BATCHES, {"result": result}, WEIGHTED, module=Returns)
+    assert [told, []] == world(2).run(train_told, BATCHES, {"result": result}, strategy, module=Returns)
 
 
-@pytest.mark.parametrize("strategy", [{}, {"reduction": "sum"}], ids=str)
-def test_rules_without_weights_ask_for_none(world, strategy):
-    assert [[], []] == world(2).run(train_told, BATCHES, {"result": {"weights": 3}}, strategy, module=Returns)
-
-
-def test_a_given_weight_is_not_commented_on(world):
-    assert [[], []] == world(2).run(train_told, BATCHES, {"result": {"weight": 3}}, WEIGHTED, module=Returns)
-
-
-@pytest.mark.parametrize("key", ["weights", "Weight", "WEIGHT", "weight_", "wieght", "weigth", "wight", "Weights"])
-def test_a_key_that_looks_like_a_weight(key):
-    found = misspelt_weight({"loss": 1.0, key: 3})
-    assert f'the result of training_step has {key!r}: call it "weight"' in str(found)
-
-
-@pytest.mark.parametrize("key", ["height", "weight", "num_tokens", "freight", "class_weights", "sample_weight", 3, "w"])
-def test_a_key_that_looks_like_none(key):
-    assert misspelt_weight({"loss": 1.0, key: 3}) is None
+def test_keys_that_look_like_a_weight():
+    for key in ("weights", "Weight", "WEIGHT", "weight_", "wieght", "weigth", "wight", "Weights"):
+        assert f"the result of training_step has {key!r}" in str(misspelt_weight({"loss": 1.0, key: 3}))
+    for other in ("height", "weight", "num_tokens", "freight", "class_weights", "sample_weight", 3, "w"):
+        assert misspelt_weight({"loss": 1.0, other: 3}) is None
 
 
 def test_a_misspelt_weight_is_an_error_on_all_ranks(world):
@@ -115,15 +115,17 @@ def train_tokens(weighted: bool, strategy: dict[str, Any]) -> Any:
     return [str(one.message)[:44] for one in seen if "-100" in str(one.message)]
 
 
-@pytest.mark.parametrize("strategy", [WEIGHTED, {"split_batches": True}], ids=str)
-def test_targets_that_do_not_count_are_warned_of_once(world, strategy):
+WARNED = ["integer tensors of a batch hold -100, the ta"]
+
+
+@pytest.mark.parametrize(
+    ("weighted", "strategy", "warned"),
+    [(False, WEIGHTED, WARNED), (False, {"split_batches": True}, WARNED), (True, WEIGHTED, []), (False, {}, [])],
+    ids=str,
+)
+def test_targets_that_do_not_count_are_warned_of_once(world, weighted, strategy, warned):
     """Integer targets of -100 without a weight are warned of, once and on rank 0."""
-    assert [["integer tensors of a batch hold -100, the ta"], []] == world(2).run(train_tokens, False, strategy)
-
-
-@pytest.mark.parametrize(("weighted", "strategy"), [(True, WEIGHTED), (False, {})], ids=str)
-def test_targets_that_do_not_count_are_right_with_a_weight(world, weighted, strategy):
-    assert [[], []] == world(2).run(train_tokens, weighted, strategy)
+    assert [warned, []] == world(2).run(train_tokens, weighted, strategy)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +191,3 @@ def test_a_checkpoint_of_stock_ddp_goes_on_under_another_rule_with_a_word(world,
     assert line.endswith("from here on they are by reduction='weighted_mean', g = sum(n * g) / sum(n)")
     assert [] == others
     assert [[], []] == world(2).run(resume_from_stock, str(tmp_path), "mean")
-
-
-def test_the_samples_of_a_batch_are_told_for_a_tensor_of_them(world):
-    expected = ["n = samples of the batch, as training_step returned no weight"]
-    assert [expected] == world(1).run(train_told, BATCHES[:1], {}, WEIGHTED)

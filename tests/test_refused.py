@@ -84,6 +84,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"allow_recipe_change": "yes"}, TypeError, ["allow_recipe_change='yes'", "give True or False"]),
     ({"nonfinite": "ignore"}, ValueError, ["nonfinite='ignore'", "'propagate', 'raise', 'skip_step'."]),
     ({"nonfinite": "skip"}, ValueError, ["Did you mean 'skip_step'?"]),
+    ({"nonfinite": "drop_rank"}, ValueError, ["'drop_rank' is not one of 'propagate', 'raise', 'skip_step'"]),
     ({**BITS, "nonfinite": "raise"}, ValueError, ["nonfinite='raise'", "reproducible=True", "Leave one"]),
     ({**BITS, **SINGLE}, ValueError, ["equivalent_to='single_device'", "Use equivalent_to='data_parallel'"]),
     ({"reproducible": True}, ValueError, ["reproducible=True needs num_replicas", "got None"]),
