@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 2))
 def test_covering_holds_every_combination(sizes, strength):
-    """Every value, or every pair of two factors' values, is in some combination, and none of them twice."""
     factors = [[f"{name}{index}" for index in range(size)] for name, size in zip("abcd", sizes, strict=False)]
     chosen = covering(*factors, strength=strength)
     for of_pair in combinations(range(len(factors)), strength if len(factors) > 1 else 1):

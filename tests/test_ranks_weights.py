@@ -86,17 +86,6 @@ def test_keys_that_look_like_a_weight():
         assert misspelt_weight({"loss": 1.0, other: 3}) is None
 
 
-def test_a_misspelt_weight_is_an_error_on_all_ranks(world):
-    raised = world(2).run_expecting_errors(train_misspelt)
-    assert ["ValueError"] * 2 == [one.type_name for one in raised]
-    expected = "rank 1: micro-batch 0 of the window: the result of training_step has 'weights': call it \"weight\""
-    assert all(expected in one.message for one in raised)
-
-
-def train_misspelt() -> Any:
-    return train(BATCHES, {"result": {"weights": 2} if dist.get_rank() else {}}, WEIGHTED, module=Returns)
-
-
 class Tokens(Toy):
     """Batches of a tensor of integers."""
 

@@ -65,14 +65,10 @@ def test_ranks_raise_alike(world: Any, case: str, message: str) -> None:
     assert all(one.message.startswith(message) for one in raised)
 
 
-def test_digests_tell_texts_apart() -> None:
-    """A digest depends on the text alone, and has the sign and size of a 64-bit integer."""
+def test_ranks_in_words() -> None:
+    """Messages say which ranks hold which value, and shorten long lists of ranks; a digest is a 64-bit integer."""
     assert digest("a") == digest("a") != digest("b")
     assert all(-(2**63) <= digest(str(number)) < 2**63 for number in range(100))
-
-
-def test_ranks_in_words() -> None:
-    """Messages say which ranks hold which value, and shorten long lists of ranks."""
     assert "on rank 3" == on_ranks([3])
     assert "on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 504 more" == on_ranks(range(512))
     assert "a on rank 0; b on ranks 1, 2" == by_value("abb")
@@ -82,12 +78,9 @@ def test_rank_that_is_alone() -> None:
     """Without a process group a rank is a world of its own, and every exchange returns what it brought."""
     world = World.of(None)
     assert World() == world
-    assert ([[1, 2]], [[0.5]], [("x",)], "y") == (
-        world.gather_integers([1, 2]),
-        world.gather_floats([0.5]),
-        world.gather_objects(("x",)),
-        world.from_first("y"),
-    )
+    exchanged = world.gather_integers([1, 2]), world.gather_floats([0.5]), world.gather_objects(("x",))
+    assert ([[1, 2]], [[0.5]], [("x",)]) == exchanged
+    assert "y" == world.from_first("y")
     assert (places_on_nodes([7]), None) == (world.places(7), world.device_types)
     with pytest.raises(ValueError, match=r"group=3, but torch\.distributed is not initialized"):
         World.of(3)  # type: ignore[arg-type]  # the mistake under test

@@ -52,22 +52,21 @@ class ManualSteps:
         Raises:
             RuntimeError: On all ranks, if their gradients differ: the ranks would drift apart.
         """
-        mine, stepped = self._noted, self._stepped
+        stepped = self._stepped
+        found = self._world.gather_objects((str(self._noted), stepped))  # as texts: NaN equals NaN
         self._noted, self._stepped = [0.0, 0.0], ""
-        # By their text: what is no number on all ranks is the same.
-        different = len({str(row) for row in self._world.gather_floats(mine)}) > 1
-        names = self._world.gather_objects(stepped) if different else [stepped]
-        found = f"{max(names)}.step() was called on gradients that were not reduced since its last step"
-        if different:
+        noted, names = zip(*found, strict=True)
+        what = f"{max(names)}.step() was called on gradients that were not reduced since its last step"
+        if len(set(noted)) > 1:
             where = on_ranks([rank for rank, name in enumerate(names) if name])
             raise RuntimeError(
-                f"{found}, and they differ between the ranks, which would drift apart: it was called {where}."
+                f"{what}, and they differ between the ranks, which would drift apart: it was called {where}."
                 " In manual optimization call self.manual_backward(loss) instead of loss.backward(), end every"
                 " window with a backward outside of toggle_model(sync_grad=False), and step on all ranks."
             )
         if stepped:
             self._warn(
-                f"{found}. They are the same on all ranks, so nothing drifts apart; reduction={self._rule!r} is not"
+                f"{what}. They are the same on all ranks, so nothing drifts apart; reduction={self._rule!r} is not"
                 " applied to them. Further steps are compared, and only a difference is reported."
             )
 
