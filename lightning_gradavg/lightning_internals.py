@@ -1,14 +1,11 @@
 """Every private name of Lightning, torch and torchmetrics that this package touches, each with its reason.
 
-No public interface offers these. `PRIVATE` lists the names by owner, read in lightning 2.5.0 and 2.6.6, torch 2.4.0 and
-2.13.0, and torchmetrics 1.4.0 and 1.9.0; `NEWER` lists those that a later release added. When a release breaks
-something, look at `missing()` first. No other file may touch one (`tests/test_lightning_internals.py`).
+No public interface offers these, read in lightning 2.5.0 and 2.6.6, torch 2.4.0 and 2.13.0, and torchmetrics 1.4.0 and
+1.9.0. No other file may touch one (`tests/test_lightning_internals.py`).
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
@@ -31,89 +27,6 @@ if TYPE_CHECKING:  # the core, which touches names of torch, works without Light
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 MixedPrecision = torch.nn.parallel.distributed._MixedPrecision
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
-
-_LOOPS = "lightning.pytorch.loops"
-_CONNECTORS = "lightning.pytorch.trainer.connectors"
-_DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
-
-PRIVATE: Mapping[str, str] = {
-    "lightning.fabric.strategies:ModelParallelStrategy": "_backward_sync_control",
-    "lightning.fabric.utilities.imports:": "_IS_INTERACTIVE",
-    f"{_LOOPS}.evaluation_loop:_EvaluationLoop": (
-        "_combined_loader _logged_outputs _results _store_dataloader_outputs"
-    ),
-    f"{_LOOPS}.fit_loop:_FitLoop": "_combined_loader _should_accumulate",
-    f"{_LOOPS}.prediction_loop:_PredictionLoop": "_combined_loader _predictions",
-    f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop": "_batches_that_stepped _num_ready_batches_reached",
-    "lightning.pytorch.overrides.distributed:": "_IndexBatchSamplerWrapper",
-    "lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper": "_batch_sampler",
-    "lightning.pytorch.strategies:DDPStrategy": "_ddp_comm_state _layer_sync _register_ddp_hooks _start_method",
-    "lightning.pytorch.trainer.trainer:Trainer": "_accelerator_connector _active_loop _logger_connector",
-    "lightning.pytorch.core.module:LightningModule": "_on_before_batch_transfer",
-    f"{_CONNECTORS}.data_connector:": "_parse_num_batches",
-    f"{_CONNECTORS}.logger_connector.result:": "_Metadata _ResultMetric _Sync",
-    f"{_CONNECTORS}.logger_connector.result:_Sync": "_should",
-    "lightning.pytorch.tuner.lr_finder:": "_LRCallback",
-    "lightning.pytorch.utilities.combined_loader:CombinedLoader": "_iterator _mode _spec",
-    "torch:": "_C _foreach_copy_ _foreach_mul_",
-    "torch:Tensor": "_backward_hooks _indices _values _version",
-    "torch._C:": "_current_graph_task_id _nn",
-    "torch.autograd:Variable": "_execution_engine",
-    "torch.distributed:": "_broadcast_coalesced _composable",
-    "torch.distributed._composable.fsdp:FSDPModule": "_get_fsdp_state",
-    "torch.distributed:ProcessGroup": "_get_backend",
-    "torch.distributed.distributed_c10d:": "_world",
-    "torch.nn.modules.batchnorm:": "_BatchNorm",
-    "torch.nn.modules.batchnorm:_BatchNorm": "_check_input_dim",
-    "torch.nn.parallel.distributed:": "_MixedPrecision",
-    "torch._ops:OpOverload": "_schema",
-    "torch.optim.lr_scheduler:LRScheduler": "_last_lr",
-    "torch.utils:": "_python_dispatch",
-    _DDP: "_build_params_for_reducer",
-    "torch.utils.data:DataLoader": "_get_iterator _iterator",
-    "torchmetrics:Metric": "_computed _reductions _update_count",
-    "torch.utils.data.dataloader:_SingleProcessDataLoaderIter": "_dataset_fetcher",
-}
-"""Names by `module:Class` of their owner, or `module:`."""
-
-NEWER: Mapping[str, Mapping[str, str]] = {
-    "lightning>=2.6": {
-        f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop": "_broadcast_sigterm_tensor",
-        "lightning.pytorch.trainer.trainer:Trainer": "_signal_connector",
-        f"{_CONNECTORS}.signal_connector:_SignalConnector": "_sigterm_notifier_fn _slurm_sigusr_handler_fn",
-    },
-    "torch>=2.13": {"torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_fsdp_param_groups"},
-    "torch>=2.6": {"torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_fsdp_param_group"},
-    "torch>=2.7": {"torch._C._distributed_c10d:Backend.Options": "_timeout"},
-}
-"""Names that the package looks for before it uses them, by the first release that has them."""
-
-
-def missing(private: Mapping[str, str] = PRIVATE, newer: Mapping[str, Mapping[str, str]] = NEWER) -> list[str]:
-    """Return the listed names that the installed releases lack, as `module:Class.name`."""
-    there = [private, *(names for release, names in newer.items() if RequirementCache(release))]
-    listed = ((owner, name) for names in there for owner, each in names.items() for name in each.split())
-    return [f"{owner}.{name}".replace(":.", ":") for owner, name in listed if not _has(owner, name)]
-
-
-def _has(owner: str, name: str) -> bool:
-    module, _, cls = owner.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-    except ImportError:
-        return False
-    for part in filter(None, cls.split(".")):
-        found = getattr(found, part, None)
-    # The class does not have what its constructor sets, but its source does.
-    bases = inspect.getmro(found) if inspect.isclass(found) else ()
-    return hasattr(found, name) or any(f"self.{name}" in _source(base) for base in bases)
-
-
-def _source(cls: type) -> str:
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):  # of an extension module
-        return ""
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
