@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from lightning_gradavg.lightning_internals import is_interactive, start_method
 from lightning_gradavg.ranks import World, by_value, digest
 
-__all__ = ["EndsProcessGroup", "plain", "require_alike", "require_launch"]
+__all__ = ["EndsProcessGroup", "plain", "require_one_run", "require_launch"]
 
 
 def require_launch(strategy: Any) -> None:
@@ -69,7 +69,7 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if isinstance(value, (int, float, str, type(None)))}
 
 
-def require_alike(world: World, trainer: Trainer, module: LightningModule | None, options: Mapping[str, Any]) -> None:
+def require_one_run(world: World, trainer: Trainer, module: LightningModule | None, options: Mapping[str, Any]) -> None:
     """Raise a RuntimeError on all ranks, before any waits for another, unless they are parts of one run.
 
     They are if packages, options of strategy and Trainer, and the module's class and parameters are equal, and no two

@@ -37,12 +37,12 @@ class Contribution:
     """What a rank brings to a collective call.
 
     Attributes:
-        alike: What must be equal on all ranks, by its `repr`.
+        equal: What must be equal on all ranks, by its `repr`.
         details: Integers that may differ, the same number on all ranks.
         weight: The weight, if it was given.
     """
 
-    alike: Any
+    equal: Any
     details: list[int]
     weight: float | None
 
@@ -119,13 +119,13 @@ class World:
         Args:
             refusal: What the error begins with if `contribute` raises on any rank.
             contribute: Checks this rank's arguments.
-            difference: Makes the error if the ranks' `alike` differ.
+            difference: Makes the error if what must be equal differs.
         """
         mine, error, row = None, None, [True, 0, 0, 0, 0]
         try:
             mine, node = contribute(), node_from_environment()
             weight = torch.tensor(math.nan if mine.weight is None else mine.weight, dtype=torch.float64)
-            row = [False, digest(repr(mine.alike)), digest(repr(mine.details)), -1 if node is None else node]
+            row = [False, digest(repr(mine.equal)), digest(repr(mine.details)), -1 if node is None else node]
             row += [int(weight.view(torch.int64))]
         except Exception as failure:  # noqa: BLE001  # the other ranks wait for this one
             error = failure
@@ -135,7 +135,7 @@ class World:
             raise ValueError(f"{refusal}, {by_rank(texts).rstrip('.')}.") from error
         assert mine is not None
         if len(set(calls)) > 1:
-            raise ValueError(difference(self.gather_objects(mine.alike)))
+            raise ValueError(difference(self.gather_objects(mine.equal)))
         weights = torch.tensor(bits).view(torch.float64).tolist()
         return mine, Agreed(
             [None if node < 0 else node for node in nodes],

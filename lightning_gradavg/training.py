@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gradavg.batches.part import Batches
-from lightning_gradavg.launch import EndsProcessGroup, require_alike
+from lightning_gradavg.launch import EndsProcessGroup, require_one_run
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.gather import losses_weighed
@@ -57,7 +57,7 @@ class WeighedTraining(EndsProcessGroup, ParallelStrategy):
             part.setup(run)
             self._begun += (part,)
         if self._trains:
-            require_alike(run.world, trainer, module, self._plain)
+            require_one_run(run.world, trainer, module, self._plain)
         super().setup(trainer)
 
     @override

@@ -149,39 +149,23 @@ def test_micro_batches_are_further_ranks(name: str, parts: int, pairs: Pairs) ->
     assert_same(pairs.combined(name), Pairs(cut.flatten(0, 1), nodes, weights).combined(name))
 
 
-def test_correcting_twice_is_wrong_by_a_ratio_one_can_name() -> None:
-    """A loss compensated by W / count and then weighted is 1.75 where 2.0 is right."""
-    compensated = Pairs(torch.tensor([[3.0 * 2 / 4], [5.0 * 2 / 4]], dtype=torch.float64), (0, 0), (3.0, 1.0))
-    assert [[2.0], [1.75]] == [compensated.combined(name).tolist() for name in ("mean", "weighted_mean")]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
-def test_combine_keeps_dtype_and_shape(dtype: torch.dtype) -> None:
-    combined = combine(torch.ones(2, 3, 1, dtype=dtype), rule=RULES["mean"], nodes=[0, 0], weights=[1.0, 1.0])
-    assert torch.equal(torch.ones(3, 1, dtype=dtype), combined)
-
-
 def test_a_rule_that_uses_weights_is_not_asked_for_nothing() -> None:
     """So a user's rule may divide by the weight or take its logarithm."""
     rule = Rule("inverse", lambda place, weight: Share(1 / weight, 1 / weight), uses_weight=True, formula="")
     assert Share(0.0, 0.0) == share_of(rule, Place(), 0.0)
 
 
-def test_the_names_are_the_table() -> None:
+def test_names_and_functions_are_rules() -> None:
     for name, rule in RULES.items():
         assert rule is resolve_rule(name) is resolve_rule(rule)
-        assert name == rule.name
-        assert "sum(" in rule.formula
+        assert (name, True) == (rule.name, "sum(" in rule.formula)
     assert {"weighted_mean", "normalized_sum"} == {rule.name for rule in RULES.values() if rule.uses_weight}
 
-
-def test_a_function_is_a_rule_that_uses_weights() -> None:
     class Halves:
         def __call__(self, place: Place, weight: Any) -> Share:
             return Share(0.5, 1.0)
 
-    assert ("root", True) == (ROOT.name, ROOT.uses_weight)
-    assert "root" in ROOT.formula
+    assert ("root", True, True) == (ROOT.name, ROOT.uses_weight, "root" in ROOT.formula)
     assert resolve_rule(Halves()).name.endswith("Halves")
 
 

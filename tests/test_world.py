@@ -20,7 +20,7 @@ from lightning_gradavg.ranks import Agreed, Contribution, World, _settle_at_exit
 @given(weight=st.one_of(st.none(), st.floats(0, allow_infinity=False)), details=st.lists(st.integers()))
 def test_what_a_rank_brings_survives_the_exchange(weight: float | None, details: list[int]) -> None:
     """A weight keeps its last bit, and a rank that is alone agrees with itself."""
-    mine = Contribution(["alike"], details, weight)
+    mine = Contribution(["equal"], details, weight)
     assert (mine, Agreed([0], [weight], [details])) == World().agree("refused", lambda: mine, str)
 
 
@@ -36,7 +36,7 @@ def agree(case: str) -> Any:
 
 def agreed(case: str) -> Any:
     """Body: what the ranks agree on."""
-    mine, others = World.of(None).agree("refused", partial(agree, case), lambda alike: f"they are {', '.join(alike)}")
+    mine, others = World.of(None).agree("refused", partial(agree, case), lambda found: f"they are {', '.join(found)}")
     assert mine.details == others.details[dist.get_rank()]
     return others
 
@@ -58,7 +58,7 @@ def test_ranks_agree(world: Any) -> None:
         ("unlike", "they are a, b, a"),
     ],
 )
-def test_ranks_raise_alike(world: Any, case: str, message: str) -> None:
+def test_ranks_raise_together(world: Any, case: str, message: str) -> None:
     """What any rank meets, and what differs, is one ValueError on all ranks."""
     raised = world(3).run_expecting_errors(agreed, case)
     assert ["ValueError"] * 3 == [one.type_name for one in raised]
