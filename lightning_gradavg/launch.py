@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from lightning_gradavg.lightning_internals import is_interactive, start_method
 from lightning_gradavg.ranks import World, by_value, digest
 
-__all__ = ["EndsProcessGroup", "plain", "require_one_run", "require_launch"]
+__all__ = ["EndsProcessGroup", "plain", "require_launch", "require_one_run"]
 
 
 def require_launch(strategy: Any) -> None:
