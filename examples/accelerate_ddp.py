@@ -1,8 +1,8 @@
-"""How are padded tokens averaged right with Accelerate, over processes and accumulated batches?
+"""How do you average over padded tokens with Accelerate, over all processes and accumulated batches?
 
 `torchrun --nproc-per-node 2 examples/accelerate_ddp.py` (or `accelerate launch`) compares the weights with those of one
-process. `accelerator.backward` divides every loss by `gradient_accumulation_steps`: the reducer is told, so that
-nobody divides twice.
+process. `accelerator.backward` divides every loss by `gradient_accumulation_steps`. Tell the reducer, so that
+it does not divide again.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""A run that a cluster may end at any time and start again with other ranks: started by SLURM, torchrun, or Kubeflow.
+"""A run that a cluster may stop at any time and restart with other ranks, started by SLURM, torchrun or Kubeflow.
 
-The number of nodes and of processes comes from the launcher. The order of samples, the global batch and the gradient do
-not depend on it, so the run goes on in the middle of an epoch wherever it is started again.
+The launcher sets the numbers of nodes and processes. The order of samples, the global batch and the gradient do not
+depend on them, so the run continues in the middle of an epoch wherever you restart it.
 """
 
 from __future__ import annotations

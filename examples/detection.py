@@ -1,4 +1,4 @@
-"""How are two terms of a loss averaged, the one over images and the other over the boxes in them?
+"""How do you average two loss terms, one over images and one over the boxes in them?
 
 `python examples/detection.py` trains on two processes, on images with 0 to 5 boxes, and compares the weights with those
 of a plain PyTorch loop over the same global batches on one process.

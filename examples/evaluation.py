@@ -1,7 +1,7 @@
-"""How do several processes evaluate every sample once, so that a metric is the same on any number of them?
+"""How do you evaluate every sample once, so that a metric does not depend on the number of processes?
 
 `python examples/evaluation.py` tests a classifier on 11 samples with two processes. Lightning's DDP repeats a sample,
-so that both have equally many; the accuracy is then that of 12. What is printed last is computed without any Trainer.
+so that both have the same number, and reports the accuracy of 12. The last line is computed without any Trainer.
 """
 
 from typing import Any

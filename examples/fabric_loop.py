@@ -1,4 +1,4 @@
-"""How is a loop of one's own, with Fabric, kept the same on any number of processes?
+"""How do you train the same in your own Fabric loop on any number of processes?
 
 `python examples/fabric_loop.py` trains on two processes on padded sequences, two batches to a step, and compares the
 weights with those of one process, in plain PyTorch.

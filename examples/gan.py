@@ -1,8 +1,8 @@
 """How does a GAN, with its two optimizers in manual optimization, get the gradients of the global batch?
 
 `python examples/gan.py` trains on two processes, and compares the weights of both networks with those of a plain
-PyTorch loop over the same global batches on one process. The noise is a part of the data: drawn in the step, it would
-be other noise on other numbers of processes.
+PyTorch loop over the same global batches on one process. The noise is part of the data: if the step drew it, it
+would depend on the number of processes.
 """
 
 from typing import Any

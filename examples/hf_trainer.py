@@ -1,8 +1,8 @@
-"""How does the Trainer of Transformers take a mean that is not over the number of labels?
+"""How do you use a mean that is not over the number of labels in the Transformers Trainer?
 
 `torchrun --nproc-per-node 2 examples/hf_trainer.py` trains a tiny GPT-2, made from its config, on a loss in which rare
 tokens count more, and compares it with one process. The Trainer divides by the number of labels of all processes and
-accumulated batches, `num_items_in_batch`, for models that take it; not by a sum of class weights.
+accumulated batches, `num_items_in_batch`, for models that take it, but not by a sum of class weights.
 """
 
 from typing import Any

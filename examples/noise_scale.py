@@ -1,9 +1,9 @@
-"""How large may the batch become? The gradient noise scale, estimated from what the ranks' gradients already tell.
+"""How large may the batch become? The gradient noise scale, estimated from the norms of the ranks' gradients.
 
 `python examples/noise_scale.py` trains with two processes that share batches of 9 samples. The noise scale is
 tr(Sigma) / |G|^2, with Sigma the covariance of single samples' gradients and G their mean (McCandlish et al. 2018,
-arXiv 1812.06162). Here it is known: a sample's gradient is the sample itself, drawn around (1, 1, 1, 1) with deviation
-3 in each direction, so that it is 4 * 9 / 4 = 9. Give what you find to `gradavg plan --noise-scale`.
+arXiv 1812.06162). Here it is known: a sample's gradient is the sample itself, drawn around (1, ..., 1) with a standard
+deviation of 3 in each of 100 directions, so the scale is 100 * 9 / 100 = 9. Pass yours to `gradavg plan --noise-scale`.
 """
 
 from typing import Any
@@ -19,11 +19,11 @@ QUIET: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_b
 
 
 class NoiseScale(Callback):
-    """Estimates the noise scale in samples, at every n-th step, under a reduction that is the mean over the samples.
+    """Estimates the noise scale in samples, at every n-th step, under a rule that is the mean over the samples.
 
     With b_r of B samples on each of W ranks, A = sum(b_r / B |g_r|^2) and N = |g|^2,
-    (A - N) B / (W - 1) is an estimate of tr(Sigma) without bias, and (W N - A) / (W - 1) one of |G|^2. Each of the two
-    is averaged: the mean of their ratios is biased.
+    (A - N) B / (W - 1) is an unbiased estimate of tr(Sigma), and (W N - A) / (W - 1) one of |G|^2. Each is averaged
+    separately, because the mean of their ratios is biased.
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
@@ -55,7 +55,7 @@ class NoiseScale(Callback):
 class Linear(LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.zeros(4))
+        self.w = nn.Parameter(torch.zeros(100))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return (batch[0] @ self.w).mean()
@@ -66,7 +66,7 @@ class Linear(LightningModule):
 
 def main() -> None:
     noise, strategy = NoiseScale(), GradAvgStrategy(split_batches=True)
-    samples = 1 + 3 * torch.randn(9 * 1000, 4, generator=torch.Generator().manual_seed(0))
+    samples = 1 + 3 * torch.randn(9 * 100, 100, generator=torch.Generator().manual_seed(0))
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, callbacks=[noise], **QUIET)
     trainer.fit(Linear(), DataLoader(TensorDataset(samples), batch_size=9))
     if trainer.is_global_zero:

@@ -1,7 +1,8 @@
-"""How is a plain PyTorch loop, without Lightning, kept the same on any number of processes?
+"""How do you train the same in a plain PyTorch loop on any number of processes?
 
 `torchrun --nproc-per-node 2 examples/plain_pytorch.py` trains under DistributedDataParallel, and once more without it,
-and compares the weights of both with those of one process. 21 samples in batches of 8: the last one leaves 3 and 2.
+and compares the weights of both with those of one process. With 21 samples in batches of 8, the last
+batch gives the processes 3 and 2.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,7 +1,8 @@
-"""How is a Ray Train job, on any number of workers, given the same training as one process?
+"""How do you train the same in a Ray Train job on any number of workers?
 
 `python examples/ray_train.py` trains with Lightning in a TorchTrainer of two workers on this machine, and compares the
-weights with those of a plain PyTorch loop over the same batches. 21 samples in batches of 8: the last leaves 3 and 2.
+weights with those of a plain PyTorch loop over the same batches. With 21 samples in batches of 8, the
+last batch gives the workers 3 and 2.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""How is a model that outgrows one device trained, with its loss averaged over tokens?
+"""How do you train a model that outgrows one device, with a loss averaged over tokens?
 
 `python examples/sharded.py` shards a small transformer over two processes (FSDP2), trains it on padded sequences, and
 compares the weights with those of one process, in plain PyTorch.

@@ -1,4 +1,4 @@
-"""Why does the same script train another model on two devices than on one, and which line of it mends that?
+"""Why does the same script train a different model on two devices, and which line fixes it?
 
 `python examples/swap_in_one_line.py` trains twice on two processes, with Lightning's DDP and with the line swapped, and
 compares the weights with those of a plain PyTorch loop over the same loader on one process.

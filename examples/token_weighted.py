@@ -1,4 +1,4 @@
-"""How is the loss of a language model averaged over tokens, when every process has another number of them?
+"""How do you average a language model's loss over tokens if every process has a different number of them?
 
 `python examples/token_weighted.py` trains on two processes, on sequences of very different lengths that are padded with
 -100, and compares the weights with those of a plain PyTorch loop over the same global batches on one process.

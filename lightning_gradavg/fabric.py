@@ -99,8 +99,8 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
 
     Pass the weight with the loss, `fabric.backward(loss, weight=n)`, or with named terms,
     `fabric.backward({"cls": a, "box": b}, weight={"cls": n, "box": m})`. Micro-batches within
-    `fabric.no_backward_sync(model)` belong to the window that ends with the next backward outside of it. Divide no loss
-    by the window, except under the plain mean, as with stock DDP. Without options this is stock DDP, to the bit.
+    `fabric.no_backward_sync(model)` belong to the window that ends with the next backward outside of it. Don't divide
+    the loss by the window's length, except under the plain mean. Without options this computes the bits of stock DDP.
 
     Args:
         reduction: The name of a rule, or a function `(place, weight) -> Share`. See `lightning_gradavg.rules`.
@@ -145,7 +145,7 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
     @property
     @override
     def samples(self) -> int | None:
-        """With `split_batches`, the samples of the current batch that count: 0 if the rank has none of it.
+        """The samples of the current batch that count, with `split_batches`; 0 if the rank has none of it.
 
         None outside of a loop over a loader. If an evaluation interrupts training, run it within `torch.no_grad()`:
         this tells its batches from those of training.

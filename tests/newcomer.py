@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CURVES", "FIXED", "PROGRAM", "ROOT", "STEPS", "WAYS", "Step", "install", "walk"]
+__all__ = ["CURVES", "FIXED", "PROGRAM", "ROOT", "STEPS", "WAYS", "Step", "check", "install", "walk", "write"]
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -158,12 +158,21 @@ def install(folder: Path) -> Path:
 
 def walk(step: Step, folder: Path, programs: Path) -> None:
     """Take a step in a folder, and compare what it prints."""
-    for name, text in step.files.items():
-        (folder / name).write_text(text)
+    write(step, folder)
     program, *arguments = step.command.split()
     # torchrun is of torch's environment; its module is found in both.
     start = [programs / "python", "-m", "torch.distributed.run"] if program == "torchrun" else [programs / program]
-    printed = _run(*start, *arguments, folder=folder, path=str(programs), code=step.code)
+    check(step, _run(*start, *arguments, folder=folder, path=str(programs), code=step.code))
+
+
+def write(step: Step, folder: Path) -> None:
+    """Write the files of a step."""
+    for name, text in step.files.items():
+        (folder / name).write_text(text)
+
+
+def check(step: Step, printed: str) -> None:
+    """Compare what a step printed with what the README says."""
     if step.prints in CURVES:
         assert step.prints == re.findall(r"^ *(loss \d\.\d{4})$", printed, re.MULTILINE), f"{step.command}\n{printed}"
     assert all(words in " ".join(printed.split()) for words in step.prints), f"{step.command}\n{printed}"

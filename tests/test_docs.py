@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
-import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib import import_module
 from inspect import signature
 from itertools import takewhile
-from multiprocessing import get_context
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.pytorch.strategies import StrategyRegistry
-from ranks import ensure_forkserver
+from scripts import run_script
 from sphinx.search.en import SearchEnglish
 from structure import MODULES, sizes
 
@@ -32,97 +30,35 @@ PUBLIC = {f"lightning_gradavg{name}" for name in ("", ".fabric", ".hooks", ".pla
 TOLD = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 # What pyproject.toml puts into the source distribution, beside itself and the license.
 SHIPPED = set(re.findall(r'"/([\w.]+)"', (ROOT / "pyproject.toml").read_text("utf-8")))
-FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w+-]*)[^\n]*$")
-NO_RUN = re.compile(r"^\s*<!-- *no-run: *(?P<reason>.*?) *-->\s*$")
+PYTHON = re.compile(r"^(?:<!-- no-run: ([^\n]+) -->\n)?```python\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, its text, the line of its first line of text, and why it is not run, if so."""
-
-    language: str
-    text: str
-    line: int
-    no_run: str | None = None
+def blocks_of(page: Path) -> Iterator[Any]:
+    """Yield the Python blocks of a page: the lines before it, its text, and why it is not run, if so."""
+    text = page.read_text("utf-8")
+    for block in PYTHON.finditer(text):
+        lines = text[: block.start("text")].count("\n")
+        yield pytest.param(page, lines, block["text"], block[1], id=f"{page.name}:{lines}")
 
 
-def blocks_of(page: str) -> list[Block]:
-    """Return the fenced blocks of a Markdown page.
-
-    A line `<!-- no-run: reason -->` above a block, with nothing but empty lines between, keeps it from being run.
-    """
-    blocks: list[Block] = []
-    lines = page.splitlines()
-    number, no_run = 0, None
-    while number < len(lines):
-        opening = FENCE.match(lines[number])
-        if opening is None:
-            marker = NO_RUN.match(lines[number])
-            if marker is not None:
-                no_run = marker["reason"]
-            elif lines[number].strip():
-                no_run = None
-            number += 1
-            continue
-        closing = re.compile(rf" *{opening['fence'][0]}{{{len(opening['fence'])},}} *$")
-        end = number + 1
-        while end < len(lines) and not closing.match(lines[end]):
-            end += 1
-        if end == len(lines):
-            raise ValueError(f"the block that opens on line {number + 1} is never closed")
-        text = "".join(line.removeprefix(opening["indent"]) + "\n" for line in lines[number + 1 : end])
-        blocks.append(Block(opening["language"].lower(), text, number + 2, no_run))
-        number, no_run = end + 1, None
-    return blocks
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
-PYTHON_BLOCKS = [
-    pytest.param(page, block, id=f"{page.relative_to(ROOT)}:{block.line}")
-    for page in PAGES
-    for block in blocks_of(page.read_text("utf-8"))
-    if block.language in {"python", "py"}
-]
-
-
-@pytest.mark.parametrize(("page", "block"), PYTHON_BLOCKS)
-def test_python_blocks_run(page: Path, block: Block, tmp_path: Path) -> None:
-    """The block runs to its end in a process and a folder of its own; one marked as not run at least compiles.
-
-    The process is forked from one that has imported what is heavy.
-    """
-    if block.no_run is not None:
-        assert block.no_run, f"{page.name}:{block.line}: say why the block is not run, <!-- no-run: reason -->"
-        compile(block.text, f"{page.name}:{block.line}", "exec")
-        return
+@pytest.mark.parametrize(("page", "lines", "text", "no_run"), BLOCKS)
+def test_python_blocks_run(page: Path, lines: int, text: str, no_run: str | None, tmp_path: Path) -> None:
+    """The block runs to its end in a process and a folder of its own; one that `no-run` precedes compiles."""
     script = tmp_path / "block.py"
     # Empty lines keep the line numbers of the page in a traceback.
-    script.write_text("\n" * (block.line - 1) + block.text, "utf-8")
-
-    run(script, f"{page.relative_to(ROOT)}:{block.line}")
-
-
-def run(script: Path, name: str) -> None:
-    """Run a script to its end in a process of its own, and fail with what it printed if it fails."""
-    ensure_forkserver()
-    output = script.with_name("output.txt")
-    process = get_context("forkserver").Process(target=run_as_main, args=(script, output))
-    process.start()
-    process.join(110)
-    process.kill()
-    process.join()
-
-    assert process.exitcode == 0, f"{name}\n{output.read_text('utf-8')}"
+    script.write_text("\n" * lines + text, "utf-8")
+    if no_run:
+        compile(script.read_text("utf-8"), page.name, "exec")
+        return
+    code, printed = run_script(script)
+    assert 0 == code, f"{page.name}:{lines + 1}\n{printed}"
 
 
-def run_as_main(script: Path, output: Path) -> None:
-    """Run a script as if Python had been started with it, in its folder; write there what it prints."""
-    with output.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.chdir(script.parent)
-    os.environ.update({"MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)})
-    sys.argv[:], sys.path[0] = [str(script)], str(script.parent)
-    runpy.run_path(str(script), run_name="__main__")
+def test_every_python_block_is_found() -> None:
+    assert len(BLOCKS) == sum(page.read_text("utf-8").count("```py") for page in PAGES) > 10
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +68,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = folder / "build.py"
     options = ["--fail-on-warning", "--keep-going", "--quiet", str(ROOT / "docs"), str(folder / "site")]
     script.write_text(f"from sphinx.cmd.build import main\nraise SystemExit(main({options!r}))\n", "utf-8")
-    run(script, "sphinx-build")
+    code, printed = run_script(script)
+    assert 0 == code, printed
     return folder / "site"
 
 
@@ -183,7 +120,7 @@ def test_pages_link_to_pages(site: Path) -> None:
     assert all(f">{cause}<" in causes for cause in CAUSES)
     assert 'href="examples.html"' in first
     assert 'href="changelog.html"' in first
-    assert "Why does the same script train another model" in examples
+    assert "Why does the same script train a different model" in examples
     assert not (site / "_downloads").exists()
 
 
@@ -272,30 +209,3 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
     assert [] == [target for target in targets if not (page.parent / target).exists()]
     found = [(page.parent / target).resolve().relative_to(ROOT).parts[0] for target in targets]
     assert set() == {page.relative_to(ROOT).parts[0], *found} - SHIPPED
-
-
-def test_blocks_are_read_as_written() -> None:
-    """Language, text, line, indentation, longer fences and the reason not to run are all kept."""
-    page = "\n".join(
-        [
-            *("Text", "```python", "a = 1", "```"),
-            *("<!-- no-run: needs a GPU -->", "", "```python", "b", "```", "", "```console", "$ make demo", "```"),
-            *("<!-- no-run: not next to a block -->", "Text"),
-            *("1. Item", "   ```py", "   if c:", "       d", "   ```"),
-            *("````md", "```python", "```", "````"),
-        ]
-    )
-
-    assert [
-        Block("python", "a = 1\n", 3),
-        Block("python", "b\n", 8, "needs a GPU"),
-        Block("console", "$ make demo\n", 12),
-        Block("py", "if c:\n    d\n", 18),
-        Block("md", "```python\n```\n", 22),
-    ] == blocks_of(page)
-
-
-def test_a_block_that_is_never_closed_is_an_error() -> None:
-    """An open fence would swallow the rest of the page, and every test of it."""
-    with pytest.raises(ValueError, match="opens on line 2 is never closed"):
-        blocks_of("Text\n```python\na = 1\n")

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,18 +20,11 @@ from rich.console import Console
 from examples.demo.report import TOLERANCE, TaskResult, compare, make_table, save_json, save_plot
 from examples.demo.run_one import tasks
 
-__all__ = ["Configuration", "RunFailedError", "configurations", "environment", "finish", "main", "run"]
+__all__ = ["Configuration", "configurations", "finish", "main", "run"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT = 300.0
-"""Seconds after which a run is taken to hang. The slowest takes about 40 on two cores."""
-
-LAUNCHER_NAMES = ("LOCAL_RANK", "RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_", "JSM_", "LSB_", "PL_", "LT_")
-
-
-class RunFailedError(RuntimeError):
-    """A run did not finish, or left no result."""
+"""Seconds after which a run counts as hanging. The slowest takes about 40 on two cores."""
 
 
 @dataclass(frozen=True)
@@ -60,42 +51,20 @@ def configurations(worlds: Sequence[int]) -> list[Configuration]:
     ]
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of a run: one thread per process, and nothing left of a launcher around the demo."""
-    left = {name for name in os.environ if name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES)}
-    return {name: value for name, value in os.environ.items() if name not in left} | {"OMP_NUM_THREADS": "1"}
-
-
-@contextmanager
-def started(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start `command` in its own process group; whatever of the group is left at the end is killed."""
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment(), stdout=file, stderr=file, start_new_session=True
-        )
-    try:
-        yield process
-    finally:
-        # Also after success: rank 0 does not wait for the other ranks to end.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def finish(command: Sequence[str], log: Path, *, name: str, timeout: float = TIMEOUT) -> None:
-    """Run a command to its end.
+def finish(command: Sequence[str], log: Path, *, name: str) -> None:
+    """Run a command to its end, with one thread per process.
 
     Raises:
-        RunFailedError: If it fails, or takes longer than `timeout` seconds. The message has the end of its log.
+        RuntimeError: If it fails. The message has the end of its log.
     """
-    with started(command, log) as process:
-        try:
-            status = f"exit status {process.wait(timeout)}"
-        except subprocess.TimeoutExpired:
-            status = f"not finished after {timeout:.0f} s"
-    if status != "exit status 0":
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with log.open("wb") as file:
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, stdout=file, stderr=file, check=False, timeout=TIMEOUT
+        )
+    if done.returncode:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        raise RunFailedError(f"{name}: {status}.\n{end}\nThe whole log is {log}")
+        raise RuntimeError(f"{name}: exit status {done.returncode}.\n{end}\nThe whole log is {log}")
 
 
 def run(configuration: Configuration, folder: Path, *, quick: bool) -> dict[str, TaskResult]:

@@ -39,8 +39,9 @@ class GradAvgReducer:
         reducer.weigh(loss, weight=n).backward()
 
     The sums run over (rank, micro-batch) pairs. Micro-batches within `ddp_model.no_sync()` belong to the window that
-    ends with the next backward outside of it. Divide no loss by the window, except under the plain mean, as with stock
-    DDP. Each backward runs one weighed loss. A backward that raises discards its window, and keeps earlier gradients.
+    ends with the next backward outside of it. Don't divide the loss by the window's length,
+    except under the plain mean, as with stock DDP. Each backward runs one weighed loss. A backward that raises
+    discards its window, and keeps earlier gradients.
 
     From the forward until `weigh`, `lightning_gradavg.gather` knows the rule.
 
@@ -162,7 +163,7 @@ class GradAvgReducer:
         Raises:
             RuntimeError: If no model is registered, or some are within `no_sync()` and some are not, or DDP would
                 reduce nothing, as after a forward within `no_sync()`.
-            ValueError: If `divided_by` is no number > 0; on all ranks alike, if some rank's weight is missing or not
+            ValueError: If `divided_by` is not a number > 0; on all ranks, if some rank's weight is missing or not
                 usable: of the same window on a CPU, of the one before on an accelerator, which is not waited for.
         """
         if divided_by is not None and not 0 < divided_by < math.inf:

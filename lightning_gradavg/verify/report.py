@@ -194,7 +194,7 @@ class Report:
 
     @property
     def first(self) -> Finding | None:
-        """The finding that leads: the first step and stage in which the run differs from one process."""
+        """The leading finding, of the first step and stage in which the run differs from one process."""
         return next((finding for finding in self.findings if finding.is_difference), None)
 
     def without(self, causes: Collection[str]) -> Report:
