@@ -61,11 +61,11 @@ def _problem(place: Path) -> str | None:
     beside = sorted(place.parent.glob("*.ckpt"), key=lambda other: other.stat().st_mtime_ns, reverse=True)
     whole = next((other for other in beside if other.is_file() and _damage(other) is None), None)
     advice = (
-        f"The newest whole one beside it is {whole}: pass it"
+        f"The newest intact one in its folder is {whole}: pass it"
         if whole is not None
-        else "No *.ckpt beside it is whole: pass another one"
+        else "No other *.ckpt in its folder is intact: pass another one"
     )
-    return f"the checkpoint {place} is torn: {damage}. {advice} as ckpt_path, or train from the start."
+    return f"the checkpoint {place} is damaged: {damage}. {advice} as ckpt_path, or train from the start."
 
 
 def _damage(place: Path) -> str | None:
@@ -79,7 +79,7 @@ def _damage(place: Path) -> str | None:
             broken = archive.testzip()
     except (zipfile.BadZipFile, EOFError) as error:
         return f"{place.stat().st_size} bytes, {error}".lower()
-    return None if broken is None else f"the checksum of its record {broken!r} does not fit"
+    return None if broken is None else f"the checksum of its record {broken!r} does not match"
 
 
 def _is_local(path: Any) -> bool:

@@ -31,7 +31,7 @@ def require_launch(strategy: Any) -> None:
     launcher, environment = strategy.launcher, strategy.cluster_environment
     if is_interactive() and not launcher.is_interactive_compatible:
         raise MisconfigurationException(
-            f"start_method={start_method(strategy)!r} starts the script again in every process, and a notebook is none."
+            f"start_method={start_method(strategy)!r} starts the script again in every process, which no notebook can."
             f" Use {type(strategy).__name__}(start_method='fork'), or Trainer(strategy='gradavg_notebook')."
         )
     tasks, devices, nodes = os.environ.get("SLURM_NTASKS"), strategy.num_processes, strategy.num_nodes
@@ -97,14 +97,14 @@ def require_one_run(world: World, trainer: Trainer, module: LightningModule | No
             if name == "the parameters":
                 values = _first_that_differ(world.gather_objects(parameters))
             raise RuntimeError(
-                f"the ranks are not of one run: {name} is {by_value(values)}. Start the same script, with the same"
+                f"the ranks are in different runs: {name} is {by_value(values)}. Start the same script, with the same"
                 " arguments and packages, on all of them."
             )
     places = [place for _, place in found]
     if len(set(places)) < len(places):
         raise RuntimeError(
-            f"two processes have one place: (node, rank on the node) is {by_value(places)}. Give every node another"
-            " NODE_RANK, and every process of a node another LOCAL_RANK, or leave that to one launcher."
+            f"two processes share a place: (node, rank on the node) is {by_value(places)}. Give every node its own"
+            " NODE_RANK and every process of a node its own LOCAL_RANK, or let one launcher set both."
         )
 
 

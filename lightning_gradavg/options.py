@@ -88,7 +88,7 @@ _BUFFERS = "whose ranks all hold the buffers of one run. Leave one of them out."
 _REFUSED: Sequence[_Refusal] = (
     (
         lambda o: o.equivalent_to is not None and o.equivalent_to not in PRESETS,
-        "equivalent_to={o.equivalent_to!r} names no run.{hint} Use one of 'data_parallel', 'single_device', or None.",
+        "equivalent_to={o.equivalent_to!r} is no preset.{hint} Use one of 'data_parallel', 'single_device', or None.",
     ),
     _below_1("num_replicas", "for the world size"),
     _below_1("max_device_batch_size", "for no limit"),

@@ -113,11 +113,11 @@ def rule_of_split_batches(rule: Rule) -> Rule:
     The mean is that over the samples of the loader batch. The mean of a node over its ranks has no such meaning.
 
     Raises:
-        ValueError: If the rule gives every rank of a node the same say.
+        ValueError: If the rule weights all ranks of a node equally.
     """
     if rule.name in ("mean_of_node_means", "sum_of_node_means"):
         raise ValueError(
-            f"reduction={rule.name!r} gives every rank of a node the same say, but with split_batches=True a rank may"
+            f"reduction={rule.name!r} weights all ranks of a node equally, but with split_batches=True a rank may"
             " have fewer samples than another, or none. Use 'weighted_mean', or set split_batches=False."
         )
     return _MEAN_OVER_SAMPLES if rule == RULES["mean"] else rule

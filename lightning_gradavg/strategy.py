@@ -372,7 +372,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         for message in self._rates.begin(self._batches.accumulation):
             self._reduction.warn(message)
         if self._saved is not None and self._ddp_comm_state is not None:
-            rank_zero_info("GradAvgStrategy: ddp_comm_state is not part of a checkpoint and begins anew")
+            rank_zero_info("GradAvgStrategy: ddp_comm_state is not part of a checkpoint and starts again")
         self._saved = None
         rank_zero_info(self._start_line())
         if self._log_hyperparams:

@@ -381,7 +381,7 @@ _LATE = _LOST.format(1), "all ranks say the same"
 _NONE = "rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'"
 _SIGNAL, _INTERRUPT = ("SIGTERMException",) * 2, ("rank 1 ended with KeyboardInterrupt", "SystemExit: 1")
 _FULL_DISK = "No space left on device", "rank 0 ended with OSError: [Errno 28] No space left on device"
-_TORN = ("epoch=1-step=10.ckpt is torn: 1000 bytes, file is not a zip file. The newest whole one beside it is",) * 2
+_TORN = ("epoch=1-step=10.ckpt is damaged: 1000 bytes, file is not a zip file. The newest intact one in",) * 2
 _OLDER = ("training begins after 10 steps and 2 epochs on rank 0; 5 steps and 1 epochs on rank 1",) * 2
 _TASKS = ("SLURM_NTASKS=1 processes, but Trainer(devices=2, num_nodes=1) trains on 2",) * 2
 _SLURM = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}

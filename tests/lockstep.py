@@ -113,7 +113,7 @@ def on_ranks(
 ) -> list[Any]:
     """Return what `body(splitter)` returns or raises on every rank, each with its own random state.
 
-    The test fails where the ranks would not come to every comparison together: real ones would wait for ever.
+    The test fails where the ranks would not come to every comparison together: real ones would wait forever.
     """
     exchange = _Exchange(world_size, options, seeds or [7 + rank for rank in range(world_size)])
     results = exchange.run(body)

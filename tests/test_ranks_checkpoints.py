@@ -66,18 +66,18 @@ def zero(path: Path) -> None:
 
 @pytest.mark.parametrize("tear", [cut, flip, empty, zero])
 def test_a_torn_one_is_refused(tmp_path, tear):
-    """The error names the torn checkpoint, what is wrong with it, and the newest whole one beside it."""
+    """The error names the damaged checkpoint, the damage, and the newest intact one in its folder."""
     first, second, third = (saved(tmp_path, f"step={step}.ckpt", step) for step in (1, 2, 3))
     tear(third)
     with pytest.raises(
-        ValueError, match=rf"step=3.ckpt is torn: .+ The newest whole .* {second}: pass it as ckpt_path"
+        ValueError, match=rf"step=3.ckpt is damaged: .+ The newest intact .* {second}: pass it as ckpt_path"
     ):
         require_whole(third, World())
     tear(second)
-    with pytest.raises(ValueError, match=f"step=3.ckpt is torn: .* {first}: pass it"):
+    with pytest.raises(ValueError, match=f"step=3.ckpt is damaged: .* {first}: pass it"):
         require_whole(str(third), World())
     tear(first)
-    with pytest.raises(ValueError, match=r"step=3.ckpt is torn: .* No \*.ckpt beside it is whole"):
+    with pytest.raises(ValueError, match=r"step=3.ckpt is damaged: .* No other \*.ckpt in its folder is intact"):
         require_whole(third, World())
 
 
@@ -157,8 +157,8 @@ def test_a_killed_run_goes_on_from_the_checkpoint_that_is_named(world, tmp_path)
     whole = str(folder / "step=2.ckpt")
     for raised in world(2).run_expecting_errors(train, str(folder), resume="last", tear="last.ckpt"):
         assert raised.type_name == "ValueError"
-        assert "last.ckpt is torn: " in raised.message
-        assert f"The newest whole one beside it is {whole}" in raised.message
+        assert "last.ckpt is damaged: " in raised.message
+        assert f"The newest intact one in its folder is {whole}" in raised.message
     resumed = world(2).run(train, str(folder), resume=whole)
     assert [([2], STEPS, weight) for _, _, weight in expected] == resumed
 

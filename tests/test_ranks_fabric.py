@@ -338,7 +338,7 @@ def interleaved() -> tuple[float, float]:
     lightning_gradavg.average_gradients(alone, **weighs)
     assert modules[1].weight.grad is not None
     assert alone.weight.grad is not None
-    with pytest.raises(ValueError, match="divided_by=0 is no finite number > 0"):
+    with pytest.raises(ValueError, match="divided_by=0 is not a finite number > 0"):
         loops[0].reducer.weigh(models[0](x).mean(), weight=1, divided_by=0)
     return modules[1].weight.grad.item(), alone.weight.grad.item()
 
@@ -523,7 +523,7 @@ def test_a_loader_that_is_dealt_is_not_split(world):
         ({"nonfinite": "raise"}, TypeError, "nonfinite='raise' cannot be carried by Fabric: .*weight=0"),
         ({"find_unused_parameter": True}, TypeError, "find_unused_parameter=True is not .*'find_unused_parameters'"),
         ({"reduction": "median"}, ValueError, "reduction='median' is not a rule"),
-        ({"reduction": "mean_of_node_means", "split_batches": True}, ValueError, "the same say"),
+        ({"reduction": "mean_of_node_means", "split_batches": True}, ValueError, "weights all ranks of a node equally"),
     ],
 )
 def test_refused_options(options, error, text):

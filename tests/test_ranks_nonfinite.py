@@ -88,7 +88,7 @@ class Gathers(Faulty):
 @gathers
 @DEPRECATED
 def test_no_loss_on_one_rank_after_a_gather(world, way, batches, named):
-    """No rank waits in the backward of the gather: all leave the step out. Two equal losses of gradient 2 + 4."""
+    """No rank waits in the backward of the gather: all skip the step. Two equal losses of gradient 2 + 4."""
     rule = {"reduction": "weighted_mean"} if named else {}
     options = {"batches": batches, "named": named, "module": partial(Gathers, way=way)}
     assert [(approx(-0.1 * 4 * 6), 5)] * 2 == world(2).run(train_faulty, "skip_step", "none", rule, **options)
@@ -188,7 +188,7 @@ def fit_by_hand() -> None:
 
 def test_manual_optimization_is_refused(world):
     raised = world(2).run_expecting_errors(fit_by_hand)
-    assert all("nonfinite='raise' judges a step before it is taken" in one.message for one in raised)
+    assert all("nonfinite='raise' checks a step before it is taken" in one.message for one in raised)
 
 
 class OfOneSample(Faulty):

@@ -135,9 +135,9 @@ def fit(
     [
         ({"replicas": 4}, 3, r"num_replicas=4 on 3 processes: .* Use 1, 2, 4 of them"),
         ({"replicas": 2}, 4, r"num_replicas=2 on 4 processes: .* Use 1, 2 of them"),
-        ({"kind": Manual}, 2, "reproducible=True does not serve manual optimization"),
-        ({"kind": StepEnd}, 2, "reproducible=True does not serve training_step_end"),
-        ({"kind": Sparse}, 2, "does not serve sparse gradients, as net.weight would have"),
+        ({"kind": Manual}, 2, "reproducible=True does not support manual optimization"),
+        ({"kind": StepEnd}, 2, "reproducible=True does not support training_step_end"),
+        ({"kind": Sparse}, 2, "does not support sparse gradients, as net.weight would have"),
         ({"kind": Terms}, 2, "serves one weight for the whole loss, got one for each of 'a', 'b'"),
         ({"apart": True}, 2, "needs one arithmetic on all ranks, got .* on rank 0; .* on rank 1"),
         ({"kind": Undetermined}, 2, "put_ does not have a deterministic implementation"),

@@ -343,7 +343,7 @@ def refused(kind: str) -> None:
         ("stale", 2, "cannot be seen in the optimizers' parameter groups"),
         ("none", 2, "training_step returned no loss"),
         ("graphless", 2, "a loss without a graph"),
-        ("unweighed", 2, "a backward that reduction='weighted_mean' was not told of"),
+        ("unweighed", 2, "a backward that bypassed reduction='weighted_mean'"),
         ("terms", 2, "loss term 'b' is nan with weight 0, beside a term that counts"),
         ("peers", 4, "tensor-parallel group weigh one batch differently (on rank 0: {'weight'"),
         ("fabric", 2, "fabric.setup_optimizers"),

@@ -177,6 +177,6 @@ def resume_from_stock(folder: str, reduction: str) -> list[str]:
 @pytest.mark.filterwarnings('ignore:a "weight" was given')
 def test_a_checkpoint_of_stock_ddp_goes_on_under_another_rule_with_a_word(world, tmp_path):
     ((line,), others) = world(2).run(resume_from_stock, str(tmp_path), "weighted_mean")
-    assert line.endswith("from here on they are by reduction='weighted_mean', g = sum(n * g) / sum(n)")
+    assert line.endswith("from now on they are reduced by reduction='weighted_mean', g = sum(n * g) / sum(n)")
     assert [] == others
     assert [[], []] == world(2).run(resume_from_stock, str(tmp_path), "mean")

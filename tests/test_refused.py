@@ -223,7 +223,7 @@ def test_no_fingerprint_before_a_run():
 def test_a_notebook_has_no_script_to_start(monkeypatch, strategy):
     monkeypatch.setattr(imports, "_IS_INTERACTIVE", True)
     advice = (
-        "start_method='popen' starts the script again in every process, and a notebook is none."
+        "start_method='popen' starts the script again in every process, which no notebook can."
         " Use GradAvgStrategy(start_method='fork'), or Trainer(strategy='gradavg_notebook')."
     )
     with pytest.raises(MisconfigurationException, match="^" + re.escape(advice)):

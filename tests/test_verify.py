@@ -177,7 +177,7 @@ def test_a_report_begins_with_what_it_means():
     text = str(report(finding, remarks=["this and that"]))
     expected = (
         "DIFFERENT, from step 0 on, in the reduced gradient: divided twice: by the run's own code",
-        *("by both", "w is 2, on one process 1", "Do: divide once.", "-loss / 2", "not shown: this and that"),
+        *("by both", "w is 2, but 1 on one process", "Do: divide once.", "-loss / 2", "not shown: this and that"),
         *("first in step", "ranks: 1, optimizer steps: 2"),
     )
     assert sorted(map(text.index, expected)) == list(map(text.index, expected))

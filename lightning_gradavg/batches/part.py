@@ -119,7 +119,7 @@ class SplitBatches(Batches):
         trainer, options = run.trainer, self._options
         if is_param_in_hook_signature(run.module.training_step, "dataloader_iter", explicit=True):
             raise ValueError(
-                "split_batches=True cannot serve a training_step(dataloader_iter): it takes batches past the strategy."
+                "split_batches=True cannot serve a training_step(dataloader_iter): it fetches its own batches."
                 " Let training_step take (batch, batch_idx), or set split_batches=False."
             )
         super().configure_ddp(run)
@@ -211,7 +211,7 @@ class SplitBatches(Batches):
         if len(states) > 1 and any(within):
             raise ValueError(
                 f"the checkpoint was saved within an epoch, after {max(within)} batches of one of {len(states)} train"
-                " loaders: with several, training goes on from the end of an epoch only. Resume from a checkpoint that"
+                " loaders: with several, training resumes only from the end of an epoch. Resume from a checkpoint that"
                 " was saved there, or read the data by one loader."
             )
         loop = self.run.trainer.fit_loop

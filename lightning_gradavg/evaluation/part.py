@@ -131,7 +131,7 @@ class ExactEvaluation(Evaluation):
         if len(set(of_kept)) > 1 or (not kept and len(set(lengths)) > 1):
             raise ValueError(
                 f"the ranks' {prefix} loaders differ: in rank order they have {', '.join(map(str, lengths))} batches,"
-                " but they are dealt as one and the same. Make them the same on all ranks; or, where every rank is to"
+                " but exact evaluation treats them as one. Make them the same on all ranks; or, where every rank is to"
                 " evaluate its own data, set `sharded_by_rank = True` on the loader or its dataset, or"
                 " Trainer(use_distributed_sampler=False)."
             )
@@ -286,7 +286,7 @@ class ExactEvaluation(Evaluation):
         if lacking and not self.run.trainer.sanity_checking:
             rank_zero_warn(
                 f"{', '.join(map(repr, lacking))} was logged by some ranks and not by others, which had no batch to log"
-                " it from, and is not reduced over the ranks: each has a value of its own, or none. Log it with"
+                " it from, and is not reduced over the ranks: each rank has its own value, or none. Log it with"
                 " sync_dist=True to have the value of one process on all ranks."
             )
 

@@ -21,7 +21,7 @@ _WAIT_SECONDS = 2.0
 _PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _MOST_CHARACTERS = 1000
-_BROKEN = "an exchange with the other ranks broke: "
+_BROKEN = "communication with the other ranks failed: "
 TOGETHER = "all ranks end together"
 """The text of an exception that the ranks have agreed on."""
 

@@ -87,7 +87,7 @@ class Faults(Part):
         if len({tuple(row) for row in rows}) > 1:
             found = by_value(f"{step} steps and {epoch} epochs" for step, epoch in rows)
             raise RuntimeError(
-                f"the ranks do not go on from one checkpoint: training begins after {found}. Give all ranks the same"
+                f"the ranks resume from different checkpoints: training begins after {found}. Give all ranks the same"
                 " ckpt_path, in a folder that all nodes see."
             )
         self._check()

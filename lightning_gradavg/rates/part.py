@@ -96,14 +96,14 @@ class Rates(Part):
             rule = self.recipe.rule
             rank_zero_info(
                 "GradAvgStrategy: the checkpoint was saved by another strategy and does not say how gradients were"
-                f" reduced; from here on they are by reduction={rule.name!r}, g = {rule.formula}"
+                f" reduced; from now on they are reduced by reduction={rule.name!r}, g = {rule.formula}"
             )
         differences = self.recipe.differences(loaded.get("recipe", {}))
         if not differences:
             return
         message = "the checkpoint was trained under another recipe:\n  " + "\n  ".join(differences)
         if not self._allow_change:
-            raise ValueError(f"{message}\nChange it back, or pass allow_recipe_change=True if this is meant.")
+            raise ValueError(f"{message}\nChange it back, or pass allow_recipe_change=True if this is intended.")
         rank_zero_info(f"GradAvgStrategy: {message}")
 
 

@@ -305,7 +305,7 @@ def contradictions(
         ),
         "base_above_global": (
             f"the base batch is larger than the global batch ({batches}): lr_scaling={scaling.name!r} multiplies the"
-            f" learning rate by {factor:.6g}. If that is not meant, correct base_batch_size or base_world_size: both"
+            f" learning rate by {factor:.6g}. If that is not intended, correct base_batch_size or base_world_size: both"
             " describe the run that the learning rate was tuned for."
         ),
     }

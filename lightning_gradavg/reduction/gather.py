@@ -200,7 +200,7 @@ def _require_backward(
     if disabled:
         raise ValueError(
             f"gather runs under torch.no_grad {on_ranks(disabled)}, but other ranks need a gradient, for which those"
-            " would wait for ever. Use torch.no_grad on all ranks or on none."
+            " would wait forever. Use torch.no_grad on all ranks or on none."
         )
     lost = [rank for rank, factor in enumerate(factors) if factor == 0 and any(of_leaf[rank] for of_leaf in rows)]
     if lost and any(factors):

@@ -41,7 +41,7 @@ class NonFinite:
         return None if finite is None or bool(finite.all()) else "the loss is not finite"
 
     def skips(self, totals: Totals, problem: str | None, gradients: Iterable[tuple[str, Tensor]], run: Run) -> bool:
-        """Return whether all ranks leave the step out, or raise a RuntimeError on all ranks under `"raise"`.
+        """Return whether all ranks skip the step, or raise a RuntimeError on all ranks under `"raise"`.
 
         Args:
             totals: What all ranks know of the window, on the host.
@@ -59,10 +59,10 @@ class NonFinite:
         what = f"optimizer step {run.trainer.global_step}: {problems}"
         if self.policy == "raise":
             raise RuntimeError(
-                f"{what}. With nonfinite='skip_step' all ranks leave such a step out; a loss of weight 0 leaves one"
+                f"{what}. With nonfinite='skip_step' all ranks skip such a step; a loss of weight 0 leaves one"
                 " micro-batch out."
             )
-        self._tell(f"GradAvgStrategy: {what}; nonfinite={self.policy!r}: all ranks leave the step out")
+        self._tell(f"GradAvgStrategy: {what}; nonfinite={self.policy!r}: all ranks skip the step")
         return True
 
 

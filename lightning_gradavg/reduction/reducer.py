@@ -82,12 +82,12 @@ class GradAvgReducer:
         """
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
-                f"the losses of a DistributedDataParallel are weighed, got {type(model).__name__}. Wrap the model"
+                f"the model must be a DistributedDataParallel, got {type(model).__name__}. Wrap the model"
                 " first; or call lightning_gradavg.average_gradients after the backward of one that is not wrapped."
             )
         if model.static_graph:
             raise ValueError(
-                "static_graph=True has DDP take its first backward for that of every step, which those within a window"
+                "static_graph=True makes DDP treat its first backward as every step's, which those within a window"
                 " are not. Leave it out, or use lightning_gradavg.GradAvgStrategy with Lightning's Trainer."
             )
         world = World.of(model.process_group)
@@ -135,7 +135,7 @@ class GradAvgReducer:
         del gradient
         if not self._running:
             raise RuntimeError(
-                f"a gradient reached the model by a backward that the reduction {self._rule.name!r} was not told of, so"
+                f"a gradient reached the model by a backward that bypassed the reduction {self._rule.name!r}, so"
                 " it would be averaged. Call GradAvgReducer.weigh(loss, weight=...).backward() instead."
             )
 
@@ -168,7 +168,7 @@ class GradAvgReducer:
         """
         if divided_by is not None and not 0 < divided_by < math.inf:
             raise ValueError(
-                f"divided_by={divided_by!r} is no finite number > 0: pass what the trainer divides each loss by"
+                f"divided_by={divided_by!r} is not a finite number > 0: pass what the trainer divides each loss by"
             )
         weigh_losses_from_here(weighed=False)
         last, terms, problem = self._ends_window(), loss_terms(loss), None

@@ -125,9 +125,9 @@ class Reduction(Part):
         option = f"nonfinite={self._judge.policy!r}" if self._judge is not None else ""
         scaled = getattr(run.trainer.precision_plugin, "scaler", None) is not None
         refusals = {
-            f"{option} judges a step before it is taken, which in manual optimization is yours to take: look at the"
+            f"{option} checks a step before it is taken, but in manual optimization you take it. Check the"
             " gradients after manual_backward, which are the same on all ranks, or leave it out.": option and manual,
-            f"{option} with precision={run.trainer.precision!r}, whose loss scaler has all ranks leave out a step with"
+            f"{option} with precision={run.trainer.precision!r}, whose loss scaler makes all ranks skip a step with"
             " a gradient that is not finite. Leave it out, or use another precision.": option and scaled,
             "static_graph=True cannot serve manual optimization, whose first backward DDP would not reduce. Leave"
             " static_graph out.": run.ddp.static_graph and manual,
@@ -222,7 +222,7 @@ class Reduction(Part):
         elif self._expected > 1 or self._pieces:
             raise RuntimeError(
                 "training_step returned no loss within an accumulation window, which would then not be reduced."
-                ' Return {"loss": loss, "weight": 0} for a micro-batch that is not to count.'
+                ' Return {"loss": loss, "weight": 0} for a micro-batch that should not count.'
             )
         elif self.run.world.size == 1 or getattr(self.run.trainer.precision_plugin, "scaler", None) is not None:
             return output  # nobody waits for this rank, or a loss scaler leaves out a step without loss
@@ -385,6 +385,6 @@ class Reduction(Part):
         unused = ", ".join(self._reduced[int(index)] for index in indices[2].split())
         return (
             f"parameters without gradient on rank {indices[1]}: {unused}. They are not used in the loss that"
-            " training_step returns. If that is meant, use GradAvgStrategy(find_unused_parameters=True), or freeze"
+            " training_step returns. If that is intended, use GradAvgStrategy(find_unused_parameters=True), or freeze"
             " them with requires_grad_(False)."
         )

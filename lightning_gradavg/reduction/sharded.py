@@ -64,7 +64,7 @@ _UNSEEN = (
     " fabric.setup_optimizers; and do not step or free gradients within the backward."
 )
 _UNWEIGHED = (
-    "a gradient reached the sharded model by a backward that reduction={!r} was not told of, so it would be averaged."
+    "a gradient reached the sharded model by a backward that bypassed reduction={!r}, so it would be averaged."
     " Call self.manual_backward(loss, weight=...), or fabric.backward(loss, weight=...), instead of loss.backward()."
 )
 _UNEVEN = (

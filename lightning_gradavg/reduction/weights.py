@@ -125,7 +125,7 @@ _LOOKS = 8
 
 _IGNORED = (
     "integer tensors of a batch hold -100, the targets that torch's losses ignore, and no weight is given: the loss"
-    " then counts by its samples, the ignored ones too. If it is a mean over targets, return"
+    " is then weighted by its samples, including the ignored ones. If it is a mean over targets, return"
     ' {"loss": loss, "weight": (targets != -100).sum()} from training_step.'
 )
 

@@ -83,8 +83,8 @@ def remarks(module: LightningModule, options: Options, *, world_size: int) -> li
             " outputs of all replicas, use GradAvgStrategy(equivalent_to='data_parallel')": (
                 options.preset is None and has_step_end(module)
             ),
-            f"random numbers drawn in {', '.join(random)} are those of each rank: distributed as on one device, but"
-            " not the same numbers. For numbers that do not depend on the ranks, use"
+            f"random numbers drawn in {', '.join(random)} differ between ranks: distributed as on one device, but"
+            " they are not the same numbers. For numbers that do not depend on the ranks, use"
             " equivalent_to='data_parallel' with num_replicas": options.one_device and world_size > 1 and random,
         }
     )

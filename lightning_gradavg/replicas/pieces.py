@@ -160,7 +160,7 @@ def _require_loss(output: Any) -> None:
     if (output.get("loss") if isinstance(output, Mapping) else output) is None:
         raise RuntimeError(
             "training_step returned no loss for one of the pieces of a batch. Return"
-            ' {"loss": loss, "weight": 0} for samples that are not to count.'
+            ' {"loss": loss, "weight": 0} for samples that should not count.'
         )
 
 

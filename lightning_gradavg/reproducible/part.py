@@ -70,9 +70,9 @@ class FixedArithmetic(Arithmetic):
         refused = {
             f"reproducible=True with num_replicas={replicas} on {ranks} processes: the number of processes must divide"
             f" num_replicas. Use {', '.join(served)} of them, or another num_replicas.": replicas % ranks != 0,
-            "reproducible=True does not serve manual optimization: a rank would step after the first of its replicas."
+            "reproducible=True does not support manual optimization: a rank would step after the first of its replicas."
             " Use automatic optimization, or leave reproducible out.": not run.module.automatic_optimization,
-            "reproducible=True does not serve training_step_end: the gradient of one loss of all outputs is summed by"
+            "reproducible=True does not support training_step_end: the gradient of one loss of all outputs is summed by"
             " autograd in an order that follows the ranks. Return the loss of each replica from training_step.": (
                 has_step_end(run.module)
             ),

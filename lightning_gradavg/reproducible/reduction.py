@@ -60,7 +60,7 @@ class TreeReduction(Reduction):
         }
         for what, found in refused.items():
             if found:
-                raise ValueError(f"reproducible=True does not serve {what}.")
+                raise ValueError(f"reproducible=True does not support {what}.")
         each, rank = self._replicas // run.world.size, run.world.rank
         self._held = range(rank * each, (rank + 1) * each)
         self._position = 0

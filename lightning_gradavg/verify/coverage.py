@@ -116,7 +116,7 @@ class Coverage:
         more = sum(here[one] - there[one] for one in here if here[one] > there[one] > 0)
         dealt = not self.facts.ours or any(tape.read.dealt for tape in self.tapes)  # else these are stand-ins
         if self.complete and missing > dropped:
-            self._find("unread samples", f"{missing} of the {there.total()} samples of an epoch are read by no rank")
+            self._find("unread samples", f"{missing} of the {there.total()} samples of an epoch are never read")
         elif self.complete and more and not self.facts.splits and (dealt or more >= there.total()):
             how = f"the sampler repeats {more} samples, to fill the ranks"
             how = "every rank reads all" if more >= there.total() else how

@@ -55,7 +55,7 @@ _READINGS = (
         "{multiple}: the window has {length:g} micro-batches on each rank and is divided by {window}",
     ),
     _Reading("double division", _TWICE, _OF_TERMS, "{multiple}: it is divided by the {ranks} ranks a second time"),
-    _Reading("counts", ("sum",), _OF_TERMS, "{multiple}: the loss is a mean, and the reduction adds the ranks up"),
+    _Reading("counts", ("sum",), _OF_TERMS, "{multiple}: the loss is a mean, but the reduction adds up the ranks"),
     _Reading("counts", _WEIGHED, _OF_TERMS, "{shares}: the weights are not the terms of the loss"),
     _Reading("mean of means", _MEANS, _OF_TERMS, "{shares} equal ones: the ranks' losses are means over more or less"),
     _Reading("hand-compensated loss", ("multiplied",), _OF_TERMS, "{multiple}: it is multiplied by the {ranks} ranks"),
@@ -183,8 +183,8 @@ def _require_any_order(twin: Twin, taken: Sequence[Taken], keys: Sequence[tuple[
     again, other, known = (flat(each, like) for each in (same, turned, twin.expected))
     if gap_between(again, known) <= near < gap_between(again, other):
         raise Refused(
-            "with the samples of the batch in another order one process computes another gradient: the loss, or what is"
-            " drawn, depends on their places in the batch"
+            "with the samples of the batch in a different order one process computes a different gradient: the loss, or"
+            " a random draw, depends on their positions in the batch"
         )
 
 
@@ -249,7 +249,7 @@ def _changed(known: _Evidence) -> tuple[str, str] | None:
     """Return what was done to the ranks' gradients beyond combining them, if it is known."""
     local = [flat(one.local, known.like) for one in known.taken]
     if not all(_is_multiple(mine, row, known.near) for mine, row in zip(local, known.rows, strict=True)):
-        return "gradient hooks", "a rank's own gradient is another one than that of one process for the same samples"
+        return "gradient hooks", "a rank's own gradient differs from that of one process for the same samples"
     elements = _elements(known.twin.reduced, known.like)
     for name, dtype in _WIRES.items():
         if torch.equal(elements.to(dtype).double(), elements):

@@ -30,7 +30,7 @@ _OF_COMBINATIONS = (
 )
 _OF_STATE = (
     "one process that accumulates the same micro-batches trains the same, and one that takes them as one batch does"
-    " not: something is counted or kept for every micro-batch, or compares the samples of one"
+    " not: something counts or keeps state for every micro-batch, or compares samples within one"
 )
 _TYPES = re.compile(
     r"dtype|scalar type|double|float64|float32|not implemented for|expected .* but (got|found)", re.IGNORECASE
@@ -212,7 +212,7 @@ class _Judge:
         found = min(losses)
         if len(losses) > 1 or not self._apart(found, expected):
             return ""
-        return f"the loss of every rank is {found:.6g}, on one process {expected:.6g}; the training is the same"
+        return f"the loss of every rank is {found:.6g}, but {expected:.6g} on one process; the training is the same"
 
     def _apart(self, one: float, other: float) -> bool:
         finite = math.isfinite(one) and math.isfinite(other)
@@ -228,32 +228,32 @@ def _between(first: Tape, other: Tape, tolerance: float) -> Iterator[Finding]:
 
     begins = of(other.initial, first.initial)
     if begins is not None:
-        yield Finding(cause, "initial weights", f"{who} begins with other weights than rank 0", 0, begins)
+        yield Finding(cause, "initial weights", f"{who} starts with different weights than rank 0", 0, begins)
     for position, (one, two) in enumerate(zip(first.steps, other.steps, strict=False)):
         for mine, its in zip(one.updates, two.updates, strict=False):
             pairs = zip(mine.options, its.options, strict=False)
             names = dict.fromkeys(name for a, b in pairs for name in a if a[name] != b.get(name))
             if mine.kind != its.kind or names:
                 shown = ", ".join(names) if mine.kind == its.kind else f"{mine.kind} and {its.kind}"
-                text = f"rank 0 and {who} have other optimizers: {shown}"
+                text = f"rank 0 and {who} have different optimizers: {shown}"
                 yield Finding("different optimizers", "optimizer options", text, position)
             found = next(filter(None, map(of, its.reduced, mine.reduced)), None)
             if found is not None:
-                text = f"{who} steps with another gradient than rank 0"
+                text = f"{who} steps with a different gradient than rank 0"
                 yield Finding(cause, "reduced gradient", text, position, found)
         found = of(two.weights, one.weights)
         if found is not None:
-            yield Finding(cause, "weights", f"{who} has other weights than rank 0 after the step", position, found)
+            yield Finding(cause, "weights", f"{who} has different weights than rank 0 after the step", position, found)
     if len(first.steps) != len(other.steps):
         text = f"rank 0 took {len(first.steps)} optimizer steps, {who} took {len(other.steps)}"
         yield Finding(cause, "reduced gradient", text, min(len(first.steps), len(other.steps)))
 
 
 _OF_STAGES = {
-    "initial weights": ("initial weights", "the run begins with other values than one process"),
+    "initial weights": ("initial weights", "the run starts with different values than one process"),
     "clipped gradient": (
         "unexplained",
-        "the gradient is that of one process before it is clipped, and not afterwards",
+        "the gradient equals that of one process before clipping, but not afterwards",
     ),
     "weights": ("weights beside the gradient", "the optimizer was given what one process gives it"),
     "buffers": ("buffers of one rank", "{name} is not that of one process after the step; gradient and weights are"),
@@ -267,7 +267,7 @@ def _of_twin(twin: Twin, stage: str, position: int, found: Difference) -> Findin
         return Finding(cause, stage, detail, position, found)
     if stage == "optimizer options":
         cause, name = {"lr": ("learning-rate scale", "the learning rate")}.get(found.name, (stage, found.name))
-        return Finding(cause, stage, f"{name} is {found.found:.6g}, on one process {found.expected:.6g}", position)
+        return Finding(cause, stage, f"{name} is {found.found:.6g}, but {found.expected:.6g} on one process", position)
     cause, detail = _OF_STAGES[stage]
     owner = twin.module.get_submodule(found.name.rpartition(".")[0]) if stage == "buffers" else None
     cause = "batch norm" if isinstance(owner, BatchNorm) else cause

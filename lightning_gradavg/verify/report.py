@@ -259,7 +259,7 @@ def _print_finding(console: Console, finding: Finding) -> None:
     texts = [f"{cause.name}: {cause.plain}; this is a note"] if finding.note else []
     texts.append(finding.detail)
     if each is not None and math.isfinite(each.found) and math.isfinite(each.expected):
-        texts.append(f"{each.name} is {each.found:.6g}, on one process {each.expected:.6g}")
+        texts.append(f"{each.name} is {each.found:.6g}, but {each.expected:.6g} on one process")
     script = [] if finding.note else finding.diff.splitlines()
     texts += [] if finding.note else [f"Do: {finding.advice}."]
     for text in texts:

@@ -251,7 +251,7 @@ def _fitted(file: str, named: Mapping[str, str], options: set[str]) -> str:
     try:
         content = yaml.safe_load(Path(file).read_text("utf-8")) or {}
     except yaml.YAMLError as error:
-        raise ValueError(f"--config {file!r} is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"--config {file!r} is not YAML: {' '.join(str(error).split())}") from error
     inner = next((content[key] for key in _SUBCOMMANDS if isinstance(content.get(key), dict)), content)
     stated = {name: inner[name] for name in ("model", "data") if isinstance(inner.get(name), dict)}
     for name, own in stated.items():
