@@ -55,7 +55,7 @@ def test_the_shares_of_unknown_counts_are_shown(world):
     """Where the counts are not known, the shares that make up the right gradient are shown: each rank's terms."""
     report = report_of(world, "a mean over tokens weighted by samples")
     ones = [(batches(sizes, seed=rank)[0][1] != 0).sum().item() for rank, sizes in enumerate(UNEVEN)]
-    assert f"takes the shares {', '.join(f'{one / sum(ones):.4g}' for one in ones)} of" in report.first.detail
+    assert f"weights the micro-batches by {', '.join(f'{one / sum(ones):.4g}' for one in ones)}," in report.first.detail
     assert '"weight": n' in report.first.diff
     assert "reduction" not in report.first.diff, "which is set already"
 

@@ -56,8 +56,8 @@ _READINGS = (
     ),
     _Reading("double division", _TWICE, _OF_TERMS, "{multiple}: it is divided by the {ranks} ranks a second time"),
     _Reading("counts", ("sum",), _OF_TERMS, "{multiple}: the loss is a mean, but the reduction adds up the ranks"),
-    _Reading("counts", _WEIGHED, _OF_TERMS, "{shares}: the weights are not the terms of the loss"),
-    _Reading("mean of means", _MEANS, _OF_TERMS, "{shares} equal ones: the ranks' losses are means over more or less"),
+    _Reading("counts", _WEIGHED, _OF_TERMS, "{shares}: the weights are not the numbers of terms"),
+    _Reading("mean of means", _MEANS, _OF_TERMS, "{shares} equally: the ranks' losses have different numbers of terms"),
     _Reading("hand-compensated loss", ("multiplied",), _OF_TERMS, "{multiple}: it is multiplied by the {ranks} ranks"),
     _Reading("unsynchronised replicas", ("alone",), _OF_TERMS | _SUM, "the gradient is that of one rank alone"),
 )
@@ -231,11 +231,11 @@ def _of_parts(known: _Evidence) -> tuple[str, str]:
 
 def _detail(known: _Evidence, text: str) -> str:
     right, found = next(iter(known.right.values())), known.shares(known.reduced)
-    shares = f"one process takes the shares {_listed(right)} of the micro-batches, the run"
+    shares = f"one process weights the micro-batches by {_listed(right)}, but the run weights them"
     return text.format(
         multiple=_multiple(known.twin)[0],
         ranks=known.world_size,
-        shares=f"{shares} {_listed(found)}" if found is not None and "{shares}:" in text else shares,
+        shares=f"{shares} by {_listed(found)}" if found is not None and "{shares}:" in text else shares,
         length=len(known.ranks) / len(set(known.ranks)),
         window=known.twin.facts.accumulation,
     )
@@ -253,7 +253,7 @@ def _changed(known: _Evidence) -> tuple[str, str] | None:
     elements = _elements(known.twin.reduced, known.like)
     for name, dtype in _WIRES.items():
         if torch.equal(elements.to(dtype).double(), elements):
-            return name, f"every element of the gradient is a number of {str(dtype).removeprefix('torch.')}"
+            return name, f"every element of the gradient is a {str(dtype).removeprefix('torch.')} number"
     fair, shares = torch.tensor(next(iter(known.right.values())), dtype=torch.float64), known.shares(known.reduced)
     if shares is not None:
         scales = torch.tensor(shares, dtype=torch.float64) / fair
@@ -292,17 +292,17 @@ def _of_whole(known: _Evidence, again: Callable[[], _Evidence]) -> tuple[str, st
         with variation(twin.module):
             other = again()
         if other.right:
-            made_up = f"is made up of its parts' ({', '.join(other.right)})"
-            return cause, f"without it the gradient of the whole batch {made_up}, with it not"
+            combines = f"combines from those of its parts ({', '.join(other.right)})"
+            return cause, f"only without it the gradient of the whole batch {combines}"
     if _has_constant_term(known):
-        text = "two parts of a batch have its loss and one term more: it depends on no sample"
-        return "constant term", f"{text}, and every micro-batch adds it"
+        text = "the losses of two parts of a batch add up to its loss and one more term, which depends on no sample"
+        return "constant term", text
     reached = {name for tape in twin.tapes for name in tape.collectives if "gather" in name or "reduce" in name}
     losses = [one.loss for one in known.taken]
     if reached and math.isclose(sum(losses) / len(losses), known.whole.loss, rel_tol=1e-7):
         text = f"what {', '.join(sorted(reached))} brought from other ranks carries no gradient"
-        return "detached gather", f"the ranks' losses are those of one process, and the gradient is not: {text}"
-    text = "that of a batch is no combination of those of its parts: samples are compared with each other"
+        return "detached gather", f"the ranks' losses are those of one process, but the gradient is not: {text}"
+    text = "that of a batch is not a combination of those of its parts: the loss compares samples"
     return "non-decomposable loss", f"{_multiple(twin)[0]}, and {text}"
 
 

@@ -256,7 +256,7 @@ def _headline(report: Report) -> str:
 
 def _print_finding(console: Console, finding: Finding) -> None:
     cause, each = CAUSES[finding.cause], finding.difference
-    texts = [f"{cause.name}: {cause.plain}; this is a note"] if finding.note else []
+    texts = [f"note: {cause.plain} ({cause.name})"] if finding.note else []
     texts.append(finding.detail)
     if each is not None and math.isfinite(each.found) and math.isfinite(each.expected):
         texts.append(f"{each.name} is {each.found:.6g}, but {each.expected:.6g} on one process")
