@@ -88,10 +88,7 @@ def _is_local(path: Any) -> bool:
 
 def _sync_folder(folder: Path) -> None:
     """Have the new name on the disk, too."""
-    if os.name != "posix":  # Windows opens no folders
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    if os.name == "posix":  # Windows opens no folders
+        descriptor = os.open(folder, os.O_RDONLY)
         os.fsync(descriptor)
-    finally:
         os.close(descriptor)

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_gradavg.faults.drift import SameData, require_replicas
@@ -47,6 +45,8 @@ class GradAvgMonitor(Callback):
         TypeError: When training starts, if the Trainer's strategy is not a `GradAvgStrategy`.
     """
 
+    _since: tuple[int, float] | None = None
+
     def __init__(
         self,
         every_n_steps: int | None = None,
@@ -71,12 +71,6 @@ class GradAvgMonitor(Callback):
         self.check_data = check_data
         self.check_parameters_every_n_steps = check_parameters_every_n_steps
         self.fingerprint_every_n_steps = fingerprint_every_n_steps
-        self._asked_at: int | None = None
-        self._waits = False
-        self._since: tuple[int, float] | None = None
-        self._paused_at = 0.0
-        self._data: SameData | None = None
-        self._batches_seen = 0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -89,20 +83,19 @@ class GradAvgMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._asked_at, self._waits, self._since = None, False, None
-        several = trainer.world_size > 1 and dist.get_world_size(_group_of(_strategy_of(trainer))) > 1
-        self._data = SameData() if self.check_data and several else None
-        self._batches_seen = 0
+        self._waits, self._data = False, SameData()
+        self._since = None
+        self._batches_to_compare = _DATA_CHECKS if self.check_data and trainer.world_size > 1 else 0
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         strategy, step = _strategy_of(trainer), TrainingLoop(trainer.fit_loop).step
-        if self._data is not None:
+        if self._batches_to_compare > 0:
             self._compare_data(strategy, batch)
-        # A window has several batches and is asked for once.
-        if self._asked_at != step and _is_due(step, self._steps_between(trainer)):
-            self._asked_at, self._waits = step, True
-            strategy.observe_next_step()
+        if _is_due(step, self._steps_between(trainer)):
+            self._waits = True
+            if not strategy.observing:  # a window has several batches and is asked for once
+                strategy.observe_next_step()
 
     @override
     def on_train_batch_end(
@@ -115,7 +108,8 @@ class GradAvgMonitor(Callback):
         if TrainingLoop(trainer.fit_loop).accumulates:
             return
         if _is_due(step, self.check_parameters_every_n_steps):
-            self._check_parameters(strategy, pl_module)
+            parameters = ((f"parameter {name!r}", parameter) for name, parameter in pl_module.named_parameters())
+            require_replicas(parameters, strategy.root_device, trainer.global_step)
         if _is_due(step, self.fingerprint_every_n_steps):
             rank_zero_info(f"GradAvgMonitor: after step {step + 1}, fingerprint {strategy.fingerprint()}")
 
@@ -146,25 +140,18 @@ class GradAvgMonitor(Callback):
                 module.log(f"{self.prefix}/{name}", values[name], prog_bar=True, logger=False, batch_size=1)
 
     def _values_of(self, report: StepReport) -> dict[str, float]:
-        values = {"loss": report.loss}
-        of_ranks: dict[str, Sequence[float]] = {}
+        values = {"loss": report.loss, "gradient_norm": report.gradient_norm, "lr_scale": report.lr_scale}
+        values |= {f"lr/group_{index}": lr for index, lr in enumerate(report.learning_rates)}
+        if report.global_batch_size is not None:
+            values["global_batch_size"] = report.global_batch_size
+        of_ranks: dict[str, Sequence[float]] = {"local_gradient_norm": report.local_gradient_norms}
         for term in report.terms:
             of_term = f"/{term.name}" if term.name else ""
             values |= {f"loss{of_term}": term.loss, f"normalizer{of_term}": term.normalizer}
             of_ranks[f"weight{of_term}"] = term.weights
-        values |= {"gradient_norm": report.gradient_norm, "lr_scale": report.lr_scale}
-        values |= {f"lr/group_{index}": lr for index, lr in enumerate(report.learning_rates)}
-        if report.global_batch_size is not None:
-            values["global_batch_size"] = report.global_batch_size
-        of_ranks["local_gradient_norm"] = report.local_gradient_norms
         for name, each in of_ranks.items():
-            values |= {
-                f"{name}/mean": sum(each) / len(each),
-                f"{name}/min": min(each),
-                f"{name}/max": max(each),
-            }
-            if self.per_rank:
-                values |= {f"{name}/rank_{rank}": value for rank, value in enumerate(each)}
+            values |= {f"{name}/mean": sum(each) / len(each), f"{name}/min": min(each), f"{name}/max": max(each)}
+            values |= {f"{name}/rank_{rank}": value for rank, value in enumerate(each) if self.per_rank}
         return values
 
     def _throughput(self, trainer: Trainer, report: StepReport, step: int) -> dict[str, float]:
@@ -179,36 +166,25 @@ class GradAvgMonitor(Callback):
         return {"samples_per_second": (step - since[0]) * size / (now - since[1])}
 
     def _compare_data(self, strategy: GradAvgStrategy, batch: Any) -> None:
-        assert self._data is not None
         # A digest reads no values on an accelerator.
         digest = None if strategy.facts().samples == 0 else data_digest(move_data_to_device(batch, "cpu"))
-        if self._data.compare(digest, _group_of(strategy), strategy.root_device):
-            self._data = None
-            if dist.get_rank(_group_of(strategy)) == 0:
-                warnings.warn(
-                    "all ranks read the same training batches: every sample counts once per rank, and the global batch"
-                    " is smaller than it seems. Split the data over the ranks by torch.distributed.get_rank(), or use"
-                    " GradAvgStrategy(split_batches=True), which gives every rank its part of each batch.",
-                    stacklevel=2,
-                )
+        self._batches_to_compare -= 1
+        if not self._data.compare(digest, strategy.root_device):
             return
-        self._batches_seen += 1
-        if self._batches_seen == _DATA_CHECKS:
-            self._data = None
-
-    def _check_parameters(self, strategy: GradAvgStrategy, module: LightningModule) -> None:
-        parameters = ((f"parameter {name!r}", parameter) for name, parameter in module.named_parameters())
-        require_replicas(parameters, _group_of(strategy), strategy.root_device, module.trainer.global_step)
+        self._batches_to_compare = 0
+        if strategy.is_global_zero:
+            warnings.warn(
+                "all ranks read the same training batches: every sample counts once per rank, and the global batch is"
+                " smaller than it seems. Split the data over the ranks by torch.distributed.get_rank(), or use"
+                " GradAvgStrategy(split_batches=True), which gives every rank its part of each batch.",
+                stacklevel=2,
+            )
 
 
 def _strategy_of(trainer: Trainer) -> GradAvgStrategy:
     strategy = trainer.strategy
     assert isinstance(strategy, GradAvgStrategy)
     return strategy
-
-
-def _group_of(strategy: GradAvgStrategy) -> dist.ProcessGroup | None:
-    return strategy.model.process_group if isinstance(strategy.model, DistributedDataParallel) else None
 
 
 def _is_due(step: int, every: int | None) -> bool:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_gradavg.batches.chunks import chunk_bounds
 from lightning_gradavg.rates.scaling import (
@@ -51,8 +51,6 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """The optimizers that a recipe may name, with the defaults of `torch.optim` for what a scaling may change."""
 
-_T = TypeVar("_T")
-
 _COUNTS = ("batch_size", "devices", "accumulate_grad_batches", "steps", "epochs", "dataset_size", "warmup_steps")
 _WARMUP_EPOCHS = 5  # Goyal et al. 2017, section 2.2
 
@@ -89,22 +87,18 @@ class Recipe:
     def __post_init__(self) -> None:
         as_positive("lr", self.lr)
         given, defaults = self._given, OPTIMIZERS.get(self.optimizer, {})
+        known = self.optimizer in OPTIMIZERS
         for name in _COUNTS:
             as_count(name, given.get(name, 1), least=int(name != "warmup_steps"))
+        foreign = sorted({"betas", "alpha", "eps"} & given.keys() - defaults.keys())
+        users = [user for user in OPTIMIZERS if foreign and foreign[0] in OPTIMIZERS[user]]
+        decay = given.get("weight_decay", 0)
         refused = {
-            f"optimizer {self.optimizer!r} is not known. Use one of {', '.join(OPTIMIZERS)}.": (
-                self.optimizer not in OPTIMIZERS
-            ),
-            **{
-                f"{name}={given.get(name)!r} has no meaning for optimizer {self.optimizer!r}. Leave it out, or use one"
-                f" of {', '.join(user for user in OPTIMIZERS if name in OPTIMIZERS[user])}.": name not in defaults
-                for name in ("betas", "alpha", "eps")
-                if name in given
-            },
-            **{
-                f"{name} must be finite and >= 0, got {given.get(name)!r}.": not 0 <= given.get(name, 0) < math.inf
-                for name in ("eps", "weight_decay")
-            },
+            f"optimizer {self.optimizer!r} is not known. Use one of {', '.join(OPTIMIZERS)}.": not known,
+            f"{' and '.join(f'{name}={given[name]!r}' for name in foreign)} has no meaning for optimizer"
+            f" {self.optimizer!r}. Leave it out, or use one of {', '.join(users)}.": foreign,
+            f"eps must be finite and >= 0, got {self.eps!r}.": not 0 <= given.get("eps", 0) < math.inf,
+            f"weight_decay must be finite and >= 0, got {decay!r}.": not 0 <= decay < math.inf,
             f"steps={self.steps} and epochs={self.epochs} both give the length. Leave one of them out.": (
                 {"steps", "epochs"} <= given.keys()
             ),
@@ -112,9 +106,8 @@ class Recipe:
                 "epochs" in given and "dataset_size" not in given
             ),
         }
-        for message, holds in refused.items():
-            if holds:
-                raise ValueError(message)
+        for message in [message for message, holds in refused.items() if holds]:
+            raise ValueError(message)
         if defaults:
             scale_limit(self.hyperparameters)  # raises for smoothing constants that are out of range
 
@@ -248,26 +241,19 @@ def chunks(size: int, devices: int, max_device_batch_size: int | None = None) ->
     return tuple(Chunks(samples, count, -(-samples // pieces[samples])) for samples, count in counts.items())
 
 
-def _if_known(value: _T | None, function: Callable[[_T], Any]) -> Any:
-    return None if value is None else function(value)
-
-
-def _outcome(name: str, recipe: Recipe, scale: float, steps_per_epoch: int | None, steps: int | None) -> Outcome:
+def _outcome(name: str, recipe: Recipe, scale: float, warmup: int | None) -> Outcome:
     base = recipe.hyperparameters
     try:
         values = {**base, **scaled_hyperparameters(name, scale, base)}
     except ValueError as error:
         # The limit itself is not feasible, hence the largest integer strictly below it; the base batch always is.
-        limit = scale_limit(base) * recipe.global_batch_size if "eps" in base else None
-        largest = _if_known(limit, lambda limit: max(math.ceil(limit) - 1, recipe.global_batch_size))
+        size = recipe.global_batch_size
+        largest = max(math.ceil(scale_limit(base) * size) - 1, size) if "eps" in base else None
         return Outcome(name, feasible=False, problem=str(error), largest_global_batch_size=largest)
-    factor, decay, warmup = scale_factor(name, scale), None, None
-    if recipe.optimizer == "adamw":
-        # A derivation of this project: a step decays the weights by lr * decay, and stands for `scale` base steps.
-        decay = _if_known(recipe.weight_decay, lambda decay: decay * scale / factor)
-    if name == "linear" and factor > 1 and steps_per_epoch is not None:
-        warmup = min(filter(None, (_WARMUP_EPOCHS * steps_per_epoch, steps)))
-    return Outcome(name, True, None, factor, values, decay, warmup)
+    factor, decay = scale_factor(name, scale), recipe.weight_decay if recipe.optimizer == "adamw" else None
+    # A derivation of this project: a step decays the weights by lr * decay, and stands for `scale` base steps.
+    kept = None if decay is None else decay * scale / factor
+    return Outcome(name, True, None, factor, values, kept, warmup if name == "linear" and factor > 1 else None)
 
 
 def _run(recipe: Recipe, split: tuple[Chunks, ...], *, loader_batch_size: int, shortened: float = 1) -> Run:
@@ -276,10 +262,13 @@ def _run(recipe: Recipe, split: tuple[Chunks, ...], *, loader_batch_size: int, s
     scale, parts = total / recipe.global_batch_size, total // loader_batch_size
     # Of stock DDP, too: its sampler pads to equal shares, the loader keeps its incomplete last batch, Lightning steps
     # at the end of an epoch whatever the window holds, and a ceiling of ceilings is the ceiling of the product.
-    per_epoch = _if_known(recipe.dataset_size, lambda size: -(-size // total))
-    steps = _if_known(recipe.steps, lambda count: scaled_steps(count, shortened))
-    if recipe.epochs is not None:
+    per_epoch = None if recipe.dataset_size is None else -(-recipe.dataset_size // total)
+    steps, warmup = (
+        None if count is None else scaled_steps(count, shortened) for count in (recipe.steps, recipe.warmup_steps)
+    )
+    if recipe.epochs is not None and per_epoch is not None:
         steps = recipe.epochs * per_epoch
+    gradual = None if per_epoch is None else min(filter(None, (_WARMUP_EPOCHS * per_epoch, steps)))
     return Run(
         world_size=sum(chunk.devices for chunk in split),
         loader_batch_size=loader_batch_size,
@@ -289,12 +278,12 @@ def _run(recipe: Recipe, split: tuple[Chunks, ...], *, loader_batch_size: int, s
         scale=scale,
         steps_per_epoch=per_epoch,
         steps=steps,
-        warmup_steps=_if_known(recipe.warmup_steps, lambda count: scaled_steps(count, shortened)),
+        warmup_steps=warmup,
         mean_loss_gradient=f"mean of {parts} means" if parts > 1 else f"mean over {total}",
         # Lightning divides every loss by the window, and DDP the sum over the ranks by their number.
         sum_loss_gradient=f"sum over {total}" + f", {parts} times too small" * (parts > 1),
         sum_loss_divisor=parts,
-        scalings=tuple(_outcome(name, recipe, scale, per_epoch, steps) for name in SCALINGS),
+        scalings=tuple(_outcome(name, recipe, scale, gradual) for name in SCALINGS),
     )
 
 
@@ -340,23 +329,18 @@ def _noise_advice(recipe: Recipe, gradavg: Run, stock: Run, noise_scale: float) 
 
 def _noise_notes(recipe: Recipe, gradavg: Run, stock: Run, noise: NoiseAdvice) -> Iterator[str]:
     base, limit = recipe.global_batch_size, noise.linear_scaling_limit
-    safe = (
-        f"linear scaling is safe to a global batch of about {limit:.3g}"
-        if base < limit
-        else f"the base batch of {base} is beyond it, and no linear scaling to a larger batch is safe"
-    )
+    safe = f"linear scaling is safe to a global batch of about {limit:.3g}"
+    beyond = f"the base batch of {base} is beyond it, and no linear scaling to a larger batch is safe"
     yield (
-        f"Your noise scale is about {noise.noise_scale:.3g}: {safe}. By eta(B) = eta_max / (1 + B_noise / B)"
-        " (McCandlish et al. 2018, arXiv 1812.06162) it overshoots the optimal learning rate of SGD by less than 2 up"
-        " to the noise scale, and by ever more beyond."
+        f"Your noise scale is about {noise.noise_scale:.3g}: {safe if base < limit else beyond}. Up to it, linear"
+        " scaling overshoots the optimal learning rate of SGD, eta(B) = eta_max / (1 + B_noise / B) (McCandlish et al."
+        " 2018, arXiv 1812.06162), by less than 2."
     )
-    if noise.gradavg_lr is None:
-        yield (
-            f"For {recipe.optimizer} there is no such formula; the optimal learning rate then grows like B^a with a"
-            " between 0.5 and 1 (same paper), and stops growing near the noise scale, too."
-        )
     for name, run, lr in (("GradAvg", gradavg, noise.gradavg_lr), ("stock DDP", stock, noise.stock_ddp_lr)):
-        if run.scale != 1 and lr is not None:
+        if lr is None:
+            yield f"For {recipe.optimizer} there is no such formula: B^a with a between 0.5 and 1 (same paper)."
+            return
+        if run.scale != 1:
             yield (
                 f"{name}, global batch {run.global_batch_size}: by that formula lr {lr:.6g}, where linear scaling says"
                 f" {recipe.lr * run.scale:.6g}."
@@ -384,16 +368,15 @@ def _notes(recipe: Recipe, base: Run, gradavg: Run, stock: Run, max_device_batch
             max_device_batch_size is None and most.micro_batch_size > recipe.batch_size
         ),
         f"The last global batch of an epoch holds {last} of {counted(total, 'sample')}; its mean is over those.": last,
-        f"A sum loss of the base run was divided by {parts} (ranks times window); reduction='sum' does not do that, so"
+        f"A sum loss of the base run was divided by {parts} (ranks times window), which reduction='sum' does not do:"
         f" its learning rate is the recipe's divided by {parts}: {recipe.lr / parts:.6g} at scale 1.": parts > 1,
         f"With a sum loss: {twice}": twice,
         **refused,
         "No scaling changes AdamW's weight_decay. To keep the decay per sample it would be"
         f" {', '.join(f'{decay:.6g} with {name!r}' for name, decay in decays.items())}: a derivation of this project,"
         " not of the cited papers.": gradavg.scale != 1 and decays,
-        "A loss that is a mean over anything other than samples, such as tokens, needs their count as the weight:"
-        " training_step returns {'loss': loss, 'weight': number of tokens}. Without it, the weight is the number of"
-        " samples.": True,
+        "A loss that is a mean over tokens, or anything else than samples, needs their number as the weight:"
+        " training_step returns {'loss': loss, 'weight': number of tokens}.": True,
     }
     return (note for note, holds in notes.items() if holds)
 
@@ -445,7 +428,7 @@ def make_plan(
         loader_batch_size=total,
         shortened=total / recipe.global_batch_size,
     )
-    noise = _if_known(noise_scale, lambda noise: _noise_advice(recipe, gradavg, stock, noise))
+    noise = None if noise_scale is None else _noise_advice(recipe, gradavg, stock, noise_scale)
     return Plan(
         recipe=recipe,
         cluster=cluster,

@@ -38,7 +38,7 @@ from lightning_gradavg.options import Options, StrategyFacts, options_of_ddp
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
 from lightning_gradavg.ranks import World
-from lightning_gradavg.rates.part import rates_of
+from lightning_gradavg.rates.part import Rates
 from lightning_gradavg.rates.recipe import RunRecipe
 from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.comm_hook import CommHook
@@ -178,7 +178,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         super().__init__(**{name: given[name] for name in _OF_DDP_STRATEGY}, **ddp_options)
         self._ddp_kwargs = options_of_ddp(ddp_options)
         self._options, self._plain, self._log_hyperparams = options, plain(given), log_hyperparams
-        self._reports = Reports(options.rule, crosses_ranks=options.replicated, facts=self._facts_of_step)
+        self._reports = Reports(crosses_ranks=options.replicated, facts=self._facts_of_step)
         static = bool(ddp_options.get("static_graph"))
         self._replicas = (AlignedReplicas if reproducible else replicas_of)(options, static_graph=static)
         replicas = num_replicas or 1
@@ -190,7 +190,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             on_reduced=self._replicas.end_step if options.replicated else None,
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()
-        self._rates = rates_of(recipe, allow_change=allow_recipe_change, may_differ=self._reduction.is_stock)
+        stock = self._reduction.is_stock and not recipe.scales
+        self._rates = Rates(recipe, allow_change=allow_recipe_change, may_differ=stock)
         self._arithmetic = FixedArithmetic(replicas) if reproducible else Arithmetic()
         self._evaluation = ExactEvaluation() if options.exact_evaluation else Evaluation()
         # Without replicas DDP's next forward makes buffers equal: after a step they may differ.

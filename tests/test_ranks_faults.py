@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import faults
 import pytest
 import torch.distributed as dist
-from faults import FAULTS, inject, run_ranks
+from faults import FAULTS, Injected, inject, run_ranks
+from lightning.pytorch import Trainer
+from torch import float64, ones
+from torch.utils.data import DataLoader
 
+from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.faults.last_words import LastWords
 from lightning_gradavg.ranks import World
 
@@ -24,23 +30,43 @@ TESTS = Path(__file__).parent
 def test_every_rank_ends_and_names_what_happened(name, tmp_path):
     expected, ended = inject(FAULTS[name], tmp_path)
     assert expected, ended
+    if line := LINES.get(name):
+        (first,) = [one.printed for one in ended if "\nGradAvgStrategy: " in "\n" + one.printed and line in one.printed]
+        before, _, after = first.partition(line)
+        assert "Traceback" not in before
+        assert "gloo/transport" not in before
+        assert "Traceback" in after
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("exception in training_step", "GradAvgStrategy: rank 1 ended with ValueError: the user's own error"),
-        ("kill -9", "GradAvgStrategy: nothing was heard from rank 1: lost, killed or stuck"),
-        ("another torch", "GradAvgStrategy: rank "),
-    ],
-)
-def test_one_line_says_what_failed_before_any_traceback(name, line, tmp_path):
-    _, ended = inject(FAULTS[name], tmp_path)
-    (first,) = [one.printed for one in ended if "\nGradAvgStrategy: " in "\n" + one.printed and line in one.printed]
-    before, _, after = first.partition(line)
-    assert "Traceback" not in before
-    assert "gloo/transport" not in before
-    assert "Traceback" in after
+def uneven(node_of: list[int]) -> Any:
+    """Body: train as the agents of torchrun would start these ranks on nodes; return rank and node."""
+    rank, size = dist.get_rank(), len(node_of)
+    node, place = node_of[rank], node_of[:rank].count(node_of[rank])
+    told = {"RANK": rank, "WORLD_SIZE": size, "GROUP_RANK": node, "GROUP_WORLD_SIZE": len({*node_of})}
+    told |= {"LOCAL_RANK": place, "LOCAL_WORLD_SIZE": node_of.count(node), "TORCHELASTIC_RUN_ID": 1}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    devices, nodes = node_of.count(node), len({*node_of})
+    trainer = Trainer(
+        strategy=GradAvgStrategy(), accelerator="cpu", devices=devices, num_nodes=nodes, logger=False, max_epochs=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Injected(), DataLoader([ones(1, dtype=float64)], batch_size=None))
+    return [trainer.global_rank, trainer.world_size, trainer.node_rank]
+
+
+def test_uneven_nodes_of_torchrun(tmp_path):
+    """1 and 2 processes, each told the number of its own node's devices, are two nodes and three ranks."""
+    ended = run_ranks(uneven, {"node_of": [0, 1, 1]}, folder=tmp_path, world_size=3)
+    assert [f"[{rank}, 3, {node}]" for rank, node in enumerate((0, 1, 1))] == [one.said for one in ended]
+    assert "3 ranks on 2 nodes" in ended[0].printed
+
+
+LINES = {
+    "exception in training_step": "GradAvgStrategy: rank 1 ended with ValueError: the user's own error",
+    "kill -9": "GradAvgStrategy: nothing was heard from rank 1: lost, killed or stuck",
+    "another torch": "GradAvgStrategy: rank ",
+}
+"""What one rank prints before any traceback."""
 
 
 def last_words() -> str | None:
@@ -63,7 +89,7 @@ def last_words() -> str | None:
 
     with (
         mock.patch("lightning_gradavg.faults.last_words.store_of_world", return_value=store),
-        mock.patch("lightning_gradavg.faults.last_words._WAIT_SECONDS", 2.0 if rank == 1 else 0.2),
+        mock.patch("lightning_gradavg.faults.last_words._WAIT_SECONDS", 0.8 if rank == 1 else 0.1),
         mock.patch.object(words, "_listen", noted),
     ):
         return words.say(RuntimeError("gloo: connection closed by peer"))

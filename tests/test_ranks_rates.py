@@ -17,20 +17,15 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.tuner import Tuner
 from ranks import make_trainer
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
-from toys import Toy, loader, train
+from toys import Memory, Toy, approx, loader, train
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 
 TRAINER = {"max_epochs": 1, "use_distributed_sampler": False}
-
-
-def approx(value, tolerance=1e-12):
-    return pytest.approx(value, rel=tolerance, abs=tolerance)
 
 
 SCHEDULERS: dict[str, Any] = {
@@ -308,39 +303,21 @@ class Logged(Toy):
         return None
 
 
-class Lines(Logger):
-    """Keeps what is logged by name."""
-
-    name, version = "lines", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: dict[str, list[float]] = {}
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Forget them."""
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        for name, value in metrics.items():
-            self.values.setdefault(name, []).append(value)
-
-
 def logged(manual: bool) -> Any:
     """Body: what Lightning's monitor, ours, the module and the line at the start show of a warm-up from 0.1 to 0.3."""
-    lines, strategy = Lines(), GradAvgStrategy(lr_scaling="linear", base_batch_size=2, lr_warmup_steps=2)
-    options = {**TRAINER, "max_epochs": 2, "log_every_n_steps": 1, "logger": lines}
+    memory, strategy = Memory(), GradAvgStrategy(lr_scaling="linear", base_batch_size=2, lr_warmup_steps=2)
+    options = {**TRAINER, "max_epochs": 2, "log_every_n_steps": 1, "logger": memory}
     trainer = make_trainer(strategy, **options, callbacks=[LearningRateMonitor(), GradAvgMonitor(1)])
-    module = Logged(manual)
-    trainer.fit(module, DataLoader(torch.ones(6, dtype=torch.float64), batch_size=3))
-    return lines.values, strategy._start_line()
+    trainer.fit(Logged(manual), DataLoader(torch.ones(6, dtype=torch.float64), batch_size=3))
+    return [row for _, row in memory.rows], strategy._start_line()
 
 
 @pytest.mark.parametrize("manual", [False, True])
 def test_monitors_and_the_start_line_show_the_effective_rate(world, manual):
-    for values, line in world(2).run(logged, manual):
+    for rows, line in world(2).run(logged, manual):
         for name in ("lr-SGD", "gradavg/lr/group_0", *([] if manual else ["logged"])):
             expected = [0.1, 0.1, 0.2, 0.3, 0.3, 0.3] if name == "lr-SGD" else [0.1, 0.2, 0.3, 0.3]
-            assert [approx(lr, 1e-6) for lr in expected] == values[name], name
+            assert [approx(lr, 1e-6) for lr in expected] == [row[name] for row in rows if name in row], name
         assert line.endswith("; scale 3, learning rate x 3, at first 0.3"), line
 
 
@@ -435,24 +412,3 @@ def test_learning_rate_finder(world, tmp_path):
         assert {suggestion} == used
         assert ranks[0][3] == results
         assert approx(1e-4) == results[0]
-
-
-def test_named_errors() -> None:
-    with pytest.raises(ValueError, match="base_world_size=2 says nothing about a run with split_batches=True"):
-        GradAvgStrategy(split_batches=True, base_world_size=2)
-    with pytest.raises(ValueError, match="lr_warmup_steps=5 leads to the learning rate"):
-        GradAvgStrategy(lr_warmup_steps=5)
-    with pytest.raises(ValueError, match="lr_scaling='cubic'"):
-        GradAvgStrategy(lr_scaling="cubic")
-    with pytest.raises(TypeError, match=r"base_batch_size=2\.5 is of type float: give an integer or None"):
-        GradAvgStrategy(lr_scaling="linear", base_batch_size=2.5)
-    with pytest.raises(TypeError, match="base_world_size=True is of type bool: give an integer"):
-        GradAvgStrategy(base_world_size=True)
-    with pytest.raises(TypeError, match="lr_warmup_steps='4' is of type str: give an integer"):
-        GradAvgStrategy(lr_scaling="linear", lr_warmup_steps="4")
-    with pytest.raises(ValueError, match="max_device_batch_size=4 cuts the chunks of split_batches=True"):
-        GradAvgStrategy(max_device_batch_size=4)
-    with pytest.raises(ValueError, match="max_device_batch_size must be 1 or more"):
-        GradAvgStrategy(split_batches=True, max_device_batch_size=0)
-    with pytest.raises(ValueError, match="reduction='mean_of_node_means' gives every rank"):
-        GradAvgStrategy(split_batches=True, reduction="mean_of_node_means")

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
+from mlp import MLP, samples
 from ranks import make_trainer
 from torch.utils.data import DataLoader
-from toys import Toy, loader
+from toys import Toy, approx, loader
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Place, Share
 from lightning_gradavg.report.report import StepReport
@@ -21,10 +22,6 @@ ITEM_2 = [[[1, 2, 3]], [[4]]]
 """Samples 1, 2, 3 on rank 0 and 4 on rank 1: Toy-S has the local gradients 14/3 and 16."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning")
-
-
-def approx(value, tolerance=1e-12):
-    return pytest.approx(value, rel=tolerance, abs=tolerance)
 
 
 class Reports(Callback):
@@ -96,20 +93,11 @@ def same_everywhere(of_ranks: Sequence[Sequence[StepReport]], steps: int = 1) ->
 
 def test_the_report_of_uneven_batches(world):
     """Case 55: weights [3, 1], divisor 4, global norm 7.5, local norms 4.6667 and 16, and the same text on a rerun."""
-    (report,) = same_everywhere(world(2).run(observe, ITEM_2, {"kind": "s"}, WEIGHTED))
-    (again,) = same_everywhere(world(2).run(observe, ITEM_2, {"kind": "s"}, WEIGHTED))
-
-    assert (3, 1) == report.weights
+    report, again = (same_everywhere(world(2).run(observe, ITEM_2, {"kind": "s"}, WEIGHTED))[0] for _ in range(2))
+    expected = {"world_size": 2, "weights": (3, 1), "samples": (3, 1), "micro_batches": (1, 1)}
+    expected |= {"normalizer": 4, "global_batch_size": 4, "learning_rates": (0.01,)}
+    assert expected == {name: getattr(report, name) for name in expected}
     assert (3, 1) == report.terms[0].multipliers
-    assert 4 == report.normalizer
-    assert approx(7.5) == report.gradient_norm
-    assert (approx(14 / 3), approx(16.0)) == report.local_gradient_norms
-    assert approx(3.75) == report.loss
-    assert (3, 1) == report.samples
-    assert 4 == report.global_batch_size
-    assert (1, 1) == report.micro_batches
-    assert (0.01,) == report.learning_rates
-    assert 2 == report.world_size
     assert str(again) == str(report)
     assert [
         "step 0: reduction='weighted_mean', g = sum(n * g) / sum(n), 2 ranks",
@@ -203,18 +191,21 @@ def test_several_terms(world):
         report.weights  # noqa: B018  # the property raises
 
 
-def test_nodes_and_rules_of_users(world):
+def twice_the_first(place: Place, weight: Any) -> Share:
+    factor = 2.0 if place.rank == 0 else 1.0
+    return Share(factor * weight, factor * weight)
+
+
+@pytest.mark.parametrize(
+    ("rule", "multipliers", "norm"), [("mean_of_node_means", (0.5, 0.5, 1), 3.5), (twice_the_first, (2, 1, 1), 2.5)]
+)
+def test_nodes_and_rules_of_users(world, rule, multipliers, norm):
     """A rule's multipliers and normalizer are reported as they enter the formula, whatever the rule."""
-    batches = [[[1.0]], [[3.0]], [[5.0]]]
-    (report,) = same_everywhere(
-        world(3).run(observe, batches, {}, {"reduction": "mean_of_node_means"}, nodes=[0, 0, 1])
-    )
-    assert (0.5, 0.5, 1) == report.terms[0].multipliers
-    assert approx(2.0) == report.normalizer
-    assert approx(3.5) == report.gradient_norm
-    (report,) = same_everywhere(world(3).run(observe, batches, {}, {"reduction": twice_the_first}))
-    assert (2, 1, 1) == report.terms[0].multipliers
-    assert approx(2.5) == report.gradient_norm
+    run = observe, [[[1.0]], [[3.0]], [[5.0]]], {}, {"reduction": rule}
+    (report,) = same_everywhere(world(3).run(*run, nodes=[0, 0, 1]))
+    assert multipliers == report.terms[0].multipliers
+    assert approx(sum(multipliers)) == report.normalizer
+    assert approx(norm) == report.gradient_norm
 
 
 class StepEnd(Toy):
@@ -254,11 +245,6 @@ def observe_whole_batches(strategy: Mapping[str, Any], module: Callable[..., Any
     return seen.reports
 
 
-def twice_the_first(place: Place, weight: Any) -> Share:
-    factor = 2.0 if place.rank == 0 else 1.0
-    return Share(factor * weight, factor * weight)
-
-
 class TwoParts(LightningModule):
     """Two parameters; the second is used only in micro-batches with a sample below 0."""
 
@@ -292,34 +278,16 @@ def test_a_parameter_that_the_last_micro_batch_does_not_reach(world):
 
 def train_bits(monitored: bool, bucket_view: bool, strategy: Mapping[str, Any]) -> list[torch.Tensor]:
     """Body: the weights after some steps of a small network, with and without a monitor of every step."""
-    torch.manual_seed(5)
-    net = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
-    module = Network(net)
+    module, data = MLP(), samples(27)[dist.get_rank() :: dist.get_world_size()]
     trainer = make_trainer(
         GradAvgStrategy(gradient_as_bucket_view=bucket_view, bucket_cap_mb=0.0005, **strategy),
         max_epochs=2,
         accumulate_grad_batches=2,
+        use_distributed_sampler=False,
         callbacks=[GradAvgMonitor(every_n_steps=1)] if monitored else [],
     )
-    trainer.fit(module, DataLoader(samples(), batch_size=3))
+    trainer.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]  # a list is a dataset
     return [parameter.detach() for parameter in module.parameters()]
-
-
-def samples() -> Any:
-    draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(6, generator=draw), index % 3) for index in range(27)]
-
-
-class Network(LightningModule):
-    def __init__(self, net: torch.nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize("bucket_view", [False, True])
@@ -327,33 +295,28 @@ class Network(LightningModule):
 def test_observing_changes_no_bit(world, bucket_view, strategy):
     """Observed training ends with the same bits as training that nobody watches, also under stock DDP's reduction."""
     watched = world(3).run(train_bits, True, bucket_view, strategy)
-    alone = world(3).run(train_bits, False, bucket_view, strategy)
+    (alone, *_) = world(3).run(train_bits, False, bucket_view, strategy)
     for of_rank in watched:
-        for mine, expected in zip(of_rank, alone[0], strict=True):
-            assert torch.equal(expected, mine)
+        assert all(torch.equal(expected, mine) for mine, expected in zip(of_rank, alone, strict=True))
+
+
+def local_norms(bucket_view: bool) -> tuple[tuple[float, ...], float]:
+    """Body: the reported norms of all ranks, and this rank's own as autograd gives it."""
+    module, seen, batch = MLP(), Reports(), samples(2)[dist.get_rank()]
+    strategy = GradAvgStrategy(gradient_as_bucket_view=bucket_view, bucket_cap_mb=0.0005)
+    gradients = torch.autograd.grad(module.training_step(batch, 0), list(module.parameters()))
+    own = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt().item()
+    trainer = make_trainer(strategy, max_steps=1, use_distributed_sampler=False, callbacks=[seen])
+    trainer.fit(module, DataLoader([batch], batch_size=None))  # type: ignore[arg-type]  # as above
+    return seen.reports[0].local_gradient_norms, own
 
 
 @pytest.mark.parametrize("bucket_view", [False, True])
 def test_local_norms_are_taken_before_the_reduction(world, bucket_view):
-    """With several buckets in flight, too, a rank's norm is that of its own gradient, as autograd gives it."""
+    """With several buckets in flight, too, a rank's norm is that of its own gradient."""
     results = world(2).run(local_norms, bucket_view)
     for reported, _ in results:
         assert [approx(own, 1e-6) for _, own in results] == list(reported)
-
-
-def local_norms(bucket_view: bool) -> tuple[tuple[float, ...], float]:
-    torch.manual_seed(5)
-    net = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
-    module, seen = Network(net), Reports()
-    strategy = GradAvgStrategy(gradient_as_bucket_view=bucket_view, bucket_cap_mb=0.0005)
-    trainer = make_trainer(strategy, max_steps=1, use_distributed_sampler=False, callbacks=[seen])
-    mine = samples()[dist.get_rank() * 9 :][:9]
-    data = DataLoader(mine, batch_size=9)
-    batch = next(iter(data))
-    gradients = torch.autograd.grad(module.training_step(batch, 0), list(module.parameters()))
-    own = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt().item()
-    trainer.fit(module, data)
-    return seen.reports[0].local_gradient_norms, own
 
 
 def test_a_step_asked_for_before_fit(world):

@@ -26,68 +26,51 @@ pytestmark = pytest.mark.skipif(
 
 
 class Signalled(Toy):
-    """Sends SIGTERM to its own process in one step of one rank."""
+    """Sends a signal to its own process in one step on every rank: None for no step."""
 
-    def __init__(self, rank: int, step: int) -> None:
+    def __init__(self, number: int, steps: tuple[int | None, int | None]) -> None:
         super().__init__(start=[1.0])
-        self.rank = rank
-        self.step = step
+        self.number, self.step = number, steps[dist.get_rank()]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if dist.get_rank() == self.rank and self.trainer.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if self.trainer.global_step == self.step:
+            os.kill(os.getpid(), self.number)
         return super().training_step(batch, batch_idx)
 
 
-def train_signalled(
-    ranks: int, step: int, epochs: int, reduction: str, accumulate: int = 1
-) -> tuple[int, int, bool, Any]:
-    """Body: return rank, steps, whether a termination ended the run, and what is left in the trainer."""
-    trainer = make_trainer(
-        GradAvgStrategy(reduction=reduction),
-        max_epochs=epochs,
-        use_distributed_sampler=False,
-        accumulate_grad_batches=accumulate,
-    )
+def train_signalled(steps: Any, strategy: dict[str, Any], options: dict[str, Any]) -> tuple[int, bool, Any]:
+    """Body: return steps, whether a termination ended the run, and what is left in the trainer."""
+    trainer = make_trainer(GradAvgStrategy(**strategy), **{**ONE_EPOCH, **options})
     terminated = False
     try:
-        trainer.fit(Signalled(ranks, step), loader([[1.0 + dist.get_rank()]] * BATCHES))
+        trainer.fit(Signalled(signal.SIGTERM, steps), loader([[1.0 + dist.get_rank()]] * BATCHES))
     except SIGTERMException:
         terminated = True
     left = [*vars(trainer.fit_loop.epoch_loop), *vars(trainer._signal_connector)]
-    return dist.get_rank(), trainer.global_step, terminated, [name for name in left if "sigterm_" in name]
+    return trainer.global_step, terminated, [name for name in left if "sigterm_" in name]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_signal_to_one_rank_ends_all(world, rank):
-    """Signalled in step 2, the third, both ranks finish it and one more, and end together."""
-    assert [(0, 4, True, []), (1, 4, True, [])] == world(2).run(train_signalled, rank, 2, 1, "mean")
+ONE_EPOCH: dict[str, Any] = {"max_epochs": 1, "use_distributed_sampler": False}
+WINDOWS = {"reduction": "weighted_mean"}, {"accumulate_grad_batches": 2}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_signal_within_a_window(world, rank):
-    """Signalled in the first of a window's two batches, both ranks hear of it before the window after this one."""
-    ended = world(2).run(train_signalled, rank, 1, 1, "weighted_mean", 2)
-    assert [(0, 2, True, []), (1, 2, True, [])] == ended
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_signal_at_the_end_of_an_epoch(world, rank):
-    """Signalled in the last step of an epoch, both ranks end after one step of the next."""
-    ended = world(2).run(train_signalled, rank, BATCHES - 1, 3, "mean")
-    assert [(0, BATCHES + 1, True, []), (1, BATCHES + 1, True, [])] == ended
-
-
-def test_signal_in_the_last_step(world):
-    """Signalled in the very last step, the run ends as it would have anyway."""
-    assert [(0, BATCHES, False, []), (1, BATCHES, False, [])] == world(2).run(
-        train_signalled, 1, BATCHES - 1, 1, "mean"
-    )
-
-
-def test_no_signal(world):
-    """Without a signal all steps are made, and the trainer is left as it was."""
-    assert [(0, BATCHES, False, []), (1, BATCHES, False, [])] == world(2).run(train_signalled, -1, 0, 1, "mean")
+@pytest.mark.parametrize(
+    ("steps", "strategy", "options", "ended"),
+    [
+        # Signalled in step 2, the third, both ranks finish it and one more, and end together.
+        *(((2, None), {}, {}, (4, True)), ((None, 2), {}, {}, (4, True))),
+        # In the first of a window's two batches: both hear of it before the window after this one.
+        *(((1, None), *WINDOWS, (2, True)), ((None, 1), *WINDOWS, (2, True))),
+        # In the last step of an epoch: after one step of the next.
+        ((BATCHES - 1, None), {}, {"max_epochs": 3}, (BATCHES + 1, True)),
+        ((None, BATCHES - 1), {}, {"max_epochs": 3}, (BATCHES + 1, True)),
+        # In the very last step, the run ends as it would have anyway; so it does without a signal.
+        *(((None, BATCHES - 1), {}, {}, (BATCHES, False)), ((None, None), {}, {}, (BATCHES, False))),
+    ],
+)
+def test_signal_to_one_rank_ends_all(world, steps, strategy, options, ended):
+    """Whichever rank is signalled, all end at one step, and the trainer is left as it was."""
+    assert [(*ended, [])] * 2 == world(2).run(train_signalled, steps, strategy, options)
 
 
 class Slurm(RankEnvironment, SLURMEnvironment):
@@ -96,24 +79,12 @@ class Slurm(RankEnvironment, SLURMEnvironment):
     auto_requeue, requeue_signal = True, signal.SIGUSR1
 
 
-class Requeued(Toy):
-    """Receives SLURM's signal in one step on rank 0, and two steps later on rank 1."""
-
-    def __init__(self) -> None:
-        super().__init__(start=[1.0])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.trainer.global_step == 1 + 2 * dist.get_rank():
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return super().training_step(batch, batch_idx)
-
-
 def train_requeued(folder: str, seen: str) -> Any:
     """Body: return the steps made, those of the checkpoints saved, and what is left in the trainer."""
     os.environ.update(SLURM_JOB_ID="7", PATH=folder)
-    trainer = make_trainer(GradAvgStrategy(), max_epochs=1, use_distributed_sampler=False, default_root_dir=seen)
+    trainer = make_trainer(GradAvgStrategy(), **ONE_EPOCH, default_root_dir=seen)
     trainer._accelerator_connector.cluster_environment = Slurm()
-    trainer.fit(Requeued(), loader([[1.0 + dist.get_rank()]] * BATCHES))
+    trainer.fit(Signalled(signal.SIGUSR1, (1, 3)), loader([[1.0 + dist.get_rank()]] * BATCHES))
     steps = [torch.load(path, weights_only=True)["global_step"] for path in sorted(Path(seen).glob("hpc_ckpt_*"))]
     return trainer.global_step, steps, [name for name in vars(trainer._signal_connector) if "_fn" in name]
 

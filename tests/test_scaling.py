@@ -52,28 +52,15 @@ def test_adam_sde_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options", "changed"),
+    ("optimizer", "smoothing", "scaled"),
     [
-        (torch.optim.Adam, {}, {"lr", "betas", "eps"}),
-        (torch.optim.AdamW, {"weight_decay": 0.1}, {"lr", "betas", "eps"}),
-        (torch.optim.NAdam, {}, {"lr", "betas", "eps"}),
-        (torch.optim.RMSprop, {"momentum": 0.9}, {"lr", "alpha", "eps"}),
+        *((each, "betas", (0.8, 0.998)) for each in (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam)),
+        (torch.optim.RMSprop, "alpha", 0.98),
     ],
 )
-def test_adam_sde_reads_the_groups_of_torch(
-    optimizer: Callable[..., torch.optim.Optimizer], options: dict[str, Any], changed: set[str]
-) -> None:
-    group = param_group(optimizer, **options)
-    scaled = scaled_hyperparameters("adam_sde", 2.0, group)
-    assert set(scaled) == changed
-    assert all(scaled[name] != group[name] for name in changed)
-
-
-def test_rmsprop_smoothing_follows_the_scale() -> None:
-    group = param_group(torch.optim.RMSprop)
-    scaled = scaled_hyperparameters("adam_sde", 8.0, group)
-    assert scaled["alpha"] == 0.92
-    assert scale_limit(group) == 100
+def test_adam_sde_reads_the_groups_of_torch(optimizer: Any, smoothing: str, scaled: Any) -> None:
+    found = scaled_hyperparameters("adam_sde", 2.0, param_group(optimizer, weight_decay=0.1))
+    assert found == {"lr": 0.1 * math.sqrt(2), smoothing: scaled, "eps": 1e-8 / math.sqrt(2)}
 
 
 @given(case=feasible())
@@ -148,19 +135,20 @@ def test_a_function_is_a_scaling() -> None:
     assert resolve_scaling(cube_root).name == "cube_root"
 
 
-@pytest.mark.parametrize("returned", [0.0, -1.0, math.inf, math.nan])
-def test_an_impossible_factor_is_refused(returned: float) -> None:
-    def wrong(scale: float) -> float:
+@pytest.mark.parametrize(
+    ("returned", "error", "said"),
+    [
+        *((value, ValueError, "wrong' at scale 8 must be finite and > 0, got") for value in (0.0, -1.0, math.inf)),
+        (math.nan, ValueError, "wrong' at scale 8 must be finite and > 0, got nan"),
+        *((value, TypeError, f"must be a number, got {value!r} of type") for value in ("2", None, True)),
+    ],
+)
+def test_an_impossible_factor_is_refused(returned: Any, error: type[Exception], said: str) -> None:
+    def wrong(scale: float) -> Any:
         return returned
 
-    with pytest.raises(ValueError, match=rf"wrong' at scale 8 must be finite and > 0, got {returned}"):
+    with pytest.raises(error, match=said):
         scale_factor(wrong, 8.0)
-
-
-@pytest.mark.parametrize("returned", ["2", None, True])
-def test_a_factor_that_is_no_number_is_refused(returned: Any) -> None:
-    with pytest.raises(TypeError, match=f"must be a number, got {returned!r} of type"):
-        scale_factor(lambda scale: returned, 8.0)
 
 
 @pytest.mark.parametrize("scale", [0.0, -4.0, math.inf, math.nan])

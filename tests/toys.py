@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loggers import Logger
 from ranks import make_trainer
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
@@ -95,6 +96,22 @@ class Toy(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Memory(Logger):
+    """Keeps what is logged."""
+
+    name, version = "memory", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Forget them."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
 
 
 def loader(micro_batches: MicroBatches) -> DataLoader[Tensor]:

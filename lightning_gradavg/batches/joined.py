@@ -92,7 +92,7 @@ class JoinedLoader(LoaderWrapper):
         """Warn if it is now clear that all ranks read the same batches. A collective operation."""
         self.compared += 1
         digest = None if batch is None else data_digest(batch)
-        if self._same.compare(digest, self._world.group, self.device):
+        if self._same.compare(digest, self.device):
             self.compared = _COMPARED
             if self._world.rank > 0:
                 return

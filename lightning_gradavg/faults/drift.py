@@ -15,9 +15,7 @@ __all__ = ["SameData", "drifted", "require_replicas"]
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def drifted(
-    tensors: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None, device: torch.device
-) -> tuple[str, list[int]] | None:
+def drifted(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> tuple[str, list[int]] | None:
     """Return the first tensor whose bits differ between ranks, and the ranks in the minority; the same on all ranks.
 
     It sums each tensor's bits as integers: a change of one element always changes the sum, no order of additions does.
@@ -29,21 +27,19 @@ def drifted(
     names, mine = list(sums), torch.stack(list(sums.values()))
     # The largest and, as the complement of the largest complement, the smallest sum of all ranks.
     extremes = torch.stack([mine, ~mine])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     differs = (extremes[0] != ~extremes[1]).tolist()
     first = next((index for index, wrong in enumerate(differs) if wrong), None)
     if first is None:
         return None
-    held = ranks_by_value(row[0] for row in World.of(group).gather_integers([int(mine[first])]))
+    held = ranks_by_value(row[0] for row in World.of(None).gather_integers([int(mine[first])]))
     usual = max(held.values(), key=len)
     return names[first], sorted(rank for ranks in held.values() if ranks is not usual for rank in ranks)
 
 
-def require_replicas(
-    tensors: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None, device: torch.device, steps: int
-) -> None:
+def require_replicas(tensors: Iterable[tuple[str, Tensor]], device: torch.device, steps: int) -> None:
     """Raise a RuntimeError on all ranks if any of their tensors, named as in `"buffer 'mean'"`, has `drifted`."""
-    found = drifted(tensors, group, device)
+    found = drifted(tensors, device)
     if found is not None:
         name, ranks = found
         raise RuntimeError(
@@ -69,14 +65,14 @@ class SameData:
         self._same: set[bytes] = set()
         self._differed = False
 
-    def compare(self, digest: bytes | None, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    def compare(self, digest: bytes | None, device: torch.device) -> bool:
         """Compare a batch of each rank, by 16 bytes of it; return whether the ranks clearly read the same ones.
 
         A rank without samples gives None, which equals no other. A collective operation.
         """
         mine = torch.tensor([digest is not None, *(digest or bytes(16))], dtype=torch.int64, device=device)
-        rows = mine.new_empty(dist.get_world_size(group), len(mine))
-        dist.all_gather(list(rows.unbind()), mine, group=group)
+        rows = mine.new_empty(dist.get_world_size(), len(mine))
+        dist.all_gather(list(rows.unbind()), mine)
         of_ranks = rows.tolist()
         self._differed |= not all(row[0] and row == of_ranks[0] for row in of_ranks)
         self._same.update(bytes(row[1:]) for row in of_ranks)

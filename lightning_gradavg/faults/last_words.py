@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +23,7 @@ _PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _MOST_CHARACTERS = 1000
 _BROKEN = "communication with the other ranks failed: "
+_STORE_LOST = (RuntimeError, ValueError)  # the process that holds it is gone, or the group was taken down
 TOGETHER = "all ranks end together"
 """The text of an exception that the ranks have agreed on."""
 
@@ -36,42 +38,38 @@ class LastWords:
         """Leave a line; if an exchange with the other ranks broke, return what is known of them."""
         broke = is_broken_exchange(exception)
         line = f"{_BROKEN * broke}{type(exception).__name__}: {exception}"[:_MOST_CHARACTERS]
-        try:
+        told = "the rank that failed first is not known: rank 0, which has ended, held the store"
+        with suppress(*_STORE_LOST):
             store = store_of_world()
             store.set(self._key("said", self._world.rank), line)
-            told = self._listen(store) if broke else None
+            told = self._listen(store) if broke else ""
             store.set(self._key("heard", self._world.rank), "")
             if broke and self._world.rank == 0:
                 self._outlast(store)
-        except (RuntimeError, ValueError):  # the process that holds the store is gone, or the group was taken down
-            told = "the rank that failed first is not known: rank 0, which has ended, held the store" if broke else None
-        return told
+        return told if broke else None
 
     def is_first(self, exception: BaseException) -> bool:
         """Return whether this rank is the first to fail, and not by an exception that the ranks agreed on."""
         if TOGETHER in exception.args:
             return False
-        try:
-            mine = str(self._world.rank)
-            return bool(store_of_world().compare_set(self._key("first", 0), "", mine).decode() == mine)
-        except (RuntimeError, ValueError):  # the store is gone: nobody else can ask
-            return True
+        mine = str(self._world.rank)
+        with suppress(*_STORE_LOST):
+            return bool(store_of_world().compare_set(self._key("first", 0), "", mine) == mine.encode())
+        return True  # nobody else can ask
 
-    def alike(self, exception: BaseException, step: int) -> bool:
+    def ends_equal(self, exception: BaseException, step: int) -> bool:
         """Return whether all ranks end by such an exception at this step. Their verdict is the same."""
         if TOGETHER in exception.args:
             return True
-        try:
+        with suppress(*_STORE_LOST):
             store, mine = store_of_world(), f"{type(exception).__name__} {step}"
-            everyone, same = [self._key("ends", rank) for rank in range(self._world.size)], False
+            everyone, equal = [self._key("ends", rank) for rank in range(self._world.size)], False
             if not is_broken_exchange(exception):
                 store.set(everyone[self._world.rank], mine)
-                _poll(lambda: all(store.check([key]) for key in everyone), _PATIENCE_SECONDS)
-                same = all(store.check([key]) and store.get(key).decode() == mine for key in everyone)
-            verdict = store.compare_set(self._key("verdict", 0), "", "alike" if same else "apart")
-        except (RuntimeError, ValueError):  # as above
-            return False
-        return bool(verdict == b"alike")
+                _poll(lambda: store.check(everyone), _PATIENCE_SECONDS)
+                equal = store.check(everyone) and {store.get(key) for key in everyone} == {mine.encode()}
+            return bool(store.compare_set(self._key("verdict", 0), "", str(equal)) == b"True")
+        return False
 
     def _listen(self, store: Any) -> str:
         """Return who failed, as far as ranks answer, and who is lost."""

@@ -58,7 +58,7 @@ class Faults(Part):
         if self._last_words is None or error is None or self.run.trainer.state.status != TrainerStatus.INTERRUPTED:
             return False
         if self._apart is None:
-            self._apart = not self._last_words.alike(error, self.run.trainer.global_step)
+            self._apart = not self._last_words.ends_equal(error, self.run.trainer.global_step)
             if self._apart:
                 rank = self.run.world.rank
                 _log.warning("rank %d writes no checkpoint at its end: the other ranks do not end with it", rank)
@@ -112,7 +112,7 @@ class Faults(Part):
         run = self.run
         self._checked = run.trainer.current_epoch, run.trainer.global_step
         if self._every is not None and run.world.size > 1:
-            require_replicas(self._tensors(run), run.ddp.process_group, run.device, run.trainer.global_step)
+            require_replicas(self._tensors(run), run.device, run.trainer.global_step)
 
     def _tensors(self, run: Run) -> Iterator[tuple[str, Tensor]]:
         kinds = {"parameter": run.module.named_parameters(), "buffer": run.module.named_buffers()}

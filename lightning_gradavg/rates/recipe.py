@@ -42,8 +42,8 @@ class RunRecipe:
     equivalent_to: str | None = None
     num_replicas: int | None = None
     arithmetic: Mapping[str, Any] = field(default_factory=dict)
-    batch: BatchScale = field(init=False, default=BatchScale(1, 1))
-    global_batch_size: int | None = field(init=False, default=None)
+    batch: BatchScale = field(init=False)
+    global_batch_size: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         self._scaling = resolve_scaling(self.lr_scaling)
@@ -52,22 +52,13 @@ class RunRecipe:
                 f"lr_warmup_steps={self.lr_warmup_steps} leads to the learning rate that lr_scaling='none' does not"
                 " scale. Choose an lr_scaling, or warm up with a scheduler."
             )
-        self._batch_scale(1, world_size=1, accumulation=1)  # the same checks, before there is a loader
+        self.set_batch([1], world_size=1, accumulation=1)  # the same checks, before there is a loader
+        self.batch, self.global_batch_size = BatchScale(1, 1), None
 
     @property
     def scales(self) -> bool:
         """Whether the learning rate follows the global batch."""
         return self._scaling.name != "none"
-
-    def _batch_scale(self, size: int, *, world_size: int, accumulation: int) -> BatchScale:
-        return batch_scale(
-            size,
-            world_size=world_size,
-            accumulate_grad_batches=accumulation,
-            split_batches=self.split_batches,
-            base_batch_size=self.base_batch_size,
-            base_world_size=self.base_world_size,
-        )
 
     @property
     def lr_scale(self) -> float:
@@ -83,8 +74,14 @@ class RunRecipe:
                 f" training batch, but the training loaders have the batch sizes {list(sizes)}. Give the loader, its"
                 " batch sampler or its dataset an attribute `batch_size`, or use base_world_size."
             )
-        # Without a base batch the scale is a ratio of ranks, for which any size will do.
-        self.batch = self._batch_scale(size or 1, world_size=world_size, accumulation=accumulation)
+        self.batch = batch_scale(
+            size or 1,  # without a base batch the scale is a ratio of ranks, for which any size will do
+            world_size=world_size,
+            accumulate_grad_batches=accumulation,
+            split_batches=self.split_batches,
+            base_batch_size=self.base_batch_size,
+            base_world_size=self.base_world_size,
+        )
         self.global_batch_size = self.batch.global_batch_size if size is not None else None
 
     def found_here(self) -> None:

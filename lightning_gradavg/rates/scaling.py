@@ -282,31 +282,28 @@ def contradictions(
     `"base_above_global"`: the learning rate becomes smaller.
     """
     scaling = resolve_scaling(lr_scaling)
+    if scaling.name == "none":
+        return {}
     scale, factor = batch.scale, scale_factor(scaling, batch.scale)
     growths = {"sum": scale, "mean_of_node_sums": scale / nodes, "sum_of_node_means": float(nodes)}
     growth = growths.get(rule_name, 1.0)
     batches = f"global batch {batch.global_batch_size}, base batch {batch.base_batch_size}"
-    holds = {
-        "counted_twice": 1 not in (growth, factor),
-        "unchanged_batch": scale == factor == 1,
-        "base_above_global": scale < 1,
-    }
-    texts = {
-        "counted_twice": (
+    found = {}
+    if 1 not in (growth, factor):
+        found["counted_twice"] = (
             f"reduction={rule_name!r} and lr_scaling={scaling.name!r} count the change of the batch twice ({batches}):"
             f" the gradient is already {growth:.6g} times the base run's and the learning rate is {factor:.6g} times"
-            f" its own, so an SGD step is {growth * factor:.6g} times the base step. Use lr_scaling='none' with"
-            f" {rule_name!r}, or lr_scaling={scaling.name!r} with a mean such as 'normalized_sum' (sum losses) or"
-            " 'weighted_mean'."
-        ),
-        "unchanged_batch": (
+            f" its own, so an SGD step is {growth * factor:.6g} times the base step. Use lr_scaling='none', or a mean"
+            " such as 'normalized_sum' (sum losses) or 'weighted_mean'."
+        )
+    if scale == factor == 1:
+        found["unchanged_batch"] = (
             f"lr_scaling={scaling.name!r} changes nothing: the global batch is the base batch ({batches}). If the"
             " learning rate was tuned for another batch, give it as base_batch_size."
-        ),
-        "base_above_global": (
+        )
+    if scale < 1:
+        found["base_above_global"] = (
             f"the base batch is larger than the global batch ({batches}): lr_scaling={scaling.name!r} multiplies the"
-            f" learning rate by {factor:.6g}. If that is not intended, correct base_batch_size or base_world_size: both"
-            " describe the run that the learning rate was tuned for."
-        ),
-    }
-    return {name: texts[name] for name, wrong in holds.items() if wrong and scaling.name != "none"}
+            f" learning rate by {factor:.6g}. If that is not intended, correct base_batch_size or base_world_size."
+        )
+    return found

@@ -3,23 +3,58 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_gradavg.part import Part, Run
+from lightning_gradavg.reduction.sums import SUM_DTYPES
 from lightning_gradavg.reduction.weigh import WeighedLoss
 from lightning_gradavg.reduction.weights import WHOLE_LOSS, loss_terms
 from lightning_gradavg.reduction.window import Window
-from lightning_gradavg.report.measure import LocalGradients, squared_norm
 from lightning_gradavg.report.report import ObservedMicroBatch, StepReport, measure_rank
-from lightning_gradavg.rules import Rule
 from lightning_gradavg.tree import batch_samples
 
-__all__ = ["Reports"]
+__all__ = ["Reports", "local_gradients", "squared_norm"]
+
+
+@contextmanager
+def local_gradients(parameters: Sequence[nn.Parameter], *, accumulated: bool) -> Iterator[dict[Tensor, Tensor]]:
+    """Collect squared norms of accumulated gradients by parameter during a backward, before DDP reduces them.
+
+    Torch runs these hooks within `AccumulateGrad`, and DDP's after it. `accumulated` says whether the parameters hold
+    gradients of earlier micro-batches.
+    """
+    squares: dict[Tensor, Tensor] = {}
+
+    def see(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            squares[parameter] = squared_norm([parameter.grad.detach()])
+
+    for parameter in parameters if accumulated else ():  # for those that this backward does not reach
+        see(parameter)
+    handles = [parameter.register_post_accumulate_grad_hook(see) for parameter in parameters]
+    try:
+        yield squares
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def squared_norm(gradients: Iterable[Tensor | None], device: torch.device | None = None) -> Tensor:
+    """Return the squared norm of all gradients, a 0-dim float64 tensor; half precision is measured in float32."""
+    dense = (each.coalesce().values() if each.is_sparse else each for each in gradients if each is not None)
+    norms = (torch.linalg.vector_norm(each, dtype=SUM_DTYPES[each.dtype]) for each in dense)
+    return _total((norm.double().square() for norm in norms), device)
+
+
+def _total(values: Iterable[Tensor], device: torch.device | None) -> Tensor:
+    found = [value.to(device) for value in values]
+    return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
 
 
 @dataclass
@@ -29,25 +64,24 @@ class _Observation:
     Attributes:
         losses: What is known of losses, by the identity of their weighed form.
         micro_batches: What is known of those whose backward has been.
-        local: The local gradients of the last backward.
+        local: The squared norms of local gradients by parameter, after the last backward.
     """
 
     losses: dict[int, ObservedMicroBatch] = field(default_factory=dict)
     micro_batches: list[ObservedMicroBatch] = field(default_factory=list)
-    local: LocalGradients | None = None
+    local: dict[Tensor, Tensor] | None = None
 
 
 class Reports(Part):
     """Reports single optimizer steps. Steps that are not observed cost nothing.
 
     Args:
-        rule: The reduction rule.
         crosses_ranks: Whether gradients of one rank's loss reach another within the backward.
         facts: Returns what else a report holds of the step under way: `learning_rates` and `lr_scale`.
     """
 
-    def __init__(self, rule: Rule, *, crosses_ranks: bool, facts: Callable[[], Mapping[str, Any]]) -> None:
-        self._rule, self._crosses_ranks, self._facts = rule, crosses_ranks, facts
+    def __init__(self, *, crosses_ranks: bool, facts: Callable[[], Mapping[str, Any]]) -> None:
+        self._crosses_ranks, self._facts = crosses_ranks, facts
         self._asked = False
         self._observation: _Observation | None = None
         self._report: StepReport | None = None
@@ -94,15 +128,12 @@ class Reports(Part):
         losses = {name: term.detach() for name, term in terms.items()}
         self._observation.losses[id(weighed)] = ObservedMicroBatch(losses, self._count_samples(samples, batch))
 
-    def _count_samples(self, samples: float | None, batch: Any) -> float:
-        if self._crosses_ranks:
-            return math.nan
-        if samples is not None:
-            return samples
-        try:
+    def _count_samples(self, samples: float | None, batch: Any) -> float | None:
+        if self._crosses_ranks or samples is not None:
+            return None if self._crosses_ranks else samples
+        with suppress(ValueError):
             return batch_samples(batch)
-        except ValueError:
-            return math.nan
+        return None
 
     @contextmanager
     def backward(self, loss: WeighedLoss, *, last: bool) -> Iterator[None]:
@@ -111,13 +142,12 @@ class Reports(Part):
         if observation is None:
             yield
             return
-        observation.micro_batches.append(observation.losses.pop(id(loss), ObservedMicroBatch({}, math.nan)))
+        observation.micro_batches.append(observation.losses.pop(id(loss), ObservedMicroBatch({}, None)))
         if not last:
             yield
             return
-        observation.local = LocalGradients(self._parameters, accumulated=len(observation.micro_batches) > 1)
         try:
-            with observation.local:
+            with local_gradients(self._parameters, accumulated=len(observation.micro_batches) > 1) as observation.local:
                 yield
         except BaseException:
             self._observation = None
@@ -138,14 +168,9 @@ class Reports(Part):
         scaler = getattr(self.run.trainer.precision_plugin, "scaler", None)
         loss_scale = float(scaler.get_scale()) if scaler is not None else 1.0
         device, seen = self.run.device, observation.micro_batches[-window.length :]
-        if window.loss_divisor is None:
-            seen = [
-                ObservedMicroBatch({name: loss * window.length for name, loss in each.losses.items()}, each.samples)
-                for each in seen
-            ]
-        total = float(squared_norm([parameter.grad for parameter in self._parameters], device)) / loss_scale**2
-        own = float(observation.local.squared_norm(device)) / loss_scale**2
-        measured = measure_rank(window, seen, divisor=float(window.divided_by), squared_norm=own)
-        ranks = window.world.gather_objects(measured)
-        step, facts = self.run.trainer.global_step, self._facts()
-        self._report = StepReport.of(self._rule, window.terms, ranks, total, step=step, **facts)
+        reduced = squared_norm([parameter.grad for parameter in self._parameters], device)
+        own = _total(observation.local.values(), device)
+        local_norm, norm = (math.sqrt(square) / loss_scale for square in (own, reduced))
+        ranks = window.world.gather_objects(measure_rank(window, seen, local_norm))
+        step = self.run.trainer.global_step
+        self._report = StepReport.of(window, ranks, gradient_norm=norm, step=step, **self._facts())

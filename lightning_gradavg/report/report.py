@@ -7,7 +7,6 @@ The formula holds among the reported numbers, where each rank `r` stands for its
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from lightning_gradavg.reduction.weights import WHOLE_LOSS
 from lightning_gradavg.reduction.window import Window
-from lightning_gradavg.rules import Rule, Share
+from lightning_gradavg.rules import Share
 
 __all__ = ["SUMMED_LOSSES", "ObservedMicroBatch", "RankMeasurement", "StepReport", "TermReport", "measure_rank"]
 
@@ -77,19 +76,17 @@ class StepReport:
     lr_scale: float
 
     @classmethod
-    def of(
-        cls, rule: Rule, names: Sequence[str], ranks: Sequence[RankMeasurement], squared_norm: float, **facts: Any
-    ) -> StepReport:
-        """Return the report of all ranks' measurements, with `|g|^2`; `facts` are the remaining attributes."""
+    def of(cls, window: Window, ranks: Sequence[RankMeasurement], **facts: Any) -> StepReport:
+        """Return the report of all ranks' measurements; `facts` are the remaining attributes."""
+        micro_batches, samples, norms, terms = zip(*ranks, strict=True)
         return cls(
-            rule=rule.name,
-            formula=rule.formula,
-            terms=tuple(_term(name, [rank.terms[index] for rank in ranks]) for index, name in enumerate(names)),
+            rule=window.rule.name,
+            formula=window.rule.formula,
+            terms=tuple(_term(name, of_ranks) for name, of_ranks in zip(window.terms, zip(*terms), strict=True)),  # noqa: B905  # of one length
             world_size=len(ranks),
-            micro_batches=tuple(int(rank.micro_batches) for rank in ranks),
-            samples=tuple(None if math.isnan(rank.samples) else rank.samples for rank in ranks),
-            gradient_norm=math.sqrt(squared_norm),
-            local_gradient_norms=tuple(math.sqrt(rank.squared_norm) for rank in ranks),
+            micro_batches=micro_batches,
+            samples=samples,
+            local_gradient_norms=norms,
             **facts,
         )
 
@@ -111,7 +108,7 @@ class StepReport:
     @property
     def global_batch_size(self) -> float | None:
         """The samples of the step, over ranks and windows; None where a batch does not tell."""
-        return None if None in self.samples else sum(filter(None, self.samples))
+        return _known_sum(self.samples)
 
     @property
     def _only_term(self) -> TermReport:
@@ -156,10 +153,10 @@ def _number(value: float) -> str:
 
 @dataclass(frozen=True)
 class ObservedMicroBatch:
-    """The undivided loss terms of one micro-batch, by name, and its samples; NaN if unknown."""
+    """The undivided loss terms of one micro-batch, by name, and its samples if known."""
 
     losses: Mapping[str, Tensor]
-    samples: float
+    samples: float | None
 
 
 class RankMeasurement(NamedTuple):
@@ -167,41 +164,43 @@ class RankMeasurement(NamedTuple):
 
     Attributes:
         micro_batches: Length of its window.
-        samples: Samples of its window; NaN if unknown.
-        squared_norm: `|g_r|^2`.
+        samples: Samples of its window, if known.
+        norm: `|g_r|`.
         terms: For each loss term the sum of multiplier times loss, `n_r`, `w_r` and `z_r`.
     """
 
-    micro_batches: float
-    samples: float
-    squared_norm: float
+    micro_batches: int
+    samples: float | None
+    norm: float
     terms: tuple[tuple[float, ...], ...]
 
 
-def measure_rank(
-    window: Window, micro_batches: Sequence[ObservedMicroBatch], *, divisor: float, squared_norm: float
-) -> RankMeasurement:
-    """Return one rank's measurement.
+def measure_rank(window: Window, micro_batches: Sequence[ObservedMicroBatch], norm: float) -> RankMeasurement:
+    """Return one rank's measurement, from the norm of its accumulated gradient.
 
-    The accumulated gradient is `G = S / D` with `S = sum(w_m * g_m)` over the window and `D = divisor`. The rank's own
-    gradient is `g_r = S / w_r`, where `w_r` is the sum of the multipliers for mean losses and their mean for sum
-    losses. With several terms `G` already is the rank's summand of `g` times the number of ranks.
+    That gradient is `G = S / D` with `S = sum(w_m * g_m)` over the window and `D` what the window divided by. The
+    rank's own gradient is `g_r = S / w_r`, where `w_r` is the sum of the multipliers for mean losses and their mean for
+    sum losses. With several terms `G` already is the rank's summand of `g` times the number of ranks.
     """
     terms = []
     for name in window.terms:
         shares = [Share(*map(float, share)) for share in window.shares(name)]
         multipliers = [share.multiplier for share in shares]
         loss = sum(w * float(seen.losses[name]) for w, seen in zip(multipliers, micro_batches, strict=True) if w > 0)
+        loss *= window.length if window.loss_divisor is None else 1
         weight = sum(float(micro_batch.weights.get(name, 0.0)) for micro_batch in window.micro_batches)
         multiplier = sum(multipliers) / (len(multipliers) if window.rule.name in SUMMED_LOSSES else 1)
         terms.append((loss, weight, multiplier, sum(share.normalizer for share in shares)))
-    factor = 1.0
     if window.terms == (WHOLE_LOSS,):
         own = terms[0][2]
-        factor = divisor / own if own > 0 else 0.0
-    # Selected, not multiplied: the gradient of a rank that contributes nothing may be NaN.
-    squared_norm = squared_norm * factor**2 if factor else 0.0
-    return RankMeasurement(window.length, sum(seen.samples for seen in micro_batches), squared_norm, tuple(terms))
+        # Selected, not multiplied: the gradient of a rank that contributes nothing may be NaN.
+        norm = norm * float(window.divided_by) / own if own > 0 else 0.0
+    samples = [seen.samples for seen in micro_batches]
+    return RankMeasurement(window.length, _known_sum(samples), norm, tuple(terms))
+
+
+def _known_sum(values: Sequence[float | None]) -> float | None:
+    return None if None in values else sum(value for value in values if value is not None)
 
 
 def _term(name: str, ranks: Sequence[Sequence[float]]) -> TermReport:

@@ -1,8 +1,9 @@
-"""Usage: script_job.py OUT STRATEGY NODES DEVICES: train with `Trainer(strategy=NAME)`, or with an instance.
+"""Usage: script_job.py OUT NODES DEVICES STRATEGY...: train once with each strategy, in folders of their names.
 
-The strategy is a registered name, or a rule; "instance" is "weighted_mean".
+A strategy is a registered name, or a rule for an instance. Processes started for one train with the later ones, too.
 """
 
+import os
 import sys
 
 from cli_job import Job
@@ -12,19 +13,20 @@ from examples.demo.training import close_process_group
 from lightning_gradavg import GradAvgStrategy
 
 if __name__ == "__main__":
-    out, name, nodes, devices = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    rule = "weighted_mean" if name == "instance" else name
-    strategy = name if name.startswith("gradavg") else GradAvgStrategy(reduction=rule)
-    Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        num_nodes=nodes,
-        devices=devices,
-        max_epochs=1,
-        logger=False,
-        use_distributed_sampler=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(Job(out, loss="sum" if name == "gradavg_sum" else "mean"))
+    out, nodes, devices, *names = sys.argv[1:]
+    for name in names:
+        if name in ("gradavg_fork", "gradavg_spawn") and "LOCAL_RANK" in os.environ:
+            continue  # a process that was started for a later one
+        Trainer(
+            strategy=name if name.startswith("gradavg") else GradAvgStrategy(reduction=name),
+            accelerator="cpu",
+            num_nodes=int(nodes),
+            devices=int(devices),
+            max_epochs=1,
+            logger=False,
+            use_distributed_sampler=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(Job(f"{out}/{name}"))
     close_process_group()
