@@ -195,7 +195,7 @@ def detected(module: Any, batch: Any) -> Tensor:
     images, records = batch
     losses = [
         (out - one["boxes"].mean(0)).square().mean()
-        for out, one in zip(module.net(torch.stack(images)), records, strict=True)
+        for out, one in zip(module.net(torch.stack(list(images))), records, strict=True)
     ]
     return torch.stack(losses).mean()
 
@@ -352,18 +352,3 @@ class Tiny(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x + 1e-9 * self.tiny * x)
-
-
-class Manual(Step):
-    """Manual optimization that clips."""
-
-    def __init__(self) -> None:
-        super().__init__(layers, classified)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(classified(self, batch))
-        self.clip_gradients(optimizer, 0.1, "norm")
-        optimizer.step()

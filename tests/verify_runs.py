@@ -27,7 +27,7 @@ from lightning_gradavg.verify.judge import judge
 from lightning_gradavg.verify.processes import record_run
 from lightning_gradavg.verify.record import Tape
 from lightning_gradavg.verify.report import Report
-from lightning_gradavg.verify.target import quiet_options
+from lightning_gradavg.verify.target import Settings, quiet_options
 
 FEATURES, CLASSES = 6, 3
 Batch = tuple[Tensor, Tensor]
@@ -400,36 +400,6 @@ class Texts(Sgd):
         return {"loss": loss, "weight": real.sum()} if self.says else loss
 
 
-class Boxes(Sgd):
-    """Images, and for each a record with a number of boxes of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, 2)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        pairs = zip(self.layer(batch[0]), batch[1], strict=True)
-        return torch.stack([(output - record["boxes"].mean(0)).square().mean() for output, record in pairs]).mean()
-
-
-@dataclass
-class Graph:
-    nodes: Tensor
-    edges: Tensor
-
-
-class OfGraphs(Sgd):
-    """Sums over the neighbours in a graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-
-    def training_step(self, batch: Graph, batch_idx: int) -> Tensor:
-        received = torch.zeros_like(batch.nodes).index_add(0, batch.edges[1], batch.nodes[batch.edges[0]])
-        return self.layer(batch.nodes + received).square().mean()
-
-
 class CaseSeven(Sgd):
     """Case 7: loss w * x, hand-scaled by W / global count."""
 
@@ -497,14 +467,15 @@ def batches(sizes: Sequence[int], seed: int = 0) -> list[Batch]:
 def boxes(rank: int) -> Iterator[Any]:
     generator = torch.Generator().manual_seed(rank)
     for _ in range(2):
-        records = [{"boxes": torch.randn(1 + index % 3, 2, generator=generator)} for index in range(4)]
+        records = [{"boxes": torch.randn(1 + index % 3, CLASSES, generator=generator)} for index in range(4)]
         yield torch.randn(4, FEATURES, generator=generator), records
 
 
-def graphs(rank: int) -> Iterator[Graph]:
+def graphs(rank: int) -> Iterator[m.Graph]:
     generator = torch.Generator().manual_seed(rank)
     for _ in range(2):
-        yield Graph(torch.randn(5 + rank, 3, generator=generator), torch.randint(5, (2, 7), generator=generator))
+        nodes = torch.randn(5 + rank, FEATURES, generator=generator)
+        yield m.Graph(nodes, torch.randint(4, (5 + rank,), generator=generator), 4)
 
 
 def of_rank(*rows: Any) -> Callable[[int], Any]:
@@ -564,13 +535,14 @@ def recorded(name: str) -> Tape:
     options = options_of(run)
     options["plugins"] = [*options["plugins"], environment]
     options["devices"] = environment.ranks_on_node
-    return record_run(run.strategy(), options, run.build(), {"train_dataloaders": run.loader()}, steps=run.steps)
+    settings = Settings(steps=run.steps)
+    return record_run(run.strategy(), options, run.build(), {"train_dataloaders": run.loader()}, settings)
 
 
 def judged(name: str, tapes: Sequence[Tape]) -> Report:
     """Return what one process makes of a recorded run."""
     run = RUNS[name]
-    return judge(tapes, lambda: (run.build(), {"train_dataloaders": run.loader()}, options_of(run)))
+    return judge(tapes, lambda: (run.build(), {"train_dataloaders": run.loader()}, options_of(run)), Settings())
 
 
 def gradavg(**options: Any) -> Callable[[], GradAvgStrategy]:
@@ -696,11 +668,11 @@ RUNS = {
     "gradients divided after the reduction": Run(DividesAfterwards, cause="double division"),
     "every rank clips its norm": Run(
         strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket * min(1.0, 0.05 / float(bucket.norm())))),
-        cause="clipped before the reduction",
+        cause="gradient hooks",
     ),
     "every rank clips its values": Run(
         strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket.clamp(-0.01, 0.01))),
-        cause="clipped before the reduction",
+        cause="gradient hooks",
     ),
     "a hook on parameters that clips": Run(
         lambda: Hooked(lambda grad: grad.clamp(-0.01, 0.01)), cause="gradient hooks"
@@ -733,8 +705,12 @@ RUNS = {
     # Not shown.
     "padded texts that no `collate_fn` made": Run(Texts, data=PADDED, not_shown="cannot be joined"),
     "a mean over tokens of padded texts": Run(Texts, **TEXTS, cause="mean of means"),
-    "images with a list of records": Run(Boxes, data=boxes, not_shown="which samples a batch of type list holds"),
-    "graphs": Run(OfGraphs, data=graphs, not_shown="which samples a batch of type Graph holds"),
+    "images with a list of records": Run(
+        lambda: m.Step(m.layers, m.detected), data=boxes, not_shown="which samples a batch of type list holds"
+    ),
+    "graphs": Run(
+        lambda: m.Step(m.layers, m.of_graphs), data=graphs, not_shown="which samples a batch of type Graph holds"
+    ),
     "a moving average of the loss in an attribute": Run(with_step(by_average), cause="hand-compensated loss"),
     "a counter outside of the module": Run(with_step(by_global)),
     "an iterator in an attribute": Run(with_step(by_iterator)),
@@ -806,7 +782,7 @@ MINE = {
     "a stream, a part for each": on_stream("halves"),
     "a sampler with replacement": Run(lambda: m.Step(m.layers, m.classified), reads=m.replaced),
     "bucketed batches, a mean over texts": Run(lambda: m.Step(m.Words, m.each_text), reads=m.bucketed),
-    "manual optimization, clipping": Run(m.Manual, reads=m.plain, options=SHUFFLED),
+    "manual optimization, clipping": Run(Manual, reads=m.plain, options=SHUFFLED),
     "a schedule by `estimated_stepping_batches`": on(hooks={"optimizers": m.scheduled}, steps=3),
     "reads the data set and writes to the logger": on(step=m.reads_data),
     "`x.float()`": on(step=m.in_float),
@@ -894,5 +870,4 @@ CASES = {
     "case 41": Run(dropped),
     "case 42": Run(CaseFortyTwo, steps=1, data=of_rank([[0.0, 2.0]], [[4.0, 6.0]]), cause="batch norm"),
 }
-IN_DOCS = list(RUNS)
 RUNS.update({**THREE, **CASES, **OTHERS})

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_gradavg.arguments import nearest
 from lightning_gradavg.cli import hinted
-from lightning_gradavg.verify.target import CommandLine, in_one_line
+from lightning_gradavg.verify.target import in_one_line, with_class_paths
 
 __all__ = ["main"]
 
@@ -85,19 +85,17 @@ def main(arguments: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
         sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
     try:
-        line = CommandLine.of(arguments)
+        read = with_class_paths(arguments)
     except ValueError as error:
         print(f"gradavg {arguments[0]}: error: {error}", file=sys.stderr)
         sys.exit(2)
     given, sys.argv = sys.argv, [sys.argv[0], *arguments]
     # Where nothing was taken out, the arguments stay those of the process, as Lightning wants them.
-    changed: dict[str, Any] = {"args": line.arguments} if line.arguments != list(arguments) else {}
+    changed: dict[str, Any] = {"args": read} if read != list(arguments) else {}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
-            _CommandLine(
-                **line.classes, **changed, save_config_callback=_SavedConfig, parser_kwargs={"prog": "gradavg"}
-            )
+            _CommandLine(**changed, save_config_callback=_SavedConfig, parser_kwargs={"prog": "gradavg"})
     finally:
         sys.argv = given
     return 0

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_gradavg.cli import OneLineParser
 from lightning_gradavg.verify.processes import verify_target
 from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, Report, explanation, plot_report, plotting
-from lightning_gradavg.verify.target import Settings, Target, quiet_options, resolve_strategy
+from lightning_gradavg.verify.target import Settings, Target, resolve_strategy
 
 __all__ = ["main"]
 
@@ -70,7 +70,6 @@ def _assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
 
 def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
     options, init = _assignments("--trainer", args.trainer), _assignments("--init", args.init)
-    quiet_options(options, args.accelerator)  # a wrong one is refused before any process starts
     if args.strategy is not None:
         options["strategy"] = args.strategy
         if ":" not in args.strategy:
@@ -90,9 +89,8 @@ def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
         raise ValueError(message)
     if not args.config:
         return Target(module, args.data, {"strategy": "ddp", **options}, args.seed, init)
-    named = {"--config": args.config, "--model": [module], "--data": [args.data]}
-    arguments = [part for name, values in named.items() for value in filter(None, values) for part in (name, value)]
-    return Target(options=options, seed=args.seed, config=(*arguments, *further))
+    arguments = [f"--config={file}" for file in args.config] + [f"--model={module}"] * bool(module)
+    return Target(data=args.data, options=options, seed=args.seed, config=(*arguments, *further))
 
 
 def _run(args: argparse.Namespace, further: Sequence[str]) -> Report:

@@ -9,8 +9,7 @@ noted: what depends on them cannot be shown.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from lightning_gradavg.lightning_internals import TorchDispatchMode, writes_in_p
 __all__ = ["DrawsBySample"]
 
 _LOW = frozenset({torch.float32, torch.float16, torch.bfloat16})
-_MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # of splitmix64, as signed
+_MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110685705)  # of splitmix64, as signed
 
 
 def _seed_of(*what: Any) -> int:
@@ -49,7 +48,7 @@ def _uniform(shape: Sequence[int], rows: int, each: int, seeds: Sequence[int], d
     return (((bits >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
 
 
-def _normal(uniform: Tensor, mean: Any = 0.0, deviation: Any = 1.0) -> Tensor:
+def _normal(uniform: Tensor, mean: Any = 0.0, deviation: Any = 1.0, *_: Any) -> Tensor:
     drawn: Tensor = mean + deviation * torch.special.ndtri(uniform)
     return drawn
 
@@ -59,51 +58,49 @@ def _dropped(uniform: Tensor, given: Tensor, part: float, *_: Any) -> tuple[Tens
     return given * mask / (1 - part if part < 1 else 1), mask
 
 
+def _integers(uniform: Tensor, *bounds: int) -> Tensor | None:
+    if not bounds:
+        return None
+    low, high = (0, *bounds)[-2:]
+    return (low + uniform * (high - low)).floor()
+
+
+def _classes(uniform: Tensor, weights: Tensor, number: int, replacement: bool = False) -> Tensor | None:
+    if number > 1 and not replacement:
+        return None
+    reached = (weights / weights.sum(-1, keepdim=True)).double().cumsum(-1)
+    return torch.searchsorted(reached, uniform).clamp(max=weights.shape[-1] - 1)
+
+
 _FORMS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("aten.rand", "aten.rand_like"), lambda u, *_: u),
     **dict.fromkeys(("aten.randn", "aten.randn_like"), lambda u, *_: _normal(u)),
     "aten.uniform_": lambda u, _, low=0.0, high=1.0: low + (high - low) * u,
     "aten.normal_": lambda u, _, *given: _normal(u, *given),
+    "aten.normal": _normal,
+    "aten.exponential_": lambda u, _, rate=1.0: -torch.log1p(-u) / rate,
     "aten.bernoulli_": lambda u, _, part=0.5: u < part,
     "aten.bernoulli": lambda u, given, part=None: u < (given if part is None else part),
     "aten.native_dropout": _dropped,
+    "aten.randint": lambda u, *given: _integers(u, *given[:-1]),
+    **dict.fromkeys(("aten.randint_like", "aten.random_"), lambda u, _, *bounds: _integers(u, *bounds)),
+    "aten.multinomial": _classes,
 }
-"""What operators make of uniform numbers, the same at every length. Other operators run once for each sample."""
+"""What operators make of uniform numbers, the same at every length. What others draw belongs to no sample."""
 
 
 class DrawsBySample(TorchDispatchMode):
-    """Lets operators compute in float64, and draw for each sample separately.
-
-    Args:
-        double: Whether low-precision types become float64.
-
-    Attributes:
-        keys: One for each sample of the batch, in order. The first two numbers are the micro-batch and the rank.
-        shared: What was drawn for no single sample, by operator.
-        trace: The draws of the batch: operator, and the dimension of the samples.
-        collectives: The operations between ranks.
-        last: The operator that ran last.
-        paused: Whether operators run unchanged.
-        first: The dimension that more likely is that of the samples, 0 or 1.
-    """
+    """Lets operators compute in float64 if `double`, and draw for each sample separately."""
 
     def __init__(self, *, double: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.double, self.last = double, ""
-        self.keys: list[tuple[int, ...]] = [(0, 0, 0)]
-        self.paused, self.first = False, 0
-        self.shared: dict[str, None] = {}
-        self.trace: list[tuple[str, int]] = []
+        self.double, self.last = double, ""  # the operator that ran last
+        self.keys: list[tuple[int, ...]] = [(0, 0, 0)]  # of the samples, in order: micro-batch, rank, place
+        self.paused = False  # whether operators run unchanged
+        self.first = 0  # the dimension that more likely is that of the samples, 0 or 1
+        self.shared: dict[str, None] = {}  # operators that drew for no single sample
+        self.trace: list[tuple[str, int]] = []  # the draws of the batch, and the dimension of the samples
         self.collectives: set[str] = set()
-
-    @contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Let operators within run unchanged."""
-        paused, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = paused
 
     def begin(self, keys: Sequence[tuple[int, ...]]) -> None:
         """Begin with a batch of these samples."""
@@ -127,32 +124,27 @@ class DrawsBySample(TorchDispatchMode):
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
             self.shared[f"{name}, with a generator of its own"] = None
             return func(*args, **kwargs)
-        in_place, before = writes_in_place(func), generator.get_state()
-        given = (args[0].clone(), *args[1:]) if in_place else args
-        others = {each.device for each in args if isinstance(each, Tensor) and each.device.type != "cpu"}
-        states = {device: _state(device) for device in others}
+        devices = {each.device for each in args if isinstance(each, Tensor)}
+        devices |= {torch.device(kwargs.get("device") or "cpu"), torch.device("cpu")}
+        before = {device: _state(device) for device in devices}
         result = func(*args, **kwargs)
-        first = result[0] if isinstance(result, tuple) else result
-        drew = any(not torch.equal(state, _state(device)) for device, state in states.items())
-        if torch.equal(before, generator.get_state()) and not drew and first.device.type == "cpu":
+        if all(torch.equal(state, _state(device)) for device, state in before.items()):
             return result  # as attention without dropout
-        chain = hashlib.blake2b(before.numpy().tobytes(), digest_size=8).hexdigest()
+        chain = hashlib.blake2b(before[torch.device("cpu")].numpy().tobytes(), digest_size=8).hexdigest()
+        first = result[0] if isinstance(result, tuple) else result
         rows, each = self._place(first.shape)
         self.trace.append((name, rows))
-        if name == "aten.randperm" and len(first) == len(self.keys):
-            drawn: Any = torch.cat(list(self._permutations(chain))).to(first)
-        elif rows < 0 or name == "aten.randperm":
-            self.shared[name] = None
-            generator.manual_seed(_seed_of(chain))
-            drawn = func(*args, **kwargs)
-        elif name in _FORMS:
+        drawn = None
+        if rows >= 0 and name in _FORMS:
             seeds = [_seed_of(chain, key) for key in self.keys]
-            made = _FORMS[name](_uniform(first.shape, rows, each, seeds, first.device), *args)
-            drawn = made if isinstance(made, tuple) else made.to(first.dtype)
-        else:
-            drawn = self._each(func, given, kwargs, (rows, each, chain), first.shape)
+            drawn = _FORMS[name](_uniform(first.shape, rows, each, seeds, first.device), *args)
+        if drawn is None:
+            self.shared[name] = None
+            drawn = result
         generator.manual_seed(_seed_of(chain, "next"))
-        return result.copy_(drawn) if in_place and drawn is not result else drawn
+        if isinstance(drawn, tuple):
+            return drawn
+        return result.copy_(drawn) if writes_in_place(func) else drawn.to(first.dtype)
 
     def _place(self, shape: torch.Size) -> tuple[int, int]:
         """Return the dimension of the samples, -1 where there is none, and the positions of each along it."""
@@ -162,39 +154,13 @@ class DrawsBySample(TorchDispatchMode):
         several = found < 0 < ndim and shape[0] > 0 and shape[0] % size == 0
         return (0, shape[0] // size) if several else (found, 1)
 
-    def _permutations(self, chain: str) -> Iterator[Tensor]:
-        """Yield a permutation within each micro-batch of each rank, counted from where it begins."""
-        groups = [key[:2] for key in self.keys]
-        for group in dict.fromkeys(groups):
-            torch.default_generator.manual_seed(_seed_of(chain, group))
-            yield torch.randperm(groups.count(group)) + groups.index(group)
-
-    def _each(self, func: Any, args: Any, kwargs: Any, how: tuple[int, int, str], whole: torch.Size) -> Any:
-        """Draw once for each sample."""
-        rows, each, chain = how
-        pieces = []
-        for index, key in enumerate(self.keys):
-            torch.default_generator.manual_seed(_seed_of(chain, key))
-            mine = [_narrowed(value, whole, rows, index * each, each) for value in args]
-            pieces.append(func(*mine, **kwargs))
-        if isinstance(pieces[0], tuple):
-            return tuple(torch.cat(column, rows) for column in zip(*pieces, strict=True))
-        return torch.cat(pieces, rows)
-
 
 def _state(device: torch.device) -> Tensor:
+    if device.type in ("cpu", "meta"):
+        return torch.get_rng_state()
     of_type: Any = getattr(torch, device.type)
     state: Tensor = of_type.get_rng_state(device)
     return state
-
-
-def _narrowed(value: Any, whole: torch.Size, rows: int, start: int, length: int) -> Any:
-    """Return an argument of an operator for one sample."""
-    if isinstance(value, Tensor) and value.ndim > rows and value.shape[rows] == whole[rows]:
-        return value.narrow(rows, start, length).clone()
-    if isinstance(value, (list, tuple)) and list(value) == list(whole):
-        return [*value[:rows], length, *value[rows + 1 :]]
-    return value
 
 
 def _widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -21,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradavg.lightning_internals import BatchNorm, without_gradient_hooks
-from lightning_gradavg.verify.record import Refused, Taken, Tensors
+from lightning_gradavg.verify.compare import difference, flat, gap_between, multiple_of
+from lightning_gradavg.verify.record import Refused, Tape, Tensors
 from lightning_gradavg.verify.report import times
-from lightning_gradavg.verify.twin import Computed, Twin, difference, flat, gap_between, multiple_of
+from lightning_gradavg.verify.twin import Probe, Twin
 
 __all__ = ["explain"]
 
@@ -63,49 +63,81 @@ _READINGS = (
 )
 
 
-@dataclass
+def explain(twin: Twin, alone: Tape, position: int, tolerance: float) -> tuple[str, str]:
+    """Return the cause and the detail of a step whose gradient differs.
+
+    Raises:
+        Refused: If what was compared depends on more than the samples.
+    """
+    of_updates = zip(twin.steps[position].updates, alone.steps[position].updates, strict=False)
+    pairs = (pair for run, own in of_updates for pair in zip(run.reduced, own.reduced, strict=False))
+    reduced, expected = next(pair for pair in pairs if difference(*pair, tolerance)[0] is not None)
+    if not twin.facts.automatic:
+        return _by_factor(multiple_of(*_flat(reduced, expected), 1e4 * tolerance), len(twin.tapes))
+    found: list[tuple[str, str]] = []
+
+    def probe(step: Probe) -> None:
+        known = _Evidence(step, position, reduced, expected, tolerance)
+        known.require_any_order()
+        found.append(_of_parts(known) if known.right else _of_whole(known))
+
+    tape = twin.run(probe, position)
+    if not found:
+        raise Refused(tape.problem)
+    return found[0]
+
+
+def _flat(one: Tensors, other: Tensors) -> tuple[Tensor, Tensor]:
+    like = {**other, **one}
+    return flat(one, like), flat(other, like)
+
+
 class _Evidence:
     """What is known of one step."""
 
-    twin: Twin
-    taken: Sequence[Taken]
-    keys: Sequence[tuple[int, ...]]
-    parts: Sequence[Computed]
-    whole: Computed
-
-    def __post_init__(self) -> None:
-        self.near = 100 * self.twin.tolerance  # up to which a combination is one
-        self.world_size = len(self.twin.tapes)
-        starts = [sum(one.size for one in self.taken[:index]) for index in range(len(self.taken))]
-        self.ranks = [self.keys[start][1] for start in starts]
-
-    @cached_property
-    def like(self) -> Tensors:
-        """Tensors of the names that differ."""
-        known = [*(part.gradients for part in self.parts), self.whole.gradients, self.twin.reduced]
-        _, relative = difference(self.twin.reduced, self.twin.expected, self.twin.tolerance)
+    def __init__(self, probe: Probe, position: int, reduced: Tensors, expected: Tensors, tolerance: float) -> None:
+        self._given = (probe, position, reduced, expected, tolerance)
+        self.probe, self.facts, self.run, self.alone = probe, probe.twin.facts, reduced, expected
+        self.near = 100 * tolerance  # up to which a combination is one
+        self.world_size = len(probe.twin.tapes)
+        _, self.taken, self.keys = probe.twin.batches[position]
+        starts = [sum(one.size for one in self.taken[:index]) for index in range(len(self.taken) + 1)]
+        self.ranks = [self.keys[start][1] for start in starts[:-1]]
+        of_parts = [self.keys[start:stop] for start, stop in pairwise(starts)]
+        self.parts = [probe.compute([one], mine) for one, mine in zip(self.taken, of_parts, strict=True)]
+        self.whole = probe.compute(self.taken, self.keys)
+        _, relative = difference(reduced, expected, tolerance)
+        known = [*(part.gradients for part in self.parts), self.whole.gradients, reduced]
         every = {name: tensor for tensors in known for name, tensor in tensors.items()}
-        return {name: tensor for name, tensor in every.items() if relative.get(name, 0.0) > self.twin.tolerance}
+        self.like = {name: tensor for name, tensor in every.items() if relative.get(name, 0.0) > tolerance}
+        self.target, self.reduced = flat(self.whole.gradients, self.like), flat(reduced, self.like)
+        self.rows = torch.stack([flat(part.gradients, self.like) for part in self.parts])
+        self.factor = multiple_of(*_flat(reduced, expected), 1e4 * tolerance)
 
-    @cached_property
-    def target(self) -> Tensor:
-        """`F`."""
-        return flat(self.whole.gradients, self.like)
+    def again(self) -> _Evidence:
+        """Return what the same computations give now."""
+        return _Evidence(*self._given)
 
-    @cached_property
-    def reduced(self) -> Tensor:
-        """`G`."""
-        return flat(self.twin.reduced, self.like)
+    def require_any_order(self) -> None:
+        """Check that one process computes the same gradient with the samples in another order."""
+        half, size = len(self.keys) // 2, len(self.keys)
+        turned = self.probe.compute(self.taken, self.keys, [*range(half, size), *range(half)])
+        again = gap_between(*_flat(self.whole.gradients, self.alone))
+        if again <= self.near < gap_between(*_flat(turned.gradients, self.alone)):
+            raise Refused(
+                "with the samples of the batch in a different order one process computes a different gradient: the"
+                " loss, or a random draw, depends on their positions in the batch"
+            )
 
-    @cached_property
-    def rows(self) -> Tensor:
-        """`P`, shape (micro-batches, elements)."""
-        return torch.stack([flat(part.gradients, self.like) for part in self.parts])
+    @property
+    def multiple(self) -> str:
+        """The gradient as a multiple of that of one process, in words."""
+        return _multiple(self.factor)
 
     @cached_property
     def combinations(self) -> Mapping[str, list[float]]:
         """The coefficient of every micro-batch under every hypothesis."""
-        number, ranks, window = len(self.ranks), self.ranks, self.world_size * self.twin.facts.accumulation
+        number, ranks, window = len(self.ranks), self.ranks, self.world_size * self.facts.accumulation
         found = {
             "mean": [1 / number] * number,
             "sum": [1.0] * number,
@@ -153,52 +185,13 @@ class _Evidence:
         return {"terms": shares} if fits and shares is not None else named
 
 
-def explain(twin: Twin, position: int) -> None:
-    """Say why the gradient of a step differs, in `twin.explanation`.
-
-    Raises:
-        Refused: If what was compared depends on more than the samples.
-    """
-    if not twin.facts.automatic:
-        twin.explanation = _by_factor(twin)
-        return
-    _, taken, keys = twin.batches[position]
-    _require_any_order(twin, taken, keys)
-    starts = [sum(one.size for one in taken[:index]) for index in range(len(taken) + 1)]
-    of_parts = [keys[start:stop] for start, stop in pairwise(starts)]
-
-    def evidence() -> _Evidence:
-        parts = [twin.compute([one], mine) for one, mine in zip(taken, of_parts, strict=True)]
-        return _Evidence(twin, taken, keys, parts, twin.compute(taken, keys))
-
-    known = evidence()
-    twin.explanation = _of_parts(known) if known.right else _of_whole(known, evidence)
+def _multiple(factor: float | None) -> str:
+    return f"the gradient is {'another one' if factor is None else f'{times(factor)} that of one process'}"
 
 
-def _require_any_order(twin: Twin, taken: Sequence[Taken], keys: Sequence[tuple[int, ...]]) -> None:
-    """Check that one process computes the same gradient with the samples in another order."""
-    order = [*range(len(keys) // 2, len(keys)), *range(len(keys) // 2)]
-    same, turned = twin.compute(taken, keys).gradients, twin.compute(taken, keys, order).gradients
-    like, near = {**same, **turned, **twin.expected}, 100 * twin.tolerance
-    again, other, known = (flat(each, like) for each in (same, turned, twin.expected))
-    if gap_between(again, known) <= near < gap_between(again, other):
-        raise Refused(
-            "with the samples of the batch in a different order one process computes a different gradient: the loss, or"
-            " a random draw, depends on their positions in the batch"
-        )
-
-
-def _multiple(twin: Twin) -> tuple[str, float | None]:
-    like = {**twin.expected, **twin.reduced}
-    factor = multiple_of(flat(twin.reduced, like), flat(twin.expected, like), 1e4 * twin.tolerance)
-    known = "another one" if factor is None else f"{times(factor)} that of one process"
-    return f"the gradient is {known}", factor
-
-
-def _by_factor(twin: Twin) -> tuple[str, str]:
+def _by_factor(factor: float | None, ranks: int) -> tuple[str, str]:
     """Return what a factor alone tells."""
-    text, factor = _multiple(twin)
-    ranks = len(twin.tapes)
+    text = _multiple(factor)
     if factor is not None and math.isclose(factor, ranks, rel_tol=1e-4):
         return "hand-compensated loss", f"{text}: it is multiplied by the {ranks} ranks"
     if factor is not None and math.isclose(factor * ranks, 1, rel_tol=1e-4):
@@ -208,36 +201,41 @@ def _by_factor(twin: Twin) -> tuple[str, str]:
 
 def _of_parts(known: _Evidence) -> tuple[str, str]:
     """Return why a gradient that is a combination of its parts is the wrong one."""
-    twin = known.twin
     ratios = [
         one.loss / part.loss if part.loss else math.nan for one, part in zip(known.taken, known.parts, strict=True)
     ]
     if any(abs(ratio - 1) > known.near for ratio in ratios if math.isfinite(ratio)):
         shown = ", ".join(f"{ratio:.4g}" for ratio in ratios)
-        text = f"{_multiple(twin)[0]}; the ranks' losses are {shown} x those of the same samples on one process"
+        text = f"{known.multiple}; the ranks' losses are {shown} x those of the same samples on one process"
         if all(math.isclose(ratio * known.world_size, 1, rel_tol=1e-4) for ratio in ratios):
             return "double division", text
         mean_is_right = known.combines(known.target, [ratio / len(ratios) for ratio in ratios])
         return "hand-compensated loss", text + '; with it `reduction="mean"` is right' * mean_is_right
+    shares = known.right.get("terms")
+    if shares is not None and not math.isclose(
+        sum(share * part.loss for share, part in zip(shares, known.parts, strict=True)), known.whole.loss, rel_tol=1e-7
+    ):
+        text = "their losses do not add up so: they carry factors that a rank alone knows"
+        return "hand-compensated loss", f"one process weights the micro-batches by {_listed(shares)}, and {text}"
     done = known.named(known.reduced)
-    likely, unlikely = (_WEIGHED, _MEANS) if twin.facts.uses_weight else (_MEANS, _WEIGHED)
+    likely, unlikely = (_WEIGHED, _MEANS) if known.facts.uses_weight else (_MEANS, _WEIGHED)
     done -= set(unlikely) if done & set(likely) else set()
-    done -= set() if "sum" in twin.facts.rule else {"sum"}
+    done -= set() if "sum" in known.facts.rule else {"sum"}
     for reading in _READINGS:
         if done & set(reading.done) and set(known.right) & reading.right:
             return reading.cause, _detail(known, reading.detail)
-    return _changed(known) or _by_factor(twin)
+    return _changed(known) or _by_factor(known.factor, known.world_size)
 
 
 def _detail(known: _Evidence, text: str) -> str:
     right, found = next(iter(known.right.values())), known.shares(known.reduced)
     shares = f"one process weights the micro-batches by {_listed(right)}, but the run weights them"
     return text.format(
-        multiple=_multiple(known.twin)[0],
+        multiple=known.multiple,
         ranks=known.world_size,
         shares=f"{shares} by {_listed(found)}" if found is not None and "{shares}:" in text else shares,
         length=len(known.ranks) / len(set(known.ranks)),
-        window=known.twin.facts.accumulation,
+        window=known.facts.accumulation,
     )
 
 
@@ -250,30 +248,13 @@ def _changed(known: _Evidence) -> tuple[str, str] | None:
     local = [flat(one.local, known.like) for one in known.taken]
     if not all(_is_multiple(mine, row, known.near) for mine, row in zip(local, known.rows, strict=True)):
         return "gradient hooks", "a rank's own gradient differs from that of one process for the same samples"
-    elements = _elements(known.twin.reduced, known.like)
+    elements = torch.cat([known.run.get(name, each * 0)[:_ELEMENTS] for name, each in known.like.items()])
     for name, dtype in _WIRES.items():
         if torch.equal(elements.to(dtype).double(), elements):
             return name, f"every element of the gradient is a {str(dtype).removeprefix('torch.')} number"
-    fair, shares = torch.tensor(next(iter(known.right.values())), dtype=torch.float64), known.shares(known.reduced)
-    if shares is not None:
-        scales = torch.tensor(shares, dtype=torch.float64) / fair
-        lengths, cut = scales * known.rows.norm(dim=1), scales < 1 - known.near
-        norm = float(lengths.max())
-        if bool(cut.any()) and float(scales.max()) < 1 + known.near and float(lengths[cut].min()) > norm * (1 - 1e-4):
-            text = f"every rank clipped its gradient to a norm of {norm:.4g} before they were reduced"
-            return "clipped before the reduction", text
-    rows = torch.stack([_elements(part.gradients, known.like) for part in known.parts])
-    most = float(elements.abs().max())
-    for bound in (most, most * len(rows)):
-        if gap_between(elements, fair @ rows.clamp(-bound, bound)) <= known.near:
-            text = f"every rank clipped its gradient to values of {bound:.4g} before they were reduced"
-            return "clipped before the reduction", text
+    if known.factor is None:
+        return "gradient hooks", "the ranks' own gradients are right, and no known combination of them was made"
     return None
-
-
-def _elements(tensors: Tensors, like: Tensors) -> Tensor:
-    """Return the elements that sketches hold, without the sums."""
-    return torch.cat([tensors.get(name, torch.zeros_like(each))[:_ELEMENTS] for name, each in like.items()])
 
 
 def _is_multiple(found: Tensor, expected: Tensor, near: float) -> bool:
@@ -281,34 +262,34 @@ def _is_multiple(found: Tensor, expected: Tensor, near: float) -> bool:
     return not (found.any() and expected.any()) or multiple_of(found, expected, near) is not None
 
 
-def _of_whole(known: _Evidence, again: Callable[[], _Evidence]) -> tuple[str, str]:
+def _of_whole(known: _Evidence) -> tuple[str, str]:
     """Return why the gradient of a batch is no combination of those of its parts."""
-    twin = known.twin
     variations: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {
-        **({} if twin.facts.replicated else {"batch norm": _without_statistics}),  # which are over all ranks there
+        **({} if known.facts.replicated else {"batch norm": _without_statistics}),  # which are over all ranks there
         "gradient hooks": without_gradient_hooks,
     }
     for cause, variation in variations.items():
-        with variation(twin.module):
-            other = again()
+        with variation(known.probe.module):
+            other = known.again()
         if other.right:
             combines = f"combines from those of its parts ({', '.join(other.right)})"
             return cause, f"only without it the gradient of the whole batch {combines}"
     if _has_constant_term(known):
         text = "the losses of two parts of a batch add up to its loss and one more term, which depends on no sample"
         return "constant term", text
-    reached = {name for tape in twin.tapes for name in tape.collectives if "gather" in name or "reduce" in name}
+    collectives = {name for tape in known.probe.twin.tapes for name in tape.collectives}
+    reached = [name for name in sorted(collectives) if "gather" in name or "reduce" in name]
     losses = [one.loss for one in known.taken]
     if reached and math.isclose(sum(losses) / len(losses), known.whole.loss, rel_tol=1e-7):
-        text = f"what {', '.join(sorted(reached))} brought from other ranks carries no gradient"
+        text = f"what {', '.join(reached)} brought from other ranks carries no gradient"
         return "detached gather", f"the ranks' losses are those of one process, but the gradient is not: {text}"
     text = "that of a batch is not a combination of those of its parts: the loss compares samples"
-    return "non-decomposable loss", f"{_multiple(twin)[0]}, and {text}"
+    return "non-decomposable loss", f"{known.multiple}, and {text}"
 
 
 def _has_constant_term(known: _Evidence) -> bool:
     """Return whether the loss is a sum over samples and something that is there once for every batch."""
-    twice = known.twin.compute([*known.taken, *known.taken], [*known.keys, *known.keys])
+    twice = known.probe.compute([*known.taken, *known.taken], [*known.keys, *known.keys])
     of_parts = (known.rows.sum(0) - known.target) / max(1, len(known.rows) - 1)
     of_twice = 2 * known.target - flat(twice.gradients, known.like)
     return len(known.rows) > 1 and gap_between(of_twice, of_parts) <= 10 * known.near and bool(of_parts.any())

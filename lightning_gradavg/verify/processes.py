@@ -33,8 +33,8 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_gradavg.arguments import nearest
-from lightning_gradavg.verify.judge import in_float32, judge, not_shown
-from lightning_gradavg.verify.record import Enough, Recorder, Refused, Tape
+from lightning_gradavg.verify.judge import judge
+from lightning_gradavg.verify.record import Recorder, Tape
 from lightning_gradavg.verify.report import CAUSES, Report
 from lightning_gradavg.verify.target import (
     MainModule,
@@ -74,39 +74,16 @@ def require_memory(module: LightningModule, processes: int, *, double: bool) -> 
 
 
 def record_run(
-    strategy: Any,
-    options: Mapping[str, Any],
-    module: LightningModule,
-    data: Mapping[str, Any],
-    *,
-    steps: int,
-    double: bool = True,
+    strategy: Any, options: Mapping[str, Any], module: LightningModule, data: Mapping[str, Any], settings: Settings
 ) -> Tape:
-    """Train until all steps are recorded, and return the record of this rank.
-
-    Args:
-        strategy: The strategy, which starts no processes.
-        options: Those of the Trainer.
-        module: The module.
-        data: The arguments `train_dataloaders` or `datamodule` of `fit`, or none.
-        steps: Global batches to train on.
-        double: Whether to compute in float64.
-    """
-    recorder = Recorder(steps, double=double)
+    """Train until all steps are recorded, and return the record of this rank."""
+    recorder = Recorder(settings.steps, double=not settings.single)
     kept = {name: value for name, value in options.items() if name != "precision"}
     kept["plugins"] = [*kept.get("plugins", ()), recorder.plugin]
     kept["callbacks"] = [*(kept.get("callbacks") or ()), recorder]
     trainer = Trainer(strategy=strategy, **kept)
-    try:
-        with recorder.watching(module), suppress(Enough):
-            trainer.fit(module, **data)
-    except Refused as error:
-        recorder.tape.problem = str(error)
-    except Exception as error:
-        reason = in_float32(error, recorder.mode.last) if double else None
-        if reason is None:
-            raise
-        recorder.tape.problem = reason
+    with recorder.watching(module):
+        trainer.fit(module, **data)
     return recorder.tape
 
 
@@ -119,13 +96,11 @@ def verify_target(target: Target, settings: Settings, ignore: Sequence[str] = ()
     """
     for cause in sorted(set(ignore) - set(CAUSES)):
         raise ValueError(f"{cause!r} is not a cause{nearest(cause, list(CAUSES))}")
+    quiet_options(target.options, settings.accelerator)  # a wrong one is refused before any process starts
     with tempfile.TemporaryDirectory(prefix="gradavg-verify-") as name:
         tapes = in_processes([(_rank, (target, rank, settings, Path(name))) for rank in range(settings.devices)])
-        if isinstance(tapes[0], str):
-            return not_shown(tapes[0])
         (report,) = in_processes([(_alone, (target, tapes, settings))])
-    result: Report = report.without(ignore)
-    return result
+    return Report.without(report, ignore)
 
 
 def verify(
@@ -172,13 +147,12 @@ def verify(
     if is_refused():
         raise TrainsOnImport
     settings = Settings(devices, steps, accelerator, single, compare_order, tolerance)
-    quiet_options(trainer_options, accelerator)  # a wrong one is refused before any process starts
     target = Target(module, data, {**trainer_options, "strategy": strategy}, seed)
     return verify_target(target, settings, ignore)
 
 
-def _rank(target: Target, rank: int, settings: Settings, folder: Path) -> Tape | str:
-    """Return what one rank records, or why nothing can be."""
+def _rank(target: Target, rank: int, settings: Settings, folder: Path) -> Tape:
+    """Return what one rank records."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.devices))
     store = dist.FileStore(str(folder / "store"), settings.devices)
     # Without a backend the group would serve the machine's accelerator alone, and a run on its CPU not.
@@ -186,14 +160,13 @@ def _rank(target: Target, rank: int, settings: Settings, folder: Path) -> Tape |
     of_rank: dict[str, Any] = {"rank": rank, "world_size": settings.devices, "timeout": timedelta(seconds=300)}
     dist.init_process_group(backend, store=store, **of_rank)
     try:
-        module, data, options = target.build()
+        module, data, options = target.build(settings.accelerator)
         strategy = resolve_strategy(options.pop("strategy", None) or "ddp")
         require_memory(module, settings.devices, double=not settings.single)
-        options = {**quiet_options(options, settings.accelerator), "devices": settings.devices}
-        return record_run(strategy, options, module, data, steps=settings.steps, double=not settings.single)
+        return record_run(strategy, {**options, "devices": settings.devices}, module, data, settings)
     except ValueError as error:
         if "SyncBatchNorm" in str(error):
-            return _ON_GPUS
+            return Tape(problem=_ON_GPUS)
         raise
     finally:
         dist.destroy_process_group()
@@ -201,19 +174,7 @@ def _rank(target: Target, rank: int, settings: Settings, folder: Path) -> Tape |
 
 def _alone(target: Target, tapes: Sequence[Tape], settings: Settings) -> Report:
     """Return the report of a recorded run of a target."""
-
-    def build() -> tuple[LightningModule, dict[str, Any], dict[str, Any]]:
-        module, data, options = target.build()
-        return module, data, quiet_options(options, settings.accelerator)
-
-    return judge(
-        tapes,
-        build,
-        double=not settings.single,
-        tolerance=settings.tolerance,
-        compare_order=settings.compare_order,
-        device=settings.accelerator,
-    )
+    return judge(tapes, lambda: target.build(settings.accelerator), settings)
 
 
 def in_processes(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
@@ -245,7 +206,10 @@ def in_processes(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) ->
                 who, process, file = waiting.pop(sentinel)
                 process.join()
                 if process.exitcode != 0:
-                    raise _failure(who, process, file)
+                    text = file.with_suffix(".error")
+                    unknown = RuntimeError(f"exit code {process.exitcode}")
+                    error = pickle.loads(text.read_bytes()) if text.exists() else unknown
+                    raise RuntimeError(f"{who} failed: {error}") if isinstance(error, RuntimeError) else error
         return [torch.load(file, weights_only=False) for file in files]
 
 
@@ -255,12 +219,6 @@ def _end(process: Any) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()
-
-
-def _failure(who: str, process: Any, file: Path) -> Exception:
-    text = file.with_suffix(".error")
-    usage, message = pickle.loads(text.read_bytes()) if text.exists() else (False, f"exit code {process.exitcode}")
-    return ValueError(message) if usage else RuntimeError(f"{who} failed: {message}")
 
 
 def _environ(rank: int, world_size: int) -> dict[str, str]:
@@ -303,8 +261,8 @@ def _call(file: Path, environ: Mapping[str, str], main: str | None) -> None:
         sys.exit(1)
 
 
-def _told(error: BaseException) -> tuple[bool, str]:
-    """Return whether it is a question of usage, and the message, with the last line of the user's own code."""
+def _told(error: BaseException) -> Exception:
+    """Return a question of usage as a `ValueError`, and a failure with the last line of the user's own code."""
     libraries = (
         *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
         str(Path(__file__).parents[1]),
@@ -313,6 +271,6 @@ def _told(error: BaseException) -> tuple[bool, str]:
     of_user = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(libraries)]
     message = f"{type(error).__name__}: {error}"
     for last in of_user[-1:]:
-        return False, f"{message}\n  {last.filename}, line {last.lineno}, in {last.name}\n    {last.line}"
+        return RuntimeError(f"{message}\n  {last.filename}, line {last.lineno}, in {last.name}\n    {last.line}")
     usage = isinstance(error, (ValueError, TypeError, OSError)) or "Misconfiguration" in message
-    return usage, str(error) if usage else message
+    return ValueError(str(error)) if usage else RuntimeError(message)

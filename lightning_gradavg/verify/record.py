@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -22,28 +23,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_gradavg.lightning_internals import BatchNorm
 from lightning_gradavg.random_state import random_state, restore_random_state
-from lightning_gradavg.tree import batch_samples
+from lightning_gradavg.tree import batch_samples, leaves
 from lightning_gradavg.verify.draws import DrawsBySample
-from lightning_gradavg.verify.samples import Loading, Read, parts_in, seed
+from lightning_gradavg.verify.samples import Loading, Read, is_part, seed
 
-__all__ = [
-    "Enough",
-    "Facts",
-    "Recorder",
-    "Refused",
-    "Step",
-    "Taken",
-    "Tape",
-    "Tensors",
-    "loss_of",
-    "sketch",
-]
+__all__ = ["Enough", "Facts", "Recorder", "Refused", "Step", "Taken", "Tape", "Tensors", "loss_of", "sketch"]
 
 Tensors: TypeAlias = dict[str, Tensor]
 """Sketches by the name of their parameter or buffer."""
 
 _KEPT = 4096
+_TYPES = re.compile(
+    r"dtype|scalar type|double|float64|float32|not implemented for|expected .* but (got|found)", re.IGNORECASE
+)
+_IN_FLOAT32 = "the run does not compute in float64 (after {operator}: {error}): verify with --single, in float32"
 
 
 class Enough(Exception):  # noqa: N818  # no error: everything that was asked for is there
@@ -96,17 +91,17 @@ class Taken:
     @property
     def ids(self) -> tuple[Any, ...]:
         """What its samples are known by."""
-        return parts_in(self.parts)[0].ids
+        (_, part), *_ = leaves(self.parts, is_leaf=is_part)
+        return tuple(part.ids)
 
 
 @dataclass
 class Update:
     """One step of an optimizer."""
 
-    kind: str
     reduced: list[Tensors]  # the gradients before they are clipped, for every time the loss was asked for
     used: Tensors  # those that the optimizer stepped with
-    options: list[dict[str, Any]]  # of its parameter groups
+    options: list[dict[str, Any]]  # of its parameter groups, and its type
 
 
 @dataclass
@@ -125,7 +120,7 @@ class Step:
 class Facts:
     """How a run was set up."""
 
-    strategy: str
+    strategy: str = ""
     rule: str = "mean"
     uses_weight: bool = False
     splits: bool = False
@@ -140,16 +135,17 @@ class Facts:
 
 @dataclass
 class Tape:
-    """What one rank recorded."""
+    """What one process recorded."""
 
     rank: int = 0
-    facts: Facts = field(default_factory=lambda: Facts(""))
+    facts: Facts = field(default_factory=Facts)
     initial: Tensors = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     synced: set[str] = field(default_factory=set)  # values that were logged with sync_dist
     shared: dict[str, None] = field(default_factory=dict)
     collectives: set[str] = field(default_factory=set)
     read: Read = field(default_factory=Read)
+    batch_norms: set[str] = field(default_factory=set)
     problem: str = ""
 
 
@@ -163,44 +159,36 @@ def loss_of(output: Any) -> tuple[Any, float | None]:
 
 
 class Recorder(Callback):
-    """Records the first steps of a run on this rank, and ends it.
+    """Records the first steps of a run, and ends it; `begins` gets the arguments of every `training_step`."""
 
-    Args:
-        steps: Global batches to train on.
-        double: Whether to compute in float64.
-
-    Attributes:
-        plugin: The precision plugin, which is the first to be given a batch as the loader made it.
-        converts: Its conversion of a batch.
-    """
-
-    def __init__(self, steps: int, *, double: bool = True) -> None:
-        self.most, self.loading, self.mode = steps, Loading(), DrawsBySample(double=double)
-        self.tape = Tape()
+    def __init__(self, steps: int, *, double: bool = True, begins: Callable[..., None] | None = None) -> None:
+        self.most, self.begins = steps, begins
+        self.loading, self.mode, self.tape = Loading(), DrawsBySample(double=double), Tape()
         self.window: list[Taken] = []
         self.updates: list[Update] = []
-        self.evaluations: list[Tensors] = []
-        self.epoch = 0
-        self.all_keys: list[tuple[int, ...]] = []
-        self._hooked, self._active, self._counted = set[str](), False, 0
+        self.reads: Any = None  # the user's loaders, if the Trainer has others
+        self.keys: list[tuple[int, ...]] = []
+        self._evaluations: list[Tensors] = []
+        self._hooked, self._active, self._counted, self._epoch = set[str](), False, 0, 0
         self._handles: list[Any] = []
+        # The plugin is the first to be given a batch as the loader made it.
         self.plugin: Any = DoublePrecision() if double else Precision()
         self.converts = self.plugin.convert_input
         vars(self.plugin)["convert_input"] = self._convert_input
 
     def _convert_input(self, batch: Any) -> Any:
         converted = self.converts(batch)
-        self.arrived(batch)
+        self._arrived(batch)
         return converted
 
     @contextmanager
     def watching(self, module: LightningModule) -> Iterator[None]:
-        """Watch a module in training; nothing of this is left afterwards."""
+        """Watch a module in training, and end with the record; nothing of this is left afterwards."""
         step, log = module.training_step, module.log
 
         @functools.wraps(step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            return self.stepped(step, args, kwargs)
+            return self._stepped(step, args, kwargs)
 
         @functools.wraps(log)
         def logs(name: str, *args: Any, **kwargs: Any) -> None:
@@ -211,8 +199,18 @@ class Recorder(Callback):
         vars(module).update(training_step=training_step, log=logs)
         # A compiled function draws and rounds where nobody sees it; the stance is there from torch 2.6 on.
         eager: Any = getattr(torch.compiler, "set_stance", nullcontext)
+        register = DistributedDataParallel.register_comm_hook
+
+        def register_paused(model: Any, state: object, hook: Callable[..., Any]) -> None:
+            register(model, state, self.paused(hook))
+
         try:
-            with self.loading.watching(), eager("force_eager"), self._hooks_unchanged():
+            with (
+                self.loading.watching(),
+                eager("force_eager"),
+                mock.patch.object(DistributedDataParallel, "register_comm_hook", register_paused),
+                self._told(),
+            ):
                 yield
         finally:
             self._leave()
@@ -222,20 +220,33 @@ class Recorder(Callback):
                 vars(module).pop(name, None)
 
     @contextmanager
-    def _hooks_unchanged(self) -> Iterator[None]:
-        """Let communication hooks of DDP compute in the types that they state."""
-        own = DistributedDataParallel.register_comm_hook
-
-        def register(model: Any, state: object, hook: Callable[..., Any]) -> None:
-            @functools.wraps(hook)
-            def paused(state: object, bucket: Any) -> Any:
-                with self.mode.pausing():
-                    return hook(state, bucket)
-
-            own(model, state, paused)
-
-        with mock.patch.object(DistributedDataParallel, "register_comm_hook", register):
+    def _told(self) -> Iterator[None]:
+        """Note why a run cannot be compared."""
+        try:
             yield
+        except Enough:
+            pass
+        except (Refused, RuntimeError, NotImplementedError) as error:
+            first, refused = str(error).partition("\n")[0], isinstance(error, Refused)
+            if not (refused or (self.mode.double and _TYPES.search(str(error)))):
+                raise
+            self.tape.problem = first if refused else _IN_FLOAT32.format(operator=self.mode.last, error=first)
+            self._leave()
+            if self.reads is not None:
+                self._finish()
+
+    def paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that computes in the types that it states."""
+
+        @functools.wraps(function)
+        def paused(*args: Any) -> Any:
+            before, self.mode.paused = self.mode.paused, True
+            try:
+                return function(*args)
+            finally:
+                self.mode.paused = before
+
+        return paused
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note how the run is set up, and what it starts from."""
@@ -244,6 +255,7 @@ class Recorder(Callback):
             config.strict = False  # nothing is validated, and a plateau may be watched on that
         self.tape.rank, self.tape.facts = trainer.global_rank, _facts_of(trainer)
         self.tape.initial = _sketches(pl_module.named_parameters())
+        self.tape.batch_norms = {name for name, part in pl_module.named_modules() if isinstance(part, BatchNorm)}
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(self._updated)
 
@@ -255,41 +267,39 @@ class Recorder(Callback):
             self._handles.append(part.register_forward_pre_hook(functools.partial(put_first, 1)))
             self._handles.append(part.register_forward_hook(functools.partial(put_first, 0)))
 
-    def arrived(self, batch: Any) -> None:
+    def _arrived(self, batch: Any) -> None:
         """Begin with a batch, as the loader made it."""
-        self.close()
+        self._close()
         if len(self.tape.steps) >= self.most:
-            self.finish()
+            self._finish()
             raise Enough
-        parts, self.epoch = self.loading.parts(batch), self.trainer.current_epoch
-        size = max(part.size or 1 for part in parts_in(parts))
+        parts, self._epoch = self.loading.parts(batch), self.trainer.current_epoch
+        known = [part for _, part in leaves(parts, is_leaf=is_part)]
+        size = max(part.size or 1 for part in known)
         self.window.append(Taken(parts, size))
         for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and name not in self._hooked:
+            if parameter.requires_grad and name not in self._hooked and not known[0].keys:
                 self._hooked.add(name)
                 parameter.register_hook(functools.partial(self._saw, name))
-        self.enter([(len(self.window) - 1, self.tape.rank, index) for index in range(size)])
+        self._leave()
+        self._counted, self._outside = 0, random_state()
+        self.begin(known[0].keys or [(len(self.window) - 1, self.tape.rank, index) for index in range(size)])
+        self.mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        self._active = True
 
     def _saw(self, name: str, gradient: Tensor | None) -> None:
         if self.window and self._active and gradient is not None:
             local = self.window[-1].local
             local[name] = local[name] + sketch(gradient) if name in local else sketch(gradient)
 
-    def enter(self, keys: list[tuple[int, ...]]) -> None:
-        """Begin to compute with samples of these keys."""
-        self._leave()
-        self._counted, self._outside = 0, random_state()
-        self.begin(keys)
-        self.mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
-        self._active = True
-
     def begin(self, keys: list[tuple[int, ...]]) -> None:
-        """Draw as at the beginning of the step."""
-        self.all_keys = keys
+        """Draw as at the beginning of a step with samples of these keys."""
+        self.keys = keys
         self.mode.begin(keys)
-        self._reseed()
+        self.reseed()
 
-    def _reseed(self) -> None:
+    def reseed(self) -> None:
+        """Start the random state of the step anew."""
         seed(f"step {len(self.tape.steps)}")
 
     def _leave(self) -> None:
@@ -298,17 +308,19 @@ class Recorder(Callback):
             self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
             restore_random_state(self._outside)
 
-    def stepped(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _stepped(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `training_step`, on a whole batch or on the next piece of it."""
+        if self.begins is not None:
+            self.begins(*args, **kwargs)
         taken = self.window[-1]
         told = getattr(self.trainer.strategy, "facts", None)
         taken.counts = told is None or told().samples != 0
         with suppress(ValueError):
             rows = batch_samples(args[0])
-            if rows < len(self.all_keys):
-                start = self._counted % len(self.all_keys)
-                self.mode.keys, self._counted = self.all_keys[start : start + rows], start + rows
-        self._reseed()  # whatever state the strategy has the step begin from
+            if rows < len(self.keys):
+                start = self._counted % len(self.keys)
+                self.mode.keys, self._counted = self.keys[start : start + rows], start + rows
+        self.reseed()  # whatever state the strategy has the step begin from
         before = random_state()[1:]
         output = step(*args, **kwargs)
         if before != random_state()[1:]:
@@ -320,7 +332,7 @@ class Recorder(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the reduced gradients."""
-        self.evaluations.append(self._gradients(optimizer))
+        self._evaluations.append(self._gradients(optimizer))
 
     def _gradients(self, optimizer: Optimizer) -> Tensors:
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -329,41 +341,42 @@ class Recorder(Callback):
     def _updated(self, optimizer: Optimizer, *_: Any) -> None:
         left_out = ("params", "initial_lr", "foreach", "fused")
         options = [
-            {key: _plain(value) for key, value in group.items() if key not in left_out}
+            {"type": type(optimizer).__name__}
+            | {key: _plain(value) for key, value in group.items() if key not in left_out}
             for group in optimizer.param_groups
         ]
-        used, self.evaluations, noted = self._gradients(optimizer), [], self.evaluations
-        self.updates.append(Update(type(optimizer).__name__, noted, used, options))
+        self.updates.append(Update(self._evaluations, self._gradients(optimizer), options))
+        self._evaluations = []
 
     def on_train_batch_end(self, *_: Any) -> None:
         """End with a batch."""
         self.window[-1].trace = list(self.mode.trace)
         self._leave()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Note what a step left behind, once all hooks behind it ran."""
         if not self.updates:
             return
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items() if value.numel() == 1}
         buffers = ((n, b) for n, b in self.module.named_buffers() if not n.endswith("num_batches_tracked"))
         weights = _sketches(self.module.named_parameters())
-        self.tape.steps.append(Step(self.epoch, self.window, self.updates, weights, _sketches(buffers), metrics))
+        self.tape.steps.append(Step(self._epoch, self.window, self.updates, weights, _sketches(buffers), metrics))
         self.window, self.updates = [], []
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End with the run."""
         self._leave()
-        self.close()
-        self.finish()
+        self._close()
+        self._finish()
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Note what there is to say of the whole."""
         self._leave()
         tape, mode = self.tape, self.mode
         tape.shared, tape.collectives = dict(mode.shared), set(mode.collectives)
         if not tape.facts.automatic and any(len(step.taken) > 1 for step in tape.steps):
             tape.problem = "in manual optimization a window of several batches is the user's own sum of them"
-        tape.read = self.loading.read(self.trainer.train_dataloader)
+        tape.read = self.loading.read(self.trainer.train_dataloader if self.reads is None else self.reads)
 
 
 def _plain(value: Any) -> Any:
@@ -382,13 +395,14 @@ def _facts_of(trainer: Trainer) -> Facts:
     )
     with suppress(Exception):  # of an accumulation that differs between epochs
         facts.estimated_steps = float(trainer.estimated_stepping_batches)
-    if hasattr(strategy, "facts"):
-        told = strategy.facts()
-        if told.replicas is not None:
-            raise Refused(
-                f"{facts.strategy} trains replicas with batch statistics of their own, which one process does not have:"
-                " verify the run without num_replicas= and equivalent_to='data_parallel'"
-            )
-        facts.ours, facts.rule, facts.uses_weight = True, told.rule.name, told.rule.uses_weight
-        facts.splits, facts.replicated, facts.scales_rates = told.splits_batches, told.replicated, told.scales_rates
+    if not hasattr(strategy, "facts"):
+        return facts
+    told = strategy.facts()
+    if told.replicas is not None:
+        raise Refused(
+            f"{facts.strategy} trains replicas with batch statistics of their own, which one process does not have:"
+            " verify the run without num_replicas= and equivalent_to='data_parallel'"
+        )
+    facts.ours, facts.rule, facts.uses_weight = True, told.rule.name, told.rule.uses_weight
+    facts.splits, facts.replicated, facts.scales_rates = told.splits_batches, told.replicated, told.scales_rates
     return facts

@@ -17,10 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 
 from lightning_gradavg.tree import mapped
 
@@ -225,23 +221,16 @@ class Report:
         return plain
 
     def __str__(self) -> str:
-        console = Console(width=_WIDTH, highlight=False, markup=False, emoji=False, color_system=None)
-        with console.capture() as printed:
-            console.print(_headline(self), soft_wrap=True)
-            for finding in self.findings:
-                _print_finding(console, finding)
-            for remark in self.remarks:
-                console.print(Padding(f"not shown: {remark}", (0, 0, 0, 2)))
-            table = Table("stage", "", "first in step", "what", box=SIMPLE_HEAD)
-            for stage in self.stages:
-                table.add_row(stage.name, stage.status, "" if stage.step is None else str(stage.step), stage.note)
-            console.print(table)
-            console.print(
-                f"{self.strategy}, reduction {self.reduction!r}, ranks: {self.world_size}, optimizer steps:"
-                f" {self.steps}, both runs in {self.precision}. Equal: a relative difference of up to"
-                f" {self.tolerance:g}."
-            )
-        return "\n".join(line.rstrip() for line in printed.get().splitlines())
+        lines = [_headline(self), *(line for finding in self.findings for line in _lines_of(finding))]
+        lines += [_filled(f"not shown: {remark}") for remark in self.remarks]
+        rows = [("stage", "", "first in step", "what")]
+        rows += [(one.name, one.status, "" if one.step is None else str(one.step), one.note) for one in self.stages]
+        table = ["  {:18} {:13} {:14} {}".format(*row).rstrip() for row in rows]
+        how = (
+            f"{self.strategy}, reduction {self.reduction!r}, ranks: {self.world_size}, optimizer steps: {self.steps},"
+            f" both runs in {self.precision}. Equal: a relative difference of up to {self.tolerance:g}."
+        )
+        return "\n".join([*lines, "", *table, "", how])
 
 
 def _headline(report: Report) -> str:
@@ -254,18 +243,20 @@ def _headline(report: Report) -> str:
     return "NOT SHOWN: no step differs from one process, but not everything could be compared."
 
 
-def _print_finding(console: Console, finding: Finding) -> None:
+def _lines_of(finding: Finding) -> list[str]:
     cause, each = CAUSES[finding.cause], finding.difference
-    texts = [f"note: {cause.plain} ({cause.name})"] if finding.note else []
-    texts.append(finding.detail)
-    if each is not None and math.isfinite(each.found) and math.isfinite(each.expected):
-        texts.append(f"{each.name} is {each.found:.6g}, but {each.expected:.6g} on one process")
-    script = [] if finding.note else finding.diff.splitlines()
-    texts += [] if finding.note else [f"Do: {finding.advice}."]
-    for text in texts:
-        console.print(Padding(text, (0, 0, 0, 2)))
-    for line in script:
-        console.print(f"    {line}", soft_wrap=True)
+    known = each is not None and math.isfinite(each.found) and math.isfinite(each.expected)
+    values = [f"{each.name} is {each.found:.6g}, but {each.expected:.6g} on one process"] if known else []
+    if finding.note:
+        return [_filled(text) for text in (f"note: {cause.plain} ({cause.name})", finding.detail, *values)]
+    texts = (finding.detail, *values, f"Do: {finding.advice}.")
+    return [*map(_filled, texts), *(f"    {line}" for line in finding.diff.splitlines())]
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(
+        text, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _finite(value: Any) -> Any:

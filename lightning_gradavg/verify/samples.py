@@ -1,4 +1,4 @@
-"""The samples: what each batch is made of, what an epoch reads, and whether one process reads the same.
+"""The samples: what each batch is made of, and what an epoch reads.
 
 Loaders load in this process, so that the samples of a batch are known by the batch itself.
 """
@@ -23,11 +23,10 @@ from lightning_gradavg.lightning_internals import fetched_here
 from lightning_gradavg.random_state import random_state, restore_random_state, same_random_state
 from lightning_gradavg.tree import batch_samples, bits, is_array, leaves, mapped
 
-__all__ = ["Loading", "Part", "Read", "items_of", "loaders_in", "parts_in", "rebuilt_of", "seed"]
+__all__ = ["Loading", "Part", "Read", "first_loader", "is_part", "seed"]
 
 _MOST_BATCHES, _MOST_SAMPLES = 20_000, 5_000  # of an epoch that is read without training; samples are loaded
 _KEPT_BATCHES = 512  # that are read ahead
-_PROBES = 3
 
 
 def _digest(value: Any) -> bytes | None:
@@ -63,38 +62,29 @@ class Part:
     samples: bytes | None = None  # as `collate_fn` was given them
     batch: bytes | None = None  # as the loader made it, where that is needed
     why: str = "its batches are made by no collate_fn"  # there are no samples
-    ids: tuple[Any, ...] = ()  # of the samples: the index in the dataset, and a digest
+    ids: Sequence[Any] = ()  # of the samples: the index in the dataset, and a digest
+    keys: Sequence[tuple[int, ...]] = ()  # of the samples, on one process
 
 
-def items_of(structure: Any) -> list[Any]:
-    """Return what a dict, list or tuple holds."""
-    return list(structure.values() if isinstance(structure, dict) else structure)
+def is_part(value: Any) -> bool:
+    """Return whether a value is a `Part`."""
+    return isinstance(value, Part)
 
 
-def rebuilt_of(structure: Any, items: list[Any]) -> Any:
-    """Return a structure of other items."""
-    return dict(zip(structure, items, strict=True)) if isinstance(structure, dict) else tuple(items)
-
-
-def parts_in(structure: Any) -> list[Part]:
-    """Return the parts of a batch of one or several loaders."""
-    return [structure] if isinstance(structure, Part) else [p for each in items_of(structure) for p in parts_in(each)]
-
-
-def loaders_in(given: Any) -> list[Any]:
-    """Return the loaders in what `fit` takes."""
-    several = isinstance(given, (dict, tuple)) or (
-        isinstance(given, list) and any(isinstance(each, DataLoader) for each in given)
-    )
-    if several:
-        return [loader for each in items_of(given) for loader in loaders_in(each)]
-    return [] if given is None else [given]
+def first_loader(given: Any) -> Any:
+    """Return the first loader in what `fit` takes, in which a list may be a loader; None without any."""
+    if isinstance(given, (dict, tuple)):
+        given = list(given.values() if isinstance(given, dict) else given)
+    elif not (isinstance(given, list) and any(isinstance(each, DataLoader) for each in given)):
+        return given
+    return next((first_loader(each) for each in given), None)
 
 
 class Loading:
     """Lets the loaders of a process load in it, and remembers what the batches are made of.
 
     Attributes:
+        made: The batches that were made and not yet trained on, by their identity, and what they are made of.
         skims: Whether batches are only counted: a map-style loader yields indices, and loads nothing.
     """
 
@@ -122,7 +112,7 @@ class Loading:
             batch = whole(samples)
             why = "" if packed is not None else "a sample cannot be copied"
             why = why if same_random_state(before, random_state()) else "collate_fn draws random numbers"
-            return self._note(batch, Part(len(samples), None if why else packed, why=why, ids=ids))
+            return self.note(batch, Part(len(samples), None if why else packed, why=why, ids=ids))
 
         def fetched(index: Any) -> Any:
             if has_indices:
@@ -130,24 +120,32 @@ class Loading:
             if not (self.skims and has_indices):
                 return fetch(index)
             batch = torch.tensor(indices) if all(isinstance(one, int) for one in indices) else list(indices)
-            return self._note(batch, Part(len(indices), ids=tuple((one, None) for one in indices)))
+            return self.note(batch, Part(len(indices), ids=tuple((one, None) for one in indices)))
 
         fetcher.collate_fn = replace(collate, collate=collated) if inner else collated
         fetcher.fetch = fetched
 
-    def _note(self, batch: Any, part: Part) -> Any:
+    def note(self, batch: Any, part: Part) -> Any:
+        """Remember what a batch is made of, and return it."""
         self.made[id(batch)] = (batch, part)
         for oldest in list(islice(self.made, max(0, len(self.made) - _KEPT_BATCHES))):
             del self.made[oldest]
         return batch
 
     def parts(self, batch: Any) -> Any:
-        """Return a batch, or a structure of batches of several loaders, with a `Part` for each."""
+        """Return a `Part` for a batch, or a structure of them for the batches of several loaders."""
+
+        def is_batch(value: Any) -> bool:
+            return id(value) in self.made
+
+        if any(is_batch(leaf) for _, leaf in leaves(batch, is_leaf=is_batch)):
+            return mapped(batch, self._part, is_leaf=is_batch)
+        return self._part(batch)
+
+    def _part(self, batch: Any) -> Part:
         _, part = self.made.pop(id(batch), (batch, Part()))
         if not part.why:
             return part
-        if isinstance(batch, (dict, list, tuple)) and any(id(each) in self.made for each in items_of(batch)):
-            return rebuilt_of(batch, [self.parts(each) for each in items_of(batch)])
         with suppress(ValueError):
             part = replace(part, size=part.size or batch_samples(batch))
         packed = None if self.skims else _packed(batch)
@@ -155,20 +153,19 @@ class Loading:
 
     def read(self, given: Any) -> Read:
         """Read the first loader of a run once, without training."""
-        loaders = loaders_in(getattr(given, "iterables", given))
-        if not loaders:
-            return Read()
-        dataset, sampler = getattr(loaders[0], "dataset", None), getattr(loaders[0], "sampler", None)
+        loader = first_loader(getattr(given, "iterables", given))
+        dataset, sampler = getattr(loader, "dataset", None), getattr(loader, "sampler", None)
         streams = isinstance(dataset, IterableDataset)
         indexed = hasattr(dataset, "__len__") and not streams
-        own = type(getattr(loaders[0], "batch_sampler", None)).__module__.partition(".")[0]
+        own = type(getattr(loader, "batch_sampler", None)).__module__.partition(".")[0]
         plain = isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler, type(None)))
         own_choice = not plain or own not in ("torch", "lightning_gradavg", "builtins")
         found: list[Any] = []
         self.skims, self.made, loaded = True, {}, 0
         try:
-            for batch in islice(loaders[0], _MOST_BATCHES):
-                found.append(parts_in(self.parts(batch))[0].ids)
+            for batch in islice(loader, _MOST_BATCHES):
+                (_, part), *_ = leaves(self.parts(batch), is_leaf=is_part)
+                found.append(part.ids)
                 loaded += sum(index is None for index, _ in found[-1])
                 if loaded >= _MOST_SAMPLES:
                     break
@@ -220,10 +217,10 @@ def seed(text: str) -> None:
 
 
 def _probed(dataset: Any) -> tuple[Any, ...]:
+    """Return the length of a dataset, and digests of its first sample and of one in the middle."""
     with suppress(Exception):
-        size = len(dataset)
-        places = sorted({size * step // _PROBES for step in range(_PROBES)}) if size else []
-        return (size, *(_digest(_Seeded(dataset)[place]) for place in places))
+        size, seeded = len(dataset), _Seeded(dataset)
+        return (size, *(_digest(seeded[place]) for place in range(0, size, size // 2 or 1)))
     return ()
 
 
@@ -231,7 +228,7 @@ def _probed(dataset: Any) -> tuple[Any, ...]:
 class Read:
     """What one pass over the training data reads on this rank."""
 
-    batches: Sequence[tuple[Any, ...]] = ()  # the ids of each
+    batches: Sequence[Sequence[Any]] = ()  # the ids of each
     probes: Sequence[Any] = ()  # the length of a map-style dataset, and digests of some of its samples
     complete: bool = False
     shuffles: bool = False

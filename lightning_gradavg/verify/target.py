@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import importlib
 import importlib.util
@@ -11,16 +12,16 @@ import operator
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-import yaml
+from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -34,7 +35,6 @@ from lightning_gradavg.arguments import nearest
 from lightning_gradavg.lightning_internals import start_no_processes
 
 __all__ = [
-    "CommandLine",
     "MainModule",
     "Settings",
     "Target",
@@ -44,6 +44,7 @@ __all__ = [
     "is_refused",
     "quiet_options",
     "resolve_strategy",
+    "with_class_paths",
 ]
 
 # Plugins of the cluster and of precision are ours; the callbacks search, stop, write or watch, and need a longer run.
@@ -193,77 +194,36 @@ def in_one_line(message: str) -> str:
     kept = dict.fromkeys(line for line in lines if line and not line.startswith(_NOISE))
     text = "; ".join(kept).replace(":; ", ": ")
     text = re.sub(r"(?:a )?typing\.Literal\[(.*?)\]", r"one of \1", text)
-    return re.sub(r"a <class '([\w.]+)'>", r"\1", text)
+    text = re.sub(r"a <class '([\w.]+)'>", r"\1", text)
+    unnamed = re.search(r'Parser key "(model|data)": Option .* is not accepted', message)
+    return f"{text}; without class_path give --{unnamed[1]} train.py:Class" if unnamed else text
 
 
-_WITH_VALUE = ("--model", "--data", "--config", "-c")
-_SUBCOMMANDS = ("fit", "validate", "test", "predict")
+def with_class_paths(arguments: Sequence[str]) -> list[str]:
+    """Return arguments of a LightningCLI in which `--model file.py:Net` and `--data file.py:Data` are class paths.
 
+    A named class stands before the config files, which may then have no `class_path`, and after them, so that it wins.
 
-class CommandLine(NamedTuple):
-    """Arguments of a LightningCLI, and the classes that they name as `file.py:Name`."""
-
-    arguments: list[str]
-    model: Any = None
-    data: Any = None
-
-    @property
-    def classes(self) -> dict[str, Any]:
-        """What a LightningCLI is built with."""
-        return {"model_class": self.model, "datamodule_class": self.data if isinstance(self.data, type) else None}
-
-    @classmethod
-    def of(cls, arguments: Sequence[str]) -> CommandLine:
-        """Take `--model file.py:Net` and `--data file.py:Data` out of arguments, and fit the config files to them.
-
-        A config of `LightningCLI(Net, Data)` states arguments only, one of `LightningCLI()` also a `class_path`. With a
-        named class, both work.
-
-        Raises:
-            ValueError: If a file is not there, or states no class and none is named.
-        """
-        pairs = list(_pairs(arguments))
-        options = {option for option, _ in pairs}
-        named = {option[2:]: value for option, value in pairs if option in ("--model", "--data") and ":" in value}
-        rest: list[str] = []
-        for option, value in pairs:
-            if option in ("--config", "-c"):
-                rest += [option, _fitted(value, named, options)]
-            elif option not in _WITH_VALUE:
-                rest.append(option)
-            elif option[2:] not in named:
-                rest += [option, value]
-        return cls(rest, *(imported(named[name]) if name in named else None for name in ("model", "data")))
-
-
-def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the options that matter with their values, and every other argument as it is."""
-    items = iter(arguments)
-    for item in items:
-        option, equals, value = item.partition("=")
-        yield (option, value if equals else next(items, "")) if option in _WITH_VALUE else (item, "")
-
-
-def _fitted(file: str, named: Mapping[str, str], options: set[str]) -> str:
-    """Return a config file, or its content without the classes that are named already."""
-    if not Path(file).is_file():
+    Raises:
+        ValueError: If a config file, or what is named, is not there.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--model", "--data"):
+        parser.add_argument(option)
+    parser.add_argument("-c", "--config", action="append", default=[])
+    known, _ = parser.parse_known_args(arguments)
+    for file in (file for file in known.config if not Path(file).is_file()):
         raise ValueError(f"--config {file!r}: there is no such file")
-    try:
-        content = yaml.safe_load(Path(file).read_text("utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {file!r} is not YAML: {' '.join(str(error).split())}") from error
-    inner = next((content[key] for key in _SUBCOMMANDS if isinstance(content.get(key), dict)), content)
-    stated = {name: inner[name] for name in ("model", "data") if isinstance(inner.get(name), dict)}
-    for name, own in stated.items():
-        if name in named:
-            inner[name] = dict(own.get("init_args") or {}) if "class_path" in own else own
-        elif "class_path" not in own and f"--{name}" not in options:
-            kind = {"model": "Net", "data": "Data"}[name]
-            raise ValueError(
-                f"--config {file!r}: {name} has no class_path, as in a LightningCLI(Net, Data): name the class with"
-                f" --{name} train.py:{kind}"
-            )
-    return yaml.safe_dump(content) if stated.keys() & named.keys() else file
+    given, paths, classes = list(arguments), dict[str, str](), list[str]()
+    for option, name in (("--model", known.model), ("--data", known.data)):
+        if name is None:
+            continue
+        found = imported(name) if ":" in name else None
+        path = name if found is None else f"{found.__module__}.{found.__qualname__}"
+        paths |= {name: path, f"{option}={name}": f"{option}={path}"}
+        classes.append(f"{option}={path}")
+    given = [paths.get(argument, argument) for argument in given]
+    return [*given[:1], *classes, *given[1:], *classes] if known.config else given
 
 
 class _RaisingParser(LightningArgumentParser):
@@ -295,27 +255,17 @@ class _ConfigReader(LightningCLI):
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be verified; every process builds it anew.
+    """What is to be verified; every process builds it anew."""
 
-    Attributes:
-        module: A module, or a function that returns one, such as its class, or `file.py:Name`; None with `config`.
-        data: A data module, a training loader, or a function that returns one of them, or its name; None where the
-            module has it.
-        options: Options of the Trainer, which override a config's.
-        seed: What every process seeds before it builds.
-        init: The arguments of the function that returns the module.
-        config: The arguments of `fit` of a LightningCLI.
-    """
-
-    module: Any = None
-    data: Any = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    module: Any = None  # a module, or a function that returns one, such as its class, or `file.py:Name`
+    data: Any = None  # a data module, a loader, or a function that returns one of them, or its name
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the Trainer, which override a config's
     seed: int = 0
-    init: Mapping[str, Any] = field(default_factory=dict)
-    config: tuple[str, ...] = ()
+    init: Mapping[str, Any] = field(default_factory=dict)  # arguments of the function that returns the module
+    config: tuple[str, ...] = ()  # arguments of `fit` of a LightningCLI, without `--data`
 
-    def build(self) -> tuple[LightningModule, dict[str, Any], dict[str, Any]]:
-        """Seed, and return the module, the data arguments of `Trainer.fit`, and the options of the Trainer.
+    def build(self, accelerator: str = "cpu") -> tuple[LightningModule, dict[str, Any], dict[str, Any]]:
+        """Seed, and return the module, the data arguments of `Trainer.fit`, and the options of a quiet Trainer.
 
         Raises:
             TypeError: If `module` makes no LightningModule.
@@ -335,73 +285,51 @@ class Target:
                 " train_dataloader()"
             )
         name = "datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders"
-        return module, {} if data is None else {name: data}, options
+        return module, {} if data is None else {name: data}, quiet_options(options, accelerator)
 
     def _of_names(self) -> tuple[Any, Any, dict[str, Any]]:
         given, data = (imported(each) if isinstance(each, str) else each for each in (self.module, self.data))
         if isinstance(given, LightningModule):
             module = copy.deepcopy(given)
         else:
-            _require_types(given, self.init)
-            module = given(**self.init)
+            module = given(**_converted(given, self.init)) if self.init else given()
         return module, copy.deepcopy(data) if hasattr(data, "__iter__") else data, dict(self.options)
 
     def _of_config(self) -> tuple[Any, Any, dict[str, Any]]:
-        line = CommandLine.of(self.config)
+        data = imported(self.data) if self.data and ":" in self.data else None
+        is_class = isinstance(data, type) or not data
+        arguments = ["fit", *self.config, *[f"--data={self.data}"] * bool(self.data and is_class)]
         with _training_refused():
             cli = _ConfigReader(
-                **line.classes,
-                args=["fit", *line.arguments],
+                args=with_class_paths(arguments),
                 parser_kwargs={"prog": "gradavg verify"},
                 save_config_callback=None,
             )
-        data = line.data if cli.datamodule is None else cli.datamodule
-        return cli.model, data, {**cli.options, **self.options}
+        return cli.model, cli.datamodule if is_class else data, {**cli.options, **self.options}
 
 
-_TYPES: Mapping[Any, tuple[tuple[type, ...], str]] = {
-    bool: ((bool,), "true or false"),
-    int: ((int,), "an integer"),
-    float: ((int, float), "a number"),
-    str: ((str,), "a string"),
-}
-
-
-def _require_types(function: Any, given: Mapping[str, Any]) -> None:
-    """Check arguments from a command line against plain annotations."""
+def _converted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments from a command line in the types of the annotations."""
+    parser = ArgumentParser(exit_on_error=False)
+    add = parser.add_class_arguments if isinstance(function, type) else parser.add_function_arguments
+    add(function, fail_untyped=False)
     try:
-        parameters = inspect.signature(function, eval_str=True).parameters
-    except (TypeError, ValueError, NameError):
-        return
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    for name, value in given.items():
-        if not takes_any and name not in parameters:
-            raise ValueError(f"--init {name}={value!r}: there is no such argument{nearest(name, list(parameters))}")
-        annotation = getattr(parameters.get(name), "annotation", None)
-        types, words = _TYPES.get(annotation, ((object,), ""))
-        if not isinstance(value, types) or (isinstance(value, bool) and annotation in (int, float)):
-            raise ValueError(f"--init {name}={value!r}: give {words}")
+        found = parser.instantiate_classes(parser.parse_object(dict(given), defaults=False))
+    except ArgumentError as error:
+        raise ValueError(f"--init: {in_one_line(str(error))}") from error
+    return {name: found[name] for name in given}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to verify.
-
-    Attributes:
-        devices: The number of ranks.
-        steps: The number of optimizer steps.
-        accelerator: "cpu", or a type of device such as "cuda".
-        single: Whether to compute in float32, and not in float64.
-        compare_order: Whether to compare the order of samples with that of one process.
-        tolerance: The largest relative difference that counts as equal; None for what the precision needs.
-    """
+    """How to verify, as `verify` is told."""
 
     devices: int = 2
     steps: int = 3
     accelerator: str = "cpu"
     single: bool = False
     compare_order: bool = True
-    tolerance: float | None = None
+    tolerance: float | None = None  # None for what the precision needs
 
     def __post_init__(self) -> None:
         of_type: Any = getattr(torch, self.accelerator, None)
