@@ -715,10 +715,10 @@ RUNS = {
     "a counter outside of the module": Run(with_step(by_global)),
     "an iterator in an attribute": Run(with_step(by_iterator)),
     "a step counter in windows": Run(
-        with_step(by_count), WINDOWS, GradAvgStrategy, TWO, not_shown="kept for every micro-batch"
+        with_step(by_count), WINDOWS, GradAvgStrategy, TWO, not_shown="keeps state for every micro-batch"
     ),
     "spectral norm in windows": Run(
-        lambda: _with_spectral_norm(Net()), WINDOWS, GradAvgStrategy, TWO, not_shown="kept for every micro-batch"
+        lambda: _with_spectral_norm(Net()), WINDOWS, GradAvgStrategy, TWO, not_shown="keeps state for every micro-batch"
     ),
     "L-BFGS": Run(with_optimizer(lambda self: torch.optim.LBFGS(self.parameters(), max_iter=3))),
     "windows in manual optimization": Run(lambda: Manual(every=2), WINDOWS, steps=1, not_shown="the user's own sum"),

@@ -270,7 +270,7 @@ class Coverage:
         more = sum(max(0, here[one] - self.there[one]) for one in known)
         dealt = not self.facts.ours or any(tape.read.dealt for tape in self.tapes)  # else these are stand-ins
         if missing > dropped:
-            text = f"{missing} of the {self.there.total()} samples of an epoch are read by no rank"
+            text = f"{missing} of the {self.there.total()} samples of an epoch are never read"
             self._find("unread samples", text)
         elif more and not self.facts.splits and (dealt or more >= self.there.total()):
             all_read = more >= self.there.total()
