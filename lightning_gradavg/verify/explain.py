@@ -129,6 +129,13 @@ class _Evidence:
                 " loss, or a random draw, depends on their positions in the batch"
             )
 
+    def keeps_state(self) -> bool:
+        """Return whether a step leaves an attribute behind that changes the loss of the same samples."""
+        self.probe.compute(self.taken, self.keys, keeps=True)
+        (first, *_), (known, *_) = self.taken, self.parts
+        again = self.probe.compute([first], self.keys[: first.size])
+        return not math.isclose(again.loss, known.loss, rel_tol=1e-7)
+
     @property
     def multiple(self) -> str:
         """The gradient as a multiple of that of one process, in words."""
@@ -211,12 +218,9 @@ def _of_parts(known: _Evidence) -> tuple[str, str]:
             return "double division", text
         mean_is_right = known.combines(known.target, [ratio / len(ratios) for ratio in ratios])
         return "hand-compensated loss", text + '; with it `reduction="mean"` is right' * mean_is_right
-    shares = known.right.get("terms")
-    if shares is not None and not math.isclose(
-        sum(share * part.loss for share, part in zip(shares, known.parts, strict=True)), known.whole.loss, rel_tol=1e-7
-    ):
-        text = "their losses do not add up so: they carry factors that a rank alone knows"
-        return "hand-compensated loss", f"one process weights the micro-batches by {_listed(shares)}, and {text}"
+    if "terms" in known.right and known.keeps_state():
+        text = "a value that every rank keeps for itself, such as a moving average, changes the loss"
+        return "hand-compensated loss", f"{known.multiple}; {text}"
     done = known.named(known.reduced)
     likely, unlikely = (_WEIGHED, _MEANS) if known.facts.uses_weight else (_MEANS, _WEIGHED)
     done -= set(unlikely) if done & set(likely) else set()

@@ -287,13 +287,13 @@ class _State:
         self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         self._attributes = [(part, dict(vars(part))) for part in module.modules()]
 
-    def restore(self) -> None:
+    def restore(self, *, attributes: bool = True) -> None:
         for buffer, before in self._buffers:
             buffer.data.copy_(before)
-        for part, attributes in self._attributes:
-            for name in vars(part).keys() - attributes.keys():
+        for part, attributes_before in self._attributes if attributes else ():
+            for name in vars(part).keys() - attributes_before.keys():
                 del vars(part)[name]
-            vars(part).update(attributes)
+            vars(part).update(attributes_before)
 
 
 @dataclass(frozen=True)
@@ -312,8 +312,10 @@ class Probe:
         self._recorder, self._collate, self._rest = recorder, collate, rest
         vars(self.module).update(dict.fromkeys(("log", "log_dict"), _nothing))
 
-    def compute(self, taken: Sequence[Taken], keys: Keys, order: Sequence[int] | None = None) -> Computed:
-        """Return the gradients and the loss of samples, in another order if given."""
+    def compute(
+        self, taken: Sequence[Taken], keys: Keys, order: Sequence[int] | None = None, *, keeps: bool = False
+    ) -> Computed:
+        """Return gradients and loss of samples, in another order if given; `keeps` keeps the attributes that change."""
         module, recorder, before = self.module, self._recorder, _State(self.module)
         strategy: Any = recorder.trainer.strategy
         parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
@@ -328,7 +330,7 @@ class Probe:
             known: Any = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         finally:
             recorder.mode.paused = True
-            before.restore()
+            before.restore(attributes=not keeps)
         found = {name: sketch(each) for name, each in zip(parameters, known, strict=True) if each is not None}
         return Computed(found, float(loss.detach()))
 
