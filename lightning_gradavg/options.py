@@ -115,9 +115,9 @@ _REFUSED: Sequence[_Refusal] = (
             " number of ranks to be used divides, such as num_replicas=8."
         ),
     ),
-    _irreproducible("ddp_comm_hook", bool, "sums in an order of its own"),
-    _irreproducible("ddp_comm_wrapper", bool, "sums in an order of its own"),
-    _irreproducible("static_graph", bool, "runs a backward for each replica of a rank, where it expects one in a step"),
+    _irreproducible("ddp_comm_hook", bool, "sums in its own order"),
+    _irreproducible("ddp_comm_wrapper", bool, "sums in its own order"),
+    _irreproducible("static_graph", bool, "runs one backward for each replica"),
     _irreproducible("nonfinite", lambda policy: policy != "propagate", "reduces nothing before the last backward"),
     _unsplit("max_device_batch_size"),
     _unsplit("num_replicas"),

@@ -27,7 +27,7 @@ def of_replicas(replicas: int = 4, **options: Any) -> GradAvgStrategy:
         ({"num_replicas": None}, "reproducible=True needs num_replicas, .*, got None. Give a number"),
         ({"equivalent_to": "single_device"}, "equivalent_to='single_device' contradicts reproducible=True"),
         ({"ddp_comm_hook": print}, "ddp_comm_hook=<built-in function print> contradicts reproducible=True"),
-        ({"static_graph": True}, "static_graph=True contradicts reproducible=True: it expects one backward"),
+        ({"static_graph": True}, "static_graph=True contradicts reproducible=True, which runs one backward"),
         ({"split_batches": False}, "split_batches=False contradicts equivalent_to='data_parallel'"),
         ({"max_device_batch_size": 4}, "max_device_batch_size=4 cuts the replicas of num_replicas=4"),
         ({"reduction": "mean_of_node_sums"}, "reduction='mean_of_node_sums' contradicts equivalent_to"),
