@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["RandomState", "forked", "random_state", "restore_random_state", "same_random_state"]
+__all__ = ["RandomState", "RandomStream", "forked", "random_state", "restore_random_state", "same_random_state"]
 
 RandomState: TypeAlias = tuple[torch.Tensor, Any, Any]
 """States of torch's, Python's and NumPy's global generators, as values that `torch.load(weights_only=True)` reads."""
@@ -53,3 +55,53 @@ def forked(state: RandomState, stream: int) -> RandomState:
         random.Random(for_python).getstate(),
         _plain(numpy.random.RandomState(words).get_state(legacy=False)) if numpy else None,
     )
+
+
+class RandomStream:
+    """A stream of random numbers beside the process's own, from which everything draws within `drawing`.
+
+    A process whose own state equals that of the stream moves on with it. Any other gets its own back.
+
+    Attributes:
+        drawing_now: Whether the process draws from the stream.
+    """
+
+    def __init__(self) -> None:
+        self._state = self._own = random_state()
+        self.drawing_now = False
+
+    @property
+    def state(self) -> RandomState:
+        """The state that the stream draws from next."""
+        return random_state() if self.drawing_now else self._state
+
+    @state.setter
+    def state(self, state: RandomState) -> None:
+        self._state = state
+        if self.drawing_now:
+            restore_random_state(state)
+
+    @contextmanager
+    def drawing(self, *, apart: bool = False) -> Iterator[None]:
+        """Draw from the stream inside; `apart` from the process, even if its own state is equal."""
+        if self.drawing_now:
+            yield
+            return
+        own = random_state()
+        moves = not apart and same_random_state(own, self._state)
+        self._own = own
+        restore_random_state(self._state)
+        self.drawing_now = True
+        try:
+            yield
+        finally:
+            self._state, self.drawing_now = random_state(), False
+            if not moves:
+                restore_random_state(self._own)
+
+    def pull(self, before: RandomState, after: RandomState) -> None:
+        """Have the process move on to `after`, if its own state is `before`."""
+        if not self.drawing_now and same_random_state(random_state(), before):
+            restore_random_state(after)
+        elif self.drawing_now and same_random_state(self._own, before):
+            self._own = after

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,9 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_gradavg.batches.chunks import Chunk, Split
-from lightning_gradavg.batches.loader import BatchSplitter, Pass, SplitLoader
+from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
 from lightning_gradavg.batches.progress import NumberedLoader, Progress
-from lightning_gradavg.batches.progress import numbered as numbered_loader
 from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.ranks import World
 
@@ -47,15 +45,12 @@ def in_one_world(loader: Any, *, whole: bool = False, **options: Any) -> SplitLo
     """Return a loader split for one rank that nobody compares with others."""
     splitter = splitter_of(Split(**options))
     splitter.whole_batches = whole
-    return splitter.wrap(loader)
+    return splitter.wrap(loader, SplitLoader)
 
 
 def numbered(loader: Any, splitter: BatchSplitter, progress: Progress | None = None) -> NumberedLoader:
     """Return a loader split as Lightning reads it, whose loop reads what its `read` is given."""
-    progress = progress or Progress(Loop(), lambda: 1)
-    wrapped = splitter.wrap(loader, partial(numbered_loader, progress=progress))
-    assert isinstance(wrapped, NumberedLoader)
-    return wrapped
+    return splitter.wrap(loader, (progress or Progress(Loop(), lambda: 1)).wrap)
 
 
 class Taken(NamedTuple):
@@ -133,14 +128,14 @@ def on_ranks(
 
 def take_all(loader: SplitLoader) -> list[Taken]:
     """Return one epoch of micro-batches."""
-    return [Taken(batch, behind.chunk) for batch, behind in Pass(loader)]
+    return [Taken(batch, behind.chunk) for batch, behind in loader.begin().items]
 
 
 def epochs(make: Callable[[], Any], count: int = 1) -> Body:
     """Return a body that reads a new loader for some epochs."""
 
     def body(splitter: BatchSplitter) -> list[list[Taken]]:
-        loader = splitter.wrap(make())
+        loader = splitter.wrap(make(), SplitLoader)
         return [take_all(loader) for _ in range(count)]
 
     return body

@@ -48,7 +48,7 @@ from torch.utils.data import (
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_gradavg.batches.chunks import Chunk, Split, chunk_bounds, require_same_reach
-from lightning_gradavg.batches.loader import BatchSplitter, Pass
+from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
 from lightning_gradavg.batches.progress import Progress
 from lightning_gradavg.tree import batch_samples, data_digest, slice_batch
 
@@ -102,6 +102,59 @@ def test_the_log_names_the_samplers() -> None:
     assert line.endswith("; each rank loads its own samples only")
 
 
+class Doubling(DataLoader[Any]):
+    """Has arguments and an iterator of its own."""
+
+    def __init__(self, factor: int) -> None:
+        super().__init__(range(6), batch_size=4)  # type: ignore[arg-type]  # a range will do
+        self.factor = factor
+
+    def __iter__(self) -> Any:
+        return (batch * self.factor for batch in super().__iter__())
+
+
+class Batches(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(7).split(4))
+
+
+def of_indices(kind: Callable[[list[int]], Any]) -> Any:
+    class Kind(Fixed):
+        def __iter__(self) -> Iterator[Any]:
+            return (kind(batch) for batch in self.batches)
+
+    return DataLoader(torch.arange(5), batch_sampler=Kind([[4, 2, 0, 1, 3], [1, 1]]))  # type: ignore[arg-type]
+
+
+def shuffled(rank: int) -> Any:
+    generator = torch.Generator().manual_seed(rank)
+    return DataLoader(range(40), batch_size=4, shuffle=True, generator=generator)  # type: ignore[arg-type]
+
+
+def of_rank(rank: int) -> Any:
+    return DataLoader(range(40), batch_sampler=Fixed([[step, rank] for step in range(9)]))  # type: ignore[arg-type]
+
+
+LOADERS: dict[str, Callable[[int], Any]] = {
+    # Of a rank; all follow rank 0.
+    **{kind.__name__: lambda _, kind=kind: of_indices(kind) for kind in (tuple, torch.tensor, np.array, iter)},  # type: ignore[misc]
+    "a subclass": lambda _: Doubling(10),
+    "a stream of batches": lambda _: DataLoader(Batches(), batch_size=None),
+    "a list of batches": lambda _: DataLoader(list(torch.arange(7).split(4)), batch_size=None),  # type: ignore[arg-type]
+    "generators of different seeds": shuffled,
+    "batches that depend on the rank": of_rank,
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_global_batches_are_those_of_a_plain_loader(kind: str) -> None:
+    make = LOADERS[kind]
+
+    ranks = on_ranks(3, lambda splitter: take_all(splitter.wrap(make(splitter.split.rank), SplitLoader)))
+
+    assert plain(make(0)) == global_batches(ranks)
+
+
 class TestOrder:
     def test_random_states_move_on_as_in_one_process(self) -> None:
         """A rank whose state is rank 0's moves on as one process; one with its own keeps it, undisturbed."""
@@ -115,7 +168,7 @@ class TestOrder:
         own = torch.rand(3).tolist()
 
         def body(splitter: BatchSplitter) -> list[float]:
-            take_all(splitter.wrap(make()))
+            take_all(splitter.wrap(make(), SplitLoader))
             drawn: list[float] = torch.rand(3).tolist()
             return drawn
 
@@ -128,7 +181,7 @@ class TestOrder:
             return DataLoader(torch.arange(20), batch_size=6, shuffle=True)  # type: ignore[arg-type]  # a tensor will do
 
         def body(splitter: BatchSplitter) -> list[Taken]:
-            batches = Pass(splitter.wrap(make()))
+            batches = splitter.wrap(make(), SplitLoader).begin().items
             torch.rand(3 + splitter.split.rank)
             return [Taken(batch, behind.chunk) for batch, behind in batches]
 
@@ -137,20 +190,6 @@ class TestOrder:
         torch.rand(3)
 
         assert [batch.tolist() for batch in batches] == global_batches(on_ranks(3, body, seeds=[7, 7, 7]))
-
-    def test_rank_0_decides_where_the_samplers_of_ranks_differ(self) -> None:
-        """Generators with different seeds, or batches that depend on the rank: all take those of rank 0."""
-
-        def shuffled(rank: int) -> DataLoader[Any]:
-            generator = torch.Generator().manual_seed(rank)
-            return DataLoader(range(40), batch_size=4, shuffle=True, generator=generator)  # type: ignore[arg-type]
-
-        def fixed(rank: int) -> DataLoader[Any]:
-            return DataLoader(range(40), batch_sampler=Fixed([[step, rank] for step in range(9)]))  # type: ignore[arg-type]
-
-        for make in (shuffled, fixed):
-            ranks = on_ranks(3, lambda splitter, make=make: take_all(splitter.wrap(make(splitter.split.rank))))  # type: ignore[misc]
-            assert plain(make(0)) == global_batches(ranks)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("generator", [None, 5])
@@ -167,7 +206,7 @@ class TestOrder:
         def body(splitter: BatchSplitter, workers: int) -> list[float]:
             own = None if generator is None else torch.Generator().manual_seed(generator)
             loader = DataLoader(Noise(), batch_size=8, num_workers=workers, generator=own)
-            (taken,) = take_all(splitter.wrap(loader))
+            (taken,) = take_all(splitter.wrap(loader, SplitLoader))
             return taken.batch.tolist()  # type: ignore[no-any-return]
 
         for workers in (0, 1):
@@ -188,22 +227,6 @@ class TestMapStyle:
 
         loaded = [dataset.loaded for dataset in datasets]
         assert [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12], [6, 7, 8, 9]] == loaded
-
-    @pytest.mark.parametrize("kind", [tuple, torch.tensor, np.array, iter])
-    def test_index_batches_of_any_kind_are_split(self, kind: Callable[[list[int]], Any]) -> None:
-        """A batch sampler may yield tuples, tensors, arrays or iterators of indices."""
-
-        class Kind(Fixed):
-            def __iter__(self) -> Iterator[Any]:
-                return (kind(batch) for batch in self.batches)
-
-        def make() -> DataLoader[Any]:
-            batches = [[4, 2, 0, 1, 3], [1, 1]]
-            return DataLoader(torch.arange(5), batch_sampler=Kind(batches))  # type: ignore[arg-type]  # duck-typed
-
-        ranks = on_ranks(2, epochs(make))
-
-        assert [[4, 2, 0, 1, 3], [1, 1]] == global_batches([taken for (taken,) in ranks])
 
     def test_all_arguments_of_the_loader_are_kept(self) -> None:
         """The copy that is read has every attribute of the user's loader, but a batch sampler that asks the user's."""
@@ -231,21 +254,6 @@ class TestMapStyle:
         assert read["_iterator"] is None, "its workers are its own"
         assert split.batch_sampler is loader.batch_sampler
         assert (split.batch_size, split.num_workers, split.dataset) == (4, 1, loader.dataset)
-
-    def test_a_subclass_is_copied_without_its_constructor(self) -> None:
-        """A loader class with arguments and methods of its own stays what it is."""
-
-        class Doubling(DataLoader[Any]):
-            def __init__(self, factor: int) -> None:
-                super().__init__(range(6), batch_size=4)  # type: ignore[arg-type]  # a range will do
-                self.factor = factor
-
-            def __iter__(self) -> Any:
-                return (batch * self.factor for batch in super().__iter__())
-
-        ranks = on_ranks(2, epochs(lambda: Doubling(10)))
-
-        assert [[0, 10, 20, 30], [40, 50]] == global_batches([taken for (taken,) in ranks])
 
 
 class TestIterables:
@@ -285,17 +293,6 @@ class TestIterables:
         assert (3, data_digest((3, 1, 3))) == (sent.rows, sent.key)
         assert sent.part.pinned
 
-    def test_loaders_without_batching_are_iterables_of_batches(self) -> None:
-        """With `batch_size=None` the dataset's own batches are split, map-style and iterable-style."""
-
-        class Batches(IterableDataset[Tensor]):
-            def __iter__(self) -> Iterator[Tensor]:
-                return iter(torch.arange(7).split(4))
-
-        for dataset in (Batches(), list(torch.arange(7).split(4))):
-            ranks = on_ranks(2, epochs(lambda dataset=dataset: DataLoader(dataset, batch_size=None)))  # type: ignore[misc]
-            assert [[0, 1, 2, 3], [4, 5, 6]] == global_batches([taken for (taken,) in ranks])
-
     def test_endless_iterables_without_length(self) -> None:
         """An iterable without length has none when it is split, and may never end."""
 
@@ -315,7 +312,7 @@ class TestIterables:
         def body(splitter: BatchSplitter) -> list[list[int]]:
             dataset = Stream([20, 12][splitter.split.rank], torch.Generator())
             vars(dataset)["sharded_by_rank"] = True
-            loader = splitter.wrap(DataLoader(dataset, batch_size=4))
+            loader = splitter.wrap(DataLoader(dataset, batch_size=4), SplitLoader)
             assert "every rank trains on its own batches" in loader.describe()
             return real(take_all(loader))
 
@@ -329,7 +326,7 @@ class TestIterables:
         def body(splitter: BatchSplitter) -> Any:
             loader = DataLoader(range(6), batch_size=4)  # type: ignore[arg-type, var-annotated]  # a range will do
             vars(loader)["sharded_by_rank"] = True
-            taken = take_all(splitter.wrap(loader))
+            taken = take_all(splitter.wrap(loader, SplitLoader))
             return [(each.batch.tolist(), len(each.chunk.pieces)) for each in taken]
 
         assert [[([0, 1, 2, 3], 2), ([4, 5], 1)]] * 2 == on_ranks(2, body, max_samples=2)
@@ -411,14 +408,6 @@ class TestCollated:
         assert part["shared"] is shared
         assert part["set"] is batch["set"], "as torch.nn.parallel.scatter shares it"
         assert [0, 1, 2, 3] == batch["pair"].x.tolist(), "the user's batch is untouched"  # type: ignore[attr-defined]
-
-    @pytest.mark.parametrize(
-        ("batch", "expected"),
-        [(["a", "b"], 2), ((["a", "b", "c"], ["d", "e", "f"]), 3), ({"x": torch.zeros(5, 2), "y": ["z"]}, 5)],
-    )
-    def test_samples_are_counted(self, batch: Any, expected: int) -> None:
-        """Dimension 0 of the tensors is the number of samples; without tensors, the length of the columns."""
-        assert expected == batch_samples(batch)
 
     @pytest.mark.parametrize(
         ("batch", "found"),
@@ -572,7 +561,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
     "other samples": (
         lambda rank: DataLoader(Drawing(rank), 4),
         {"whole": True, "replicas": 2},
-        ["read other samples for the same indices: found at batch 1 that DataLoader read"],
+        ["does not yield the same batches on all ranks: found at batch 1 of this epoch"],
     ),
     "sharded on one rank": (
         lambda rank: DataLoader(with_attribute(Drawing(0), "sharded_by_rank", rank == 1), 4),
@@ -599,7 +588,7 @@ def test_what_cannot_be_split_is_an_error_on_all_ranks(name: str) -> None:
 
     def body(splitter: BatchSplitter) -> Any:
         splitter.whole_batches = whole
-        return take_all(splitter.wrap(make(splitter.split.rank)))
+        return take_all(splitter.wrap(make(splitter.split.rank), SplitLoader))
 
     split = {key: value for key, value in options.items() if key != "whole"}
     errors = on_ranks(2, body, raises=(KeyError,), **split)
@@ -611,7 +600,7 @@ def test_what_cannot_be_split_is_an_error_on_all_ranks(name: str) -> None:
 
 def test_loaders_that_reach_different_ranks_are_an_error() -> None:
     """A step of one loader's samples and another's stand-in has no right weight."""
-    with pytest.raises(RuntimeError, match="now 4 and 1 samples, do not reach the same ranks"):
+    with pytest.raises(RuntimeError, match="now 4 samples in 2 and 1 samples in 1 ranks, do not reach the same ranks"):
         require_same_reach([Split(1, 2).cut(4), Split(1, 2).cut(1)], None)
 
 

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lockstep import Augmented, Graphs, Logged, Taken, in_one_world, on_ranks, pad_and_mix, take_all
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info
 
-from lightning_gradavg.batches.loader import BatchSplitter
+from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
 
 SIZE, BATCH = 22, 8
 
@@ -79,7 +79,7 @@ def test_replicas_are_cut_out_of_the_batches_of_a_plain_loader(kind: str) -> Non
 
     def body(splitter: BatchSplitter) -> list[list[Taken]]:
         seed_all(7 + splitter.split.rank)
-        split = whole(splitter).wrap(LOADERS[kind]())
+        split = whole(splitter).wrap(LOADERS[kind](), SplitLoader)
         taken = [take_all(split) for _ in range(2)]
         split._iterator = None  # ends persistent workers
         return taken
@@ -148,7 +148,7 @@ def test_a_flagged_dataset_is_loaded_in_parts(draws: bool) -> None:
 
     def body(splitter: BatchSplitter) -> None:
         datasets.append(Logged(8) if draws else flagged(Logged(8)))
-        take_all(whole(splitter).wrap(DataLoader(datasets[-1], batch_size=8)))
+        take_all(whole(splitter).wrap(DataLoader(datasets[-1], batch_size=8), SplitLoader))
 
     on_ranks(2, body, replicas=4)
 
@@ -179,7 +179,8 @@ def test_what_cannot_be_cut_is_collated_apart(replicas: int | None) -> None:
     """Batches of 8 graphs on 2 ranks: each rank, and each of 4 replicas, has its own samples, collated by the user."""
 
     def body(splitter: BatchSplitter) -> Any:
-        return take_all(whole(splitter).wrap(DataLoader(range(16), batch_size=8, collate_fn=Graphs)))  # type: ignore[arg-type]
+        loader: Any = DataLoader(range(16), batch_size=8, collate_fn=Graphs)  # type: ignore[arg-type]
+        return take_all(whole(splitter).wrap(loader, SplitLoader))
 
     ranks = on_ranks(2, body, replicas=replicas)
     for step in range(2):

@@ -27,7 +27,6 @@ def test_one_global_batch_size() -> None:
 def test_scale_of_loaders_per_rank_is_the_ratio_of_the_ranks(
     loader: int, ranks: int, base_ranks: int, window: int
 ) -> None:
-    """Without a base batch the base run is the same script on the base world size, accumulation included."""
     batch = batch_scale(loader, world_size=ranks, accumulate_grad_batches=window, base_world_size=base_ranks)
     assert batch.scale == pytest.approx(ranks / base_ranks, rel=1e-15)
     assert batch.base_batch_size == loader * window * base_ranks
@@ -35,7 +34,6 @@ def test_scale_of_loaders_per_rank_is_the_ratio_of_the_ranks(
 
 @given(loader=COUNTS, ranks=COUNTS, window=COUNTS)
 def test_shared_loader_batches_keep_the_scale_on_any_number_of_ranks(loader: int, ranks: int, window: int) -> None:
-    """With split_batches the number of ranks does not enter, so that without a base batch the scale is 1."""
     batch = batch_scale(loader, world_size=ranks, accumulate_grad_batches=window, split_batches=True)
     assert batch == BatchScale(loader * window, loader * window)
     assert batch.scale == 1
@@ -43,7 +41,6 @@ def test_shared_loader_batches_keep_the_scale_on_any_number_of_ranks(loader: int
 
 @given(factors=st.tuples(COUNTS, COUNTS, COUNTS), base=st.integers(1, 10**6))
 def test_scale_depends_on_the_global_batch_alone(factors: tuple[int, int, int], base: int) -> None:
-    """However loader, ranks and window share the factors of a global batch, its scale to a base batch is the same."""
     total = math.prod(factors)
     made = {
         batch_scale(loader, world_size=ranks, accumulate_grad_batches=window, base_batch_size=base)
@@ -55,12 +52,10 @@ def test_scale_depends_on_the_global_batch_alone(factors: tuple[int, int, int], 
 
 
 def test_base_batch_wins_over_base_world_size() -> None:
-    """A base batch is the base, whatever base_world_size says."""
     assert batch_scale(8, world_size=4, base_batch_size=64, base_world_size=2).scale == 0.5
 
 
 def test_base_world_size_of_a_shared_batch_is_refused() -> None:
-    """With split_batches a base world size could not mean anything, and the message names both and the remedy."""
     with pytest.raises(
         ValueError, match=r"base_world_size=4 says nothing .* split_batches=True.* Give base_batch_size"
     ):
@@ -73,13 +68,11 @@ def test_base_world_size_of_a_shared_batch_is_refused() -> None:
     [(0, ValueError, ""), (-3, ValueError, ""), (2.5, TypeError, " of type float"), (True, TypeError, " of type bool")],
 )
 def test_counts_are_checked(name: str, value: object, error: type[Exception], kind: str) -> None:
-    """A count below 1, a float and a bool are errors that quote the value."""
     with pytest.raises(error, match=rf"{name} must be an integer >= 1, got {value}{kind}\."):
         batch_scale(8, **{"world_size": 2, name: value})
 
 
 def test_integers_of_a_subclass_are_counts() -> None:
-    """What jsonargparse makes of an option of the type PositiveInt is a count."""
     assert 24 == global_batch_size(PositiveInt(12), world_size=PositiveInt(2))
 
 
@@ -112,13 +105,11 @@ def test_multipliers_of_a_step_are_those_of_a_toy(rule: str, lr_scaling: str) ->
 
 @pytest.mark.parametrize(("rule", "twice"), [("mean_of_node_sums", False), ("sum_of_node_means", True), ("sum", True)])
 def test_growth_of_node_rules_follows_the_nodes(rule: str, twice: bool) -> None:
-    """With twice the nodes and the same batch on each, only sums over nodes grow with the batch."""
     assert ("counted_twice" in contradictions(rule, "linear", BatchScale(32, 16), nodes=2)) == twice
 
 
 @pytest.mark.parametrize("lr_scaling", [name for name in SCALINGS if name != "none"])
 def test_a_scaling_without_a_change_of_batch_is_named(lr_scaling: str) -> None:
-    """At scale 1 a scaling changes nothing, which is said once and with the batches."""
     found = contradictions("weighted_mean", lr_scaling, BatchScale(16, 16))
     assert {"unchanged_batch"} == found.keys()
     assert f"lr_scaling={lr_scaling!r} changes nothing" in found["unchanged_batch"]
@@ -126,7 +117,6 @@ def test_a_scaling_without_a_change_of_batch_is_named(lr_scaling: str) -> None:
 
 
 def test_a_base_batch_above_the_global_batch_is_named() -> None:
-    """A base batch of 256 beside a global batch of 16 lowers the learning rate, and the message names both."""
     found = contradictions("mean", "linear", BatchScale(16, 256))
     assert {"base_above_global"} == found.keys()
     assert "global batch 16, base batch 256" in found["base_above_global"]
@@ -135,6 +125,5 @@ def test_a_base_batch_above_the_global_batch_is_named() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_none_contradicts_nothing(rule: str) -> None:
-    """Without a scaling there is nothing to contradict, whatever the rule and the batches."""
     for total, base in ((16, 16), (64, 16), (16, 64)):
         assert contradictions(rule, "none", BatchScale(total, base), nodes=2) == {}

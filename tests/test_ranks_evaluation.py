@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from grids import grid
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
@@ -173,11 +174,10 @@ def seen_once(ranks: list[dict[str, Any]], values: Any) -> None:
     assert sorted(values) == sorted(value for rank in ranks for value in rank["seen"])
 
 
-@pytest.mark.parametrize(("size", "batch"), UNEVEN)
-@pytest.mark.parametrize("what", ["validate", "test", "fit"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_sample_once_and_every_value_that_of_one_process(world, world_size, what, size, batch):
+@pytest.mark.parametrize(("world_size", "what", "sizes"), grid([2, 3, 4], ["validate", "test", "fit"], UNEVEN))
+def test_every_sample_once_and_every_value_that_of_one_process(world, world_size, what, sizes):
     """Case 34: 10 samples on 4 ranks have mean 4.5 and count 10; so for any size, alone and in fit, for all logs."""
+    size, batch = sizes
     options = {"limit_train_batches": 1} if what == "fit" else {}
     ranks = world(world_size).run(run, what, {"size": size, "batch": batch}, **options)
     (alone,) = world(1).run(run, what, {"size": size, "batch": batch, "logs": "most"}, **options)
@@ -217,18 +217,20 @@ def make_short(size: int, batch: int) -> Any:
     return Short(data(size).split(batch))
 
 
+SHORT_ROUNDS: list[tuple[int, Any, dict[str, Any]]] = [
+    # Samples, kind of loader, options of the Trainer.
+    (5, None, {}),
+    (1, "short", {}),
+    (3, "stream", {"limit_val_batches": 4}),
+    (4, "stream", {}),
+]
+
+
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
-@pytest.mark.parametrize("logs", ["steps", "gather", "metric steps"])
-@pytest.mark.parametrize(
-    ("size", "make", "options"),
-    [
-        *[(5, None, {}), (1, None, {}), (5, "short", {}), (1, "short", {})],
-        *[(3, "stream", {"limit_val_batches": 4}), (3, "stream", {}), (4, "stream", {})],
-    ],
-)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_reductions_in_uneven_rounds_are_refused_on_all_ranks(world, world_size, size, make, options, logs):
-    """Case 3: batches that do not fill the last round, known before or found in a stream that ends early."""
+@pytest.mark.parametrize(("world_size", "logs", "row"), grid([2, 4], ["steps", "gather", "metric steps"], SHORT_ROUNDS))
+def test_reductions_in_uneven_rounds_are_refused_on_all_ranks(world, world_size, logs, row):
+    """Case 3: batches that may not fill the last round, known before or found in a stream that ends early."""
+    size, make, options = row
     makes = {None: None, "short": make_short, "stream": make_stream}
     net = {"size": size, "batch": 1, "make": makes[make], "logs": logs}
     raised = world(world_size).run_expecting_errors(run, "validate", net, **options)
@@ -244,9 +246,7 @@ def many(size: int, batch: int) -> Any:
     ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 8])
-@pytest.mark.parametrize("what", ["validate", "fit"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(("size", "what", "world_size"), grid([1, 2, 5, 8], ["validate", "fit"], [2, 3, 4], strength=1))
 def test_several_loaders_of_which_a_rank_may_lack_some(world, world_size, what, size):
     """Every loader has its own values on every rank, equal to those of one process, where some ranks have no batch."""
     net = {"size": size, "batch": 3, "make": many}
@@ -265,8 +265,7 @@ def make_pairs(size: int, batch: int, mode: str) -> CombinedLoader:
     return CombinedLoader([DataLoader(data(7), batch_size=2), DataLoader(data(5, 100), batch_size=1)], mode)
 
 
-@pytest.mark.parametrize("mode", ["min_size", "max_size"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(("mode", "world_size"), grid(["min_size", "max_size"], [2, 3, 4], strength=1))
 def test_loaders_read_together(world, world_size, mode):
     """Batches that one process has together stay together, and no rank waits for one that has ended."""
     make = partial(make_pairs, mode=mode)
@@ -299,10 +298,10 @@ def predict(net: dict[str, Any], **options: Any) -> Any:
     return predictions, writer.of_batches, writer.of_epoch, model.seen
 
 
-@pytest.mark.parametrize(("size", "batch"), UNEVEN)
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_predictions_are_in_dataset_order(world, world_size, size, batch):
+@pytest.mark.parametrize(("sizes", "world_size"), grid(UNEVEN, WORLDS, strength=1))
+def test_predictions_are_in_dataset_order(world, world_size, sizes):
     """Case 34: predict returns exactly one prediction per sample, in dataset order, on every rank."""
+    size, batch = sizes
     ranks = world(world_size).run(predict, {"size": size, "batch": batch})
     for predictions, of_batches, of_epoch, _ in ranks:
         assert [10.0 * value for value in range(size)] == torch.cat(predictions).tolist()
@@ -312,10 +311,8 @@ def test_predictions_are_in_dataset_order(world, world_size, size, batch):
     assert list(range(size)) == sorted(written)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_predictions_of_several_loaders(world, world_size):
-    """Each loader has its own list, in its order."""
-    for predictions, *_ in world(world_size).run(predict, {"size": 5, "batch": 2, "make": many}):
+def test_predictions_of_several_loaders(world):
+    for predictions, *_ in world(4).run(predict, {"size": 5, "batch": 2, "make": many}):
         found = [torch.cat(of_loader).tolist() for of_loader in predictions]
         assert [[0, 10, 20, 30, 40], [1000], [2000, 2010, 2020, 2030, 2040]] == found
 
@@ -401,8 +398,7 @@ def monitored(folder: str, size: int) -> Any:
     return checkpoint.best_model_path, *scores, trainer.current_epoch
 
 
-@pytest.mark.parametrize("size", [1, 3, 10])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("size", "world_size"), grid([1, 3, 10], [2, 4], strength=1))
 def test_monitors_agree(world, world_size, size, tmp_path):
     """Checkpoints and early stopping see the value of one process on all ranks, epoch after epoch."""
     ranks = world(world_size).run(monitored, str(tmp_path), size)
@@ -411,10 +407,12 @@ def test_monitors_agree(world, world_size, size, tmp_path):
     assert ((size - 1) / 2, (size - 1) / 2, 2) == (score, best, epochs)
 
 
-@pytest.mark.parametrize(("limit", "batches"), [(1, 1), (3, 3), (99, 5), (0.5, 2), (1.0, 5)])
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_limits_count_the_batches_of_one_process(world, world_size, limit, batches):
+@pytest.mark.parametrize(
+    ("limits", "world_size"), grid([(1, 1), (3, 3), (99, 5), (0.5, 2), (1.0, 5)], WORLDS, strength=1)
+)
+def test_limits_count_the_batches_of_one_process(world, world_size, limits):
     """limit_val_batches=k evaluates the first k batches of the loader, and not k on each rank."""
+    limit, batches = limits
     ranks = world(world_size).run(run, "validate", {"size": 10, "batch": 2, "logs": "value"}, limit_val_batches=limit)
     seen_once(ranks, range(2 * batches))
     assert {(limit, True)} == {rank["limits"] for rank in ranks}
@@ -492,20 +490,13 @@ def make_sharded_stream(size: int, batch: int) -> Any:
     return DataLoader(stream, batch_size=batch)
 
 
-@pytest.mark.parametrize(
-    ("make", "size", "batch"),
-    [
-        (make_custom, 10, 1),
-        *(
-            (make, size, batch)
-            for make in (make_shuffled, make_unbatched, make_plain, make_stream, make_sharded_stream)
-            for size, batch in ((10, 1), (10, 4), (1, 1))
-        ),
-    ],
-)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_kind_of_loader(world, world_size, make, size, batch):
+KINDS = [make_custom, make_shuffled, make_unbatched, make_plain, make_stream, make_sharded_stream]
+
+
+@pytest.mark.parametrize(("make", "sizes", "world_size"), grid(KINDS, [(10, 1), (10, 4), (1, 1)], [2, 3, 4]))
+def test_every_kind_of_loader(world, world_size, make, sizes):
     """Each sample is seen once, whatever yields it: samplers of any kind, iterables, and streams."""
+    size, batch = (10, 1) if make is make_custom else sizes
     ranks = world(world_size).run(run, "validate", {"size": size, "batch": batch, "make": make, "logs": "value"})
     seen_once(ranks, range(size))
     assert {(size - 1) / 2} == {rank["metrics"]["value"] for rank in ranks}
@@ -548,9 +539,9 @@ REFUSED: dict[str, tuple[Any, int, int, dict[str, Any], str, str]] = {
     "limit": (None, 4, 2, {"limit_val_batches": 0.1}, "ValueError", "limit_val_batches"),
     "differing stream": (make_differing_stream, 4, 1, {}, "RuntimeError", "sharded_by_rank = True"),
     "differing lengths": (make_of_rank, 4, 1, {}, "ValueError", "4, 5 batches"),
-    "repeating": (make_distributed, 9, 2, {}, "ValueError", "repeats 1 of 9 samples on 2 ranks"),
-    "dropping": (make_dropping, 9, 2, {}, "ValueError", "drops 1 of 9 samples on 2 ranks"),
-    "other replicas": (make_distributed, 9, 3, {}, "ValueError", "DistributedSampler for 3 replicas on 2 ranks"),
+    "repeating": (make_distributed, 9, 2, {}, "ValueError", "yields 10 of 9 samples, for 2 replicas on 2 ranks"),
+    "dropping": (make_dropping, 9, 2, {}, "ValueError", "yields 8 of 9 samples, for 2 replicas on 2 ranks"),
+    "other replicas": (make_distributed, 9, 3, {}, "ValueError", "yields 9 of 9 samples, for 3 replicas on 2 ranks"),
 }
 
 
@@ -619,7 +610,7 @@ def test_training_goes_on_as_if_not_evaluated(world, broadcast):
     assert {*of_ranks[1]} <= {*of_ranks[0]}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_with_batches_that_are_split(world, world_size):
     """split_batches shares out the training batches, and evaluation its own loaders, in the same run."""
     options = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2}
@@ -639,10 +630,9 @@ def twice() -> Any:
     return float(first["value"]), [float(one[0]["value"]) for one in returned], left
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_one_trainer_for_everything(world, world_size):
+def test_one_trainer_for_everything(world):
     """Sanity check, epochs, and further runs of the same Trainer each start afresh and leave nothing behind."""
-    assert [(1.0, [1.0, 1.0], [])] * world_size == world(world_size).run(twice)
+    assert [(1.0, [1.0, 1.0], [])] * 4 == world(4).run(twice)
 
 
 def reduced_in_all_ways(stock: bool) -> Any:

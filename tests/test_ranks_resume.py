@@ -92,7 +92,8 @@ def of_all(ranks: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("order", "limit", "window"), grid(["shuffle", "sequential", "weighted", "generator"], [None, 1], [1, 2])
+    ("order", "limit", "window"),
+    grid(["shuffle", "sequential", "weighted", "generator"], [None, 1], [1, 2], strength=1),
 )
 def test_save_at_3_resume_at_2_and_4(world, tmp_path, order, limit, window):
     """Weights, samples, schedule and scale go on as if nothing had happened, in mid-epoch and across epochs."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from grids import grid
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from ranks import make_trainer
@@ -43,9 +44,9 @@ def fit(options: dict[str, Any], strategy: dict[str, Any], seed: int = 7, **trai
     return model.seen, model.samples, trainer.global_step, float(trainer.callback_metrics["loss"])
 
 
-@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
-@pytest.mark.parametrize("limit", [None, 1, 2])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "limit", "reduction"), grid([1, 2, 3, 4], [None, 1, 2], ["mean", "weighted_mean"], strength=1)
+)
 def test_batch_of_12_on_any_world(world, world_size, limit, reduction):
     """Case 23: 24 samples in batches of 12 are the two steps of one process, on any world, accumulated or not."""
     options = {"size": 24, "batch": 12, "lr": 0.001}
@@ -59,11 +60,12 @@ def test_batch_of_12_on_any_world(world, world_size, limit, reduction):
     assert [2] * world_size == [rank[2] for rank in ranks]
 
 
-@pytest.mark.parametrize("limit", [None, 1])
-@pytest.mark.parametrize(("size", "batch"), [(5, 5), (1, 1), (7, 4)])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_uneven_and_missing_chunks(world, world_size, size, batch, limit):
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "limit"), grid([2, 3, 4], [(5, 5), (1, 1), (7, 4)], [None, 1], strength=2)
+)
+def test_uneven_and_missing_chunks(world, world_size, sizes, limit):
     """Case 27: 5 samples over 4 ranks are 2, 2, 1, 0; the gradient is that of all samples, and the logged loss, too."""
+    size, batch = sizes
     ranks = world(world_size).run(fit, {"size": size, "batch": batch, "lr": 0.0}, {"max_device_batch_size": limit})
     seen = same_everywhere([rank[0] for rank in ranks])
     for step, gradient in enumerate(seen.gradients):
@@ -144,15 +146,7 @@ def count_option(name: str, limit: int | None) -> Any:
     return count(options, limit, **trainer_options)
 
 
-@pytest.mark.parametrize(
-    ("name", "limit"),
-    # Starting workers takes long, and they know nothing of micro-batches.
-    [
-        pytest.param(name, limit, marks=[pytest.mark.full] * ((name, limit) == ("workers", 1)))
-        for name in OPTIONS
-        for limit in (None, 1)
-    ],
-)
+@pytest.mark.parametrize(("name", "limit"), grid(list(OPTIONS), [None, 1], strength=1))
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
 def test_trainer_options_count_loader_batches(world, name, limit):

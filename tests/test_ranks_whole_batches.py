@@ -194,8 +194,8 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str]] = {
         {"strategy": {"equivalent_to": "data_parallel"}},
         "has sharded_by_rank = True",
     ),
-    "other samples": (single, (0, True), {}, "the ranks read other samples for the same indices: found at batch 1"),
-    "several": (several, (5,), {}, "now 8 samples in 4 and 5 samples in 3 of num_replicas=4, do not reach the same"),
+    "other samples": (single, (0, True), {}, "does not yield the same batches on all ranks: found at batch 1"),
+    "several": (several, (5,), {}, "now 8 samples in 4 and 5 samples in 3 replicas, do not reach the same"),
     "samples": (single, (), {"hook": changed}, "samples where the train loader yielded"),
     "structure": (several, (), {"hook": renamed}, "does not have the structure of the train loaders any more"),
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -44,12 +44,9 @@ def chunk_bounds(size: int, parts: int) -> tuple[Bounds, ...]:
 
 
 class Piece(NamedTuple):
-    """Samples of a loader batch that are computed at once.
+    """Samples `start` to `stop` of a loader batch, computed at once.
 
-    Attributes:
-        replica: The replica, from 0, over all ranks; another number for each part of a chunk.
-        start: Its first sample, as a position in the loader batch.
-        stop: The sample after its last one.
+    `replica` counts over all ranks, from 0; each part of a chunk has another number.
     """
 
     replica: int
@@ -82,15 +79,15 @@ class Chunk:
     batch_samples: int
     batch_replicas: int
 
-    @cached_property
+    @property
     def stand_in(self) -> bool:
         """Whether the samples only keep the rank busy, and must not count."""
         return not self.pieces
 
-    @cached_property
+    @property
     def samples(self) -> int:
         """Number of samples that count: 0 for a stand-in."""
-        return sum(piece.stop - piece.start for piece in self.pieces)
+        return 0 if self.stand_in else self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -116,11 +113,7 @@ class Split:
         return self.replicas or self.world_size
 
     def cut(self, size: int) -> Chunk:
-        """Return this rank's chunk of a loader batch of `size` samples.
-
-        Raises:
-            ValueError: If the batch is empty.
-        """
+        """Return this rank's chunk of a loader batch of `size` samples, or raise a ValueError if it is empty."""
         return _cut(self, size)
 
 
@@ -157,12 +150,10 @@ def require_same_reach(chunks: Sequence[Chunk], replicas: int | None) -> None:
     """
     if len({(chunk.ranks, chunk.stand_in, chunk.batch_replicas) for chunk in chunks}) == 1:
         return
-    unit, found = "rank", " and ".join(f"{chunk.batch_samples}" for chunk in chunks) + " samples"
-    if replicas is not None:
-        each = (f"{chunk.batch_samples} samples in {chunk.batch_replicas}" for chunk in chunks)
-        unit, found = "replica", f"{' and '.join(each)} of num_replicas={replicas}"
+    unit = "rank" if replicas is None else "replica"
+    found = " and ".join(f"{chunk.batch_samples} samples in {chunk.batch_replicas}" for chunk in chunks)
     raise RuntimeError(
-        f"the batches of the train loaders, now {found}, do not reach the same {unit}s, so some {unit} has samples of"
-        f" one loader and none of another. Set drop_last=True, or use batch sizes that give every {unit} samples of"
-        " every loader."
+        f"the batches of the train loaders, now {found} {unit}s, do not reach the same {unit}s, so some {unit} has"
+        f" samples of one loader and none of another. Set drop_last=True, or use batch sizes that give every {unit}"
+        " samples of every loader."
     )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_gradavg.batches.chunks import Chunk, Split, even_parts
+from lightning_gradavg.batches.chunks import Chunk, Split
 from lightning_gradavg.random_state import random_state, same_random_state
 from lightning_gradavg.tree import batch_samples, data_digest, leaves, slice_batch
 
-__all__ = ["Apart", "Collated", "collate_of_stream", "collate_own", "collate_whole", "collated"]
+__all__ = ["Apart", "Collated", "PartCollator", "cut_out"]
 
 
 class Apart(list[Any]):
@@ -26,42 +27,41 @@ class Collated(NamedTuple):
     part: Any
 
 
-def collate_own(collate: Callable[[list[Any]], Any], most: int, samples: list[Any]) -> Any:
-    """Collate this rank's samples of a batch, in parts of at most `most` where the batch cannot be cut."""
-    batch, count = collate(samples), -(-len(samples) // most)
-    if count == 1 or _rows(batch, len(samples)) is not None:
-        return batch
-    return Apart(collate(samples[start:stop]) for start, stop in even_parts(0, len(samples), count))
+@dataclass(frozen=True)
+class PartCollator:
+    """Collates this rank's part of a batch from the samples that all ranks read.
 
+    What cannot be cut, such as a batch of graphs, is collated piece by piece.
 
-def collate_of_stream(collate: Callable[[list[Any]], Any], split: Split, samples: list[Any]) -> Collated:
-    """Collate this rank's part of the samples that all ranks read."""
-    chunk = split.cut(len(samples))
-    own = collate_own(collate, split.max_samples or len(samples), samples[chunk.start : chunk.stop])
-    return Collated(len(samples), _key_of_samples(samples), own)
+    Attributes:
+        collate: The user's function.
+        split: Says which samples are this rank's.
+        whole: Whether it collates all samples and cuts the part out, for padding and mixing to be those of one process.
+    """
 
+    collate: Callable[[list[Any]], Any]
+    split: Split
+    whole: bool = False
 
-def collate_whole(collate: Callable[[list[Any]], Any], split: Split, samples: list[Any]) -> Collated:
-    """Collate all samples and cut this rank's part out of the batch, or collate each of its pieces anew."""
-    before = random_state()
-    batch = collate(samples)
-    rows = _rows(batch, len(samples))
-    if rows is not None:
-        return collated(batch, rows, split.cut(rows))
-    if not same_random_state(before, random_state()):
-        raise ValueError(
-            f"a batch of type {type(batch).__name__} cannot be cut into replicas, and collate_fn draws random numbers,"
-            " which would differ from those of the whole batch if it collated each replica separately. Draw them in the"
-            " dataset or in training_step."
-        )
-    chunk = split.cut(len(samples))
-    bounds = [(start, stop) for _, start, stop in chunk.pieces] or [(chunk.start, chunk.stop)]
-    parts = Apart(collate(samples[start:stop]) for start, stop in bounds)
-    return Collated(len(samples), _key_of_samples(samples), parts if len(parts) > 1 else parts[0])
-
-
-def _key_of_samples(samples: list[Any]) -> bytes:
-    return data_digest((len(samples), samples[0], samples[-1]))
+    def __call__(self, samples: list[Any]) -> Collated:
+        """Return this rank's part of the batch of these samples."""
+        chunk, before = self.split.cut(len(samples)), random_state() if self.whole else None
+        own = samples if self.whole else samples[chunk.start : chunk.stop]
+        batch = self.collate(own)
+        rows, key = _rows(batch, len(own)), data_digest((len(samples), samples[0], samples[-1]))
+        if self.whole and rows is not None:
+            return cut_out(batch, rows, self.split.cut(rows))
+        if not self.whole and (rows is not None or len(chunk.pieces) <= 1):
+            return Collated(len(samples), key, batch)
+        if before is not None and not same_random_state(before, random_state()):
+            raise ValueError(
+                f"a batch of type {type(batch).__name__} cannot be cut into replicas, and collate_fn draws random"
+                " numbers, which would differ from those of the whole batch if it collated each replica separately."
+                " Draw them in the dataset or in training_step."
+            )
+        bounds = [(start, stop) for _, start, stop in chunk.pieces] or [(chunk.start, chunk.stop)]
+        parts = Apart(self.collate(samples[start:stop]) for start, stop in bounds)
+        return Collated(len(samples), key, parts if len(parts) > 1 else parts[0])
 
 
 def _rows(batch: Any, samples: int) -> int | None:
@@ -75,6 +75,6 @@ def _rows(batch: Any, samples: int) -> int | None:
     return rows if rows % samples == 0 else None
 
 
-def collated(batch: Any, rows: int, chunk: Chunk) -> Collated:
+def cut_out(batch: Any, rows: int, chunk: Chunk) -> Collated:
     """Return this rank's part of a whole batch that has so many rows."""
     return Collated(rows, data_digest(batch), slice_batch(batch, chunk.start, chunk.stop))

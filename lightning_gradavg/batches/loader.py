@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.utils.data import (
@@ -42,9 +42,9 @@ from torch.utils.data import (
 )
 
 from lightning_gradavg.batches.chunks import EMPTY_BATCH, Chunk, Split
-from lightning_gradavg.batches.collate import Collated, collate_of_stream, collate_own, collate_whole, collated
+from lightning_gradavg.batches.collate import Collated, PartCollator, cut_out
 from lightning_gradavg.batches.order import Behind, Mark, Order, require_equal
-from lightning_gradavg.batches.state import LoaderState, PassState
+from lightning_gradavg.batches.state import LoaderState
 from lightning_gradavg.lightning_internals import cloned
 from lightning_gradavg.loaders import LoaderWrapper, distributed_sampler, is_sharded, loader_batch_size, user_loader
 from lightning_gradavg.ranks import World
@@ -53,6 +53,7 @@ from lightning_gradavg.tree import batch_samples, data_digest
 __all__ = ["BatchSplitter", "Pass", "SplitLoader"]
 
 _END = object()
+Loader = TypeVar("Loader", bound="SplitLoader")
 _BLOCK = 256
 """Batches of indices that are sent at once, where the sampler draws no random numbers and sees nothing of training."""
 
@@ -103,12 +104,12 @@ class _Sampler:
             block, error, drawn = [], None, None
             if order.world.rank == 0:
                 with order.drawing():
-                    before = order.common
+                    before = order.stream.state
                     try:
                         block = list(map(_listed, islice(batches, size)))
                     except Exception as raised:  # noqa: BLE001  # the other ranks would wait for it
                         error = raised
-                    drawn = (before, order.common) if size == 1 else None
+                    drawn = (before, order.stream.state) if size == 1 else None
             block, message, drawn = order.world.from_first((block, error and repr(error), drawn))
             if drawn is not None:
                 order.follow(*drawn)
@@ -129,7 +130,7 @@ class _Sampler:
         for indices in batches:
             mark = order.note(data_digest(indices), len(indices))
             if mark is not None or loads_again:
-                chunk = None if loader.whole else loader.cut(len(indices))
+                chunk = None if loader.whole else loader.split.cut(len(indices))
                 noted.append(_Noted(chunk, mark, len(indices)))
                 yield indices if chunk is None else indices[chunk.start : chunk.stop]
 
@@ -141,62 +142,14 @@ def _listed(indices: Any) -> list[Any]:
     return listed
 
 
-class Pass(Iterator[tuple[Any, Behind]]):
+class Pass(NamedTuple):
     """One pass over a split loader: this rank's parts of the batches, each with what stands behind it.
 
-    Making it is a collective operation, and so is each step of it. No cycle of references holds it, so worker processes
-    end with it, and not whenever the garbage collector runs. For `start` and `begun` see `Order`.
+    No cycle of references holds it, so worker processes end with it, and not whenever the garbage collector runs.
     """
 
-    def __init__(self, loader: SplitLoader, start: LoaderState | None = None, begun: PassState | None = None) -> None:
-        order = self.order = Order(loader.loader, loader.world, start, begun, shared=loader.alike)
-        noted: deque[_Noted] = deque()
-        loader.begin(order, noted)
-        with order.drawing():
-            batches = iter(loader.read)
-            if loader.sampler is None:
-                order.agree("made")
-        if not order.shared:
-            order.follow(order.begun, order.world.from_first(order.common))
-        self._items = _items(loader, order, batches, noted)
-
-    def __next__(self) -> tuple[Any, Behind]:
-        return next(self._items)
-
-
-def _items(
-    loader: SplitLoader, order: Order, batches: Iterator[Any], noted: deque[_Noted]
-) -> Iterator[tuple[Any, Behind]]:
-    drawing = order.drawing if order.shared or order.forks else nullcontext
-    if order.shared:
-        order.agree("first")
-    while True:
-        with drawing():
-            batch = next(batches, _END)
-        if batch is _END:
-            break
-        if loader.sampler is None:
-            opened = loader.open(batch)
-            chunk = loader.cut(opened.rows)
-            part, mark = opened.part, order.note(opened.key, opened.rows, compares=True)
-        elif not noted:
-            raise loader.mismatch("more")
-        else:
-            own, mark, samples = noted.popleft()
-            if own is None:
-                opened = loader.open(batch, samples)
-                part, chunk = opened.part, loader.cut(opened.rows)
-                if mark is not None:
-                    loader.require_same(opened.key, mark.batches - order.start.batches)
-            else:
-                part, chunk = batch, own
-        if mark is not None:
-            yield part, Behind(chunk, mark)
-    if noted:
-        raise loader.mismatch("fewer")
-    if loader.sampler is None:
-        order.compare(f"the end after batch {order.mark.batches}")
-    order.finish()
+    order: Order
+    items: Iterator[tuple[Any, Behind]]
 
 
 class SplitLoader(LoaderWrapper):
@@ -206,28 +159,32 @@ class SplitLoader(LoaderWrapper):
     where training stands: rank 0, which saves, knows nothing of the others.
 
     Attributes:
+        split: How batches are split.
         whole: Whether every rank loads whole batches and takes its part of them.
         alike: Whether all ranks draw the same random numbers as they read.
         world: The ranks that read the same batches.
         read: What is iterated: the user's iterable, or a copy of a `DataLoader`.
-        sampler: Its batch sampler, where batches are split at their indices.
+        indices: The copy's batch sampler, where batches are split at their indices.
     """
 
     def __init__(self, loader: Any, splitter: BatchSplitter, *, sharded: bool) -> None:
-        # Batches that are not shared out are only cut into pieces.
-        self._split = Split(max_samples=splitter.split.max_samples) if sharded else splitter.split
-        self.sharded = sharded
-        collates = isinstance(loader, DataLoader) and loader.batch_sampler is not None
-        streams = not collates or isinstance(loader.dataset, IterableDataset)
-        self.whole = splitter.whole_batches and (streams or not _may_be_read_in_parts(loader))
-        self.sampler = None if streams else _Sampler(loader.batch_sampler, self)
-        self.alike = (streams or self.whole) and not sharded
+        self.split = Split(max_samples=splitter.split.max_samples) if sharded else splitter.split
         self.world = World() if sharded else splitter.world
-        # A loader with an `__iter__` of its own expects what the user's collate_fn returns.
-        self._collates = collates and type(loader).__iter__ is DataLoader.__iter__
-        replaced: dict[str, Any] = {} if streams else {"batch_sampler": self.sampler}
+        self.sharded = sharded
+        batched = isinstance(loader, DataLoader) and loader.batch_sampler is not None
+        streams = not batched or isinstance(loader.dataset, IterableDataset)
+        self.whole = splitter.whole_batches and (streams or not _may_be_read_in_parts(loader))
+        self.alike = (streams or self.whole) and not sharded
+        self.indices = None if streams else _Sampler(loader.batch_sampler, self)
+        replaced: dict[str, Any] = {} if streams else {"batch_sampler": self.indices}
         if not self.alike and self.world.rank > 0:
             replaced["generator"] = None  # the seed of workers is drawn from a stream of the rank's own
+        # A loader with an `__iter__` of its own expects what the user's collate_fn returns.
+        if batched and type(loader).__iter__ is DataLoader.__iter__:
+            at_indices = not (streams or self.whole)
+            if not at_indices or self.split.max_samples is not None:
+                split = Split(max_samples=self.split.max_samples) if at_indices else self.split
+                replaced["collate_fn"] = PartCollator(loader.collate_fn, split, self.whole)
         self.read: Any = cloned(loader, **replaced) if isinstance(loader, DataLoader) else loader
         # Seeded by its rank, a worker might read in another order.
         super().__init__(loader, read=self.read, shown=loader, alike=self.alike)
@@ -235,31 +192,54 @@ class SplitLoader(LoaderWrapper):
             self.worker_init_fn = loader.worker_init_fn
 
     def __iter__(self) -> Iterator[Any]:
-        return (batch for batch, _ in Pass(self))
+        return (batch for batch, _ in self.begin().items)
 
     def __len__(self) -> int:
         return len(self.loader)
 
-    def cut(self, samples: int) -> Chunk:
-        """Return this rank's part of a loader batch."""
-        return self._split.cut(samples)
+    def begin(self, start: LoaderState | None = None) -> Pass:
+        """Begin a pass. A collective operation, and so is each step of it. For `start` see `Order`."""
+        order, noted = Order(self.loader, self.world, start, shared=self.alike), deque[_Noted]()
+        if self.indices is not None:
+            self.indices.order, self.indices.noted = order, noted
+        with order.drawing():
+            batches = iter(self.read)
+            if self.indices is None:
+                order.agree("made")
+        order.end_making()
+        return Pass(order, self._items(order, batches, noted))
 
-    def begin(self, order: Order, noted: deque[_Noted]) -> None:
-        """Have the next iterator of what is read follow an order, and note what it asks for."""
-        if self._collates:
-            self.read.collate_fn = self._collate_fn(self.loader.collate_fn)
-        if self.sampler is not None:
-            self.sampler.order, self.sampler.noted = order, noted
+    def _items(self, order: Order, batches: Iterator[Any], noted: deque[_Noted]) -> Iterator[tuple[Any, Behind]]:
+        drawing = order.drawing if order.shared or order.forks else nullcontext
+        if order.shared:
+            order.agree("first")
+        while True:
+            with drawing():
+                batch = next(batches, _END)
+            if batch is _END:
+                break
+            if self.indices is None:
+                rows, key, part = self._opened(batch)
+                chunk: Chunk | None = self.split.cut(rows)
+                mark = order.note(key, rows, compares=True)
+            elif not noted:
+                raise self._mismatch("more")
+            else:
+                chunk, mark, samples = noted.popleft()
+                part = batch.part if isinstance(batch, Collated) else batch
+                if chunk is None:
+                    rows, key, part = self._opened(batch, samples)
+                    chunk = self.split.cut(rows)
+                    if mark is not None:
+                        order.compare_read(key, mark.batches)
+            if mark is not None:
+                assert chunk is not None
+                yield part, Behind(chunk, mark)
+        if noted:
+            raise self._mismatch("fewer")
+        order.finish(compares=self.indices is None)
 
-    def _collate_fn(self, collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """Return what worker processes collate with."""
-        if self.whole:
-            return partial(collate_whole, collate, self._split)
-        if self.sampler is None:
-            return partial(collate_of_stream, collate, self._split)
-        return partial(collate_own, collate, self._split.max_samples) if self._split.max_samples else collate
-
-    def open(self, batch: Any, samples: int = 1) -> Collated:
+    def _opened(self, batch: Any, samples: int = 1) -> Collated:
         """Return a whole batch, of which every rank takes its part, as a worker hands it over."""
         if isinstance(batch, Collated):
             return batch
@@ -270,20 +250,7 @@ class SplitLoader(LoaderWrapper):
                 " be cut into replicas. Have its __iter__ put the samples along dimension 0 of all tensors, the same"
                 " number of rows for each."
             )
-        return collated(batch, rows, self.cut(rows))
-
-    def require_same(self, key: bytes, found: int) -> None:
-        """Raise on all ranks unless they read the same batches 1, 2, 4, 8, and so on. A collective operation."""
-        if found & (found - 1) > 0:
-            return
-        require_equal(
-            self.world,
-            key,
-            f"the ranks read other samples for the same indices: found at batch {found} that {self.name} read in"
-            " this epoch. With equivalent_to= or num_replicas= every rank reads the whole batch and takes its part."
-            " Have the dataset and collate_fn draw from the global generators of torch, random or NumPy, which are"
-            " those of rank 0, or from one that is seeded equally on every rank.",
-        )
+        return cut_out(batch, rows, self.split.cut(rows))
 
     @property
     def seeded(self) -> bool:
@@ -299,8 +266,8 @@ class SplitLoader(LoaderWrapper):
         """Return one line that says what is done with the loader."""
         if self.sharded:
             return f"{self.name}: every rank trains on its own batches (sharded_by_rank is set)"
-        split, name = self._split, self.name
-        if self.sampler is not None:
+        split, name = self.split, self.name
+        if self.indices is not None:
             name += f" with its {type(self.loader.batch_sampler).__name__} and {type(self.loader.sampler).__name__}"
         limited = f", in parts of at most {split.max_samples} samples" if split.max_samples else ""
         return (
@@ -309,8 +276,7 @@ class SplitLoader(LoaderWrapper):
             f" {'every rank reads whole batches' if self.alike else 'each rank loads its own samples only'}"
         )
 
-    def mismatch(self, what: str) -> RuntimeError:
-        """Return the error of a loader that yields more or fewer batches than it asks for."""
+    def _mismatch(self, what: str) -> RuntimeError:
         return RuntimeError(
             f"{self.name} yielded {what} batches than its batch_sampler was asked for, so split_batches=True"
             " cannot tell which samples a batch holds. Use a loader whose __iter__ yields one batch per batch of"
@@ -318,6 +284,7 @@ class SplitLoader(LoaderWrapper):
         )
 
 
+@dataclass
 class BatchSplitter:
     """Makes the split loaders of one rank, and holds what they have in common.
 
@@ -325,10 +292,11 @@ class BatchSplitter:
     process, unless a loader is known to be the same without.
     """
 
-    def __init__(self, split: Split, world: World, *, whole_batches: bool = False) -> None:
-        self.split, self.world, self.whole_batches = split, world, whole_batches
+    split: Split
+    world: World
+    whole_batches: bool = False
 
-    def wrap(self, loader: Any, kind: Callable[..., SplitLoader] = SplitLoader) -> SplitLoader:
+    def wrap(self, loader: Any, kind: Callable[..., Loader]) -> Loader:
         """Return `loader` split, as a `kind` that takes the arguments of `SplitLoader`. A collective operation.
 
         Raises:
@@ -339,7 +307,7 @@ class BatchSplitter:
         problem = self._problem(loader, sharded=sharded)
         workers = [getattr(loader, name, None) for name in ("num_workers", "prefetch_factor")]
         wrapped = None if problem else kind(loader, self, sharded=sharded)
-        traits = None if wrapped is None else (wrapped.sampler is None, wrapped.whole)
+        traits = None if wrapped is None else (wrapped.indices is None, wrapped.whole)
         # A problem that only some ranks have is raised by them all: nobody waits for a rank that has given up. Ranks
         # that prefetch differently ask for their indices at different times.
         require_equal(

@@ -8,15 +8,14 @@ between. From there the pass goes on independently of them, and of the number of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 from lightning_gradavg.batches.chunks import Chunk
 from lightning_gradavg.batches.state import LoaderParts, LoaderState, PassState, Snapshot
 from lightning_gradavg.loaders import length_of
-from lightning_gradavg.random_state import RandomState, forked, random_state, restore_random_state, same_random_state
+from lightning_gradavg.random_state import RandomState, RandomStream, forked, random_state
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import data_digest
 
@@ -45,19 +44,17 @@ class Order:
         loader: The user's loader.
         world: The ranks that read the same batches.
         start: Where the pass starts; None at its beginning.
-        begun: The state of a pass that began there before and is repeated.
         shared: Whether all ranks draw the same numbers as they read. Otherwise rank 0 draws what one process draws, and
             each other rank from a stream of its own, so that no two ranks draw the same augmentation.
 
     Attributes:
         start: The place where it starts: batches before it are passed over.
         mark: The place after the last batch that was noted.
-        begun: Rank 0's random state at its beginning.
+        stream: What it draws from.
+        state: What determines the pass, complete once its first batch was asked for.
     """
 
-    def __init__(
-        self, loader: Any, world: World, start: LoaderState | None, begun: PassState | None, *, shared: bool
-    ) -> None:
+    def __init__(self, loader: Any, world: World, start: LoaderState | None, *, shared: bool) -> None:
         self.world, self.shared = world, shared
         self.forks = not shared and world.rank > 0
         self.start = self.mark = Mark()
@@ -66,42 +63,24 @@ class Order:
         if start is not None:
             self.start = Mark(start["batches"], start["samples"], bytes.fromhex(start["digest"]))
             self._parts.load(start["generators"], start["objects"])
-            begun = next(iter(start["passes"]), begun)
-        if begun is not None:
-            self._parts.load(objects=begun["objects"])
-            self._seen = dict(begun["snapshots"])
-        self._objects = self._parts.object_states()
-        self._snapshots: dict[str, Snapshot] = {}
-        self._drawing = False
-        self._own: RandomState | None = None  # to put back after a draw
+            for begun in start["passes"]:
+                self._parts.load(objects=begun["objects"])
+                self._seen = dict(begun["snapshots"])
+        self.state = PassState(snapshots={}, objects=self._parts.object_states())
+        self.stream = RandomStream()
         self._hash = blake2b(digest_size=16)
         self.agree("begin")
-        self.begun = self.common
+        self._begun = self.stream.state
         if self.forks:
-            self.common = forked(self.common, world.rank)
+            self.stream.state = forked(self._begun, world.rank)
         if start is not None and start["complete"] and start["seeded"]:
             # The workers had their seed from an earlier epoch: where they are started anew, the draw is taken back.
-            self._seen["made"] = self._snapshots["begin"]
+            self._seen["made"] = self.state["snapshots"]["begin"]
         length = length_of(loader)
         self._sized = length < math.inf
         require_equal(
             world, ("length", length), f"the ranks' train loaders differ: on this rank the length is {length}."
         )
-
-    def state(self) -> PassState:
-        """Return what determines the pass."""
-        return PassState(snapshots=dict(self._snapshots), objects=self._objects)
-
-    @property
-    def common(self) -> RandomState:
-        """The random state that the pass draws from next: within a draw it is the state of the process."""
-        return random_state() if self._drawing else self._state
-
-    @common.setter
-    def common(self, state: RandomState) -> None:
-        self._state = state
-        if self._drawing:
-            restore_random_state(state)
 
     def agree(self, moment: Literal["begin", "made", "first"]) -> None:
         """Have further draws start from rank 0's random state, or from where the pass to go through again drew.
@@ -110,48 +89,39 @@ class Order:
         made, `made` before that of a sampler is, or after that of an iterable, `first` before the first batch is asked
         for. Within a draw, as where worker processes are fed their first indices, the state is rank 0's already.
         """
-        if (moment == "first" and moment in self._snapshots) or (moment != "begin" and self.forks):
+        snapshots = self.state["snapshots"]
+        if (moment == "first" and moment in snapshots) or (moment != "begin" and self.forks):
             return
         seen = self._seen.get(moment)
         if seen is not None:
-            self.common = seen["random"]
+            self.stream.state = seen["random"]
             self._parts.load(seen["generators"])
-        elif not self._drawing:
+        elif not self.stream.drawing_now:
             exchanges = self.shared or moment == "begin"
-            self.common = self.world.from_first(random_state()) if exchanges else random_state()
-        self._snapshots[moment] = Snapshot(random=self.common, generators=self._parts.generator_states())
+            self.stream.state = self.world.from_first(random_state()) if exchanges else random_state()
+        snapshots[moment] = Snapshot(random=self.stream.state, generators=self._parts.generator_states())
 
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
+    def drawing(self) -> AbstractContextManager[None]:
         """Draw from the random state of the pass inside.
 
-        A rank whose own state is equal to it moves on with it, as a single process does. Any other has its own back at
-        the end. So has every rank while batches are passed over: its own state is that of the resumed run.
+        While batches are passed over, every rank has its own state back at the end: that of the resumed run.
         """
-        if self._drawing:
-            yield
-            return
-        own = random_state()
-        self._own = own if self.behind or not same_random_state(own, self._state) else None
-        restore_random_state(self._state)
-        self._drawing = True
-        try:
-            yield
-        finally:
-            self._state, self._drawing = random_state(), False
-            restore_random_state(self._own or self._state)
+        return self.stream.drawing(apart=self.behind)
 
     def follow(self, before: RandomState, after: RandomState) -> None:
         """Move on as rank 0 did, which drew: where the ranks draw the same numbers, or this one's state was rank 0's.
 
         A model expects that ranks with equal seeds keep drawing equal numbers.
         """
-        if not self.forks:
-            self.common = after
-        elif not self._drawing and same_random_state(random_state(), before):
-            restore_random_state(after)
-        elif self._own is not None and same_random_state(self._own, before):
-            self._own = after
+        if self.forks:
+            self.stream.pull(before, after)
+        else:
+            self.stream.state = after
+
+    def end_making(self) -> None:
+        """Move on as rank 0 did when it made its iterator. A collective operation unless `shared`."""
+        if not self.shared:
+            self.follow(self._begun, self.world.from_first(self.stream.state))
 
     @property
     def behind(self) -> bool:
@@ -166,8 +136,8 @@ class Order:
     def note(self, key: bytes, samples: int, *, compares: bool = False) -> Mark | None:
         """Note the next loader batch by its digest; return the place after it, None if it is to be passed over.
 
-        With `compares` the ranks compare batches 1, 2, 4, 8, and so on, a collective operation; without a known length
-        every batch, so that a rank that ends early and one that goes on meet here.
+        With `compares` the ranks compare some batches, a collective operation; without a known length every batch, so
+        that a rank that ends early and one that goes on meet here.
 
         Raises:
             RuntimeError: If the batches so far are not the same on all ranks, or not those of the pass to go through.
@@ -178,25 +148,37 @@ class Order:
         if self.behind:
             return None
         resumes = self.yielded_nothing
-        if compares and (resumes or not self._sized or count & (count - 1) == 0):
-            self.compare(f"batch {count}" + ", the last that the checkpoint counts as trained on" * resumes)
+        if compares and (resumes or not self._sized or _is_compared(count)):
+            self._compare(self.mark.digest, f"batch {count}" + ", the last that the checkpoint counts" * resumes)
         if resumes and self.mark.digest != self.start.digest:
             raise self._other_batches("are not those of the checkpoint")
         return None if resumes else self.mark
 
-    def finish(self) -> None:
-        """Raise if some batches to pass over are missing."""
+    def compare_read(self, key: bytes, batch: int) -> None:
+        """Raise on all ranks unless they read the same for the same indices. A collective operation for some batches.
+
+        Args:
+            key: A digest of what was read.
+            batch: The number of the batch in the pass.
+        """
+        if _is_compared(batch - self.start.batches):
+            self._compare(key, f"batch {batch}")
+
+    def finish(self, *, compares: bool) -> None:
+        """Raise if some batches to pass over are missing, or ranks had others. A collective operation if `compares`."""
+        if compares:
+            self._compare(self._hash.digest(), f"the end after batch {self.mark.batches}")
         if self.behind:
             raise self._other_batches(f"are missing, it ends after {self.mark.batches}")
 
-    def compare(self, what: str) -> None:
-        """Raise on all ranks unless they noted the same batches. A collective operation."""
-        if not _equal(self.world, self._hash.digest()):
+    def _compare(self, digest: bytes, what: str) -> None:
+        if not _equal(self.world, digest):
             raise RuntimeError(
-                f"the train loader does not yield the same batches on all ranks: found at {what} of this epoch."
-                " With split_batches=True every rank takes its chunk of the same batch. Make the dataset"
-                " independent of the rank, and seed its own generators equally on every rank; or, where every rank is"
-                " to read its own part of the data, set `sharded_by_rank = True` on the loader or on its dataset."
+                f"the train loader does not yield the same batches on all ranks: found at {what} of this epoch. Every"
+                " rank takes its part of the same batch. Make dataset and collate_fn independent of the rank, and have"
+                " them draw from the global generators of torch, random or NumPy, which are those of rank 0, or from"
+                " one that is seeded equally on every rank; or, where every rank is to read its own part of the data,"
+                " set `sharded_by_rank = True` on the loader or on its dataset."
             )
 
     def _other_batches(self, found: str) -> RuntimeError:
@@ -208,6 +190,10 @@ class Order:
             " does not come from `generator=` or the global random state needs methods `state_dict` and"
             " `load_state_dict`. Or resume from a checkpoint of the end of an epoch."
         )
+
+
+def _is_compared(count: int) -> bool:
+    return count & (count - 1) == 0  # 1, 2, 4, 8, and so on
 
 
 def require_equal(world: World, value: Any, message: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from lightning_gradavg.batches.collate import Apart
 from lightning_gradavg.batches.joined import fetched_now, join
 from lightning_gradavg.batches.loader import BatchSplitter
 from lightning_gradavg.batches.order import Behind
-from lightning_gradavg.batches.progress import NumberedLoader, Progress, ResumableLoader, numbered
+from lightning_gradavg.batches.progress import NumberedLoader, Progress, ResumableLoader
 from lightning_gradavg.lightning_internals import TrainingLoop, injects_samplers, set_injection_of_samplers
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Part, Run, Saved
@@ -153,7 +152,7 @@ class SplitBatches(Batches):
 
     @property
     def missing(self) -> int:
-        """None of the ranks is left without a batch: all know what stands behind it."""
+        """None: all ranks know what stands behind the batch."""
         return 0
 
     @property
@@ -177,8 +176,7 @@ class SplitBatches(Batches):
     def process_dataloader(self, loader: Any) -> NumberedLoader:
         """Return a training loader of this rank's parts of the batches. A collective operation."""
         assert self._splitter is not None
-        split = self._splitter.wrap(loader, partial(numbered, progress=self._progress))
-        assert isinstance(split, NumberedLoader)
+        split = self._splitter.wrap(loader, self._progress.wrap)
         self._loaders.append(split)
         place = len(self._resumable) - 1
         if isinstance(split, ResumableLoader) and self._states is not None and place < len(self._states):
@@ -231,11 +229,7 @@ class SplitBatches(Batches):
     def slices(self, batch: Any) -> list[ReplicaSlice]:
         """Cut the rank's batch in training, as `training_step` gets it, into its replicas, in order.
 
-        Several loaders' batches are each cut, and keep their structure. A stand-in is the batch itself, of no replica
-        and no samples.
-
-        Raises:
-            ValueError: If the batch no longer has the structure or the number of samples that the loaders yielded.
+        Several loaders' batches are each cut, and keep their structure. A stand-in is the batch itself.
         """
         assert self.chunk is not None, "slices() needs a batch that is in training"
         chunks = [each and each.chunk for each in self._behind]
@@ -254,25 +248,24 @@ class SplitBatches(Batches):
         return [ReplicaSlice(pieces[0].replica if pieces else None, self.chunk.samples, batch)]
 
     def _parts(self, batch: Any, chunks: Sequence[Chunk | None]) -> tuple[Any, list[Any]]:
-        """Return the loaders' structure, and their batches."""
+        """Return the loaders' structure, and their batches, or raise a ValueError."""
         assert self._loop is not None
         structure = self._loop.structure
+        hooks = "Have on_before_batch_transfer and on_after_batch_transfer keep"
         try:
             parts = structure.flatten_up_to(batch)
         except ValueError as error:
             raise ValueError(
                 f"the batch of type {type(batch).__name__} that training_step gets does not have the structure of the"
-                " train loaders any more, so it cannot be cut into replicas. Have on_before_batch_transfer and"
-                " on_after_batch_transfer keep one batch for each loader."
+                f" train loaders any more, so it cannot be cut into replicas. {hooks} one batch for each loader."
             ) from error
         for part, chunk in zip(parts, chunks, strict=True):
-            if chunk is None or isinstance(part, Apart):
-                continue
-            if batch_samples(part) != chunk.stop - chunk.start:
+            cut = chunk is not None and not isinstance(part, Apart)
+            if cut and batch_samples(part) != chunk.stop - chunk.start:
                 raise ValueError(
                     f"training_step gets a batch of {batch_samples(part)} samples where the train loader yielded"
-                    f" {chunk.stop - chunk.start}, so it cannot be cut into replicas. Have on_before_batch_transfer and"
-                    " on_after_batch_transfer keep the number of samples, or change it in training_step."
+                    f" {chunk.stop - chunk.start}, so it cannot be cut into replicas. {hooks} the number of samples, or"
+                    " change it in training_step."
                 )
         return structure, parts
 

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_gradavg.batches.loader import BatchSplitter, Pass, SplitLoader
-from lightning_gradavg.batches.order import Behind, Mark, Order
+from lightning_gradavg.batches.order import Behind, Mark
 from lightning_gradavg.batches.state import FORMAT, LoaderParts, LoaderState, checked
 from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.loaders import keeps_state
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state
 
-__all__ = ["NumberedLoader", "Numbers", "Progress", "numbered"]
+__all__ = ["NumberedLoader", "Numbers", "Progress", "ResumableLoader"]
 
 
 def _nothing() -> None:
@@ -54,7 +54,6 @@ class NumberedLoader(SplitLoader):
     Attributes:
         progress: Where training stands.
         start: Where the next passes start, until something is trained on; None for the beginning of a pass.
-        begun: The order of the pass that began there last.
         behind: What stands behind its batches.
     """
 
@@ -62,21 +61,20 @@ class NumberedLoader(SplitLoader):
         super().__init__(loader, splitter, sharded=sharded)
         self.progress, self.behind = progress, Numbers()
         self.start: LoaderState | None = None
-        self.begun: Order | None = None
 
     def __iter__(self) -> NumberedIterator:
         return NumberedIterator(self)
 
 
 class ResumableLoader(NumberedLoader):
-    """One whose place a checkpoint holds, in loader batches of the global order.
+    """One whose place a checkpoint holds, in loader batches of the global order, for any world size.
 
     What was trained on is not loaded again where the samples have indices. Of an iterable-style dataset, and of an
-    iterable of batches, it has to be read again and is dropped.
+    iterable of batches, it has to be read again and is dropped. A loader that keeps its own state resumes itself.
     """
 
     def state_dict(self) -> Any:
-        """Return where training stands, for any world size; a loader that keeps its own state returns that."""
+        """Return where training stands."""
         return self.read.state_dict() if keeps_state(self.loader) else self.progress.state_of(self)
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -84,7 +82,7 @@ class ResumableLoader(NumberedLoader):
         if keeps_state(self.loader):
             self.read.load_state_dict(state_dict)
         else:
-            self.start, self.begun = checked(state_dict, self.loader), None
+            self.start = checked(state_dict, self.loader)
             self.progress.go_on(self.start["random"])
 
 
@@ -93,62 +91,61 @@ class NumberedIterator(Iterator[Any]):
 
     After a checkpoint, the pass begins when it is read: Lightning draws random numbers and sets the epoch of samplers
     after it is made, and may drop it. Until something is trained on, every iterator resumes there.
-
-    Attributes:
-        loader: The loader.
-        pass_: The pass; None before it began.
     """
 
     def __init__(self, loader: NumberedLoader) -> None:
         self.loader = loader
-        self.pass_: Pass | None = None
+        self.begun: Pass | None = None
         if loader.start is None:
             self.begin()
 
-    def begin(self) -> None:
+    def begin(self) -> Pass:
         """Begin the pass, unless it has begun. A collective operation."""
-        if self.pass_ is None:
-            loader = self.loader
-            self.pass_ = Pass(loader, loader.start, None if loader.begun is None else loader.begun.state())
-            loader.begun = None if loader.start is None else self.pass_.order
+        if self.begun is None:
+            start = self.loader.start
+            self.begun = self.loader.begin(start)
+            if start is not None and not start["passes"]:
+                start["passes"] = [self.begun.order.state]
+        return self.begun
 
     def __next__(self) -> Any:
         progress, loader = self.loader.progress, self.loader
         mine = progress.loop.iterators
         with progress.reading():
             # In the order in which they were made: they may draw from one random state.
-            for each in (*mine, self) if self.pass_ is None else ():
+            for each in mine if self.begun is None else ():
                 each.begin()
-            assert self.pass_ is not None
-            item = next(self.pass_, None)
+            order, items = self.begin()
+            item = next(items, None)
         if item is None:
-            if self in mine or self.pass_.order.yielded_nothing:
-                loader.start = loader.begun = None  # the next pass, perhaps of the same epoch, is a new one
+            if self in mine or order.yielded_nothing:
+                loader.start = None  # the next pass, perhaps of the same epoch, is a new one
             raise StopIteration
         batch, behind = item
         if self in mine:  # and not one by which a user looks at the data
             first = 0 if loader.start is None else loader.start["batches"]
-            loader.behind.note(progress.loop, behind, first=first, keep=progress.window_size + 2)
+            loader.behind.note(progress.loop, behind, first=first, keep=progress.window() + 2)
         return batch
 
 
 class Progress:
-    """Where training stands in the loaders of one rank; `window` returns the loader batches of an optimizer step."""
+    """Where training stands in the loaders of one rank.
+
+    Attributes:
+        loop: Lightning's, which counts.
+        window: Returns the loader batches of an optimizer step.
+    """
 
     def __init__(self, loop: TrainingLoop, window: Callable[[], int]) -> None:
-        self.loop, self._window = loop, window
+        self.loop, self.window = loop, window
         self._random: RandomState | None = None  # of a resumed run that is being set up
         self._arrived: tuple[int, RandomState] | None = None
         self._epoch: Callable[[], Any] = _nothing
 
-    @property
-    def window_size(self) -> int:
-        """Batches of each optimizer step."""
-        return self._window()
-
-    @property
-    def _epoch_is_over(self) -> bool:
-        return self.loop.epoch_ended and self.loop.processed == self.loop.ready
+    def wrap(self, loader: Any, splitter: BatchSplitter, *, sharded: bool) -> NumberedLoader:
+        """Return the split loader for a user's loader."""
+        kind = NumberedLoader if sharded and not keeps_state(loader) else ResumableLoader
+        return kind(loader, splitter, sharded=sharded, progress=self)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -168,11 +165,11 @@ class Progress:
         if ready > loop.completed:
             return []
         self._epoch = weakref.ref(loop.epoch)
-        if ready % self.window_size == 0:
+        if ready % self.window() == 0:
             self._arrived = ready, random_state()
         loaders = [each.loader for each in loop.iterators]
         for loader in loaders:
-            loader.start = loader.begun = None
+            loader.start = None
         return [loader.behind.get(ready) for loader in loaders]
 
     def in_training(self) -> list[Behind | None]:
@@ -187,11 +184,12 @@ class Progress:
         """
         if loader.start is not None:
             return loader.start
-        loop, over = self.loop, self._epoch_is_over
-        stepped = loop.processed if over else loop.processed // self.window_size * self.window_size
+        loop, window = self.loop, self.window()
+        over = loop.epoch_ended and loop.processed == loop.ready
+        stepped = loop.processed if over else loop.processed // window * window
         # The iterators of an epoch that is over are there until the next one's are made.
         over = over or (loop.ready == 0 and self._epoch() is loop.epoch)
-        passes = [each.pass_.order for each in loop.iterators if each.loader is loader and each.pass_ is not None]
+        passes = [each.begun.order for each in loop.iterators if each.loader is loader and each.begun is not None]
         order = None if over or not passes else passes[0]
         last = loader.behind.get(stepped - 1)
         mark = Mark() if order is None else order.start if last is None else last.mark
@@ -204,7 +202,7 @@ class Progress:
             samples=mark.samples,
             epoch_batches=mark.batches,
             digest=mark.digest.hex(),
-            passes=[] if order is None else [order.state()],
+            passes=[] if order is None else [order.state],
             generators=parts.generator_states(),
             objects=parts.object_states(),
             seeded=loader.seeded,
@@ -225,9 +223,3 @@ class Progress:
         if self._random is not None:
             restore_random_state(self._random)
             self._random = None
-
-
-def numbered(loader: Any, splitter: BatchSplitter, *, sharded: bool, progress: Progress) -> NumberedLoader:
-    """Return the split loader for a user's loader."""
-    kind = NumberedLoader if sharded and not keeps_state(loader) else ResumableLoader
-    return kind(loader, splitter, sharded=sharded, progress=progress)

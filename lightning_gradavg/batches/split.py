@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_gradavg.batches.chunks import Split
-from lightning_gradavg.batches.loader import BatchSplitter, Pass
-from lightning_gradavg.loaders import Shows
+from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
 from lightning_gradavg.ranks import World
 
 __all__ = ["ChunkLoader", "split_batches"]
 
 
-class ChunkLoader(Shows):
+class ChunkLoader(SplitLoader):
     """What `split_batches` returns. Its other attributes are those of the user's loader.
 
     Attributes:
@@ -28,20 +27,13 @@ class ChunkLoader(Shows):
     samples: int | None = None
     with_gradients = True
 
-    def __init__(self, loader: Any, world: World) -> None:
-        self._split = BatchSplitter(Split(world.rank, world.size), world).wrap(loader)
-        super().__init__(self._split)
-
     def __iter__(self) -> Iterator[Any]:
         try:
-            for batch, behind in Pass(self._split):
+            for batch, behind in self.begin().items:
                 self.samples, self.with_gradients = behind.chunk.samples, torch.is_grad_enabled()
                 yield batch
         finally:
             self.samples = None
-
-    def __len__(self) -> int:
-        return len(self._split)
 
 
 def split_batches(loader: Any, *, group: dist.ProcessGroup | None = None) -> ChunkLoader:
@@ -63,4 +55,5 @@ def split_batches(loader: Any, *, group: dist.ProcessGroup | None = None) -> Chu
     Raises:
         ValueError: On all ranks, if the loader cannot be split, or the ranks' loaders differ.
     """
-    return ChunkLoader(loader, World.of(group))
+    world = World.of(group)
+    return BatchSplitter(Split(world.rank, world.size), world).wrap(loader, ChunkLoader)

@@ -23,19 +23,14 @@ _DEPTH = 4  # a sampler of a batch sampler, a dataset of a subset: more levels a
 
 
 class Snapshot(TypedDict):
-    """What the draws of samplers depend on: rank 0's random state, and the loader's own generators."""
+    """What draws depend on: rank 0's random state, and the loader's own generators."""
 
     random: RandomState
     generators: list[torch.Tensor]
 
 
 class PassState(TypedDict):
-    """What determines one pass over a loader.
-
-    Attributes:
-        snapshots: What it was drawn from, by the name of the moment.
-        objects: States that samplers and datasets had before it.
-    """
+    """What determines a pass: what it drew from, by moment, and the states of samplers and datasets before it."""
 
     snapshots: dict[str, Snapshot]
     objects: list[Any]
@@ -90,11 +85,11 @@ class LoaderParts:
         self.objects = list(filter(keeps_state, list(found.values())[1:]))
 
     def generator_states(self) -> list[torch.Tensor]:
-        """Return the states of the generators."""
+        """Return the generators' states."""
         return [generator.get_state() for generator in self.generators]
 
     def object_states(self) -> list[Any]:
-        """Return the states of samplers and datasets."""
+        """Return the objects' states."""
         return [copy.deepcopy(part.state_dict()) for part in self.objects]
 
     def load(self, generators: Sequence[torch.Tensor] = (), objects: Sequence[Any] = ()) -> None:
@@ -106,14 +101,9 @@ class LoaderParts:
 
 
 def checked(state: Any, loader: Any) -> LoaderState:
-    """Return `state` if a loader can go on from it.
-
-    Raises:
-        ValueError: If it is not the state of such a loader.
-    """
-    if not (
-        isinstance(state, dict) and state.get("format") == FORMAT and LoaderState.__required_keys__ <= state.keys()
-    ):
+    """Return `state` if a loader can go on from it, or raise a ValueError."""
+    known = isinstance(state, dict) and LoaderState.__required_keys__ <= state.keys()
+    if not known or state["format"] != FORMAT:
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise ValueError(
             f"the checkpoint's state of a train loader is not one of format {FORMAT} of a loader split with"
@@ -129,4 +119,4 @@ def checked(state: Any, loader: Any) -> LoaderState:
                 f"the train loader has {len(mine)} {what}, but that of the checkpoint had {len(theirs)}. Resume"
                 " with the sampler and dataset of the run that saved it."
             )
-    return cast("LoaderState", state)
+    return cast("LoaderState", dict(state))

@@ -54,8 +54,7 @@ class EvaluationLoader(LoaderWrapper):
     Attributes:
         kept: Whether the user shares out the data; otherwise the batches are dealt.
         lengths: Each rank's number of batches; None if some rank does not know.
-        taken: How many batches were taken in this pass, while there is one.
-        full: Whether all ranks have a batch in the round under way, as far as this loader is concerned.
+        begun: Whether a batch was taken in this pass, while there is one.
         read: How many rounds of a stream were read in this pass, and the digest of their batches.
     """
 
@@ -68,19 +67,22 @@ class EvaluationLoader(LoaderWrapper):
         super().__init__(loader, read=read, shown=read, alike=self._streamed)
         self.kept, self.lengths = kept, lengths
         self._world, self._limit = world, limit
-        self.taken, self.full = 0, False
+        self.begun = False
         self.read = (0, b"")
 
-    def __iter__(self) -> Iterator[Any]:
-        self.taken, self.read = 0, (0, b"")
-        batches = islice(self._read, self._limit)  # of what is dealt there are fewer already
-        return self._counted(self._dealt(batches) if self._streamed else batches)
+    @property
+    def uneven(self) -> bool:
+        """Whether some rank may have no batch in some step. What a stream says of its length need not be so."""
+        return self._streamed or self.lengths is None or len(set(self.lengths)) > 1
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
+        self.begun, self.read = False, (0, b"")
+        batches = islice(self._read, self._limit)  # of what is dealt there are fewer already
+        return self._noted(self._dealt(batches) if self._streamed else batches)
+
+    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            self.taken += 1
-            if not self._streamed:
-                self.full = self.lengths is not None and self.taken <= min(self.lengths)
+            self.begun = True
             yield batch
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -96,8 +98,6 @@ class EvaluationLoader(LoaderWrapper):
                     own.append(batch)  # no other is kept in memory
                 size += 1
             rounds += size > 0
-            # What a stream says of its length need not be so.
-            self.full = size == world_size
             self.read = (rounds, digest.digest())
             yield from own
 
@@ -136,12 +136,11 @@ def sampler_problem(sampler: DistributedSampler[Any] | None, world_size: int) ->
     """Return why the sampler does not yield each sample once on so many ranks; None where it does, or is none."""
     if sampler is None:
         return None
-    samples, replicas = len(sampler.dataset), sampler.num_replicas  # type: ignore[arg-type]  # it takes sized data only
-    advice = "Leave the sampler out: the loader is dealt, and each of its batches evaluated once."
-    if replicas != world_size:
-        return f"an evaluation loader has a DistributedSampler for {replicas} replicas on {world_size} ranks. {advice}"
-    surplus = sampler.total_size - samples
-    if surplus == 0:
+    samples: int = len(sampler.dataset)  # type: ignore[arg-type]  # it takes sized data only
+    if sampler.num_replicas == world_size and sampler.total_size == samples:
         return None
-    what = f"repeats {surplus}" if surplus > 0 else f"drops {-surplus}"
-    return f"the DistributedSampler of an evaluation loader {what} of {samples} samples on {replicas} ranks. {advice}"
+    return (
+        f"the DistributedSampler of an evaluation loader yields {sampler.total_size} of {samples} samples, for"
+        f" {sampler.num_replicas} replicas on {world_size} ranks, so it repeats or drops some. Leave the sampler out:"
+        " the loader is dealt, and each of its batches evaluated once."
+    )

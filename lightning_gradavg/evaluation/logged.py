@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,11 +22,6 @@ from lightning_gradavg.lightning_internals import MetricInside, neutral_result
 from lightning_gradavg.ranks import World
 
 __all__ = ["Described", "ListState", "Logged", "complete", "complete_states", "describe"]
-
-_FIELDS = (
-    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "add_dataloader_idx"),
-    *("dataloader_idx", "metric_attribute"),
-)
 
 
 class Logged(NamedTuple):
@@ -79,7 +75,8 @@ def _is_of_all_ranks(entry: Any) -> bool:
 
 def _logged(entry: Any) -> Logged:
     dtypes = {name: getattr(entry, name).dtype for name in entry.metric_state} if entry.is_tensor else {}
-    return Logged({name: getattr(entry.meta, name) for name in _FIELDS}, entry.meta.sync.should, dtypes)
+    names = [field.name for field in fields(entry.meta) if not field.name.startswith("_")]
+    return Logged({name: getattr(entry.meta, name) for name in names}, entry.meta.sync.should, dtypes)
 
 
 def _list_state(value: list[Any]) -> ListState:

@@ -5,7 +5,7 @@ What follows from that is done here:
 
 * no step runs through DDP, whose forward broadcasts buffers: all ranks take rank 0's once, at the start;
 * what is reduced or gathered within a step, such as `self.log(on_step=True, sync_dist=True)`, is refused where some
-  ranks may have no batch then: on all ranks, and where only some are there, at the end of the pass;
+  ranks may have no batch then: at the end of the pass, where no rank waits for another;
 * before anything is computed at the end, the ranks agree on what was logged, in which order, and take over what they
   lack with its neutral value;
 * predictions are put back into the order of the loader.
@@ -71,8 +71,8 @@ class Evaluation(Part):
 _REFUSED = (
     "something is reduced or gathered over the ranks within an evaluation step (self.log with on_step=True and"
     " sync_dist=True, self.all_gather, or a metric with dist_sync_on_step=True), but with exact evaluation some ranks"
-    " may have no batch in a step (batches in rank order: {lengths}). Log with on_step=False, on_epoch=True, which is"
-    " reduced once at the end; gather in on_validation_epoch_end; or leave exact_evaluation out."
+    " may have no batch in a step. Log with on_step=False, on_epoch=True, which is reduced once at the end; gather in"
+    " on_validation_epoch_end; or leave exact_evaluation out."
 )
 
 
@@ -80,7 +80,8 @@ class ExactEvaluation(Evaluation):
     """Evaluates each sample exactly once, on two or more ranks."""
 
     _pass: EvaluationPass | None = None
-    _rows: Sequence[Sequence[EvaluationLoader]] = ()  # those that are read together, in this pass
+    _loaders: Sequence[EvaluationLoader] = ()  # of the pass, until its last batch
+    _refused = False
 
     def setup(self, run: Run) -> None:
         """Begin a run."""
@@ -89,8 +90,7 @@ class ExactEvaluation(Evaluation):
         self.through_ddp = run.world.size == 1
         self._stages = {} if self.through_ddp else _STAGES
         self._injects_samplers = injects_samplers(run.trainer)
-        self.prepares, self._pass, self._rows = False, None, ()
-        self._refused: str | None = None
+        self.prepares, self._pass, self._loaders = False, None, ()
         self._put_back_options, self._put_back, self._within_step = ExitStack(), ExitStack(), ExitStack()
 
     def prepare_loaders(self, stage: str) -> None:
@@ -121,11 +121,14 @@ class ExactEvaluation(Evaluation):
         loader = user_loader(loader)
         sampler = distributed_sampler(loader)
         kept = is_sharded(loader) or sampler is not None or not self._injects_samplers
-        limited, unlimited = self._limited(loader)
-        mine = kept, limited, sampler_problem(sampler, world.size), unlimited
+        limited, problem = 0.0, sampler_problem(sampler, world.size)
+        try:
+            limited = limited_batches(self._stage, length_of(loader), self._limit)
+        except MisconfigurationException as error:
+            problem = str(error)
         # A problem that only some ranks have is raised by them all: nobody waits for a rank that has given up.
-        of_kept, lengths, *problems = zip(*world.gather_objects(mine), strict=True)
-        problem = next(filter(None, chain(*problems)), None)
+        of_kept, lengths, problems = zip(*world.gather_objects((kept, limited, problem)), strict=True)
+        problem = next(filter(None, problems), None)
         if problem is not None:
             raise ValueError(problem)
         if len(set(of_kept)) > 1 or (not kept and len(set(lengths)) > 1):
@@ -136,17 +139,12 @@ class ExactEvaluation(Evaluation):
                 " Trainer(use_distributed_sampler=False)."
             )
         limit = None if limited == math.inf else int(limited)
-        of_ranks = _lengths(lengths, kept=kept)
+        of_ranks = None if math.inf in lengths else [int(length) for length in lengths]
+        if of_ranks is not None and not kept:
+            of_ranks = [len(range(rank, of_ranks[0], world.size)) for rank in range(world.size)]
         wrapped = EvaluationLoader(loader, world, kept=kept, limit=limit, lengths=of_ranks)
         rank_zero_info(f"GradAvgStrategy: {prefix} {wrapped.describe()}")
         return wrapped
-
-    def _limited(self, loader: Any) -> tuple[float, str | None]:
-        """Return how many batches the Trainer's limit leaves of a loader, infinite if unknown, and why it does not."""
-        try:
-            return limited_batches(self._stage, length_of(loader), self._limit), None
-        except MisconfigurationException as error:
-            return 0, str(error)
 
     def on_evaluation_start(self) -> None:
         """Prepare one pass over the loaders. A collective operation, when Lightning's loop has set them up.
@@ -164,12 +162,11 @@ class ExactEvaluation(Evaluation):
                 f"CombinedLoader(mode={now.mode!r}) repeats the batches of the shorter loaders, so their samples would"
                 " be evaluated more than once. Use 'sequential', 'min_size' or 'max_size'."
             )
-        self._rows = [[loader] for loader in now.loaders] if now.mode == "sequential" else [now.loaders]
+        self._loaders, self._refused = now.loaders, False
         if self.run.model is not None:
             self._take_buffers(self.run.model)
         metrics = self._metrics()
         self._updates = {name: MetricInside(metric).updates for name, metric in metrics.items()}
-        self._refused = None
         for metric in metrics.values():
             if metric.dist_sync_on_step:
                 self._within_step.callback(setattr, metric, "dist_sync_fn", metric.dist_sync_fn)
@@ -180,31 +177,24 @@ class ExactEvaluation(Evaluation):
     def alone(self) -> bool:
         """Return whether what is about to be reduced over the ranks is left as it is, to be refused later.
 
-        Raises:
-            RuntimeError: On all ranks, where all have a batch now and some may have none later.
+        Refused here, the ranks that have no batch would wait for this one.
         """
-        begun = [row for row in self._rows if any(loader.taken > 0 for loader in row)]
-        if not begun:
-            return False
-        lengths, full = self._steps(begun[-1]), all(loader.full for loader in begun[-1])
-        if full and lengths is not None and len(set(lengths)) == 1:
-            return False
-        text = _REFUSED.format(lengths=lengths or "unknown")
-        if full:
-            raise RuntimeError(text)
-        # Raised here, the ranks that have no batch would wait for this one.
-        self._refused = text
-        return True
+        within = any(each.begun for each in self._loaders) and any(each.uneven for each in self._loaders)
+        self._refused |= within
+        return within
 
     def _gathered(self, gather: Any, tensor: Tensor, group: Any = None) -> list[Tensor]:
         """Return a state of a metric on all ranks."""
         return [tensor] if self.alone() else gather(tensor, group)
 
-    def _raise_refused(self, of_ranks: Sequence[str | None]) -> None:
-        """Raise on all ranks what some of them were refused within this pass."""
-        refused = next(filter(None, of_ranks), None)
-        if refused is not None:
-            raise RuntimeError(refused)
+    def _agreed(self, now: EvaluationPass, *mine: Any) -> list[Any]:
+        """Return what each rank brings, after raising on all what is wrong with the pass. A collective operation."""
+        row = self._refused, [loader.read for loader in now.loaders], *mine
+        refused, reads, *others = zip(*self.run.world.gather_objects(row), strict=True)
+        if any(refused):
+            raise RuntimeError(_REFUSED)
+        compare_streams(reads, together=now.mode != "sequential")
+        return others
 
     def on_evaluation_end(self) -> None:
         """End one pass, when its results are computed. A collective operation for predictions."""
@@ -216,10 +206,7 @@ class ExactEvaluation(Evaluation):
         self._pass = None
         if not self.run.trainer.predicting:
             return
-        mine = self._refused, [loader.read for loader in now.loaders]
-        refused, reads = zip(*world.gather_objects(mine), strict=True)
-        self._raise_refused(refused)
-        compare_streams(reads, together=False)
+        self._agreed(now)
         for loader, own in zip(now.loaders, now.predictions, strict=False):  # there may be none
             if not loader.kept:
                 most = max(length for (length,) in world.gather_integers([len(own)]))
@@ -242,20 +229,11 @@ class ExactEvaluation(Evaluation):
             if isinstance(module, Metric) and module.sync_on_compute and module.process_group is None
         }
 
-    def _steps(self, loaders: Sequence[EvaluationLoader]) -> list[int] | None:
-        """Return each rank's number of steps over loaders that are read together, None if it is unknown."""
-        assert self._pass is not None
-        lengths: list[Any] = [loader.lengths for loader in loaders]
-        if None in lengths:
-            return None
-        fewest_or_most = min if self._pass.mode == "min_size" else max
-        return [fewest_or_most(of_rank) for of_rank in zip(*lengths, strict=True)]
-
     def _leave(self) -> None:
         """Note that no batch is evaluated any more: what is reduced now is so over all ranks."""
-        for loader in chain.from_iterable(self._rows):
-            loader.taken = 0  # not at the start: of a stream the first batch is fetched before
-        self._rows = ()
+        for loader in self._loaders:
+            loader.begun = False  # not at the start: of a stream the first batch is fetched before
+        self._loaders = ()
         self._within_step.close()
 
     def _take_buffers(self, model: DistributedDataParallel) -> None:
@@ -276,11 +254,8 @@ class ExactEvaluation(Evaluation):
             for name, metric in metrics.items()
             if MetricInside(metric).updates != self._updates.get(name, 0)
         }
-        results, read = now.results, [loader.read for loader in now.loaders]
-        mine = describe(results, updated), read, self._refused
-        described, reads, refused = zip(*world.gather_objects(mine), strict=True)
-        self._raise_refused(refused)
-        compare_streams(reads, together=now.mode != "sequential")
+        results = now.results
+        (described,) = self._agreed(now, describe(results, updated))
         lacking, put_back = complete(results, metrics, described, self.run.module, world)
         self._put_back.push(put_back)
         if lacking and not self.run.trainer.sanity_checking:
@@ -289,14 +264,6 @@ class ExactEvaluation(Evaluation):
                 " it from, and is not reduced over the ranks: each rank has its own value, or none. Log it with"
                 " sync_dist=True to have the value of one process on all ranks."
             )
-
-
-def _lengths(of_ranks: Sequence[float], *, kept: bool) -> list[int] | None:
-    """Return how many batches each rank evaluates of a loader that so many are there of; None if some does not know."""
-    if math.inf in of_ranks:
-        return None
-    known, world_size = list(map(int, of_ranks)), len(of_ranks)
-    return known if kept else [len(range(rank, known[0], world_size)) for rank in range(world_size)]
 
 
 def _give_back(buffers: Sequence[Tensor], own: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
