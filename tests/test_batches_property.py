@@ -59,22 +59,6 @@ def test_pieces_cover_the_batch_once(size: int, world_size: int, replicas: int |
     assert not chunks[0].stand_in
 
 
-@given(size=st.integers(1, 20), replicas=st.integers(1, 6), world_size=st.integers(1, 6))
-def test_replicas_are_the_chunks_of_torch(size: int, replicas: int, world_size: int) -> None:
-    """Whatever the world, the ranks' pieces in order are the chunks of `torch.chunk`."""
-    splits = [Split(rank, world_size, replicas) for rank in range(world_size)]
-    chunks = [split.cut(size) for split in splits]
-
-    pieces = [piece for chunk in chunks for piece in chunk.pieces]
-
-    expected = [chunk.tolist() for chunk in torch.arange(size).chunk(replicas)]
-    assert expected == [list(range(piece.start, piece.stop)) for piece in pieces]
-    assert list(range(len(expected))) == [piece.replica for piece in pieces]
-    assert {len(expected)} == {chunk.batch_replicas for chunk in chunks}
-    owned = [set(range(*bounds)) for bounds in chunk_bounds(replicas, world_size)]
-    assert all({piece.replica for piece in chunk.pieces} <= mine for chunk, mine in zip(chunks, owned, strict=True))
-
-
 @given(
     size=sizes,
     batch_size=st.integers(1, 12),

@@ -62,6 +62,30 @@ class Eager(Lazy):
         return iter([part.tolist() for part in torch.randperm(self.size).split(self.batch_size)])
 
 
+class Memory:
+    """A sampler whose order comes from a memory of its own: the number of passes begun."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.passes = size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(random.Random(self.passes).sample(range(self.size), self.size))
+
+
+class Remembering(Memory):
+    """The same, with a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes = state["passes"]
+
+
 class Batches(list[Any]):
     """Batches in memory."""
 
@@ -92,6 +116,7 @@ ORDERS: dict[str, Callable[[int, int], Any]] = {
     "eager": lambda size, batch: loader(size, batch_sampler=Eager(size, batch)),
     "stream": lambda size, batch: loader(Stream(size), batch_size=batch),
     "own stream": lambda size, batch: loader(Stream(size, torch.Generator()), batch_size=batch),
+    "a sampler with a state": lambda size, batch: loader(size, batch_size=batch, sampler=Remembering(size)),
     "list": Batches,
     "unsized": lambda size, batch: Unsized(lambda: torch.randperm(size).split(batch)),
 }
@@ -357,30 +382,6 @@ class Augmented(Dataset[Any]):
         return index + torch.rand(()) / 4 + random.random() / 4 + np.random.random() / 4  # noqa: NPY002  # likewise
 
 
-class Memory:
-    """A sampler whose order comes from a memory of its own: the number of passes begun."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.passes = size, 0
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        return iter(random.Random(self.passes).sample(range(self.size), self.size))
-
-
-class Remembering(Memory):
-    """The same, with a state."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {"passes": self.passes}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.passes = state["passes"]
-
-
 def one(make: Callable[[], Any]) -> Make:
     return lambda: [make()]
 
@@ -479,32 +480,6 @@ class TestOrderOfARest:
         ranks = on_ranks(3, body, seeds=[1, 2, 3])
 
         assert expected == [samples([rank[epoch] for rank in ranks]) for epoch in range(len(expected))]
-
-    def test_the_random_state_of_a_rank_is_that_of_the_checkpoint(self) -> None:
-        """Passing over batches draws from the common state; afterwards a model draws what it would have drawn."""
-
-        def drawn(fit: Fit, steps: int) -> list[list[float]]:
-            return [torch.rand(2).tolist() for _ in fit.rows(steps)]
-
-        def make() -> list[Any]:
-            return [ORDERS["lazy"](24, 4)]
-
-        def first(splitter: BatchSplitter) -> Any:
-            fit = Fit(splitter, make)
-            drawn(fit, 3)
-            states = fit.save()
-            fit.begun = True
-            return states, drawn(fit, 3)
-
-        states, expected = on_ranks(2, first)[0]
-        ranks = on_ranks(3, lambda splitter: drawn(Fit(splitter, make, states), 3), seeds=[1, 2, 3])
-
-        assert [expected] * 3 == ranks
-
-    @pytest.mark.parametrize(("epochs", "stop"), [(0, 2), (1, 2), (1, 6)])
-    def test_a_sampler_with_a_state_goes_on(self, epochs: int, stop: int) -> None:
-        """A sampler that has `state_dict` and `load_state_dict` is put back to where its pass began."""
-        check(one(lambda: loader(24, batch_size=4, sampler=Remembering(24))), [3, 2], epochs=epochs, stop=stop)
 
     def test_another_order_is_an_error_on_all_ranks(self) -> None:
         """A sampler with a memory and no state is found out before a batch is trained on, with advice."""

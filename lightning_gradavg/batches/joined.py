@@ -68,10 +68,7 @@ class JoinedIterator(Iterator[Any]):
 
 
 class JoinedLoader(LoaderWrapper):
-    """A training loader that ends on all ranks at once, and shows the attributes of the user's.
-
-    Its `length` is that of the rank that has most; None where a rank cannot tell.
-    """
+    """A training loader that ends on all ranks at once; its length is that of the rank that has most, if all tell."""
 
     def __init__(self, loader: Any, world: World, device: torch.device, loop: TrainingLoop, length: int | None) -> None:
         super().__init__(loader, read=loader, shown=loader, alike=False)

@@ -260,8 +260,9 @@ class SplitBatches(Batches):
                 f" train loaders any more, so it cannot be cut into replicas. {hooks} one batch for each loader."
             ) from error
         for part, chunk in zip(parts, chunks, strict=True):
-            cut = chunk is not None and not isinstance(part, Apart)
-            if cut and batch_samples(part) != chunk.stop - chunk.start:
+            if chunk is None or isinstance(part, Apart):
+                continue
+            if batch_samples(part) != chunk.stop - chunk.start:
                 raise ValueError(
                     f"training_step gets a batch of {batch_samples(part)} samples where the train loader yielded"
                     f" {chunk.stop - chunk.start}, so it cannot be cut into replicas. {hooks} the number of samples, or"

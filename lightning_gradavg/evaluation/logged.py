@@ -25,12 +25,9 @@ __all__ = ["Described", "ListState", "Logged", "complete", "complete_states", "d
 
 
 class Logged(NamedTuple):
-    """What a rank logged under one key, without the value.
+    """What a rank logged under one key: the fields of Lightning's metadata, and whether it is reduced over the ranks.
 
-    Attributes:
-        fields: The fields of Lightning's metadata.
-        synced: Whether it is reduced over the ranks.
-        dtypes: Type of each state; empty if a `Metric` was logged, which has its own states.
+    `dtypes` has the type of each state; it is empty if a `Metric` was logged, which has its own states.
     """
 
     fields: dict[str, Any]
@@ -39,12 +36,7 @@ class Logged(NamedTuple):
 
 
 class ListState(NamedTuple):
-    """A list state of a metric on one rank.
-
-    Attributes:
-        length: Number of elements.
-        no_rows: A tensor without rows of the type and shape that its first element has; None without such a one.
-    """
+    """A list state of a metric on one rank; `no_rows` is without rows, of the type and shape of its first tensor."""
 
     length: int = 0
     no_rows: torch.Tensor | None = None

@@ -53,15 +53,12 @@ _STAGES = {
 
 
 class Evaluation(Part):
-    """Every rank evaluates what Lightning gives it, as in stock DDP.
-
-    Attributes:
-        through_ddp: Whether a validation step may run through DDP, whose forward broadcasts buffers.
-        prepares: Whether the loaders that Lightning prepares now are evaluation loaders, to be processed here.
-    """
+    """Every rank evaluates what Lightning gives it, as in stock DDP."""
 
     through_ddp: bool = True
+    """Whether a validation step may run through DDP, whose forward broadcasts buffers."""
     prepares: bool = False
+    """Whether the loaders that Lightning prepares now are evaluation loaders, to be processed here."""
 
     def alone(self) -> bool:
         """Return whether what is about to be reduced over the ranks is left as it is, to be refused later."""
@@ -112,10 +109,6 @@ class ExactEvaluation(Evaluation):
 
         It is dealt, unless the user shares out the data: with `Trainer(use_distributed_sampler=False)`, a true
         attribute `sharded_by_rank` of the loader or its dataset, or a `DistributedSampler`.
-
-        Raises:
-            ValueError: If a `DistributedSampler` repeats or drops samples, the limit of batches does not fit the
-                loader, or the ranks' loaders differ.
         """
         world, prefix = self.run.world, self._stage.dataloader_prefix
         loader = user_loader(loader)
@@ -147,11 +140,7 @@ class ExactEvaluation(Evaluation):
         return wrapped
 
     def on_evaluation_start(self) -> None:
-        """Prepare one pass over the loaders. A collective operation, when Lightning's loop has set them up.
-
-        Raises:
-            ValueError: If batches would be repeated to fill up a `CombinedLoader`.
-        """
+        """Prepare one pass over the loaders. A collective operation, when Lightning's loop has set them up."""
         if self.through_ddp:
             return
         self._put_back_options.close()
