@@ -23,123 +23,47 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     ConcatDataset,
     DataLoader,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
     Subset,
-    SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
     default_collate,
 )
 
-from lightning_gradavg.batches.chunks import EMPTY_BATCH, Chunk, Split
+from lightning_gradavg.batches.chunks import Split
 from lightning_gradavg.batches.collate import Collated, PartCollator, cut_out
-from lightning_gradavg.batches.order import Behind, Mark, Order, require_equal
+from lightning_gradavg.batches.indices import Asked, SharedIndices
+from lightning_gradavg.batches.order import Behind, Order, require_equal
 from lightning_gradavg.batches.state import LoaderState
 from lightning_gradavg.lightning_internals import cloned
 from lightning_gradavg.loaders import LoaderWrapper, distributed_sampler, is_sharded, loader_batch_size, user_loader
 from lightning_gradavg.ranks import World
-from lightning_gradavg.tree import batch_samples, data_digest
+from lightning_gradavg.tree import batch_samples
 
 __all__ = ["BatchSplitter", "Pass", "SplitLoader"]
 
 _END = object()
 Loader = TypeVar("Loader", bound="SplitLoader")
-_BLOCK = 256
-"""Batches of indices that are sent at once, where the sampler draws no random numbers and sees nothing of training."""
-
-# They draw from a global generator for their first index only, whatever happens between the batches.
-_DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-
 # Their items are what they hold. A subclass may draw.
 _DRAW_NOTHING = (TensorDataset, Tensor, list, tuple, range)
 
 
-class _Noted(NamedTuple):
-    """What was noted of a batch when its indices were asked for; no mark where it is only passed over."""
-
-    chunk: Chunk | None
-    mark: Mark | None
-    samples: int
-
-
-class _Sampler:
-    """The batch sampler of a copy of the loader: what rank 0's yields, on every rank whole or its own part of it.
-
-    `order` is that of the next pass, and `noted` what the copy of the loader has still to yield.
-    """
-
-    order: Order
-    noted: deque[_Noted]
-
-    def __init__(self, batch_sampler: Any, loader: SplitLoader) -> None:
-        self._batch_sampler, self._loader = batch_sampler, loader
-        inner = getattr(batch_sampler, "sampler", None)
-        self._draws_once = type(batch_sampler) is BatchSampler and type(inner) in _DRAW_ONCE
-
-    def __len__(self) -> int:
-        return len(self._batch_sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        order = self.order
-        with order.drawing():
-            order.agree("made")
-            batches = iter(self._batch_sampler) if order.world.rank == 0 else iter(())
-        return self._shared(self._asked(batches, order), order, self.noted)
-
-    def _asked(self, batches: Iterator[Any], order: Order) -> Iterator[Any]:
-        """Yield what rank 0's sampler yields, on all ranks."""
-        size = 1
+def _drawn(order: Order, batches: Iterator[Any]) -> Iterator[Any]:
+    """Read batches, which may draw from the random state of the pass."""
+    drawing = order.drawing if order.shared or order.forks else nullcontext
+    if order.shared:
         order.agree("first")
-        while True:
-            block, error, drawn = [], None, None
-            if order.world.rank == 0:
-                with order.drawing():
-                    before = order.stream.state
-                    try:
-                        block = list(map(_listed, islice(batches, size)))
-                    except Exception as raised:  # noqa: BLE001  # the other ranks would wait for it
-                        error = raised
-                    drawn = (before, order.stream.state) if size == 1 else None
-            block, message, drawn = order.world.from_first((block, error and repr(error), drawn))
-            if drawn is not None:
-                order.follow(*drawn)
-            yield from block
-            if message:
-                raise error or RuntimeError(f"the batch sampler of rank 0, whose order counts, raised {message}")
-            if len(block) < size:
-                return
-            size = min(2 * size, _BLOCK) if self._draws_once else 1
-
-    def _shared(self, batches: Iterator[Any], order: Order, noted: deque[_Noted]) -> Iterator[Any]:
-        """Yield the indices that this rank loads, and pass over batches that were trained on.
-
-        Whole batches that this process loads are loaded again: what is drawn next may depend on their draws.
-        """
-        loader = self._loader
-        loads_again = loader.whole and loader.loader.num_workers == 0
-        for indices in batches:
-            mark = order.note(data_digest(indices), len(indices))
-            if mark is not None or loads_again:
-                chunk = None if loader.whole else loader.split.cut(len(indices))
-                noted.append(_Noted(chunk, mark, len(indices)))
-                yield indices if chunk is None else indices[chunk.start : chunk.stop]
-
-
-def _listed(indices: Any) -> list[Any]:
-    listed: list[Any] = indices.tolist() if isinstance(indices, Tensor) else list(indices)
-    if not listed:
-        raise ValueError(EMPTY_BATCH)
-    return listed
+    while True:
+        with drawing():
+            batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch
 
 
 class Pass(NamedTuple):
@@ -175,15 +99,20 @@ class SplitLoader(LoaderWrapper):
         streams = not batched or isinstance(loader.dataset, IterableDataset)
         self.whole = splitter.whole_batches and (streams or not _may_be_read_in_parts(loader))
         self.alike = (streams or self.whole) and not sharded
-        self.indices = None if streams else _Sampler(loader.batch_sampler, self)
-        replaced: dict[str, Any] = {} if streams else {"batch_sampler": self.indices}
+        self.indices: SharedIndices | None = None
+        replaced: dict[str, Any] = {}
+        if not streams:
+            # Whole batches that this process loads are loaded again: what is drawn next may depend on their draws.
+            again = self.whole and loader.num_workers == 0
+            own = None if self.whole else self.split
+            self.indices = replaced["batch_sampler"] = SharedIndices(loader.batch_sampler, own, loads_again=again)
         if not self.alike and self.world.rank > 0:
             replaced["generator"] = None  # the seed of workers is drawn from a stream of the rank's own
         # A loader with an `__iter__` of its own expects what the user's collate_fn returns.
         if batched and type(loader).__iter__ is DataLoader.__iter__:
             at_indices = not (streams or self.whole)
-            if not at_indices or self.split.max_samples is not None:
-                split = Split(max_samples=self.split.max_samples) if at_indices else self.split
+            split = Split(max_samples=self.split.max_samples) if at_indices else self.split
+            if split != Split():
                 replaced["collate_fn"] = PartCollator(loader.collate_fn, split, self.whole)
         self.read: Any = cloned(loader, **replaced) if isinstance(loader, DataLoader) else loader
         # Seeded by its rank, a worker might read in another order.
@@ -199,7 +128,7 @@ class SplitLoader(LoaderWrapper):
 
     def begin(self, start: LoaderState | None = None) -> Pass:
         """Begin a pass. A collective operation, and so is each step of it. For `start` see `Order`."""
-        order, noted = Order(self.loader, self.world, start, shared=self.alike), deque[_Noted]()
+        order, noted = Order(self.loader, self.world, start, shared=self.alike), deque[Asked]()
         if self.indices is not None:
             self.indices.order, self.indices.noted = order, noted
         with order.drawing():
@@ -207,37 +136,37 @@ class SplitLoader(LoaderWrapper):
             if self.indices is None:
                 order.agree("made")
         order.end_making()
-        return Pass(order, self._items(order, batches, noted))
+        drawn = _drawn(order, batches)
+        if self.indices is None:
+            return Pass(order, self._split_as_read(order, drawn))
+        return Pass(order, self._split_at_indices(order, drawn, noted))
 
-    def _items(self, order: Order, batches: Iterator[Any], noted: deque[_Noted]) -> Iterator[tuple[Any, Behind]]:
-        drawing = order.drawing if order.shared or order.forks else nullcontext
-        if order.shared:
-            order.agree("first")
-        while True:
-            with drawing():
-                batch = next(batches, _END)
-            if batch is _END:
-                break
-            if self.indices is None:
-                rows, key, part = self._opened(batch)
-                chunk: Chunk | None = self.split.cut(rows)
-                mark = order.note(key, rows, compares=True)
-            elif not noted:
-                raise self._mismatch("more")
-            else:
-                chunk, mark, samples = noted.popleft()
-                part = batch.part if isinstance(batch, Collated) else batch
-                if chunk is None:
-                    rows, key, part = self._opened(batch, samples)
-                    chunk = self.split.cut(rows)
-                    if mark is not None:
-                        order.compare_read(key, mark.batches)
+    def _split_as_read(self, order: Order, batches: Iterator[Any]) -> Iterator[tuple[Any, Behind]]:
+        for batch in batches:
+            rows, key, part = self._opened(batch)
+            mark = order.note(key, rows, compares=True)
             if mark is not None:
-                assert chunk is not None
-                yield part, Behind(chunk, mark)
+                yield part, Behind(self.split.cut(rows), mark)
+        order.finish(compares=True)
+
+    def _split_at_indices(
+        self, order: Order, batches: Iterator[Any], noted: deque[Asked]
+    ) -> Iterator[tuple[Any, Behind]]:
+        """Yield what is read for the indices that were asked for."""
+        for batch in batches:
+            if not noted:
+                raise self._mismatch("more")
+            mark, rows = noted.popleft()
+            part = batch.part if isinstance(batch, Collated) else batch
+            if self.whole:
+                rows, key, part = self._opened(batch, rows)
+                if mark is not None:
+                    order.compare_read(key, mark.batches)
+            if mark is not None:
+                yield part, Behind(self.split.cut(rows), mark)
         if noted:
             raise self._mismatch("fewer")
-        order.finish(compares=self.indices is None)
+        order.finish(compares=False)
 
     def _opened(self, batch: Any, samples: int = 1) -> Collated:
         """Return a whole batch, of which every rank takes its part, as a worker hands it over."""

@@ -231,21 +231,22 @@ class SplitBatches(Batches):
 
         Several loaders' batches are each cut, and keep their structure. A stand-in is the batch itself.
         """
-        assert self.chunk is not None, "slices() needs a batch that is in training"
+        chunk = self.chunk
+        assert chunk is not None, "slices() needs a batch that is in training"
         chunks = [each and each.chunk for each in self._behind]
-        pieces = max((chunk.pieces for chunk in chunks if chunk is not None), key=len)
-        if self._options.num_replicas is not None or len(pieces) > 1:
-            # On ranks without samples, too: all raise, or none.
-            structure, parts = self._parts(batch, chunks)
-            if pieces:
-                count = len(pieces)
-                rows = zip(*map(_cut_out, parts, chunks, [count] * len(parts)), strict=True)
-                sizes = [stop - start for start, stop in _bounds(self.chunk, count)]
-                return [
-                    ReplicaSlice(piece.replica, size, structure.unflatten(row))
-                    for piece, size, row in zip(pieces, sizes, rows, strict=True)
-                ]
-        return [ReplicaSlice(pieces[0].replica if pieces else None, self.chunk.samples, batch)]
+        pieces = max((each.pieces for each in chunks if each is not None), key=len)
+        if self._options.num_replicas is None and len(pieces) <= 1:
+            return [ReplicaSlice(pieces[0].replica if pieces else None, chunk.samples, batch)]
+        structure, parts = self._parts(batch, chunks)  # on ranks without samples, too: all raise, or none
+        if not pieces:
+            return [ReplicaSlice(None, 0, batch)]
+        count = len(pieces)
+        sizes = [stop - start for start, stop in _bounds(chunk, count)]
+        rows = zip(*(_cut_out(part, each, count) for part, each in zip(parts, chunks, strict=True)), strict=True)
+        return [
+            ReplicaSlice(piece.replica, size, structure.unflatten(row))
+            for piece, size, row in zip(pieces, sizes, rows, strict=True)
+        ]
 
     def _parts(self, batch: Any, chunks: Sequence[Chunk | None]) -> tuple[Any, list[Any]]:
         """Return the loaders' structure, and their batches, or raise a ValueError."""
