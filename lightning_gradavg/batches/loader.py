@@ -110,10 +110,10 @@ class SplitLoader(LoaderWrapper):
             replaced["generator"] = None  # the seed of workers is drawn from a stream of the rank's own
         # A loader with an `__iter__` of its own expects what the user's collate_fn returns.
         if batched and type(loader).__iter__ is DataLoader.__iter__:
-            at_indices = not (streams or self.whole)
-            split = Split(max_samples=self.split.max_samples) if at_indices else self.split
-            if split != Split():
-                replaced["collate_fn"] = PartCollator(loader.collate_fn, split, self.whole)
+            if streams or self.whole:
+                replaced["collate_fn"] = PartCollator(loader.collate_fn, self.split, self.whole)
+            elif self.split.max_samples is not None:
+                replaced["collate_fn"] = PartCollator(loader.collate_fn, Split(max_samples=self.split.max_samples))
         self.read: Any = cloned(loader, **replaced) if isinstance(loader, DataLoader) else loader
         # Seeded by its rank, a worker might read in another order.
         super().__init__(loader, read=self.read, shown=loader, alike=self.alike)
