@@ -37,8 +37,7 @@ from torch.utils.data import (
 
 from lightning_gradavg.batches.chunks import Split
 from lightning_gradavg.batches.collate import Collated, PartCollator, cut_out
-from lightning_gradavg.batches.indices import Asked, SharedIndices
-from lightning_gradavg.batches.order import Behind, Order, require_equal
+from lightning_gradavg.batches.order import Asked, Behind, Order, SharedIndices, require_equal
 from lightning_gradavg.batches.state import LoaderState
 from lightning_gradavg.lightning_internals import cloned
 from lightning_gradavg.loaders import LoaderWrapper, distributed_sampler, is_sharded, loader_batch_size, user_loader
