@@ -135,7 +135,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         10,
     ),
     "two loaders": ({"loaders": 2}, {}, 5),
-    "workers": ({"workers": 2, "shuffle": True}, {"max_epochs": 2}, 10),
+    "workers": ({"workers": 1, "shuffle": True}, {"max_epochs": 2}, 10),
 }
 
 

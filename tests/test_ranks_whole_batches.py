@@ -143,7 +143,7 @@ def joined(ranks: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("workers", "seeded"),
-    [(0, False), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)],
+    [(0, False), pytest.param(2, True, marks=pytest.mark.slow)],
 )
 def test_every_replica_is_that_of_one_process(world, workers, seeded):
     """Augmented, padded and mixed, the replicas of each step are bit for bit those of one process, on 2 to 4 ranks."""
