@@ -170,8 +170,8 @@ def share_of(rule: Rule, place: Place, weight: Any) -> Share:
             return Share(0.0, 0.0)
     try:
         share = Share(*rule.share(place, weight))
-        numbers = [(name, number) for name, number in share._asdict().items() if not isinstance(number, Tensor)]
-        wrong = [f"{name}={number!r}" for name, number in numbers if not is_number(number)]
+        known = [(name, one) for name, one in zip(Share._fields, share, strict=True) if not isinstance(one, Tensor)]
+        wrong = [f"{name}={number!r}" for name, number in known if not is_number(number)]
     except Exception as error:
         raise ValueError(
             f"the reduction rule {rule.name!r} failed on ({place}, {weight}): {error!r}."

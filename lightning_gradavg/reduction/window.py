@@ -123,6 +123,7 @@ class Window:
         known: What all ranks know of the window, once it is exchanged.
         is_alone: Whether its only micro-batch carries the whole factor.
         loss_divisor: What the training loop divides every loss of the window by; None for the window's length.
+        terms: The names of the loss terms, sorted.
         missed: Pairs that a mean counts and no rank has, because some ranks are out of batches.
         bad: Whether a loss of this rank is not finite.
         divided_by: What this rank's gradient of the window was divided by, once the window is closed.
@@ -161,7 +162,9 @@ class Window:
         """Begin a window."""
         self.micro_batches: list[MicroBatch] = []
         self._judged: list[tuple[dict[str, Share], str | None]] = []
+        self.terms: tuple[str, ...] = ()
         self.bad, self.missed, self._lift = False, 0, self._next_lift
+        self._explicit, self._lost = 0, False
 
     def carry(self, micro_batch: MicroBatch, *, last: bool, missed: int = 0, unread: bool = False) -> list[Any]:
         """Add the micro-batch whose backward begins; return what each of its terms carries, None for no gradient.
@@ -195,17 +198,15 @@ class Window:
         """Append a micro-batch, which some ranks do not have."""
         self.micro_batches.append(micro_batch)
         self._judged.append(self._judge(micro_batch, self._place))
+        self.terms = tuple(sorted({*self.terms, *micro_batch.weights}))
         self.missed += missed
+        self._explicit += micro_batch.explicit
+        self._lost |= micro_batch.without_loss
 
     @property
     def length(self) -> int:
         """Number of micro-batches."""
         return len(self.micro_batches)
-
-    @property
-    def terms(self) -> tuple[str, ...]:
-        """The names of the loss terms, sorted."""
-        return tuple(sorted({term for micro_batch in self.micro_batches for term in micro_batch.weights}))
 
     @property
     def divisor(self) -> float:
@@ -326,14 +327,13 @@ class Window:
 
     def _summarized(self) -> Tensor:
         """Return the float64 vector whose sum over the ranks `Totals` reads."""
-        terms, length, judged = self.terms, self.length, self._at_end()
-        signature = crc32("\0".join(terms).encode()) % 2**20
-        explicit = sum(each.explicit for each in self.micro_batches)
-        lost = any(each.without_loss for each in self.micro_batches)
-        faults = sum(fault is not None for _, fault in judged)
-        header = [faults, length, length**2, explicit, signature, signature**2, self.bad or lost, lost]
+        length, judged = self.length, self._at_end()
+        signature = crc32("\0".join(self.terms).encode()) % 2**20
+        faults = length - [fault for _, fault in judged].count(None)
+        bad = self.bad or self._lost
+        header = [faults, length, length**2, self._explicit, signature, signature**2, bad, self._lost]
         sums, unread = [0.0] * MOST_TERMS, None
-        for index, term in enumerate(terms if self.rule.uses_weight else ()):
+        for index, term in enumerate(self.terms if self.rule.uses_weight else ()):
             shares = [shares[term] for shares, _ in judged if term in shares]
             if isinstance(shares[0].normalizer, Tensor):
                 (unread,) = shares  # alone in its window
