@@ -47,6 +47,11 @@ def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
     return parameters
 
 
+def flushes_static_graph(strategy: Any) -> bool:
+    """Return whether Lightning (since 2.6) starts the reduction of a static graph's first manual backward."""
+    return hasattr(strategy, "_pl_static_graph_delay_done")
+
+
 def syncs_batch_norm(strategy: Any) -> bool:
     """Return whether `Trainer(sync_batchnorm=True)` is about to convert batch norm."""
     return strategy._layer_sync is not None

@@ -147,10 +147,10 @@ class WeighedTraining(EndsProcessGroup, ParallelStrategy):
         self.pre_backward(closure_loss)
         root = precision.pre_backward(closure_loss, module)
         reduction.backward(lambda: precision.backward(root, module, optimizer, *args, **kwargs))
+        # Here Lightning reduces the first backward of a static graph in manual optimization.
+        self.post_backward(closure_loss)
         reduction.finish()
-        closed: Tensor = precision.post_backward(root, module)
-        self.post_backward(closed)
-        return closed
+        return precision.post_backward(root, module)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

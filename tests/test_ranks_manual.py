@@ -42,7 +42,7 @@ class Manual(MLP):
             optimizer.step()
 
 
-def train_manual(static: bool = False) -> Any:
+def train_manual(static: bool) -> Any:
     rank = dist.get_rank()
     bounds = np.cumsum([0, *COUNTS])
     data = [(x[bounds[rank] : bounds[rank + 1]], y[bounds[rank] : bounds[rank + 1]]) for x, y in samples(8)]
@@ -53,13 +53,14 @@ def train_manual(static: bool = False) -> Any:
     return {"rank": torch.tensor(rank), **model.state_dict()}
 
 
-def test_manual_windows_equal_automatic_ones(world):
-    assert_reference(world(2).run(train_manual), reference("", 8, 4), 1e-6)
-
-
-def test_a_static_graph_is_refused(world):
-    raised = world(2).run_expecting_errors(train_manual, static=True)
-    assert all("static_graph=True cannot serve manual optimization" in one.message for one in raised)
+@pytest.mark.parametrize("static", [False, True])
+def test_manual_windows_equal_automatic_ones(world, static):
+    """Or a static graph is refused by a lightning that does not start its first reduction."""
+    if static and not hasattr(GradAvgStrategy(), "_pl_static_graph_delay_done"):
+        raised = world(2).run_expecting_errors(train_manual, static)
+        assert all("static_graph=True with manual optimization" in one.message for one in raised)
+        return
+    assert_reference(world(2).run(train_manual, static), reference("", 8, 4), 1e-6)
 
 
 class ByHand(Toy):

@@ -13,7 +13,7 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_gradavg.lightning_internals import reduced_parameters, stored
+from lightning_gradavg.lightning_internals import flushes_static_graph, reduced_parameters, stored
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.accumulation import Accumulation
@@ -123,14 +123,15 @@ class Reduction(Part):
     def _refuse(self, run: Run, *, manual: bool) -> None:
         """Raise a ValueError about the first of what cannot be served, which says what to do instead."""
         option = f"nonfinite={self._judge.policy!r}" if self._judge is not None else ""
+        unflushed = run.ddp.static_graph and not flushes_static_graph(run.trainer.strategy)
         scaled = getattr(run.trainer.precision_plugin, "scaler", None) is not None
         refusals = {
             f"{option} checks a step before it is taken, but in manual optimization you take it. Check the"
             " gradients after manual_backward, which are the same on all ranks, or leave it out.": option and manual,
             f"{option} with precision={run.trainer.precision!r}, whose loss scaler makes all ranks skip a step with"
             " a gradient that is not finite. Leave it out, or use another precision.": option and scaled,
-            "static_graph=True cannot serve manual optimization, whose first backward DDP would not reduce. Leave"
-            " static_graph out.": run.ddp.static_graph and manual,
+            "static_graph=True with manual optimization needs lightning 2.6, which has DDP reduce the first backward."
+            " Leave static_graph out, or use a newer lightning.": manual and unflushed,
         }
         for text in (text for text, refused in refusals.items() if refused):
             raise ValueError(text)
