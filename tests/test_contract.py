@@ -132,22 +132,18 @@ def test_the_constructors_of_sharded_models():
     assert {"parallelize_fn": empty, "reduction": "mean", "options": empty} == parameters_of(of_fabric)
 
 
-def test_the_names_of_the_package():
-    """What `from lightning_gradavg import` gives."""
+def test_the_names():
+    """What `from lightning_gradavg import` gives, and the values of `strategy=` of Trainer and Fabric."""
     expected = (
         "GradAvgModelParallelStrategy GradAvgMonitor GradAvgReducer GradAvgStrategy Place Share"
         " average_gradients gather split_batches verify"
     )
     assert words(expected) == sorted(lightning_gradavg.__all__)
-
-
-def test_the_registered_names():
-    """The values of `Trainer(strategy=...)`."""
-    expected = (
-        "gradavg gradavg_data_parallel gradavg_fork gradavg_model_parallel gradavg_notebook gradavg_single_device"
-        " gradavg_spawn gradavg_sum gradavg_weighted lightning_gradavg.gradavgstrategy"
-    )
-    assert words(expected) == sorted(name for name in StrategyRegistry if "gradavg" in name)
+    of_loops = "gradavg gradavg_fork gradavg_notebook gradavg_spawn gradavg_sum gradavg_weighted"
+    of_trainer = "gradavg_data_parallel gradavg_model_parallel gradavg_single_device lightning_gradavg.gradavgstrategy"
+    registered = {name for name in StrategyRegistry if "gradavg" in name}
+    assert {*words(of_loops), *words(of_trainer)} == registered
+    assert words(of_loops) == sorted(name for name in STRATEGY_REGISTRY if name.startswith("gradavg"))
 
 
 def test_the_functions():
@@ -156,19 +152,8 @@ def test_the_functions():
     of_reduction = {"reduction": "mean", "weight": None, "group": None}
     assert {"module_or_parameters": empty, **of_reduction} == parameters_of(lightning_gradavg.average_gradients)
     assert {"tensors": empty, **of_reduction} == parameters_of(lightning_gradavg.gather)
-    assert {
-        "module",
-        "data",
-        "strategy",
-        "devices",
-        "steps",
-        "accelerator",
-        "single",
-        "tolerance",
-        "seed",
-        "ignore",
-        "trainer_options",
-    } <= {*parameters_of(lightning_gradavg.verify), "trainer_options"}
+    of_verify = "module data strategy devices steps accelerator single tolerance seed ignore"
+    assert {*words(of_verify)} <= {*parameters_of(lightning_gradavg.verify)}
 
 
 def test_other_loops():
@@ -186,26 +171,12 @@ def test_other_loops():
     assert hasattr(of_fabric, "samples")
 
 
-def test_the_names_of_fabric():
-    """The values of `Fabric(strategy=...)`."""
-    expected = "gradavg gradavg_fork gradavg_notebook gradavg_spawn gradavg_sum gradavg_weighted"
-    assert words(expected) == sorted(name for name in STRATEGY_REGISTRY if name.startswith("gradavg"))
-
-
 def test_what_the_strategy_answers():
     """Properties and methods beside those of Lightning's strategies."""
-    for name in (
-        "global_batch_size",
-        "lr_scale",
-        "num_replicas",
-        "observing",
-        "report",
-        "observe_next_step",
-        "facts",
-        "fingerprint",
-        "state_digests",
-    ):
-        assert hasattr(GradAvgStrategy, name)
+    answers = (
+        "global_batch_size lr_scale num_replicas observing report observe_next_step facts fingerprint state_digests"
+    )
+    assert all(hasattr(GradAvgStrategy, name) for name in words(answers))
 
 
 @pytest.mark.parametrize(
@@ -227,16 +198,12 @@ def test_exit_codes(arguments, code, capsys):
     assert code == len([line for line in capsys.readouterr().err.splitlines() if line]) * 2
 
 
-def test_the_verdicts_of_verify():
-    """The exit codes of `gradavg verify` by verdict, none of which is that of wrong usage or a failing run."""
-    assert {"equal": 0, "different": 1, "not shown": 3} == EXIT_CODES
-
-
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "plan", "verify"])
-def test_commands(command, capsys):
-    """Every command stands in the help."""
+def test_commands_and_verdicts(capsys):
+    """Every command stands in the help; no verdict has the exit code of wrong usage or of a run that fails."""
     main(["--help"])
-    assert f"\n  {command} " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert all(f"\n  {command} " in shown for command in words("fit validate test predict plan verify"))
+    assert {"equal": 0, "different": 1, "not shown": 3} == EXIT_CODES
 
 
 def keys_of(value: Any, path: str = "") -> set[str]:

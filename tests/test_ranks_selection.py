@@ -92,17 +92,18 @@ def options(strategy: Any, folder: Any) -> list[str]:
     return ["--config", str(file)]
 
 
-@pytest.mark.parametrize("command", ["gradavg", "LightningCLI"])
-def test_a_class_path_and_nothing_else(world, tmp_path, command):
-    """Case 25 (d): `--trainer.strategy=lightning_gradavg.GradAvgStrategy` and nothing else trains with that class."""
-    given = [*options("auto", tmp_path), f"--trainer.strategy={STRATEGY}"]
-    assert_trained(world(2).run(from_command_line, command, given), STOCK, 31 / 3)  # the mean of 14 / 3 and 16
-
-
-def test_a_class_path_with_an_option(world, tmp_path):
-    """Case 25 (d): an option beside the class path reaches the strategy."""
-    given = [*options("auto", tmp_path), f"--trainer.strategy={STRATEGY}", "--trainer.strategy.reduction=weighted_mean"]
-    assert_trained(world(2).run(from_command_line, "LightningCLI", given), STOCK, 7.5)
+@pytest.mark.parametrize(
+    ("command", "more", "gradient"),
+    [
+        ("gradavg", [], 31 / 3),  # the mean of 14 / 3 and 16
+        ("LightningCLI", [], 31 / 3),
+        ("LightningCLI", ["--trainer.strategy.reduction=weighted_mean"], 7.5),
+    ],
+)
+def test_a_class_path(world, tmp_path, command, more, gradient):
+    """Case 25 (d): `--trainer.strategy=lightning_gradavg.GradAvgStrategy`, with options or without, is that class."""
+    given = [*options("auto", tmp_path), f"--trainer.strategy={STRATEGY}", *more]
+    assert_trained(world(2).run(from_command_line, command, given), STOCK, gradient)
 
 
 def test_a_config_file(world, tmp_path):

@@ -94,15 +94,6 @@ def test_a_step_without_loss(world: Any, reduction: str) -> None:
         assert (True, "RuntimeError") == ('"weight": 0' in one.message, one.type_name)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
-def test_epoch_shorter_than_the_window(world, reduction):
-    """Case 14: gradients 1, 2, 3 in a window of 4 make one step of 2.0."""
-    seen = same_everywhere(
-        world(2).run(train, [[[1], [2], [3]]] * 2, {"lr": 1.0}, {"reduction": reduction}, accumulate_grad_batches=4)
-    )
-    assert [approx(-1.0)] == [weight.item() for weight in seen.weights]
-
-
 def train_on_schedule(reduction):
     model = Toy(lr=1.0)
     trainer = make_trainer(
