@@ -3,10 +3,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INTEGRATIONS := $(VENV)/.integrations
+LINT := $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
 
 # PyPI's torch for Linux brings several GB of CUDA libraries. Where the CPU build is enough:
 #   make setup TORCH_INDEX='--index-url https://download.pytorch.org/whl/cpu'
 TORCH_INDEX ?=
+
+# Where it is set, each of the many processes that the tests start would compile the package and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-all lint format docs demo gpu clean
@@ -21,12 +25,15 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit( \
 		f"Python 3.10 or newer is needed, {sys.executable} is {v[0]}.{v[1]}; try: make PYTHON=python3.12 <target>")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH_INDEX) --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile $(TORCH_INDEX) --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	-$(BIN)/python -m compileall -qq -j 0 $(VENV)  # pip compiles on one core; templates that are no Python are left out
 	@touch $@
 
-test: lint  ## Lint, check types, run the tests, of grids all pairs; PYTEST_ARGS is passed on
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test: $(READY)  ## Lint, check types, run the tests, of grids all pairs; PYTEST_ARGS is passed on
+	($(LINT)) & lint=$$!; \
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS); tests=$$?; \
+	wait $$lint && exit $$tests
 
 test-all: override PYTEST_ARGS += -m ''
 test-all: $(INTEGRATIONS) test  ## The same with full grids and other trainers, as before a release
@@ -36,9 +43,7 @@ $(INTEGRATIONS): $(READY)
 	@touch $@
 
 lint: $(READY)  ## Lint, check the formatting and the types
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(LINT)
 
 format: $(READY)  ## Fix what ruff can fix, and format
 	$(BIN)/ruff check --fix

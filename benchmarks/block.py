@@ -104,13 +104,11 @@ class Variant:
         name: What the table calls it.
         run: Trains for `WARMUP + setting.steps` steps, ticking once before each and once after the last.
         in_lightning: Whether Lightning's Trainer runs it.
-        obstacle: Why it cannot run here, or None.
     """
 
     name: str
     run: Callable[[Setting, Clock], None]
     in_lightning: bool = False
-    obstacle: str | None = None
 
 
 def weight_of_rank() -> float:

@@ -18,7 +18,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.variants import BASELINE, LIGHTNING
+from benchmarks.plain import BASELINE
+from benchmarks.trained import LIGHTNING
 
 __all__ = ["Measurements", "Spread", "print_report", "save_report"]
 
@@ -56,12 +57,7 @@ class Measurements:
         seconds: Of each variant, the seconds of a step on the slower rank, one per round.
         processor: Likewise the processor seconds.
         sent: Likewise the bytes that a node's interface sent.
-        tensors: Number of parameters that have a gradient.
-        interface: Whose bytes were counted.
         in_lightning: The variants that Lightning's Trainer ran.
-        skipped: Why a variant was not measured.
-        foreign: How many cores other processes kept busy, in each round.
-        turns: The variants in the order in which they were run, of each round.
     """
 
     model: str
@@ -75,12 +71,7 @@ class Measurements:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     processor: dict[str, list[float]] = field(default_factory=dict)
     sent: dict[str, list[float]] = field(default_factory=dict)
-    tensors: int = 0
-    interface: str = ""
     in_lightning: list[str] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    foreign: list[float] = field(default_factory=list)
-    turns: list[list[str]] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
@@ -111,8 +102,7 @@ def _table(results: Measurements) -> Table:
     table = Table(
         title=f"{results.title}: {results.gradient_bytes / 1e6:.1f} MB of gradients, {results.world_size} ranks on"
         f" {results.nodes} nodes ({results.device}), {rounds} rounds of {results.steps} steps",
-        caption="median [quartiles] over the rounds; times of the slower rank; other processes kept"
-        f" {_cell(results.foreign)} cores busy",
+        caption="median [quartiles] over the rounds; times of the slower rank",
     )
     table.add_column("variant", no_wrap=True)
     for column in ("ms", f"of {BASELINE}", "of Lightning", "CPU ms", "sent MB"):
@@ -130,12 +120,8 @@ def _table(results: Measurements) -> Table:
 
 
 def print_report(results: Measurements) -> None:
-    """Print the table of one model, and what it leaves out."""
-    console = Console(width=WIDTH, markup=False)
-    console.print(_table(results))
-    for reason in sorted(set(results.skipped.values())):
-        names = [name for name, why in results.skipped.items() if why == reason]
-        console.print(f"left out, because {reason}: {'; '.join(names)}")
+    """Print the table of one model."""
+    Console(width=WIDTH, markup=False).print(_table(results))
 
 
 def save_report(results: Sequence[Measurements], output: Path) -> None:

@@ -18,7 +18,6 @@ import gc
 import os
 import random
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,13 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.machine import ForeignLoad, sent_by
+from benchmarks.block import Setting, Variant, measure
 from benchmarks.models import MODELS, Measured
+from benchmarks.plain import plain_variants
 from benchmarks.report import Measurements, print_report, save_report
-from benchmarks.variants import Setting, Variant, measure, variants
-from benchmarks.world import World, is_rank, joined, quiet, slowest, start
+from benchmarks.trained import trained_variants
+from benchmarks.world import World, is_rank, joined, sent_by, slowest, start
 
-__all__ = ["World", "chosen", "main", "make_setting", "quiet", "slowest"]
+__all__ = ["main"]
 
 SEED = 0
 
@@ -46,7 +46,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--only", nargs="+", default=["*"], metavar="NAME", help="variants to measure, with wildcards (default: all)")
     add("--without", nargs="+", default=[], metavar="NAME", help="variants to leave out, with wildcards")
     add("--rounds", type=int, default=12, help="rounds that count; one more is dropped (default: 12)")
-    add("--minutes", type=float, default=None, help="of a model: begin no round that would end later, but two at least")
     add("--steps", type=int, default=None, help="timed steps of a round (default: the model's)")
     add("--ranks", type=int, default=2, help="ranks on this machine, where torchrun did not start them (default: 2)")
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
@@ -57,12 +56,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--rounds, --steps and --ranks are 1 or more; got {parsed.rounds}, {parsed.steps} and {parsed.ranks}"
         )
-    if parsed.minutes is not None and not parsed.minutes > 0:
-        parser.error(f"--minutes is more than 0; got {parsed.minutes}")
     return parsed
 
 
-def make_setting(model: str, world: World, steps: int | None) -> Setting:
+def _setting(model: str, world: World, steps: int | None) -> Setting:
     """Return a model and this rank's batch, on its device; `steps` of a round, or by default the model's."""
     torch.manual_seed(SEED)
     network: nn.Module = MODELS[model].model()
@@ -74,10 +71,9 @@ def make_setting(model: str, world: World, steps: int | None) -> Setting:
 
 
 def _measure(model: str, measured: Sequence[Variant], world: World, given: argparse.Namespace) -> Measurements:
-    setting = make_setting(model, world, given.steps)
+    setting = _setting(model, world, given.steps)
     sent = sent_by(given.interface)
     parameters = list(setting.module.parameters())
-    runnable = [variant for variant in measured if variant.obstacle is None]
     measurements = Measurements(
         model=model,
         title=MODELS[model].title,
@@ -87,37 +83,22 @@ def _measure(model: str, measured: Sequence[Variant], world: World, given: argpa
         device=str(world.device.type),
         steps=setting.steps,
         order=[variant.name for variant in measured],
-        tensors=len(parameters),
-        interface=given.interface,
-        in_lightning=[variant.name for variant in runnable if variant.in_lightning],
-        skipped={variant.name: variant.obstacle for variant in measured if variant.obstacle is not None},
+        in_lightning=[variant.name for variant in measured if variant.in_lightning],
     )
     shuffled = random.Random(SEED)
-    others = ForeignLoad()
-    begin, before, longest = time.monotonic(), 0.0, 0.0
     for number in range(given.rounds + 1):
-        (elapsed,) = slowest([time.monotonic() - begin], world.device)
-        longest, before = max(longest, elapsed - before), elapsed
-        if number > 1 and given.minutes is not None and elapsed + longest > 60 * given.minutes:
-            break
-        turns = shuffled.sample(runnable, len(runnable))
-        others.since_last()
-        for variant in turns:
+        for variant in shuffled.sample(measured, len(measured)):
             block = measure(variant, setting, sent)
             # The counter is the node's, and each of its ranks reads the same.
             seconds, processor, bytes_sent = slowest([block.seconds, block.processor, block.sent], world.device)
             if number > 0:
                 measurements.add(variant.name, seconds, processor, bytes_sent)
-        (foreign,) = slowest([others.since_last()], world.device)
-        if number > 0:
-            measurements.foreign.append(foreign)
-            measurements.turns.append([variant.name for variant in turns])
         if dist.get_rank() == 0:
-            sys.stderr.write(f"{model}: round {number} of {given.rounds}, others kept {foreign:.2f} cores busy\n")
+            sys.stderr.write(f"{model}: round {number} of {given.rounds}\n")
     return measurements
 
 
-def chosen(everything: Sequence[Variant], only: Sequence[str], without: Sequence[str]) -> list[Variant]:
+def _chosen(everything: Sequence[Variant], only: Sequence[str], without: Sequence[str]) -> list[Variant]:
     """Return the variants that some patterns name, in their order.
 
     Raises:
@@ -138,7 +119,10 @@ def _rank(given: argparse.Namespace) -> None:
     # Between any two blocks there is a collection, which need not go through what imports have made.
     gc.freeze()
     with joined() as world:
-        measured = chosen(variants(world), given.only, given.without)
+        # Hooks that sum node by node differ from others where several nodes have several ranks each.
+        by_node = world.nodes > 1 and world.ranks_on_node > 1
+        everything = [*plain_variants(), *trained_variants(several_on_nodes=by_node)]
+        measured = _chosen(everything, given.only, given.without)
         results = []
         for model in given.models:
             measurements = _measure(model, measured, world, given)

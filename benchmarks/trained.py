@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -22,8 +20,6 @@ from lightning_gradavg.rules import RULES
 __all__ = ["LIGHTNING", "trained_variants"]
 
 LIGHTNING = "Lightning DDPStrategy"
-
-_TERMINATION = "_broadcast_sigterm_tensor"
 
 
 class _Ticks(Callback):
@@ -77,17 +73,15 @@ def _of_all_ranks(batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _without_termination_flag(trainer: Trainer) -> None:
     """Leave out what Lightning 2.6 does at every batch: a broadcast of whether rank 0 is to end, read on the host."""
-    setattr(trainer.fit_loop.epoch_loop, _TERMINATION, lambda: None)
+    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
 
 
 def _stock() -> Iterator[Variant]:
     yield Variant(LIGHTNING, partial(_train, DDPStrategy), in_lightning=True)
-    flagless = hasattr(_TrainingEpochLoop, _TERMINATION)
     yield Variant(
         f"{LIGHTNING}, no termination flag",
         partial(_train, DDPStrategy, around=_without_termination_flag),
         in_lightning=True,
-        obstacle=None if flagless else f"lightning {lightning.__version__} broadcasts no flag",
     )
     views = partial(DDPStrategy, gradient_as_bucket_view=True)
     yield Variant(f"{LIGHTNING}, bucket views", partial(_train, views), in_lightning=True)

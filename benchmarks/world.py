@@ -6,15 +6,16 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.run import main as torchrun
 
-__all__ = ["World", "is_rank", "joined", "quiet", "slowest", "start"]
+__all__ = ["World", "is_rank", "joined", "quiet", "sent_by", "slowest", "start"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,19 @@ def slowest(values: Sequence[float], device: torch.device) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.tolist()
+
+
+def sent_by(interface: str) -> Callable[[], int]:
+    """Return a function that tells how many bytes a network interface has sent, headers included (Linux).
+
+    Raises:
+        ValueError: If there is no such interface.
+    """
+    counter = Path("/sys/class/net") / interface / "statistics" / "tx_bytes"
+    if not counter.exists():
+        names = sorted(path.name for path in counter.parents[2].glob("*"))
+        raise ValueError(f"--interface={interface!r} is not a network interface of this machine; it has {names}.")
+    return lambda: int(counter.read_text())
 
 
 def quiet() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing
+from functools import cache
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -29,7 +32,10 @@ LAUNCHER_NAMES = frozenset(
 )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None) and obstacle() is None:
+        # The process that hands out the tests has time to compile; the workers build what is missing when they need it.
+        threading.Thread(target=build, daemon=True).start()
     for name in list(os.environ):
         if name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES):
             del os.environ[name]
@@ -39,9 +45,6 @@ def pytest_configure() -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     fixtures = {name for item in session.items for name in getattr(item, "fixturenames", ())}
-    # Before any test, whose time is limited; where there is an obstacle, the fixture skips and says why.
-    if "sim_world" in fixtures and obstacle() is None:
-        build()
     # Before verify starts a fork server, which knows no test modules, and of which a process has one.
     if "world" in fixtures:
         ensure_forkserver()
@@ -56,8 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-@contextmanager
-def isolated_test() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _isolation() -> Iterator[None]:
     """Start from the same random state, and leave no process-wide setting and no process group behind."""
     with isolated():
         random.seed(0)
@@ -69,25 +72,15 @@ def isolated_test() -> Iterator[None]:
         pytest.fail("the test left its process group initialized")
 
 
-@pytest.fixture(autouse=True)
-def _isolation() -> Iterator[None]:
-    with isolated_test():
-        yield
+def _pools(**options: Any) -> Iterator[Callable[[int], RankPool]]:
+    with ExitStack() as stack:
+        yield cache(lambda world_size: stack.enter_context(closing(RankPool(world_size, **options))))
 
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[int], RankPool]]:
     """Return `world(n)`: the pool of n ranks, started once per session and reused by every test."""
-    pools: dict[int, RankPool] = {}
-
-    def pool(world_size: int) -> RankPool:
-        if world_size not in pools:
-            pools[world_size] = RankPool(world_size)
-        return pools[world_size]
-
-    yield pool
-    for started in pools.values():
-        started.close()
+    yield from _pools()
 
 
 @pytest.fixture(scope="session")
@@ -95,13 +88,5 @@ def sim_world() -> Iterator[Callable[[int], RankPool]]:
     """Return `sim_world(n)`: like `world`, with one simulated accelerator per rank; skips where it cannot be built."""
     if (reason := obstacle()) is not None:
         pytest.skip(reason)
-    pools: dict[int, RankPool] = {}
-
-    def pool(world_size: int) -> RankPool:
-        if world_size not in pools:
-            pools[world_size] = RankPool(world_size, backend="cpu:gloo,sim:simnccl", prepare=load)
-        return pools[world_size]
-
-    yield pool
-    for started in pools.values():
-        started.close()
+    build()
+    yield from _pools(backend="cpu:gloo,sim:simnccl", prepare=load)

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 TIMED = ("stock DDPStrategy", "mean", "weights on the host", "weighted_mean", "hooks.bfloat16")
-STEPS = 300
+STEPS = {"cuda": 300, "cpu": 10}
 WAITED = "called a synchronizing CUDA operation"
 
 
@@ -82,7 +82,7 @@ def counted(name: str, device: str) -> tuple[Outcome, dict[str, float]]:
 
 def step_seconds(name: str, device: str, nodes: tuple[int, ...]) -> float:
     """Body: return how long a step takes, the mean of many."""
-    path = replace(PATHS[name], steps=STEPS, nodes=nodes)
+    path = replace(PATHS[name], steps=STEPS[device], nodes=nodes)
 
     def now() -> float:
         if device != "cpu":

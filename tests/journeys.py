@@ -30,11 +30,10 @@ __all__ = ["JOURNEYS", "Seen", "Trace", "travel", "travelled"]
 
 @dataclass
 class Seen:
-    """What was seen of one journey on one rank: files, calls between files by the file that was called, all calls."""
+    """What was seen of one journey on one rank: files, and calls between files by the file that was called."""
 
     files: set[str] = field(default_factory=set)
     entries: Counter[str] = field(default_factory=Counter)
-    calls: int = 0
     arrows: list[str] = field(default_factory=list)
 
 
@@ -64,7 +63,6 @@ class Trace:
         file = code.co_filename.removeprefix(self._root)
         caller = self._stack[-1] if self._stack else "outside"
         self._stack.append(file)
-        self.seen.calls += 1
         self.seen.files.add(file)
         if caller != file:
             self.seen.entries[file] += 1
@@ -115,37 +113,24 @@ class LossToGradient(Net):
         TRACE.stop()
 
 
-class OneStep(Callback):
-    """From the start of a batch to its end."""
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == LAST:
-            TRACE.start()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == LAST:
-            TRACE.stop()
+def between(start: tuple[str, int | None], stop: tuple[str, int | None]) -> Callback:
+    """Return a callback that looks from one hook of a batch to another; without an index, of any or of none."""
+    callback = Callback()
+    for (hook, index), act in ((start, TRACE.start), (stop, TRACE.stop)):
+        setattr(callback, hook, lambda *args, index=index, act=act: act() if index in (None, args[-1]) else None)
+    return callback
 
 
-class OneChunk(Callback):
-    """From the end of a batch to the start of the next one."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == LAST - 1:
-            TRACE.start()
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        TRACE.stop()
+def one_step() -> Callback:
+    return between(("on_train_batch_start", LAST), ("on_train_batch_end", LAST))
 
 
-class WholeEvaluation(Callback):
-    """From the beginning of an evaluation to its values."""
+def one_chunk() -> Callback:
+    return between(("on_train_batch_end", LAST - 1), ("on_train_batch_start", None))
 
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        TRACE.start()
 
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        TRACE.stop()
+def whole_evaluation() -> Callback:
+    return between(("on_validation_start", None), ("on_validation_end", None))
 
 
 @dataclass(frozen=True)
@@ -163,14 +148,14 @@ WEIGHTED = {"reduction": "weighted_mean"}
 SCALED = {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 3}
 JOURNEYS: Mapping[str, Journey] = {
     "loss and weight to reduced gradient": Journey(WEIGHTED, LossToGradient),
-    "fetched batch to this rank's chunk": Journey({**WEIGHTED, "split_batches": True}, callbacks=(OneChunk,)),
-    "step with learning-rate scaling": Journey({**WEIGHTED, **SCALED}, callbacks=(OneStep,)),
+    "fetched batch to this rank's chunk": Journey({**WEIGHTED, "split_batches": True}, callbacks=(one_chunk,)),
+    "step with learning-rate scaling": Journey({**WEIGHTED, **SCALED}, callbacks=(one_step,)),
     "value logged in 3 batches of exact evaluation": Journey(
-        {"exact_evaluation": True}, callbacks=(WholeEvaluation,), run="validate", trainer={"limit_val_batches": 6}
+        {"exact_evaluation": True}, callbacks=(whole_evaluation,), run="validate", trainer={"limit_val_batches": 6}
     ),
-    "step with the bfloat16 hook": Journey({**WEIGHTED, "ddp_comm_hook": bfloat16}, callbacks=(OneStep,)),
+    "step with the bfloat16 hook": Journey({**WEIGHTED, "ddp_comm_hook": bfloat16}, callbacks=(one_step,)),
     "data_parallel with 4 replicas": Journey(
-        {"equivalent_to": "data_parallel", "num_replicas": 4}, callbacks=(OneStep,)
+        {"equivalent_to": "data_parallel", "num_replicas": 4}, callbacks=(one_step,)
     ),
 }
 

@@ -173,12 +173,12 @@ def main() -> None:
     # The ranks import test modules by their own names.
     sys.path.insert(0, str(Path(__file__).parent))
     journeys = importlib.import_module("journeys")
-    table = _table("Journeys on rank 0 of 2", "journey", "files", "calls between files", "calls in all", "most entered")
+    table = _table("Journeys on rank 0 of 2", "journey", "files", "calls between files", "most entered")
     for name, seen in journeys.travel([given.arrows] if given.arrows else list(journeys.JOURNEYS)):
         if given.arrows:
             console.print("\n".join(seen.arrows), soft_wrap=True)
         most = ", ".join(f"{file} {count}" for file, count in seen.entries.most_common(4))
-        table.add_row(name, str(len(seen.files)), str(seen.entries.total()), str(seen.calls), most)
+        table.add_row(name, str(len(seen.files)), str(seen.entries.total()), most)
     console.print(table)
 
 

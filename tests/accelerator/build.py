@@ -56,13 +56,13 @@ def build() -> Path:
     target = library()
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it when its process ends, however that ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until this process and its compiler have ended, however they end
         if not target.exists():
-            _compile(target)
+            _compile(target, lock.fileno())
     return target
 
 
-def _compile(target: Path) -> None:
+def _compile(target: Path, lock: int) -> None:
     folder = target.parent / "objects"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -74,6 +74,7 @@ def _compile(target: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
+        pass_fds=[lock],
     )
     if run.returncode != 0:
         raise RuntimeError(f"the simulator does not compile:\n{run.stdout[-8000:]}")

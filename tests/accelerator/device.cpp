@@ -365,13 +365,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &item);
-  // CUDA has kernels of its own for these; without ours, torch would take them apart, and more operators be counted.
-  auto kernel = [] { return torch::CppFunction::makeFromBoxedFunction<&fallback>(); };
-  for (const char* name : {"convolution", "convolution_backward", "native_layer_norm", "native_group_norm"})
-    m.impl(name, kernel());
-  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames())
-    if (op.name.rfind("aten::_foreach_", 0) == 0)
-      m.impl(toString(op).c_str(), kernel());
 }
 
 // Collectives: gloo's, on the same memory. They are over when they were launched, and the host is not told to wait.
