@@ -235,7 +235,6 @@ class Path:
         module: The module that is trained.
         trainer: Options of the Trainer.
         nodes: The nodes of the ranks, one for each.
-        parts: Micro-batches that a rank makes of a loader batch.
         steps: Optimizer steps of a training.
         waits: Waits of the host per optimizer step, by lines of the package, on every rank; None where nothing is
             counted, as no training goes on step after step. One per micro-batch is that for the signal to end of the
@@ -250,7 +249,6 @@ class Path:
     module: type[Net] = Net
     trainer: Mapping[str, Any] = field(default_factory=dict)
     nodes: tuple[int, ...] = (0, 0)
-    parts: int = 1
     steps: int = 6
     waits: float | None = None
     tolerance: float = 1e-6
@@ -259,7 +257,7 @@ class Path:
     @property
     def window(self) -> int:
         """Micro-batches of an optimizer step."""
-        return int(self.trainer.get("accumulate_grad_batches", 1)) * self.parts
+        return int(self.trainer.get("accumulate_grad_batches", 1))
 
 
 def rows(samples: int, seed: int) -> Tensor:
