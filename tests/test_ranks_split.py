@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -155,45 +155,6 @@ def test_trainer_options_count_loader_batches(world, name, limit):
     assert OPTIONS[name][2] == len(expected[0])
     for ours in world(3).run(count_option, name, limit):
         assert expected == ours
-
-
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
-class Contained(Toy):
-    """Reads one loader, a list of two or a dict of one; notes the types of batches and the sizes of their parts."""
-
-    def __init__(self, container: str) -> None:
-        super().__init__()
-        self.container = container
-        self.found: list[tuple[type, int]] = []
-
-    def train_dataloader(self) -> Any:
-        pairs: Any = [Pair(item, str(item)) for item in range(20)]
-        loaders = [DataLoader(pairs, batch_size=6), DataLoader(pairs, batch_size=6)]
-        return {"one": loaders[0], "list": loaders, "dict": {"a": loaders[0]}}[self.container]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        part = {"one": lambda: batch, "list": lambda: batch[1], "dict": lambda: batch["a"]}[self.container]()
-        assert isinstance(part, Pair)
-        assert len(part.x) == len(part.y)
-        self.found.append((type(batch), len(part.x)))
-        return self.w * 1.0
-
-
-def contained(container: str) -> Any:
-    model = Contained(container)
-    make_trainer(GradAvgStrategy(split_batches=True), max_epochs=1).fit(model)
-    return model.found
-
-
-@pytest.mark.parametrize(("container", "kind"), [("one", Pair), ("list", list), ("dict", dict)])
-def test_batches_have_the_users_types(world, container, kind):
-    """Of the last batch, of 2 samples, rank 2 of 3 has a stand-in."""
-    sizes = [[2, 2, 2, 1], [2, 2, 2, 1], [2, 2, 2, 2]]
-    assert [[(kind, size) for size in of_rank] for of_rank in sizes] == world(3).run(contained, container)
 
 
 class Normed(Samples):
