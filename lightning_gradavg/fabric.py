@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ from typing_extensions import override
 from lightning_gradavg.arguments import refuse_unknown
 from lightning_gradavg.batches.split import ChunkLoader, split_batches
 from lightning_gradavg.launch import EndsProcessGroup
-from lightning_gradavg.lightning_internals import replace_sync_control
+from lightning_gradavg.lightning_internals import SyncControl
 from lightning_gradavg.reduction.reducer import GradAvgReducer
-from lightning_gradavg.reduction.sharded import REFUSED, ShardedReducer, sharded_rule
+from lightning_gradavg.reduction.sharded import ShardedAccumulation, sharded_rule
 from lightning_gradavg.reduction.weights import loss_terms
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule, rule_of_split_batches
 
@@ -188,6 +187,13 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
         return model
 
 
+class _ShardedReducer(GradAvgReducer):
+    control: SyncControl
+
+    def _ends_window(self) -> bool:
+        return not self.control.holding
+
+
 class GradAvgModelParallelStrategy(_Weighing, ModelParallelStrategy):
     """Trains a sharded model with Fabric by the gradient of a stated rule.
 
@@ -206,38 +212,19 @@ class GradAvgModelParallelStrategy(_Weighing, ModelParallelStrategy):
     """
 
     def __init__(self, parallelize_fn: Callable[..., Any], *, reduction: str = "mean", **options: Any) -> None:
-        known = _options_of(GradAvgModelParallelStrategy, ModelParallelStrategy)
-        refuse_unknown(type(self).__name__, options, known, REFUSED, "served where the model is sharded")
-        self._rule = sharded_rule(reduction)
+        self._rule = sharded_rule(reduction, options, ModelParallelStrategy)
         super().__init__(parallelize_fn, **options)
-        self._sharded, self._set_up = ShardedReducer(reduction=self._rule), list[Optimizer]()
-        self._reducer = None if self._rule == RULES["mean"] else self._sharded
-        replace_sync_control(self, self._hold)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register nothing: Fabric needs a `parallelize_fn`, which no name carries."""
-
-    @contextmanager
-    def _hold(self, stock: Any, *, enabled: bool) -> Iterator[None]:
-        """Have the window go on after the backward within."""
-        if not enabled:
-            # At the end of one that is not enabled Fabric stops the reduction of what follows.
-            yield
-            return
-        with stock:
-            self._sharded.holding = True
-            try:
-                yield
-            finally:
-                self._sharded.holding = False
+        self._set_up, self._reducer = list[Optimizer](), None
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
-        model = super().setup_module(module)
+        model, mesh = super().setup_module(module), self.device_mesh
         if self._reducer is not None:
-            self._sharded.shard(model, self.device_mesh, self._set_up)
+            raise ValueError("one strategy shards one model, as its checkpoints do: use a strategy for each")
+        if self._rule != RULES["mean"]:
+            self._reducer = reducer = _ShardedReducer(reduction=self._rule)
+            reducer.control = SyncControl(self)
+            reducer.watch(model, ShardedAccumulation(self._rule, model, mesh, self._set_up, manual=True))
         return model
 
     @override

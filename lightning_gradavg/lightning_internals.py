@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -414,19 +414,17 @@ def sharded_modules(module: nn.Module) -> list[Any]:
     return [each for each in module.modules() if isinstance(each, FSDPModule)]
 
 
-def averages_of(module: Any) -> list[tuple[int, float | None]]:
-    """Return over how many ranks a sharded module averages gradients, and what a user has it divide by instead."""
+def averages_of(module: Any) -> list[tuple[int, float]]:
+    """Return over how many ranks a sharded module sums gradients, and what it divides them by."""
     state = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    sizes = ("shard_mesh_size", "replicate_mesh_size")
-    return [
-        (
-            math.prod(getattr(group.mesh_info, size, 1) for size in sizes),
-            getattr(group, "gradient_divide_factor", getattr(group, "reduce_scatter_divide_factor", None)),
-        )
-        for group in groups
-        if group is not None
-    ]
+    found = []
+    for group in filter(None, groups):
+        sizes = ("shard_mesh_size", "replicate_mesh_size")
+        ranks = math.prod(getattr(group.mesh_info, size, 1) for size in sizes)
+        divisor = getattr(group, "gradient_divide_factor", getattr(group, "reduce_scatter_divide_factor", None))
+        found.append((ranks, divisor or ranks))
+    return found
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -451,17 +449,26 @@ def scale_each(tensors: Iterable[Tensor], factor: Any) -> None:
         torch._foreach_mul_(held, factor)
 
 
-class _SyncControl:
-    def __init__(self, stock: Any, hold: Callable[..., Any]) -> None:
-        self._stock, self._hold = stock, hold
+class SyncControl:
+    """What `fabric.no_backward_sync` enters from here on, instead of that of the stock strategy.
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:  # Fabric's signature
-        return self._hold(self._stock.no_backward_sync(module, enabled), enabled=enabled)
+    Attributes:
+        holding: Whether the backward that runs now is not reduced.
+    """
 
+    def __init__(self, strategy: Any) -> None:
+        self._stock, self.holding = strategy._backward_sync_control, False
+        strategy._backward_sync_control = self
 
-def replace_sync_control(strategy: Any, hold: Callable[..., Any]) -> None:
-    """Have `fabric.no_backward_sync` enter `hold(stock, enabled=)`, with the context of the stock strategy."""
-    strategy._backward_sync_control = _SyncControl(strategy._backward_sync_control, hold)
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:  # Fabric's signature
+        """Enter the stock context if it is enabled: at the end of any other one, Fabric stops the reduction."""
+        with self._stock.no_backward_sync(module, enabled) if enabled else nullcontext():
+            self.holding = enabled
+            try:
+                yield
+            finally:
+                self.holding = False
 
 
 BEFORE_TRANSFER = "_on_before_batch_transfer"

@@ -2,78 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gradavg.arguments import refuse_unknown
 from lightning_gradavg.batches.part import Batches
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.comm_hook import CommHook
-from lightning_gradavg.reduction.manual import ManualSteps
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.reduction.sharded import (
-    REFUSED,
-    ShardedAccumulation,
-    ShardedModel,
-    ShardedWeights,
-    sharded_rule,
-)
-from lightning_gradavg.reduction.weights import MicroBatch
+from lightning_gradavg.reduction.sharded import ShardedAccumulation, sharded_rule
+from lightning_gradavg.termination import Termination
 from lightning_gradavg.training import WeighedTraining
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 __all__ = ["GradAvgModelParallelStrategy"]
-
-
-class _ShardedReduction(Reduction):
-    """Weighs each micro-batch's loss, and finishes what the engine averaged."""
-
-    _of_shards: ShardedAccumulation | None = None
-
-    def shard(self, mesh: DeviceMesh, optimizers: list[Optimizer]) -> ShardedModel:
-        """Begin a run that trains, with the module sharded. A collective operation."""
-        model, manual = ShardedModel(self.run.module, mesh), not self.run.module.automatic_optimization
-        giver = "training_step returned" if not manual else "manual_backward was given"
-        self._weights = ShardedWeights(model, self.rule, self.run.device, giver, self.warn, self._tell_once)
-        self.look_at = self._weights.look_at
-        # Nothing to compare: the engine averages the gradients of every backward.
-        self.manual = ManualSteps(World(), self.rule.name, self.warn) if manual else None
-        self._parameters, self._sparse, self._reduces_first = [], [], False
-        self.window = model.window(self.rule, manual=manual)
-        self._accumulation = self._of_shards = ShardedAccumulation(self.window, model, optimizers, owned_by_user=manual)
-        return model
-
-    @override
-    def teardown(self) -> None:
-        if self._of_shards is not None:
-            self._of_shards.close()
-
-    @override
-    def _stand_in(self, micro_batch: MicroBatch) -> Tensor:
-        raise RuntimeError(
-            "training_step returned no loss where the model is sharded: the other ranks need the backward of this"
-            ' one. Return {"loss": loss, "weight": 0}, with a loss computed from the model\'s output.'
-        )
-
-    @override
-    def _without_loss(self, output: Any, *, counts: bool) -> Any:
-        return self._stand_in(MicroBatch({}))
-
-    @override
-    def _reduce_apart(self) -> None:
-        """Leave it: there are no such parameters."""
 
 
 class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
@@ -87,40 +32,21 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
     Args:
         reduction: The name of a rule: `"mean"`, `"sum"`, `"weighted_mean"` or `"normalized_sum"`. See
             `lightning_gradavg.rules`.
-        data_parallel_size: As in `ModelParallelStrategy`.
-        tensor_parallel_size: As in `ModelParallelStrategy`.
-        save_distributed_checkpoint: As in `ModelParallelStrategy`.
-        process_group_backend: As in `ModelParallelStrategy`.
-        timeout: As in `ModelParallelStrategy`.
-        refused: Nothing: other options of `GradAvgStrategy` are errors that say why.
+        options: Options of Lightning's `ModelParallelStrategy`, by name.
 
     Raises:
         ValueError: If `reduction` names no rule, or none for sharded models.
         TypeError: If an option is unknown, or cannot be served where the model is sharded.
     """
 
-    _reduction: _ShardedReduction
+    _accumulation: ShardedAccumulation | None = None
 
-    def __init__(
-        self,
-        *,
-        reduction: Literal["mean", "sum", "weighted_mean", "normalized_sum"] = "mean",
-        data_parallel_size: Literal["auto"] | int = "auto",
-        tensor_parallel_size: Literal["auto"] | int = "auto",
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        **refused: Any,
-    ) -> None:
-        known = [*inspect.signature(GradAvgModelParallelStrategy.__init__).parameters][1:-1]
-        refuse_unknown(type(self).__name__, refused, known, REFUSED, "served where the model is sharded")
-        rule = sharded_rule(reduction)
-        super().__init__(
-            data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout
-        )
-        self._reduction = _ShardedReduction(rule, CommHook(None, None, None))
-        self._batches = Batches()
-        self._parts = self._reduction, self._batches
+    def __init__(self, *, reduction: str = "mean", **options: Any) -> None:
+        rule = sharded_rule(reduction, options, ModelParallelStrategy)
+        super().__init__(**options)
+        self._reduction = Reduction(rule, CommHook(None, None, None))
+        self._batches, self._termination = Batches(), Termination()
+        self._parts = self._reduction, self._batches, self._termination
         self._plain = {"reduction": rule.name}
 
     @classmethod
@@ -133,10 +59,20 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if self._trains:
-            model = self._reduction.shard(self.device_mesh, self.optimizers)
-            rule, window = self._reduction.rule, trainer.accumulate_grad_batches
+            run, rule, mesh = self._reduction.run, self._reduction.rule, self.device_mesh
+            manual, window = not run.module.automatic_optimization, trainer.accumulate_grad_batches
+            self._accumulation = ShardedAccumulation(rule, run.module, mesh, self.optimizers, manual=manual)
+            # The engine averages the gradients of every backward: no step needs comparing.
+            self._reduction.begin(run, self._accumulation, World())
+            self._termination.configure_ddp(run)
             rank_zero_info(
                 f"{type(self).__name__}: reduction={rule.name!r}, g = {rule.formula};"
-                f" {model.ranks} data-parallel x {model.peers.size} tensor-parallel ranks ({dist.get_backend()});"
-                f" windows of {window} micro-batch{'es' * (window > 1)}"
+                f" {mesh['data_parallel'].size()} data-parallel x {mesh['tensor_parallel'].size()} tensor-parallel"
+                f" ranks ({dist.get_backend()}); windows of {window} micro-batch{'es' * (window > 1)}"
             )
+
+    @override
+    def teardown(self) -> None:
+        if self._accumulation is not None:
+            self._accumulation.close()
+        super().teardown()

@@ -317,7 +317,6 @@ class Refused(Sharded):
             "none": None,
             "graphless": {"loss": torch.zeros(()), "weight": 0},
             "peers": {"loss": loss, "weight": rank},
-            "terms": {"loss": {"a": loss, "b": loss * NAN}, "weight": {"a": 1, "b": 1 - rank}},
         }
         return special.get(self.kind, {"loss": loss, "weight": batch[2]})
 
@@ -335,16 +334,15 @@ def refused(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "ranks", "text"),
     [
-        ("outside", 2, "'extra.weight' trains outside of fully_shard (2 such in all)"),
-        ("later", 2, "'extra.weight' trains outside of fully_shard (2 such in all)"),
-        ("divisor", 2, "set_gradient_divide_factor(1) has fully_shard divide"),
-        ("auto", 2, "averages gradients over 2 ranks, and data_parallel_size is 1"),
+        ("outside", 2, "'extra.weight' trains outside of fully_shard: nothing averages"),
+        ("later", 2, "'extra.weight' trains outside of fully_shard: nothing averages"),
+        ("divisor", 2, "over 2 ranks and divides them by 1, but every rule"),
+        ("auto", 2, "rule counts on the mean over data_parallel_size=1 ranks"),
         ("fsdp1", 2, "only supports the new FSDP2 APIs"),
         ("stale", 2, "cannot be seen in the optimizers' parameter groups"),
         ("none", 2, "training_step returned no loss"),
         ("graphless", 2, "a loss without a graph"),
-        ("unweighed", 2, "a backward that bypassed reduction='weighted_mean'"),
-        ("terms", 2, "loss term 'b' is nan with weight 0, beside a term that counts"),
+        ("unweighed", 2, "reached the model by a backward that reduction='weighted_mean' was not"),
         ("peers", 4, "tensor-parallel group weigh one batch differently (on rank 0: {'weight'"),
         ("fabric", 2, "fabric.setup_optimizers"),
     ],

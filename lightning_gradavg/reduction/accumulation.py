@@ -34,10 +34,10 @@ class Accumulation:
         owned_by_user: Whether gradients may be there before the window, and may be changed within it, as in manual
             optimization.
         apart: Those of the parameters that no rank shares.
-        leaves: What autograd accumulates into where the engine shards the parameters. It waits for the gradients of all
-            ranks, so a gradient that does not count is 0 instead of undefined.
 
     Attributes:
+        leaves: What autograd accumulates into.
+        running: Whether a backward of the window runs.
         pieces: Backwards of the step under way that are not its last.
     """
 
@@ -48,11 +48,10 @@ class Accumulation:
         *,
         owned_by_user: bool,
         apart: Sequence[nn.Parameter] = (),
-        leaves: Sequence[nn.Parameter] | None = None,
     ) -> None:
-        self.window, self.parameters = window, list(parameters)
-        self._leaves = self.parameters if leaves is None else leaves
-        self._stopped = None if leaves is None else 0.0
+        self.window, self.parameters, self.running = window, list(parameters), False
+        self.leaves = self.parameters
+        self._stopped: float | None = None  # what stands for the gradient of a term that does not count
         self._owned_by_user = owned_by_user
         self._apart = {id(parameter): parameter for parameter in apart}
         self._before: list[Tensor | None] = []  # gradients that the window found
@@ -128,7 +127,7 @@ class Accumulation:
         Raises:
             ValueError: If the loss does not fit into its window, or on all ranks, if some rank's does not.
         """
-        window, micro_batch = self.window, loss.micro_batch
+        window, micro_batch, self.running = self.window, loss.micro_batch, True
         if self._owned_by_user and window.micro_batches and self._cleared():
             self._before = []
             window.reset()
@@ -143,7 +142,7 @@ class Accumulation:
         self._carried += carried
         nothing = micro_batch.absent or micro_batch.problem is not None
         if nothing or all(value is None for value in carried):
-            inside.enter_context(gradients_discarded(self._leaves, nan_only=not nothing))
+            inside.enter_context(gradients_discarded(self.leaves, nan_only=not nothing))
         if nothing or None in carried:
             inside.enter_context(nan_stopped(loss, [] if nothing else carried))
         if masks is not None:
@@ -175,6 +174,7 @@ class Accumulation:
 
     def reduce(self) -> bool:
         """Finish the gradients where the backward that has been ended the window; return whether it did."""
+        self.running = False
         if not self._last:
             if self._owned_by_user:
                 self._left = [(p.grad, 0 if p.grad is None else version_of(p.grad)) for p in self.parameters]
@@ -200,6 +200,7 @@ class Accumulation:
 
     def abandon(self) -> None:
         """Give the window up, and restore the gradients that it found."""
+        self.running = False
         self._set_gradients(self._before)
         self._before = []
         self.window.reset()

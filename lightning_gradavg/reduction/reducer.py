@@ -7,9 +7,10 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -56,10 +57,12 @@ class GradAvgReducer:
 
     def __init__(self, *, reduction: str | RuleFunction | Rule = "mean") -> None:
         self._rule = resolve_rule(reduction)
-        self._window: Window
-        self._registered: list[weakref.ref[DistributedDataParallel]] = []
+        self._weighs = self._rule != RULES["mean"]
+        self._accumulation: Accumulation
+        self._weights: Weights
+        self._registered: list[weakref.ref[Any]] = []
+        self._sparse: list[Tensor] = []
         self._synced: dict[int, bool] = {}
-        self._running = False
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -90,23 +93,20 @@ class GradAvgReducer:
                 "static_graph=True makes DDP treat its first backward as every step's, which those within a window"
                 " are not. Leave it out, or use lightning_gradavg.GradAvgStrategy with Lightning's Trainer."
             )
-        world = World.of(model.process_group)
-        if self._registered and world != self._window.world:
-            raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
-        if not self._registered:
-            rule, device = self._rule, next(model.parameters()).device
-            places, compares = self._places(world, node), rule != RULES["mean"]
-            self._window = Window(rule, places, world, device, compares=compares, afterwards=True)
-            self._weights = Weights(rule, device, "weigh was given", warnings.warn, lambda _: None)
-        self._handles += [
-            model.register_forward_pre_hook(self._on_forward),
-            model.register_forward_hook(self._on_output),
-        ]
-        self._registered.append(weakref.ref(model))
+        world, models = World.of(model.process_group), [*self._models, model]
+        if self._registered:
+            window = self._accumulation.window
+            if world != window.world:
+                raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
+        else:
+            places, device = self._places(world, node), next(model.parameters()).device
+            window = Window(self._rule, places, world, device, compares=self._weighs, afterwards=True)
         # Once each: models may share some.
-        parameters = list(dict.fromkeys(one for each in self._models for one in each.module.parameters()))
-        self._accumulation = Accumulation(self._window, parameters, owned_by_user=True)
-        self._sparse = [one for each in self._models for one in sparse_weights(each)]
+        parameters = dict.fromkeys(one for each in models for one in each.module.parameters())
+        self._sparse = [one for each in models for one in sparse_weights(each)]
+        self.watch(model, Accumulation(window, list(parameters), owned_by_user=True))
+        if self._weighs:
+            self._handles.append(model.register_forward_hook(self._on_output))
 
     def _places(self, world: World, node: int | None) -> tuple[Place, ...]:
         """Return the places of all ranks, which reduce alike; their nodes may be unknown if they do not matter."""
@@ -121,19 +121,28 @@ class GradAvgReducer:
         agreed_factors(self._rule, agreed)
         return places_on_nodes([node or 0 for node in agreed.nodes])
 
-    def _on_forward(self, model: DistributedDataParallel, *_: Any) -> None:
-        self._synced[id(model)] = model.require_backward_grad_sync
+    def watch(self, model: nn.Module, accumulation: Accumulation) -> None:
+        """Weigh the losses of a model of any engine from its next forward on."""
+        self._accumulation = accumulation
+        if not self._registered:
+            device = accumulation.window.device
+            self._weights = Weights(self._rule, device, "weigh was given", warnings.warn, lambda _: None)
+        self._registered.append(weakref.ref(model))
+        self._handles.append(model.register_forward_pre_hook(self._on_forward))
+
+    def _on_forward(self, model: Any, *_: Any) -> None:
+        self._synced[id(model)] = getattr(model, "require_backward_grad_sync", True)
         weigh_losses_from_here(weighed=True)
 
-    def _on_output(self, model: DistributedDataParallel, inputs: Any, output: Any) -> None:
+    def _on_output(self, model: nn.Module, inputs: Any, output: Any) -> None:
         del model, inputs
         for _, leaf in leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and self._rule != RULES["mean"]:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._require_weighed)
 
     def _require_weighed(self, gradient: Tensor) -> None:
         del gradient
-        if not self._running:
+        if not self._accumulation.running:
             raise RuntimeError(
                 f"a gradient reached the model by a backward that bypassed the reduction {self._rule.name!r}, so"
                 " it would be averaged. Call GradAvgReducer.weigh(loss, weight=...).backward() instead."
@@ -178,12 +187,8 @@ class GradAvgReducer:
                 " the number of loss terms (samples, tokens, ...) behind it"
             )
         micro_batch = self._weights.read(terms, weight, None, samples, problem)
-
-        def begin(weighed: WeighedLoss) -> None:
-            of_window = None if self._rule == RULES["mean"] else 1.0
-            self._window.loss_divisor = of_window if divided_by is None else divided_by
-            self._begin(weighed, last=last)
-
+        divisor = divided_by or (1.0 if self._weighs else None)
+        begin = partial(self._begin, last=last, divisor=divisor)
         return WeighedLoss.of(terms, micro_batch, sparse=self._sparse, begin=begin).value
 
     def _ends_window(self) -> bool:
@@ -206,30 +211,28 @@ class GradAvgReducer:
             )
         return last
 
-    def _begin(self, weighed: WeighedLoss, *, last: bool) -> None:
+    def _begin(self, weighed: WeighedLoss, *, last: bool, divisor: float | None) -> None:
         """Weigh a loss, at the root of its backward."""
-        inside = ExitStack()
-        self._running = True
+        inside, accumulation = ExitStack(), self._accumulation
+        accumulation.window.loss_divisor = divisor
 
         def end() -> None:
             inside.close()
-            self._running = False
             if last:
                 self._synced = dict.fromkeys(self._synced, False)
             try:
-                self._accumulation.reduce()
+                accumulation.reduce()
             except ValueError:
-                self._accumulation.abandon()
+                accumulation.abandon()
                 raise
-            self._accumulation.end()
+            accumulation.end()
 
         def fail() -> None:
             inside.close()
-            self._running = False
-            self._accumulation.abandon()
+            accumulation.abandon()
 
         try:
-            self._accumulation.start(weighed, inside, last=last)
+            accumulation.start(weighed, inside, last=last)
         except BaseException:
             fail()
             raise
@@ -238,7 +241,7 @@ class GradAvgReducer:
     def check(self) -> None:
         """Raise if the last window was invalid. Call it at the end of training, and before you save the model."""
         if self._registered:
-            self._window.check()
+            self._accumulation.window.check()
 
     def close(self) -> None:
         """Let the models go: their forwards are no longer watched."""

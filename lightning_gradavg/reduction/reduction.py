@@ -81,20 +81,20 @@ class Reduction(Part):
         self.pending: WeighedLoss | None = None
         self._told: set[str] = set()
         self._terms: tuple[str, ...] = (WHOLE_LOSS,)
-        self._explicit = self._holding = self._lost = self._pieces = False
+        self._explicit = self._holding = self._lost = self._pieces = self._reduces_first = False
         self._missing = 0
         self._problem: str | None = None
         self._frozen: dict[str, nn.Parameter] = {}
+        self._parameters: list[nn.Parameter] = []
+        self._sparse: list[Tensor] = []
         if self._judge is not None:
             self._judge.reset()
 
     def configure_ddp(self, run: Run) -> None:
         """Begin a run that trains, and register a communication hook where there is need of one."""
-        super().configure_ddp(run)
         model, manual, named = run.ddp, not run.module.automatic_optimization, dict(run.ddp.module.named_parameters())
         self._refuse(run, manual=manual)
         world = World.of(None)
-        self.manual = ManualSteps(world, self.rule.name, self.warn) if manual else None
         names = {parameter: name for name, parameter in named.items()}
         # Now: a user may toggle which parameters require gradients.
         self._reduced = [names[parameter] for parameter in reduced_parameters(model)]
@@ -111,14 +111,22 @@ class Reduction(Part):
         half = any(one.dtype == torch.float16 and one.requires_grad for one in self._parameters)
         compares = self._judge is not None or (manual and not self._is_mean)
         afterwards = manual or self._pieces or half
-        self.window = Window(
+        window = Window(
             *(self.rule, run.places, world, run.device),
             compares=compares,
             afterwards=afterwards,
             in_pieces=self._pieces,
         )
-        self._accumulation = Accumulation(self.window, self._parameters, owned_by_user=manual, apart=apart)
+        own = Accumulation(window, self._parameters, owned_by_user=manual, apart=apart)
+        self.begin(run, own, world)
         self._hook.register(run, self.rule)
+
+    def begin(self, run: Run, accumulation: Accumulation, stepping: World) -> None:
+        """Begin a run that trains, in which those ranks may step on gradients that nobody reduced."""
+        super().configure_ddp(run)
+        manual = not run.module.automatic_optimization
+        self.manual = ManualSteps(stepping, self.rule.name, self.warn) if manual else None
+        self.window, self._accumulation = accumulation.window, accumulation
 
     def _refuse(self, run: Run, *, manual: bool) -> None:
         """Raise a ValueError about the first of what cannot be served, which says what to do instead."""
@@ -206,7 +214,7 @@ class Reduction(Part):
                 everywhere=True,
             )
         if not any(term.requires_grad for term in terms.values()):
-            terms = dict.fromkeys(terms, zero_loss(self._parameters, self.sparse))
+            terms = dict.fromkeys(terms, self._zero_loss())
             prepare_for_backward(self.run.ddp, terms)
         return terms
 
@@ -252,10 +260,18 @@ class Reduction(Part):
 
     def _stand_in(self, micro_batch: MicroBatch) -> Tensor:
         """Return the loss of a micro-batch that has none, and add nothing to any gradient."""
-        zero = zero_loss(self._parameters, self.sparse)
+        zero = self._zero_loss()
         prepare_for_backward(self.run.ddp, zero)
         self.pending = WeighedLoss(zero, micro_batch)
         return zero
+
+    def _zero_loss(self) -> Tensor:
+        if not self._parameters:
+            raise RuntimeError(
+                "training_step returned no loss, or a loss without a graph, where the model is sharded: the other ranks"
+                ' need this one\'s backward. Return {"loss": loss, "weight": 0}, with a loss of the model\'s output.'
+            )
+        return zero_loss(self._parameters, self.sparse)
 
     def agree_on_lift(self) -> None:
         """Agree on what the losses of a step in pieces carry, after its first forward. A collective operation."""
