@@ -11,25 +11,21 @@ all ranks get the same bits, and the error does not grow with their number.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import cycle
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 
 from lightning_gradavg.device import current_stream, new_stream, within
 from lightning_gradavg.lightning_internals import timeout_of
-from lightning_gradavg.place import node_from_environment
-from lightning_gradavg.ranks import World, by_rank
+from lightning_gradavg.ranks import Contribution, World, on_ranks
 
 __all__ = ["bfloat16", "by_node", "by_node_bfloat16", "by_node_float16", "float16", "float32_sum"]
 
 _ALIGNED = 8  # numbers: NCCL moves packs of 16 bytes where every row begins at a multiple of that
-_PIECE_BYTES = 2 * 2**20  # of a bucket on a CPU: one piece travels while another is summed
-_LANES = 2
 _HALF = (torch.float16, torch.bfloat16)
 
 _Groups = dict[tuple[int, ...], dist.ProcessGroup]
@@ -107,7 +103,7 @@ def _route(nodes: Sequence[int], rank: int, dtype: torch.dtype, wire: _Code | No
     return _Route([hop for hop in hops if len(hop.ranks) > 1], holders * len(sizes), result, twice)
 
 
-def _mean_of(piece: Tensor, route: _Route, size: int, groups: _Groups) -> Iterator[dist.Work]:
+def _mean_of(flat: Tensor, route: _Route, size: int, groups: _Groups) -> Iterator[dist.Work]:
     """Replace a row of numbers by its mean over the ranks; yield each collective, and go on when it is done."""
 
     def exchange(received: Tensor, sent: Tensor, of: list[int], to: list[int]) -> dist.Work:
@@ -116,11 +112,9 @@ def _mean_of(piece: Tensor, route: _Route, size: int, groups: _Groups) -> Iterat
         work: dist.Work = dist.all_to_all_single(received, sent, of, to, group=groups[hop.ranks], async_op=True)
         return work
 
-    wide = torch.promote_types(piece.dtype, torch.float32)
-    below, width = route.parts, -(-len(piece) // (route.parts * _ALIGNED)) * _ALIGNED
-    padding = route.parts * width - len(piece)
-    total = torch.cat([piece, piece.new_zeros(padding)]) if padding else piece
-    holds = True
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    below, width = route.parts, -(-len(flat) // (route.parts * _ALIGNED)) * _ALIGNED
+    total, holds = nn.functional.pad(flat, (0, route.parts * width - len(flat))), True
     for hop in route.hops:
         below, holds, code = below // hop.holders, hop.place < hop.holders, hop.code
         rows = total.view(hop.holders, -1)
@@ -136,7 +130,7 @@ def _mean_of(piece: Tensor, route: _Route, size: int, groups: _Groups) -> Iterat
             code.decode(received, addends)
             total = addends.sum(0).add_(rows[hop.place])
     code = route.result
-    known = piece.new_empty(int(holds), code.header + width, dtype=code.dtype)
+    known = flat.new_empty(int(holds), code.header + width, dtype=code.dtype)
     if holds:
         code.encode(total.div_(size)[None], known)
     for hop in reversed(route.hops):
@@ -145,34 +139,43 @@ def _mean_of(piece: Tensor, route: _Route, size: int, groups: _Groups) -> Iterat
         ranks = len(hop.ranks)
         yield exchange(known, mine.repeat(ranks, 1), [below] * hop.holders, [len(mine)] * ranks)
         below *= hop.holders
-    numbers = piece.new_empty(route.parts, width) if padding else piece.view(route.parts, width)
+    numbers = flat.new_empty(route.parts, width)
     code.decode(known, numbers)
-    if padding:
-        piece.copy_(numbers.view(-1)[: len(piece)])
+    flat.copy_(numbers.view(-1)[: len(flat)])
 
 
 class _Lane:
-    """Process groups in which pieces of buckets travel one after another.
+    """The process groups in which buckets travel one after another. Making one is a collective operation.
 
     Ranks must begin the collectives of a group in one order. One that begins when another is done begins at another
-    moment on every rank, so on a CPU each lane has groups of its own, and one piece at a time.
+    moment on every rank, so on a CPU the lane has groups of its own. An accelerator begins all collectives in one
+    order, so there DDP's group serves those among all ranks.
     """
 
-    def __init__(self, groups: _Groups, device: torch.device) -> None:
-        self._groups, self._stream = groups, new_stream(device)
-        self._last: Future[Any] = _done(torch.empty(0))
-
-    def mean(self, piece: Tensor, route: _Route, world: World) -> Future[Any]:
-        """Return a future that is done when the piece is its mean."""
+    def __init__(self, nodes: Sequence[int], world: World, device: torch.device, *, own: bool) -> None:
         assert world.group is not None
-        steps = _mean_of(piece, route, world.size, {tuple(range(world.size)): world.group} | self._groups)
+        if own and world.size != dist.get_world_size():
+            raise ValueError(
+                f"the hook makes process groups, which takes all {dist.get_world_size()} ranks of the run, but it"
+                f" reduces over {world.size}. Use a group of all ranks, or torch's allreduce_hook."
+            )
+        hops = [hop for rank in range(world.size) for hop in _route(nodes, rank, torch.float32, None).hops]
+        timeout = timeout_of(world.group, device)
+        wanted = sorted({hop.ranks for hop in hops if own})
+        self._groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in wanted}
+        self._stream, self._last = new_stream(device), _done(torch.empty(0))
+
+    def mean(self, flat: Tensor, route: _Route, world: World) -> Future[Any]:
+        """Return a future that is done when the numbers are their mean."""
+        assert world.group is not None
+        steps = _mean_of(flat, route, world.size, {tuple(range(world.size)): world.group} | self._groups)
         if self._stream is not None:
-            self._stream.wait_stream(current_stream(piece.device))
+            self._stream.wait_stream(current_stream(flat.device))
             # The host waits for nothing. What is allocated on this stream is freed on it.
             with within(self._stream):
                 for work in steps:
                     work.wait()
-                return _done(piece)
+                return _done(flat)
         before, self._last = self._last, Future()
         end = self._last
 
@@ -185,7 +188,7 @@ class _Lane:
                         future.then(proceed)
                         return
                     future.value()
-                end.set_result(None)
+                end.set_result(flat)
             except Exception as error:  # noqa: BLE001  # whatever it is belongs to the backward that waits
                 end.set_exception(error)
 
@@ -193,32 +196,13 @@ class _Lane:
         return end
 
 
-def _lanes(nodes: Sequence[int], world: World, device: torch.device, *, own_groups: bool) -> Iterator[_Lane]:
-    """Return the lanes, over and over. A collective operation."""
-    assert world.group is not None
-    if own_groups and world.size != dist.get_world_size():
-        raise ValueError(
-            f"the hook makes process groups, which takes all {dist.get_world_size()} ranks of the run, but it reduces"
-            f" over {world.size}. Use a group of all ranks, or torch's allreduce_hook."
-        )
-    hops = [hop for rank in range(world.size) for hop in _route(nodes, rank, torch.float32, None).hops]
-    wanted, timeout = sorted({hop.ranks for hop in hops if own_groups}), timeout_of(world.group, device)
-    count = _LANES if device.type == "cpu" else 1
-    made = [{ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in wanted} for _ in range(count)]
-    return cycle([_Lane(groups, device) for groups in made])
-
-
-def _nodes(world: World) -> list[int]:
+def _nodes(world: World) -> Sequence[Any]:
     """Return the node of every rank, as the launcher counts them. A collective operation."""
-    try:
-        node = node_from_environment()
-        mine = "the launcher does not say which node this is: set GROUP_RANK or NODE_RANK" if node is None else node
-    except ValueError as error:
-        mine = str(error)
-    found = world.gather_objects(mine)
-    if any(isinstance(one, str) for one in found):
-        raise ValueError(by_rank(one if isinstance(one, str) else None for one in found))
-    return found
+    _, agreed = world.agree("the hook cannot reduce node by node", lambda: Contribution([], [], None))
+    unknown = [rank for rank, node in enumerate(agreed.nodes) if node is None]
+    if unknown:
+        raise ValueError(f"{on_ranks(unknown)}: the launcher does not say which node this is: set NODE_RANK")
+    return agreed.nodes
 
 
 _MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = WeakKeyDictionary()
@@ -232,11 +216,10 @@ def _reduce(state: Any, bucket: dist.GradBucket, wire: _Code | None = None, *, b
     flat = buffer if buffer.is_sparse else (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
     if wire is not None and flat.dtype not in (torch.float32, *_HALF):
         raise ValueError(
-            f"this hook would send gradients of {flat.dtype} in 16 bits, a quarter of their digits or fewer; they are"
-            f" of parameters of shapes {[tuple(one.shape) for one in bucket.parameters()]}. Train in float32, or use"
-            " lightning_gradavg.hooks.by_node or torch's allreduce_hook."
+            f"this hook would send gradients of {flat.dtype} in 16 bits, a quarter of their digits or fewer. Train in"
+            " float32, or use lightning_gradavg.hooks.by_node or torch's allreduce_hook."
         )
-    made, on_cpu = _MADE.setdefault(world.group, {}), flat.device.type == "cpu"
+    made = _MADE.setdefault(world.group, {})
     if by_node and "nodes" not in made:
         made["nodes"] = _nodes(world)
     # Among all ranks each is a node of its own.
@@ -246,18 +229,9 @@ def _reduce(state: Any, bucket: dist.GradBucket, wire: _Code | None = None, *, b
         future: Future[Any] = dist.all_reduce(flat.div_(world.size), group=world.group, async_op=True).get_future()
         return future.then(lambda done: done.value()[0] if buffer.is_sparse else (done.value(), buffer)[1])
     if by_node not in made:
-        # An accelerator begins all collectives in one order, so there DDP's group serves all ranks.
-        made[by_node] = _lanes(nodes, world, flat.device, own_groups=on_cpu or by_node)
-    multiple = route.parts * _ALIGNED
-    length = max(_PIECE_BYTES // flat.itemsize // multiple, 1) * multiple if on_cpu else len(flat)
-    ends = [next(made[by_node]).mean(piece, route, world) for piece in flat.split(length)]
-
-    def finish(_: Any) -> Tensor:
-        for end in ends:
-            end.value()
-        return buffer
-
-    return (torch.futures.collect_all(ends) if len(ends) > 1 else ends[0]).then(finish)
+        made[by_node] = _Lane(nodes, world, flat.device, own=flat.device.type == "cpu" or by_node)
+    ended: Future[Any] = made[by_node].mean(flat, route, world)
+    return ended.then(lambda done: (done.value(), buffer)[1])
 
 
 def _done(buffer: Tensor) -> Future[Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -37,12 +38,12 @@ class Contribution:
     """What a rank brings to a collective call.
 
     Attributes:
-        equal: What must be equal on all ranks, by its `repr`.
+        equal: What must be equal on all ranks, line by line.
         details: Integers that may differ, the same number on all ranks.
         weight: The weight, if it was given.
     """
 
-    equal: Any
+    equal: list[str]
     details: list[int]
     weight: float | None
 
@@ -111,15 +112,12 @@ class World:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def agree(
-        self, refusal: str, contribute: Callable[[], C], difference: Callable[[list[Any]], str]
-    ) -> tuple[C, Agreed]:
+    def agree(self, refusal: str, contribute: Callable[[], C]) -> tuple[C, Agreed]:
         """Return what this rank and all others bring to a collective call, or raise one ValueError on all ranks.
 
         Args:
-            refusal: What the error begins with if `contribute` raises on any rank.
+            refusal: What the error begins with if `contribute` raises on any rank, or what must be equal differs.
             contribute: Checks this rank's arguments.
-            difference: Makes the error if what must be equal differs.
         """
         mine, error, row = None, None, [True, 0, 0, 0, 0]
         try:
@@ -135,7 +133,9 @@ class World:
             raise ValueError(f"{refusal}, {by_rank(texts).rstrip('.')}.") from error
         assert mine is not None
         if len(set(calls)) > 1:
-            raise ValueError(difference(self.gather_objects(mine.equal)))
+            lines = zip_longest(*self.gather_objects(mine.equal), fillvalue="nothing")
+            first = next(of_ranks for of_ranks in lines if len(set(of_ranks)) > 1)
+            raise ValueError(f"{refusal}: {by_value(first)}. Pass the same, in the same order, on all ranks.")
         weights = torch.tensor(bits).view(torch.float64).tolist()
         return mine, Agreed(
             [None if node < 0 else node for node in nodes],

@@ -59,7 +59,6 @@ ROW, WEIGHTED = torch.ones(1), {"reduction": "weighted_mean"}
         ({}, {}, r"there is no tensor in \{\}: pass at least one"),
         ({"a": [1.5]}, {}, r"tensors\['a'\]\[0\] must be a tensor, or a tuple, list or dict of tensors; got 1.5"),
         (ROW.to_sparse(), {}, "tensors must be a dense tensor, got layout torch.sparse_coo"),
-        ([ROW, ROW.to("meta")], {}, r"one device, got tensors\[0\] on cpu, tensors\[1\] on meta"),
         (ROW, {"reduction": "avg"}, "reduction='avg' is not a rule. Use one of 'mean'"),
         (ROW, WEIGHTED, r"'weighted_mean', sum\(n \* g\) / sum\(n\), needs a weight"),
         (ROW, {**WEIGHTED, "weight": -1}, "weight -1.0 is not a finite number >= 0: pass"),

@@ -583,7 +583,7 @@ def test_ranks_that_reduce_differently(world, loop):
     """Rules that differ between ranks are an error on all of them that quotes each."""
     raised = world(2).run_expecting_errors(differing, loop)
     assert [("ValueError", raised[0].message)] * 2 == raised
-    assert "'sum', sum(g) on rank 0; 'weighted_mean', " in raised[0].message
+    assert "reduction='sum', sum(g) on rank 0; reduction='weighted_mean', " in raised[0].message
 
 
 def test_models_that_cannot_be_served(world):

@@ -327,13 +327,13 @@ def gather_badly(case: str) -> None:
         ("bad on one rank", "gather cannot proceed, on rank 0: tensors must be a tensor, or a tuple, list or dict"),
         (
             "shapes",
-            "of shape (rows, 2) and torch.float32, reduction='mean'; on rank 1: tensors of shape (rows, 3)",
+            "tensors of shape (rows, 2) and torch.float32 on rank 0; tensors of shape (rows, 3) and torch.float32 on",
         ),
-        ("dtypes", "the ranks call gather differently: on rank 0: tensors of shape (rows, 2) and torch.float32"),
-        ("structure", "on rank 1: tensors[0] of shape (rows, 2) and torch.float32; tensors[1] of shape"),
+        ("dtypes", "gather cannot proceed: tensors of shape (rows, 2) and torch.float32 on rank 0; tensors"),
+        ("structure", "on rank 0; tensors[0] of shape (rows, 2) and torch.float32 on rank 1. Pass the same"),
         (
             "rule",
-            "reduction='mean'; on rank 1: tensors of shape (rows, 2) and torch.float32, reduction='sum'. Pass the same",
+            "reduction='mean' on rank 0; reduction='sum' on rank 1. Pass the same",
         ),
         ("no_grad", "gather runs under torch.no_grad on rank 1, but other ranks need a gradient"),
         ("weight 0", "discards the gradient of a rank of weight 0, but there are rows on rank 0 that count"),

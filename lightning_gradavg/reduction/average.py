@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg.arguments import Refusals, refuse
-from lightning_gradavg.ranks import Agreed, Contribution, World, by_value, on_ranks
+from lightning_gradavg.ranks import Agreed, Contribution, World, on_ranks
 from lightning_gradavg.reduction.reference import rank_factors
 from lightning_gradavg.reduction.sums import SUM_DTYPES, sum_dense, sum_sparse, writable
 from lightning_gradavg.reduction.weights import as_weight
@@ -70,17 +69,19 @@ def average_gradients(
     mine, agreed = world.agree(
         "average_gradients cannot reduce",
         lambda: _Gradients.of(module_or_parameters, reduction, weight, world.device_types),
-        _difference,
     )
     factor = agreed_factors(mine.rule, agreed)[world.rank]
-    forms = [_agreed_form(*of_ranks) for of_ranks in zip(mine.parameters, *agreed.details, strict=True)]
-    present = [(each, form - _DENSE) for each, form in zip(mine.parameters.values(), forms, strict=True) if form]
-    gradients = [writable(parameter, sparse_dim, _dtype(parameter)) for parameter, sparse_dim in present]
+    gradients: list[tuple[Tensor, Tensor]] = []
+    for (label, parameter), *forms in zip(mine.parameters.items(), *agreed.details, strict=True):
+        if len({*forms} - {_ABSENT}) > 1:
+            raise ValueError(f"the gradient of {label} is dense on some ranks and sparse on others, or not equally so")
+        if any(forms):
+            gradients.append((parameter, writable(parameter, max(forms) - _DENSE, _dtype(parameter))))
     if world.size > 1 or factor != 1:
-        sum_dense([gradient for gradient in gradients if not gradient.is_sparse], factor, world)
-        totals = iter(sum_sparse([gradient for gradient in gradients if gradient.is_sparse], factor, world))
-        gradients = [next(totals) if gradient.is_sparse else gradient for gradient in gradients]
-    for (parameter, _), gradient in zip(present, gradients, strict=True):
+        sum_dense([gradient for _, gradient in gradients if not gradient.is_sparse], factor, world)
+        totals = iter(sum_sparse([gradient for _, gradient in gradients if gradient.is_sparse], factor, world))
+        gradients = [(one, next(totals) if gradient.is_sparse else gradient) for one, gradient in gradients]
+    for parameter, gradient in gradients:
         parameter.grad = gradient
 
 
@@ -98,21 +99,13 @@ class _Gradients(Contribution):
         accepted: set[Any] = set()
         forms = [_form(label, parameter, refusals, accepted) for label, parameter in parameters.items()]
         # Which parameters share a device decides which share a bucket.
-        devices = dict.fromkeys(parameter.device for parameter in parameters.values())
-        names = {device: device.type + f", device {n} of the rank" * (n > 0) for n, device in enumerate(devices)}
-        alike = [f"{rule.name!r}, {rule.formula}", f"{len(parameters)} parameters"]
-        alike += [
-            f"{label} of shape {tuple(parameter.shape)}, {_dtype(parameter)} on {names[parameter.device]}"
-            for label, parameter in parameters.items()
+        devices = {device: n for n, device in enumerate(dict.fromkeys(one.device for one in parameters.values()))}
+        equal = [f"reduction={rule.name!r}, {rule.formula}", f"{len(parameters)} parameters"]
+        equal += [
+            f"{label} of shape {tuple(one.shape)}, {_dtype(one)} on {one.device.type}, device {devices[one.device]}"
+            for label, one in parameters.items()
         ]
-        return cls(alike, forms, checked_weight(rule, weight), rule, parameters)
-
-
-def _difference(alike: Sequence[Sequence[str]]) -> str:
-    index, texts = next((n, texts) for n, texts in enumerate(zip(*alike, strict=False)) if len(set(texts)) > 1)
-    kinds = ("reduction= differs between ranks", "the ranks pass different numbers of parameters")
-    kind = kinds[index] if index < len(kinds) else "the ranks pass different parameters"
-    return f"{kind}: {by_value(texts)}. Pass the same, in the same order, on all ranks."
+        return cls(equal, forms, checked_weight(rule, weight), rule, parameters)
 
 
 def checked_weight(rule: Rule, weight: float | Tensor | None) -> float | None:
@@ -139,50 +132,34 @@ def agreed_factors(rule: Rule, agreed: Agreed) -> list[float]:
         ValueError: If a node is unknown that the rule depends on, or the rule fails.
     """
     weights = [1.0 if weight is None else weight for weight in agreed.weights]
-    unknown, count = [rank for rank, node in enumerate(agreed.nodes) if node is None], len(weights)
-    # One node, a node for each rank, and uneven nodes, which some rules tell apart only from the other two.
-    guesses = ([0] * count, range(count), [0] * (count - 1) + [1])
-    layouts = guesses if unknown else ([node or 0 for node in agreed.nodes],)
-    factors, *others = (rank_factors(rule, layout, weights) for layout in layouts)
-    if any(other != factors for other in others):
-        raise ValueError(
-            f"reduction={rule.name!r} depends on nodes, and no environment variable of the launcher tells the node"
-            f" {on_ranks(unknown)}. Set NODE_RANK there to the index of the node, from 0."
-        )
+    unknown = [rank for rank, node in enumerate(agreed.nodes) if node is None]
+    factors = rank_factors(rule, [node or 0 for node in agreed.nodes], weights)
+    # No rule has the same factors on one node, on a node for each rank, and on uneven nodes, but one without nodes.
+    for guess in (range(len(weights)), [0] * (len(weights) - 1) + [1]) if unknown else ():
+        if rank_factors(rule, guess, weights) != rank_factors(rule, [0] * len(weights), weights):
+            raise ValueError(
+                f"reduction={rule.name!r} depends on nodes, and no environment variable of the launcher tells the node"
+                f" {on_ranks(unknown)}. Set NODE_RANK there to the index of the node, from 0."
+            )
     return factors
 
 
-def _agreed_form(label: str, *forms: int) -> int:
-    """Return the form that a gradient has on the ranks where it is not None."""
-    if len(set(forms) - {_ABSENT}) > 1:
-        words = {_ABSENT: "None", _DENSE: "dense"}
-        found = by_value(words.get(form, f"sparse with {form - _DENSE} sparse dimension(s)") for form in forms)
-        raise ValueError(
-            f"the gradient of {label} differs between ranks: {found}. It must have one layout wherever it is not None."
-        )
-    return max(forms)
-
-
+_REDUCED = {"DistributedDataParallel", "FullyShardedDataParallel"}
 _REFUSED_MODULES: Refusals = (
     (
-        lambda module: isinstance(module, DistributedDataParallel),
-        "is a DistributedDataParallel, which has reduced the gradients: leave this out, or use no_sync() and `.module`",
+        lambda module: _REDUCED & {base.__name__ for base in type(module).__mro__},
+        "is a {0.__class__.__name__}, which has reduced the gradients: leave this out, or use no_sync() and `.module`",
     ),
-    (
-        lambda module: any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__),
-        "is a FullyShardedDataParallel, which has reduced the gradients and holds parts of them: leave this out",
-    ),
-)
-_DTENSOR = (
-    lambda tensor: hasattr(tensor, "device_mesh"),
-    "is a DTensor, whose placements say how it is reduced. Reduce it along its device mesh, or pass ordinary tensors",
 )
 _REFUSED_PARAMETERS: Refusals = (
     (
         lambda parameter: not isinstance(parameter, Tensor),
         "is {0!r} of type {0.__class__.__name__}: pass a module, or an iterable such as model.parameters()",
     ),
-    _DTENSOR,
+    (
+        lambda parameter: hasattr(parameter, "device_mesh"),
+        "is a DTensor, whose placements say how it is reduced: reduce it along its device mesh, or pass other tensors",
+    ),
     (nn.parameter.is_lazy, "has no shape yet: run the lazy module's first forward before reducing gradients"),
     (
         lambda parameter: not (parameter.is_leaf or parameter.retains_grad),
@@ -190,7 +167,6 @@ _REFUSED_PARAMETERS: Refusals = (
     ),
 )
 _REFUSED_GRADIENTS: Refusals = (
-    _DTENSOR,
     (
         lambda gradient: gradient.layout not in (torch.strided, torch.sparse_coo),
         "is {0.layout}; only torch.strided and torch.sparse_coo can be reduced",
@@ -231,7 +207,7 @@ def _form(label: str, parameter: Tensor, refusals: Refusals, accepted: set[Any])
     gradient = parameter.grad
     if gradient is None:
         return _ABSENT
-    kind = type(gradient), gradient.layout, gradient.dtype, gradient.device
+    kind = gradient.layout, gradient.dtype, gradient.device
     if kind not in accepted:
         refuse(f"the gradient of {label}", gradient, refusals)
         accepted.add(kind)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gradavg.arguments import Refusals, refuse
-from lightning_gradavg.ranks import Contribution, World, by_rank, on_ranks
+from lightning_gradavg.ranks import Contribution, World, on_ranks
 from lightning_gradavg.reduction.average import agreed_factors, checked_weight, unserved
 from lightning_gradavg.reduction.sums import SUM_DTYPES, as_matrix, gather_rows
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
@@ -89,7 +89,7 @@ def gather(
             return gather(tensors, reduction=reduction, weight=weight, group=group)
     world = World.of(group)
     mine, agreed = world.agree(
-        "gather cannot proceed", lambda: _Rows.of(tensors, reduction, weight, world.device_types), _difference
+        "gather cannot proceed", lambda: _Rows.of(tensors, reduction, weight, world.device_types)
     )
     # Per rank whether it runs with grad, and of each tensor twice its rows plus 1 if it requires grad.
     enabled, *entries = zip(*agreed.details, strict=True)
@@ -153,43 +153,27 @@ _REFUSED_LEAVES: Refusals = (
 
 @dataclass(frozen=True)
 class _Rows(Contribution):
-    """One rank's arguments, checked.
-
-    Attributes:
-        rule: The reduction rule.
-        leaves: The tensors in the order of the structure.
-    """
+    """One rank's arguments, checked: the rule, and the tensors in the order of the structure."""
 
     rule: Rule
     leaves: list[Tensor]
 
     @classmethod
     def of(cls, tensors: Any, reduction: Any, weight: Any, device_types: Sequence[str] | None) -> _Rows:
-        rule, labeled = resolve_rule(reduction), list(leaves(tensors, "tensors"))
+        rule, labeled, grad = resolve_rule(reduction), list(leaves(tensors, "tensors")), torch.is_grad_enabled()
         if not labeled:
             raise ValueError(f"there is no tensor in {tensors!r}: pass at least one")
         for label, leaf in labeled:
             refuse(label, leaf, (*_REFUSED_LEAVES, *unserved(device_types)))
-        own = [leaf for _, leaf in labeled]
-        if len({leaf.device for leaf in own}) > 1:
-            devices = ", ".join(f"{label} on {leaf.device}" for label, leaf in labeled)
-            raise ValueError(f"the tensors of one call must be on one device, got {devices}")
         # The rank's own structure counts, and so does every shape but the number of rows.
-        forms = "; ".join(
-            f"{label} of shape (rows, {', '.join(map(str, leaf.shape[1:]))}) and {leaf.dtype}"
-            for label, leaf in labeled
-        )
-        grad = torch.is_grad_enabled()
-        entries = [2 * leaf.shape[0] + (leaf.requires_grad and grad) for leaf in own]
+        shapes = (", ".join(map(str, ("rows", *leaf.shape[1:]))) for _, leaf in labeled)
+        equal = [
+            f"{label} of shape ({shape}) and {leaf.dtype}" for (label, leaf), shape in zip(labeled, shapes, strict=True)
+        ]
+        entries = [2 * leaf.shape[0] + (leaf.requires_grad and grad) for _, leaf in labeled]
         number = checked_weight(rule, weight)
-        return cls(f"{forms}, reduction={rule.name!r}", [grad, *entries], number, rule, own)
-
-
-def _difference(descriptions: Sequence[str]) -> str:
-    return (
-        f"the ranks call gather differently: {by_rank(descriptions)}."
-        " Pass the same structure, dtypes, shapes beyond dimension 0 and reduction= on all ranks."
-    )
+        own = [leaf for _, leaf in labeled]
+        return cls([f"reduction={rule.name!r}", *equal], [grad, *entries], number, rule, own)
 
 
 def _require_backward(

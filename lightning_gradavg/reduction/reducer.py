@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_gradavg.lightning_internals import after_backward
 from lightning_gradavg.place import Place, places_on_nodes
-from lightning_gradavg.ranks import Contribution, World, by_value
+from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.reduction.accumulation import Accumulation
 from lightning_gradavg.reduction.average import agreed_factors
 from lightning_gradavg.reduction.gather import weigh_losses_from_here
@@ -109,13 +109,9 @@ class GradAvgReducer:
             self._handles.append(model.register_forward_hook(self._on_output))
 
     def _places(self, world: World, node: int | None) -> tuple[Place, ...]:
-        """Return the places of all ranks, which reduce alike; their nodes may be unknown if they do not matter."""
-        alike = f"{self._rule.name!r}, {self._rule.formula}"
-        _, agreed = world.agree(
-            "GradAvgReducer cannot reduce",
-            lambda: Contribution(alike, [], 1.0),
-            lambda found: f"the reduction differs between ranks: {by_value(found)}. Pass the same on all of them.",
-        )
+        """Return the places of all ranks, which reduce equally; their nodes may be unknown if they do not matter."""
+        equal = [f"reduction={self._rule.name!r}, {self._rule.formula}"]
+        _, agreed = world.agree("GradAvgReducer cannot reduce", lambda: Contribution(equal, [], 1.0))
         if node is not None:
             return world.places(node)
         agreed_factors(self._rule, agreed)

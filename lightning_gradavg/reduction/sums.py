@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,6 @@ SUM_DTYPES = {
 }
 """The dtypes that a gradient may have, and the dtype that each is summed in."""
 
-
-# The cap of a bucket is DDP's: larger ones gain no bandwidth and start later.
-BUCKET_BYTES = 25 * 2**20
-
 # From this size on a gradient is a bucket of its own, usually without a copy: one more collective is cheaper than
 # copying 1 MiB into a bucket and back.
 SINGLE_BYTES = 2**20
@@ -51,18 +47,11 @@ def writable(parameter: Tensor, sparse_dim: int, dtype: torch.dtype) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
         return zero_gradient(parameter, sparse_dim, dtype)
-    if gradient.is_sparse or not (_repeats(gradient) or gradient.is_conj() or gradient.is_neg()):
+    # After `expand`, elements share memory.
+    repeats = not gradient.is_sparse and not gradient.is_contiguous() and 0 in gradient.stride()
+    if gradient.is_sparse or not (repeats or gradient.is_conj() or gradient.is_neg()):
         return gradient
     return gradient.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-
-
-def _repeats(gradient: Tensor) -> bool:
-    """Return whether two elements share memory, as after `expand`."""
-    if gradient.is_contiguous():
-        return False
-    steps = sorted((stride, size) for stride, size in zip(gradient.stride(), gradient.shape, strict=True) if size > 1)
-    reaches = accumulate((stride * (size - 1) for stride, size in steps), initial=1)
-    return any(stride < reach for (stride, _), reach in zip(steps, reaches, strict=False))
 
 
 def sum_dense(gradients: Sequence[Tensor], factor: float, world: World) -> None:
@@ -103,22 +92,15 @@ def _flat(members: list[Tensor], storages: Counter[int]) -> Tensor:
     return flat
 
 
-def _partition(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _partition(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
     """Cut gradients into buckets. Depends on nothing but their order, shapes, dtypes and which share a device."""
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
-    for gradient in gradients:
+    buckets: dict[Any, list[Tensor]] = {}
+    for index, gradient in enumerate(gradients):
         dtype = SUM_DTYPES[gradient.dtype]
-        size = gradient.numel() * dtype.itemsize
-        if size >= SINGLE_BYTES:
-            yield [gradient]
-        elif size > 0:
-            members, used = open_buckets.get((dtype, gradient.device), ([], 0))
-            if members and used + size > BUCKET_BYTES:
-                yield members
-                members, used = [], 0
-            members.append(gradient)
-            open_buckets[dtype, gradient.device] = members, used + size
-    yield from (members for members, _ in open_buckets.values())
+        alone = gradient.numel() * dtype.itemsize >= SINGLE_BYTES
+        if gradient.numel() > 0:
+            buckets.setdefault(index if alone else (dtype, gradient.device), []).append(gradient)
+    return list(buckets.values())
 
 
 def sum_sparse(gradients: Sequence[Tensor], factor: float, world: World) -> list[Tensor]:
