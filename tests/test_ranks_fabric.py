@@ -436,21 +436,6 @@ def test_split_batches(world):
             assert approx(weight_of_one) == weight
 
 
-def evaluated() -> list[float]:
-    """Body: the samples that count in one pass over a loader of 9 that is set up, and their sum, over all ranks."""
-    loop, data = OfFabric(split_batches=True), torch.arange(1.0, 10)
-    totals = torch.zeros(2)
-    for samples in loop.fabric.setup_dataloaders(DataLoader(data, 4)):  # type: ignore[arg-type]  # a tensor is a dataset
-        count = loop.strategy.samples
-        totals += torch.tensor([float(count), samples[:count].sum().item()])
-    return loop.fabric.all_reduce(totals, reduce_op="sum").tolist()
-
-
-def test_evaluation_counts_each_sample_once(world):
-    """In an evaluation the samples that count are those of the data, each on one rank."""
-    assert [[9.0, 45.0]] * 2 == world(2).run(evaluated)
-
-
 def interrupted() -> list[int]:
     """Body: the samples that count in each batch of an evaluation between those of training, and after it."""
     loop, data = OfFabric(split_batches=True), torch.arange(1.0, 10)

@@ -321,50 +321,6 @@ def test_rows_of_a_rank_of_weight_0_count_for_others(world, world_size, window):
         torch.testing.assert_close(seen, towers.gradients(), rtol=1e-12, atol=1e-12)
 
 
-class Variance(LightningModule):
-    """Case 26: the population variance of the predictions of the global batch."""
-
-    def __init__(self, reduction: str) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
-        self.reduction = reduction
-        self.seen: list[float] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        told = {"reduction": self.reduction, "weight": len(batch)} if RULES[self.reduction].uses_weight else {}
-        return gather(self.w * batch, **told).var(correction=0)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen.append(self.w.grad.item())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def train_variance(per_rank: Any, reduction: str, window: int) -> list[float]:
-    """Body: the gradients of a run on each rank's own micro-batches."""
-    data = [torch.tensor(batch, dtype=torch.float64) for batch in per_rank[dist.get_rank()]]
-    return fit(Variance(reduction), data, accumulate_grad_batches=window)
-
-
-VARIANCES = [
-    ([[[1, 2]], [[3, 4]]], 1, [2.5]),
-    ([[[1]], [[2]], [[3]], [[4]]], 1, [2.5]),
-    ([[[1, 2, 3]], [[4, 5]]], 1, [4.0]),
-    ([[[1, 2]], [[3, 4]], [[5]], [[]]], 1, [4.0]),
-    # Twice the variances: 2.5 for 1..4 and 3.0 for 0, 0, 1, 3 in a window, and 8.0 for 1, 5 in a short one.
-    ([[[1, 2], [0, 0], [1]], [[3, 4], [1, 3], [5]]], 2, [(2.5 + 3.0) / 2, 8.0]),
-]
-
-
-@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
-@pytest.mark.parametrize(("per_rank", "window", "gradients"), VARIANCES)
-def test_loss_over_all_outputs(world, per_rank, window, gradients, reduction):
-    """Case 26: the gradient of the variance over the gathered predictions, in unequal parts and in windows."""
-    seen = world(len(per_rank)).run(train_variance, per_rank, reduction, window)
-    assert [[approx(gradient) for gradient in gradients]] * len(per_rank) == seen
-
-
 class UnequalRows(Contrastive):
     """Micro-batches of different sizes, each a contrastive batch of its own, and the mean over all their rows."""
 
@@ -388,22 +344,4 @@ def train_unequal_rows(reduction: str) -> list[Tensor]:
 def test_accumulation_of_unequal_rows(world, reduction):
     """Sums and means are exact in a window whose weights differ between micro-batches and ranks."""
     for seen in world(2).run(train_unequal_rows, reduction):
-        assert [approx(1.0, 1e-9)] * 2 == [ratio_of(*pair) for pair in zip(seen, single_process()[1], strict=True)]
-
-
-def several_gathers(rows: Sequence[int]) -> list[Tensor]:
-    """Body: the towers gathered apart, in a plain loop."""
-    rank, towers = dist.get_rank(), TwoTowers()
-    part = slice(starts_of(rows)[rank], starts_of(rows)[rank] + rows[rank])
-    a = gather(A[part] @ towers.m.T)
-    b = gather(B[part] @ towers.m.T)
-    towers.loss(a, b).backward()
-    average_gradients(towers)
-    return towers.gradients()
-
-
-@pytest.mark.parametrize("rows", [(4,), (3, 1), (0, 4), (1, 0, 3), (2, 0, 0, 2)], ids=str)
-def test_several_gathers_in_a_plain_loop(world, rows):
-    """Each gather has its own backward, and `average_gradients` reduces like the strategy."""
-    for seen in world(len(rows)).run(several_gathers, rows):
         assert [approx(1.0, 1e-9)] * 2 == [ratio_of(*pair) for pair in zip(seen, single_process()[1], strict=True)]

@@ -76,6 +76,10 @@ def fsdp_tp(net: Any, mesh: Any) -> Any:
     return fsdp(tp(net, mesh), mesh)
 
 
+def fsdp1(net: Any, mesh: Any) -> Any:
+    return FullyShardedDataParallel(net, device_id=torch.device("cpu"))
+
+
 def on_all_ranks(net: Any, mesh: Any) -> Any:
     """Whatever the mesh says."""
     return fully_shard(net)
@@ -88,6 +92,10 @@ def uneven(rank: int, index: int) -> float:
 def first_absent(rank: int, index: int) -> float:
     """Weight 0, with a loss that is NaN, on rank 0."""
     return 5.0 + index if rank else 0.0
+
+
+def absent(rank: int, index: int) -> float:
+    return 0.0
 
 
 def batches_of(rank: int, count: int, weights: Weights) -> list[Batch]:
@@ -108,19 +116,37 @@ def optimizer_of(parameters: Any) -> Any:
 
 
 class Sharded(LightningModule):
-    def __init__(self, shard: Callable[..., Any], manual: int = 0, weighs: bool = True) -> None:
+    """`kind` names a set-up that cannot be served."""
+
+    def __init__(self, shard: Callable[..., Any], manual: int = 0, weighs: bool = True, kind: str = "") -> None:
         super().__init__()
         self.net: Any = new_net()
-        self.shard, self.weighs, self.manual, self.automatic_optimization = shard, weighs, manual, manual == 0
+        self.extra = nn.Linear(2, 2).double().requires_grad_(kind == "outside")
+        self.shard, self.weighs, self.manual, self.kind = shard, weighs, manual, kind
+        self.automatic_optimization = manual == 0 and kind != "unweighed"
         self.gradients: Grads = []
 
     def configure_model(self) -> None:
+        self.stale = [nn.Parameter(p.detach().clone()) for p in self.net.parameters()]
         self.net = self.shard(self.net, self.device_mesh)
+        if self.kind == "divisor":
+            self.net[2].set_gradient_divide_factor(1.0)
+
+    def configure_optimizers(self) -> Any:
+        return optimizer_of(self.stale if self.kind == "stale" else self.parameters())
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.extra.requires_grad_(self.kind in ("outside", "later"))
         loss, n = loss_of(self.net, batch), batch[2]
+        if self.kind == "unweighed":
+            loss.backward()
         if self.automatic_optimization:
-            return {"loss": loss, "weight": n} if self.weighs else loss
+            special: dict[str, Any] = {
+                "none": None,
+                "graphless": {"loss": torch.zeros(()), "weight": 0},
+                "peers": {"loss": loss, "weight": dist.get_rank()},
+            }
+            return special.get(self.kind, {"loss": loss, "weight": n} if self.weighs else loss)
         optimizer: Any = self.optimizers()
         last = (batch_idx + 1) % self.manual == 0 or self.trainer.is_last_batch
         with optimizer.toggle_model(sync_grad=last):
@@ -135,9 +161,6 @@ class Sharded(LightningModule):
         self.clip_gradients(optimizer, *args, **values)
         self.gradients.append([full(p.grad) for p in self.net.parameters()])
 
-    def configure_optimizers(self) -> Any:
-        return optimizer_of(self.parameters())
-
 
 class Case(NamedTuple):
     shard: Callable[..., Any]
@@ -149,9 +172,6 @@ class Case(NamedTuple):
     clip: float | None = 0.05
     weights: Weights = uneven
     manual: bool = False
-
-    def __str__(self) -> str:
-        return "-".join(str(getattr(value, "__name__", value)) for value in self)
 
     @property
     def sizes(self) -> Any:
@@ -178,7 +198,7 @@ def expected(case: Case) -> Grads:
                 (loss_of(net, batch) * factor / scale).backward()
         if case.clip is not None:
             nn.utils.clip_grad_norm_(net.parameters(), case.clip)
-        found.append([full(p.grad) for p in net.parameters()])
+        found.append([torch.zeros_like(p) if p.grad is None else full(p.grad) for p in net.parameters()])
         optimizer.step()
     return found
 
@@ -198,7 +218,11 @@ def gap(found: Grads, wanted: Grads) -> float:
     assert len(found) == len(wanted) > 0
     pairs = [pair for fs, ws in zip(found, wanted, strict=True) for pair in zip(fs, ws, strict=True)]
     assert all(f.isfinite().all() for f, _ in pairs)
-    return max((f - w).abs().max().item() for f, w in pairs) / max(w.abs().max().item() for _, w in pairs)
+    largest = max(w.abs().max().item() for _, w in pairs)
+    if largest == 0:
+        assert all(bool((f == 0).all()) for f, _ in pairs)
+        return 0.0
+    return max((f - w).abs().max().item() for f, w in pairs) / largest
 
 
 def trainer_gap(case: Case) -> float:
@@ -238,7 +262,9 @@ def fabric_gap(case: Case, register: bool = True) -> float:
         (trainer_gap, Case(fsdp, 4)),
         (trainer_gap, Case(hsdp, 4, length=2, window=1)),
         (trainer_gap, Case(hsdp, 4, weights=first_absent)),
+        (trainer_gap, Case(hsdp, 4, weights=absent)),
         (trainer_gap, Case(fsdp_tp, 4, 2, length=2, window=1, weights=first_absent)),
+        (trainer_gap, Case(fsdp_tp, 4, 2, length=2, window=1, weights=absent)),
         (trainer_gap, Case(fsdp_tp, 4, 2)),
         (trainer_gap, Case(fsdp_tp, 4, 2, "sum")),
         (trainer_gap, Case(fsdp_tp, 4, 2, "normalized_sum", 2, 1)),
@@ -250,7 +276,10 @@ def fabric_gap(case: Case, register: bool = True) -> float:
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_gradients_are_those_of_one_process(world, of_loop, case):
-    """After clipping, over windows the last of which is short, with batches of weight 0 whose loss is NaN."""
+    """After clipping, over windows the last of which is short, with batches of weight 0 whose loss is NaN.
+
+    Where nothing counts they are exactly 0.
+    """
     assert max(world(case.ranks).run(of_loop, case)) <= 1e-12
 
 
@@ -286,49 +315,15 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two(world, tmp_path):
         assert gap([*before, *after], whole) <= 1e-12
 
 
-class Refused(Sharded):
-    """Set-ups that cannot be served."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__({"peers": fsdp_tp, "auto": on_all_ranks}.get(kind, fsdp))
-        self.kind, self.automatic_optimization = kind, kind != "unweighed"
-        if kind in ("outside", "later"):
-            self.extra = nn.Linear(2, 2).double().requires_grad_(kind == "outside")
-
-    def configure_model(self) -> None:
-        if self.kind == "fsdp1":
-            self.net = FullyShardedDataParallel(self.net, device_id=torch.device("cpu"))
-            return
-        self.stale = [nn.Parameter(p.detach().clone()) for p in self.net.parameters()]
-        super().configure_model()
-        if self.kind == "divisor":
-            self.net[2].set_gradient_divide_factor(1.0)
-
-    def configure_optimizers(self) -> Any:
-        return optimizer_of(self.stale if self.kind == "stale" else self.parameters())
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        if self.kind == "later":
-            self.extra.requires_grad_(True)
-        loss, rank = loss_of(self.net, batch), dist.get_rank()
-        if self.kind == "unweighed":
-            loss.backward()
-        special = {
-            "none": None,
-            "graphless": {"loss": torch.zeros(()), "weight": 0},
-            "peers": {"loss": loss, "weight": rank},
-        }
-        return special.get(self.kind, {"loss": loss, "weight": batch[2]})
-
-
 def refused(kind: str) -> None:
     """Body."""
     if kind == "fabric":
         fabric_gap(Case(fsdp, 2, clip=None), register=False)
     case = Case(fsdp, dist.get_world_size(), 1 + (kind == "peers"), length=2)
     strategy = GradAvgModelParallelStrategy(**WEIGHTED, **({} if kind == "auto" else case.sizes))
+    model = Sharded({"peers": fsdp_tp, "auto": on_all_ranks, "fsdp1": fsdp1}.get(kind, fsdp), kind=kind)
     options: Any = {"accumulate_grad_batches": 1 + (kind == "stale"), "use_distributed_sampler": False}
-    make_trainer(strategy, max_epochs=1, **options).fit(Refused(kind), DataLoader(case.batches(), batch_size=None))
+    make_trainer(strategy, max_epochs=1, **options).fit(model, DataLoader(case.batches(), batch_size=None))
 
 
 @pytest.mark.parametrize(
@@ -353,17 +348,14 @@ def test_refused_on_all_ranks(world, kind, ranks, text):
 
 
 @pytest.mark.parametrize("make", [GradAvgModelParallelStrategy, partial(OfFabric, fsdp)])
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
+def test_options_that_cannot_be_served(make):
+    for options, error, text in (
         ({"lr_scaling": "linear"}, TypeError, "gradavg plan"),
         ({"tensor_paralel_size": 2}, TypeError, "Did you mean 'tensor_parallel_size'?"),
         ({"reduction": "mean_of_node_means"}, ValueError, "Use one of 'mean', 'sum', 'weighted_mean'"),
-    ],
-)
-def test_options_that_cannot_be_served(make, options, error, text):
-    with pytest.raises(error, match=re.escape(text)):
-        make(**options)
+    ):
+        with pytest.raises(error, match=re.escape(text)):
+            make(**options)
 
 
 def test_every_option_of_whole_models_is_refused_with_its_reason():
