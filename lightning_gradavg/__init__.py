@@ -31,5 +31,5 @@ __all__ = [
 __version__ = "0.1.0"
 
 GradAvgStrategy.register_strategies(StrategyRegistry)
-GradAvgModelParallelStrategy.register_strategies(StrategyRegistry)
+StrategyRegistry.register("gradavg_model_parallel", GradAvgModelParallelStrategy, override=True)
 _FabricStrategy.register_strategies(STRATEGY_REGISTRY)

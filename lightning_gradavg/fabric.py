@@ -187,13 +187,6 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
         return model
 
 
-class _ShardedReducer(GradAvgReducer):
-    control: SyncControl
-
-    def _ends_window(self) -> bool:
-        return not self.control.holding
-
-
 class GradAvgModelParallelStrategy(_Weighing, ModelParallelStrategy):
     """Trains a sharded model with Fabric by the gradient of a stated rule.
 
@@ -222,9 +215,9 @@ class GradAvgModelParallelStrategy(_Weighing, ModelParallelStrategy):
         if self._reducer is not None:
             raise ValueError("one strategy shards one model, as its checkpoints do: use a strategy for each")
         if self._rule != RULES["mean"]:
-            self._reducer = reducer = _ShardedReducer(reduction=self._rule)
-            reducer.control = SyncControl(self)
-            reducer.watch(model, ShardedAccumulation(self._rule, model, mesh, self._set_up, manual=True))
+            self._reducer, control = GradAvgReducer(reduction=self._rule), SyncControl(self)
+            accumulation = ShardedAccumulation(self._rule, model, mesh, self._set_up, manual=True)
+            self._reducer.watch(model, accumulation, lambda: not control.holding)
         return model
 
     @override

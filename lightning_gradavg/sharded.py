@@ -49,12 +49,6 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         self._parts = self._reduction, self._batches, self._termination
         self._plain = {"reduction": rule.name}
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the name of this strategy. Doing it again changes nothing."""
-        strategy_registry.register("gradavg_model_parallel", cls, description=cls.__name__, override=True)
-
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)

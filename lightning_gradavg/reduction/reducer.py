@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -59,6 +59,7 @@ class GradAvgReducer:
         self._rule = resolve_rule(reduction)
         self._weighs = self._rule != RULES["mean"]
         self._accumulation: Accumulation
+        self._ends_window: Callable[[], bool]
         self._weights: Weights
         self._registered: list[weakref.ref[Any]] = []
         self._sparse: list[Tensor] = []
@@ -104,7 +105,7 @@ class GradAvgReducer:
         # Once each: models may share some.
         parameters = dict.fromkeys(one for each in models for one in each.module.parameters())
         self._sparse = [one for each in models for one in sparse_weights(each)]
-        self.watch(model, Accumulation(window, list(parameters), owned_by_user=True))
+        self.watch(model, Accumulation(window, list(parameters), owned_by_user=True), self._reduces_next)
         if self._weighs:
             self._handles.append(model.register_forward_hook(self._on_output))
 
@@ -117,9 +118,9 @@ class GradAvgReducer:
         agreed_factors(self._rule, agreed)
         return places_on_nodes([node or 0 for node in agreed.nodes])
 
-    def watch(self, model: nn.Module, accumulation: Accumulation) -> None:
+    def watch(self, model: nn.Module, accumulation: Accumulation, ends_window: Callable[[], bool]) -> None:
         """Weigh the losses of a model of any engine from its next forward on."""
-        self._accumulation = accumulation
+        self._accumulation, self._ends_window = accumulation, ends_window
         if not self._registered:
             device = accumulation.window.device
             self._weights = Weights(self._rule, device, "weigh was given", warnings.warn, lambda _: None)
@@ -171,6 +172,8 @@ class GradAvgReducer:
             ValueError: If `divided_by` is not a number > 0; on all ranks, if some rank's weight is missing or not
                 usable: of the same window on a CPU, of the one before on an accelerator, which is not waited for.
         """
+        if not self._registered:
+            raise RuntimeError("there is no model yet whose gradients are reduced: call register first")
         if divided_by is not None and not 0 < divided_by < math.inf:
             raise ValueError(
                 f"divided_by={divided_by!r} is not a finite number > 0: pass what the trainer divides each loss by"
@@ -187,15 +190,13 @@ class GradAvgReducer:
         begin = partial(self._begin, last=last, divisor=divisor)
         return WeighedLoss.of(terms, micro_batch, sparse=self._sparse, begin=begin).value
 
-    def _ends_window(self) -> bool:
-        """Return whether the next backward ends the window."""
+    def _reduces_next(self) -> bool:
+        """Return whether DDP reduces in the next backward."""
         synced = {model.require_backward_grad_sync for model in self._models}
         if len(synced) != 1:
             raise RuntimeError(
                 "some models are within no_sync() and some are not, so it is not clear whether this backward ends the"
                 " window. Enter it for all models of the loop, or for none."
-                if synced
-                else "there is no model yet whose gradients are reduced: call register first"
             )
         (last,) = synced
         if last and self._synced and not any(self._synced.values()):

@@ -64,12 +64,7 @@ def sharded_rule(reduction: str, options: Mapping[str, object], engine: type) ->
 class ShardedAccumulation(Accumulation):
     """The gradients of a window, where autograd accumulates into unsharded parameters, whose memory comes and goes.
 
-    Args:
-        rule: The reduction rule.
-        module: The module, sharded and on its device.
-        mesh: Lightning's mesh, of the dimensions "data_parallel" and "tensor_parallel".
-        optimizers: Those of the run, to which some may be added later. Their parameters have the gradients.
-        manual: Whether the user says where a window ends.
+    The optimizers' parameters have the gradients; optimizers may be added later. The mesh is Lightning's.
 
     Raises:
         ValueError: If the engine would not average the gradient of a parameter over the data-parallel ranks.
