@@ -14,12 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from averaging import literal, square_root_of_weight
-from grids import grid
 from ranks import Raised
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from lightning_gradavg.place import Place
 from lightning_gradavg.reduction import sums
@@ -153,13 +150,11 @@ def test_gradient_computed_by_hand(world, name):
         torch.testing.assert_close(mine, part, rtol=1e-12, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("poison", "reduction"), grid([nan, inf, -inf], ["weighted_mean", "normalized_sum", square_root_of_weight])
-)
-def test_weight_zero_contributes_nothing(world, reduction, poison):
+@pytest.mark.parametrize("poison", [nan, inf, -inf])
+def test_weight_zero_contributes_nothing(world, poison):
     """Cases 5 and 50: gradients of a rank of weight 0 are discarded, in place and in a bucket: 0 * NaN would be NaN."""
     of_ranks = [[one([2.0]), torch.ones(2**18)], [one([poison]), torch.full((2**18,), poison)]]
-    small, large = same_everywhere(world(2).run(reduce_given, of_ranks, [1, 0], [0, 1], reduction=reduction))
+    small, large = same_everywhere(world(2).run(reduce_given, of_ranks, [1, 0], [0, 1], reduction="weighted_mean"))
     assert torch.equal(one([2.0]), small)
     assert torch.equal(torch.ones(2**18), large)
 
@@ -259,35 +254,6 @@ def test_one_small_exchange_and_all_buckets_in_flight(world, reduction):
     expected = [("all_gather", 5), ("all_reduce", 5007), ("all_reduce", 2**18), ("wait", 5007), ("wait", 2**18)]
     options = {"weights": [1, 2], "nodes": [0, 1], "reduction": reduction}
     assert [expected] * 2 == world(2).run(record_collectives, of_ranks, **options)
-
-
-def train_mlp(chunk: bool, reentrant: bool | None = None) -> list[Tensor]:
-    """Body: 20 steps of a small classifier, on this rank's chunk of each global batch or on the whole of it."""
-    draw = torch.Generator().manual_seed(7)
-    x = torch.randn(64, 8, generator=draw, dtype=torch.float64, requires_grad=True)
-    y = torch.randint(4, (64,), generator=draw)
-    torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    parts = dist.get_world_size() if chunk else 1
-    for step in range(20):
-        batch = torch.arange(16) + 16 * (step % 4)
-        mine = batch.tensor_split(parts)[dist.get_rank() % parts]
-        optimizer.zero_grad()
-        out = model(x[mine]) if reentrant is None else checkpoint(model, x[mine], use_reentrant=reentrant)
-        cross_entropy(out, y[mine]).backward()
-        average_gradients(model, reduction="weighted_mean", weight=len(mine))
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize(("world_size", "reentrant"), [(2, True), (2, False), (3, None)])
-def test_same_training_on_any_number_of_ranks(world, world_size, reentrant):
-    """Cases 3 and 45: evenly or unevenly cut, checkpointed or not, the weights are those of one process to 1e-12."""
-    reference = world(1).run(train_mlp, False)[0]
-    weights = same_everywhere(world(world_size).run(train_mlp, True, reentrant))
-    for mine, expected in zip(weights, reference, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
 
 def reduce_in_place(case: str, size: int) -> tuple[Gradients, bool]:
@@ -510,7 +476,6 @@ EVERYWHERE = (0, 1, 2)
 # of the model.
 MISUSES: dict[str, tuple[Sequence[int], dict[str, Any], str]] = {
     "weight of a batch": ([2], {"weight": torch.ones(3)}, r"on rank 2: a weight is one number.*shape \(3,\)"),
-    "huge weight": ([2], {"weight": 10**400}, r"on rank 2: .*too large"),
     "two problems": ([0, 2], {"weight": RankDependent()}, r"on rank 0: a weight is one number.*; on rank 2: "),
     "weight on some ranks": (
         [0, 2],
@@ -534,7 +499,6 @@ MISUSES: dict[str, tuple[Sequence[int], dict[str, Any], str]] = {
         {"source": lambda model: model[0]},
         r"cannot reduce: 4 parameters on ranks 0, 1; 2 parameters on rank 2",
     ),
-    "no parameters": ([1], {"source": lambda model: []}, r"4 parameters on ranks 0, 2; 0 parameters on rank 1"),
     "another shape": (
         [1],
         {"source": lambda model: pair(3)},
@@ -544,11 +508,6 @@ MISUSES: dict[str, tuple[Sequence[int], dict[str, Any], str]] = {
         [0],
         {"source": lambda model: pair(1).double()},
         r"'0\.weight' of.*torch\.float64 on cpu, device 0 on rank 0",
-    ),
-    "another order": (
-        [0],
-        {"source": lambda model: reversed(list(model.parameters()))},
-        r"parameter 0 of shape \(1,\).* on rank 0",
     ),
     "sparse on one rank": (
         EVERYWHERE,
@@ -583,7 +542,6 @@ MISUSES: dict[str, tuple[Sequence[int], dict[str, Any], str]] = {
         {"source": lambda model: model.named_parameters()},
         r"on rank 0: parameter 0 is \('0\.weight'",
     ),
-    "number": ([0], {"source": lambda model: 5}, r"on rank 0: pass a module or its parameters; got 5 of type int"),
     "broken generator": ([0], {"source": broken_generator}, r"on rank 0: RuntimeError: the generator broke"),
 }
 if not hasattr(torch.Tensor, "grad_dtype"):
