@@ -121,10 +121,11 @@ class Sharded(LightningModule):
     def __init__(self, shard: Callable[..., Any], manual: int = 0, weighs: bool = True, kind: str = "") -> None:
         super().__init__()
         self.net: Any = new_net()
-        self.extra = nn.Linear(2, 2).double().requires_grad_(kind == "outside")
         self.shard, self.weighs, self.manual, self.kind = shard, weighs, manual, kind
         self.automatic_optimization = manual == 0 and kind != "unweighed"
         self.gradients: Grads = []
+        if kind in ("outside", "later"):
+            self.extra = nn.Linear(2, 2).double().requires_grad_(kind == "outside")
 
     def configure_model(self) -> None:
         self.stale = [nn.Parameter(p.detach().clone()) for p in self.net.parameters()]
@@ -136,7 +137,8 @@ class Sharded(LightningModule):
         return optimizer_of(self.stale if self.kind == "stale" else self.parameters())
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        self.extra.requires_grad_(self.kind in ("outside", "later"))
+        if self.kind == "later":
+            self.extra.requires_grad_(True)
         loss, n = loss_of(self.net, batch), batch[2]
         if self.kind == "unweighed":
             loss.backward()
