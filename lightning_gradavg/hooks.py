@@ -163,7 +163,8 @@ class _Lane:
         timeout = timeout_of(world.group, device)
         wanted = sorted({hop.ranks for hop in hops if own})
         self._groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in wanted}
-        self._stream, self._last = new_stream(device), _done(torch.empty(0))
+        self._stream = new_stream(device)
+        self._last: Future[Any] = _done(torch.empty(0))
 
     def mean(self, flat: Tensor, route: _Route, world: World) -> Future[Any]:
         """Return a future that is done when the numbers are their mean."""
@@ -176,8 +177,8 @@ class _Lane:
                 for work in steps:
                     work.wait()
                 return _done(flat)
-        before, self._last = self._last, Future()
-        end = self._last
+        before, end = self._last, Future[Any]()
+        self._last = end
 
         def proceed(done: Future[Any]) -> None:
             try:

@@ -286,7 +286,8 @@ MISUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 def misuse(name: str) -> None:
-    given = {"tensors": X.clone().requires_grad_(), "grad": True, **MISUSES[name][dist.get_rank()]}
+    of_ranks: Any = MISUSES[name]
+    given = {"tensors": X.clone().requires_grad_(), "grad": True, **of_ranks[dist.get_rank()]}
     with torch.set_grad_enabled(given.pop("grad")):
         gather(given.pop("tensors"), **given)
 

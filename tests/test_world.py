@@ -21,7 +21,7 @@ from lightning_gradavg.ranks import Agreed, Contribution, World, _settle_at_exit
 def test_what_a_rank_brings_survives_the_exchange(weight: float | None, details: list[int]) -> None:
     """A weight keeps its last bit, and a rank that is alone agrees with itself."""
     mine = Contribution(["equal"], details, weight)
-    assert (mine, Agreed([0], [weight], [details])) == World().agree("refused", lambda: mine, str)
+    assert (mine, Agreed([0], [weight], [details])) == World().agree("refused", lambda: mine)
 
 
 def agree(case: str) -> Any:
@@ -31,12 +31,14 @@ def agree(case: str) -> Any:
         raise KeyError(f"rank {rank}")
     if case == "misplaced" and rank == 1:
         os.environ["NODE_RANK"] = "first"
-    return Contribution("b" if case == "unlike" and rank == 1 else "a", [7, rank % 2 if case == "uneven" else 0], 0.1)
+    return Contribution(
+        ["same", "b" if case == "unlike" and rank == 1 else "a"], [7, rank % 2 if case == "uneven" else 0], 0.1
+    )
 
 
 def agreed(case: str) -> Any:
     """Body: what the ranks agree on."""
-    mine, others = World.of(None).agree("refused", partial(agree, case), lambda found: f"they are {', '.join(found)}")
+    mine, others = World.of(None).agree("refused", partial(agree, case))
     assert mine.details == others.details[dist.get_rank()]
     return others
 
@@ -55,7 +57,7 @@ def test_ranks_agree(world: Any) -> None:
             "misplaced",
             "refused, on rank 1: the environment variable NODE_RANK is the index of the node, from 0; got 'fi",
         ),
-        ("unlike", "they are a, b, a"),
+        ("unlike", "refused: a on ranks 0, 2; b on rank 1. Pass the same, in the same order, on all ranks."),
     ],
 )
 def test_ranks_raise_together(world: Any, case: str, message: str) -> None:
