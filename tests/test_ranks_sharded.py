@@ -339,7 +339,7 @@ def refused(kind: str) -> None:
         ("stale", 2, "cannot be seen in the optimizers' parameter groups"),
         ("none", 2, "training_step returned no loss"),
         ("graphless", 2, "a loss without a graph"),
-        ("unweighed", 2, "reached the model by a backward that reduction='weighted_mean' was not"),
+        ("unweighed", 2, "reached the model by a backward that bypassed reduction='weighted_mean'"),
         ("peers", 4, "tensor-parallel group weigh one batch differently (on rank 0: {'weight'"),
         ("fabric", 2, "fabric.setup_optimizers"),
     ],

@@ -116,8 +116,8 @@ class ShardedAccumulation(Accumulation):
     def _require_weighed(self, gradient: Tensor) -> None:
         if not self.running:
             raise RuntimeError(
-                f"a gradient of shape {tuple(gradient.shape)} reached the model by a backward that"
-                f" reduction={self.window.rule.name!r} was not told of. Call self.manual_backward(loss, weight=...), or"
+                f"a gradient of shape {tuple(gradient.shape)} reached the model by a backward that bypassed"
+                f" reduction={self.window.rule.name!r}. Call self.manual_backward(loss, weight=...), or"
                 " fabric.backward(loss, weight=...), instead of loss.backward()."
             )
 
