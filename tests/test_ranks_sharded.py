@@ -175,6 +175,9 @@ class Case(NamedTuple):
     weights: Weights = uneven
     manual: bool = False
 
+    def __str__(self) -> str:
+        return "-".join(str(getattr(value, "__name__", value)) for value in self)
+
     @property
     def sizes(self) -> Any:
         return {"data_parallel_size": self.ranks // self.tensor, "tensor_parallel_size": self.tensor}
