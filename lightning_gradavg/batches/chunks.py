@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -79,12 +79,12 @@ class Chunk:
     batch_samples: int
     batch_replicas: int
 
-    @property
+    @cached_property
     def stand_in(self) -> bool:
         """Whether the samples only keep the rank busy, and must not count."""
         return not self.pieces
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """Number of samples that count: 0 for a stand-in."""
         return 0 if self.stand_in else self.stop - self.start
