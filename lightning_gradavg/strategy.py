@@ -48,7 +48,7 @@ from lightning_gradavg.replicas.part import replicas_of
 from lightning_gradavg.replicas.pieces import Step
 from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
-from lightning_gradavg.reproducible.part import AlignedReplicas, Arithmetic, FixedArithmetic
+from lightning_gradavg.reproducible.part import Arithmetic, FixedArithmetic
 from lightning_gradavg.reproducible.reduction import TreeReduction
 from lightning_gradavg.rules import RuleFunction
 from lightning_gradavg.termination import Termination
@@ -180,7 +180,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._options, self._plain, self._log_hyperparams = options, plain(given), log_hyperparams
         self._reports = Reports(crosses_ranks=options.replicated, facts=self._facts_of_step)
         static = bool(ddp_options.get("static_graph"))
-        self._replicas = (AlignedReplicas if reproducible else replicas_of)(options, static_graph=static)
+        self._replicas = replicas_of(options, static_graph=static)
         replicas = num_replicas or 1
         self._reduction = (partial(TreeReduction, replicas=replicas) if reproducible else Reduction)(
             options.rule,
@@ -411,19 +411,10 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
-        assert self.lightning_module is not None
-        automatic = self.lightning_module.automatic_optimization
         self._reduction.observer = self._reports.begin_step(self._reduction.window)
         step = Step(forward, self._backward_within_step, self._reduction, self._batches)
-        try:
-            with self._rates.training_step():
-                output = self._replicas.run_step(step, *arguments)
-        except ValueError as error:
-            # A chunk of one sample. If it raised here, the other ranks would wait for this one. In manual optimization
-            # there is no loss that could carry the news.
-            if not (automatic and self._options.rule.uses_weight and "more than 1 value per channel" in str(error)):
-                raise
-            output = self._reduction.fail_together(str(error))
+        with self._rates.training_step():
+            output = self._replicas.run_step(step, *arguments)
         return self._reduction.agree(output)
 
     @property

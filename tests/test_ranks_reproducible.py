@@ -233,13 +233,14 @@ def how_set() -> list[Any]:
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cudnn.benchmark,
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]  # set by torch
         os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
     ]
 
 
 def test_a_process_is_set_alike(world):
     """A run computes in one thread by deterministic algorithms, and puts back what was set before."""
-    expected = [[2, False, True, None], [1, True, False, ":4096:8"]]
+    expected = [[2, False, True, True, None], [1, True, False, False, ":4096:8"]]
     assert [tuple(expected)] * 2 == world(2).run(fixed, 2)
 
 

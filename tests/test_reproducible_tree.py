@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_gradavg.ranks import World
-from lightning_gradavg.reproducible.sum import Fold, add_gradients, subtrees, sum_over_ranks
+from lightning_gradavg.reproducible.sum import Fold, TreeSum, subtrees
 
 
 def summed(leaves: int, ranks: int) -> str:
@@ -71,28 +69,30 @@ PARAMETERS: list[Tensor] = [
     *(torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(0, dtype=torch.bfloat16)),
     *(torch.zeros(11, dtype=torch.complex64), torch.zeros(2, 2, dtype=torch.float64), torch.zeros(5)),
 ]
-UNUSED, SOMETIMES = 2, 7
-"""The parameter that no replica uses, and the one that only replica 1 uses, and replica 4 if there is one."""
+UNUSED, EMPTY, SOMETIMES = 2, 4, 7
+"""The parameter that no replica uses, that of no elements, and the one that only replicas 1 and 4 use."""
 
 
-def of_replica(replica: int) -> list[Tensor | None]:
+def of_replica(replica: int) -> dict[int, Tensor]:
     """Return gradients whose sum depends on its order; replica 2 has no samples."""
     generator = torch.Generator().manual_seed(replica)
     drawn = [torch.randn(one.shape, generator=generator, dtype=one.dtype) * 10.0**replica for one in PARAMETERS]
     gradients = [one.to(memory_format=torch.channels_last) if one.ndim == 4 else one for one in drawn]
     left_out = {UNUSED} | ({SOMETIMES} if replica not in (1, 4) else set())
-    return [None if replica == 2 or index in left_out else one for index, one in enumerate(gradients)]
+    return {index: one for index, one in enumerate(gradients) if replica != 2 and index not in left_out}
 
 
 def summed_over_ranks(replicas: int, bucket_bytes: int) -> list[Tensor | None]:
-    """Body: the sums of all replicas, a third of them."""
-    world = World.of(None)
-    fold: Fold[Any] = Fold(replicas, add_gradients)
+    """Body: the sums of all replicas, a third of them, in the second of two windows."""
+    world, parameters = World.of(None), [one.clone() for one in PARAMETERS]
+    tree = TreeSum(parameters, replicas=replicas, world=world, bucket_bytes=bucket_bytes)
     each = replicas // world.size
-    for replica in range(world.rank * each, (world.rank + 1) * each):
-        fold.push((replica, replica + 1), of_replica(replica))
-    options: Any = {"replicas": replicas, "world": world, "factor": 1 / 3, "bucket_bytes": bucket_bytes}
-    return sum_over_ranks(fold.nodes, PARAMETERS, **options)
+    for _ in range(2):
+        for replica in range(world.rank * each, (world.rank + 1) * each):
+            gradients = {id(parameters[index]): one for index, one in of_replica(replica).items()}
+            tree.add(replica, gradients)
+        found = tree.gradients(1 / 3)
+    return [found.get(id(one)) for one in parameters]
 
 
 def by_hand(replicas: int) -> list[Tensor | None]:
@@ -100,14 +100,14 @@ def by_hand(replicas: int) -> list[Tensor | None]:
 
     def tree(start: int, stop: int) -> list[Tensor]:
         if stop - start == 1:
-            wide = [torch.promote_types(one.dtype, torch.float32) for one in PARAMETERS]
-            filled = zip(of_replica(start), PARAMETERS, wide, strict=True)
-            return [(torch.zeros_like(one) if mine is None else mine).to(dtype) for mine, one, dtype in filled]
+            mine = of_replica(start)
+            filled = [mine.get(index, torch.zeros_like(one)) for index, one in enumerate(PARAMETERS)]
+            return [one.to(torch.promote_types(one.dtype, torch.float32)) for one in filled]
         middle = start + (1 << (stop - start - 1).bit_length() - 1)
         return [left + right for left, right in zip(tree(start, middle), tree(middle, stop), strict=True)]
 
     totals = [(total * (1 / 3)).to(one.dtype) for total, one in zip(tree(0, replicas), PARAMETERS, strict=True)]
-    return [None if index == UNUSED else total for index, total in enumerate(totals)]
+    return [None if index in (UNUSED, EMPTY) else total for index, total in enumerate(totals)]
 
 
 RANKS = {4: (1, 2, 4), 6: (1, 2, 3, 6), 12: (1, 2, 3, 4, 6)}
@@ -134,9 +134,8 @@ def test_zeros_are_positive(world):
             assert not total.signbit().any()
 
 
-def sum_of_negative_zeros() -> list[Tensor | None]:
-    world = World.of(None)
-    gradients = [torch.tensor([-0.0])] if world.rank == 0 else [None]
-    return sum_over_ranks(
-        [((world.rank, world.rank + 1), gradients)], [torch.ones(1)], replicas=world.size, world=world
-    )
+def sum_of_negative_zeros() -> list[Tensor]:
+    world, parameter = World.of(None), torch.ones(1)
+    tree = TreeSum([parameter], replicas=world.size, world=world)
+    tree.add(world.rank, {id(parameter): torch.tensor([-0.0])} if world.rank == 0 else {})
+    return [*tree.gradients(1.0).values()]

@@ -255,7 +255,7 @@ class Reduction(Part):
 
     def fail_together(self, problem: str) -> Tensor:
         """Return a loss whose window ends with an error on all ranks."""
-        advice = "Batch norm needs two values per channel: choose a batch size that leaves no rank a single sample"
+        advice = "Choose a batch size that leaves no rank and no replica a single sample, which batch norm cannot serve"
         return self._stand_in(MicroBatch(dict.fromkeys(self._terms, 0.0), problem=f"{problem} {advice}"))
 
     def _stand_in(self, micro_batch: MicroBatch) -> Tensor:

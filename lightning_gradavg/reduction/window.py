@@ -56,6 +56,7 @@ class Totals(NamedTuple):
         bad: Ranks with a loss that is not finite, or without loss.
         without_loss: Ranks without loss.
         normalizers: `Z` of each loss term.
+        more: Sums of what `Window.exchange` was given.
     """
 
     faults: Any
@@ -67,18 +68,20 @@ class Totals(NamedTuple):
     bad: Any
     without_loss: Any
     normalizers: Any
+    more: Any
 
     @classmethod
     def of(cls, values: Any) -> Totals:
         """Return the sum of the ranks' summaries as what it is."""
-        return cls._make([*values[:_HEADER], values[_HEADER:]])
+        return cls._make([*values[:_HEADER], values[_HEADER:_TERMS_END], values[_TERMS_END:]])
 
     def problem(self, ranks: int) -> str | None:
         """Return what makes the window unusable, as every rank sees it, or None. On the host."""
         return next((text.format(self) for text, found in _PROBLEMS.items() if found(self, ranks)), None)
 
 
-_HEADER = len(Totals._fields) - 1
+_HEADER = len(Totals._fields) - 2
+_TERMS_END = _HEADER + MOST_TERMS
 _UNKNOWN = Totals.of([0.0] * (_HEADER + 1))
 
 # All ranks have the same number where the square of the sum is W times the sum of the squares. `x * x` is rounded once,
@@ -315,17 +318,21 @@ class Window:
         z = totals.normalizers[index]
         return z.masked_fill(totals.faults != 0, 0) if isinstance(z, Tensor) else z
 
-    def exchange(self) -> None:
-        """Begin to sum what the ranks know of their windows, where there is need of it. A collective operation."""
+    def exchange(self, more: Sequence[float] = ()) -> None:
+        """Begin to sum what the ranks know of their windows, where there is need of it. A collective operation.
+
+        Args:
+            more: Further numbers to sum, as many on all ranks.
+        """
         self._summary = self._work = None
         if self._exchanges:
-            self._summary = self._summarized()
+            self._summary = self._summarized(more)
             if self.world.group is not None and self.device.type == "cpu":
                 self._summary, self._work = rows_of_ranks(self._summary, self.world.group)
             elif self.world.group is not None:
                 self._work = dist.all_reduce(self._summary, group=self.world.group, async_op=True)
 
-    def _summarized(self) -> Tensor:
+    def _summarized(self, more: Sequence[float] = ()) -> Tensor:
         """Return the float64 vector whose sum over the ranks `Totals` reads."""
         length, judged = self.length, self._at_end()
         signature = crc32("\0".join(self.terms).encode()) % 2**20
@@ -339,7 +346,7 @@ class Window:
                 (unread,) = shares  # alone in its window
             else:
                 sums[index] = float(sum(share.normalizer for share in shares))
-        summary = torch.frombuffer(array("d", [*header, *sums]), dtype=torch.float64)
+        summary = torch.frombuffer(array("d", [*header, *sums, *more]), dtype=torch.float64)
         if self.device.type != "cpu":
             summary = on_device(summary, self.device)
         if unread is not None:
@@ -360,7 +367,8 @@ class Window:
         if self._work is not None:
             self._work.wait()
         if self._summary is not None and self.device.type == "cpu":
-            self.known = self._checked(Totals.of(self._summary.view(-1, _HEADER + MOST_TERMS).sum(0).tolist()))
+            rows = self._summary.view(-1, self._summary.shape[-1])
+            self.known = self._checked(Totals.of(rows.sum(0).tolist()))
         elif self._summary is not None:
             self._unchecked = copy.copy(self), HostCopy(self._summary)
             self.known = Totals.of(self._summary)

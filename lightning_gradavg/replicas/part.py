@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, update_wrapper
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lightning_gradavg.replicas.batch_norm import restore_batch_norm, synchroniz
 from lightning_gradavg.replicas.log import ReplicaLog, of_whole_run
 from lightning_gradavg.replicas.obstacles import has_step_end
 from lightning_gradavg.replicas.outputs import gather_outputs, join_outputs, require_rows
-from lightning_gradavg.replicas.pieces import Pieces, Replicas, Step
+from lightning_gradavg.replicas.pieces import ONE_VALUE, Pieces, Replicas, Step
 from lightning_gradavg.replicas.random_streams import ReplicaStreams
 from lightning_gradavg.replicas.state import ReplicaState
 from lightning_gradavg.stand_in import metrics_kept
@@ -96,7 +97,7 @@ class ManyReplicas(Pieces):
             step_end = partial(self._run_step_end, self.run.module.training_step, step)
             with replaced(self.run.module, "training_step", step_end), self._log.collecting():
                 self._log.samples = chunk.samples
-                output = step.reduction.read(step.forward(batch, *args), self.weight(chunk))
+                output = self._forward(step, self.weight(chunk), batch, *args)
         if not self.run.module.automatic_optimization:
             self.end_step()
         return output
@@ -115,36 +116,29 @@ class ManyReplicas(Pieces):
         """Return whether ranks compare their buffers now."""
         return False
 
-    @contextmanager
-    def _together(self, chunk: Chunk) -> Iterator[None]:
-        """Raise on all ranks what batch norm says of a replica of one sample, which only some ranks may have."""
-        replicas = self.num_replicas(self.run.world.size)
-        # Over one device, batch norm has the samples of all ranks.
-        if self._options.one_device or all(b - a != 1 for a, b in chunk_bounds(chunk.batch_samples, replicas)):
-            yield
-            return
-        problem = None
-        try:
-            yield
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            problem = error
-        if any(self.run.world.gather_objects(problem is not None)):
-            raise ValueError(
-                f"a batch of {chunk.batch_samples} samples in {replicas} replicas gives one of them a single"
-                " sample, of which batch norm has one value per channel: it needs two. Choose a batch size that leaves"
-                " no replica a single sample, such as by drop_last=True."
-            ) from problem
-
     def _run_step_end(self, training_step: Callable[..., Any], step: Step, batch: Any, *args: Any) -> Any:
         """Return what `training_step_end` makes of the outputs of all ranks, the same on every rank."""
         module, chunk = self.run.module, step.batches.chunk
         assert chunk is not None
         assert isinstance(step.batches, SplitBatches)
         (piece,) = step.batches.slices(batch)
-        with self._together(chunk), self._state.piece(piece, self._batch_index):
-            output = training_step(piece.batch, *args)
+        bounds, problem = chunk_bounds(chunk.batch_samples, self.run.world.size), None
+        try:
+            with self._state.piece(piece, self._batch_index):
+                output = training_step(piece.batch, *args)
+        except ValueError as error:
+            if ONE_VALUE not in str(error):
+                raise
+            problem = error
+        # Of a single sample, which only some ranks may have; over one device, batch norm has the samples of all.
+        single = not self._options.one_device and any(stop - start == 1 for start, stop in bounds)
+        if single and any(chain(*self.run.world.gather_integers([problem is not None]))):
+            raise ValueError(
+                f"batch norm needs two values per channel, but a batch of {chunk.batch_samples} samples gives a rank a"
+                " single sample. Choose a batch size that leaves no rank a single sample, such as by drop_last=True."
+            ) from problem
+        if problem is not None:
+            raise problem
         self.end_step()
         gathered = self._gathered(output, counted=not chunk.stand_in, sparse=step.reduction.sparse)
         # All ranks have the whole batch: what is summed over them must hold it once.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +24,12 @@ from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.replicas.log import ReplicaLog
 from lightning_gradavg.replicas.obstacles import remarks, require_none
 from lightning_gradavg.replicas.outputs import join_outputs
+from lightning_gradavg.tree import mapped
 
-__all__ = ["Pieces", "Replicas", "Step"]
+__all__ = ["ONE_VALUE", "Pieces", "Replicas", "Step"]
+
+ONE_VALUE = "more than 1 value per channel"
+"""What batch norm says of a single sample, which may be that of some ranks only."""
 
 
 class Step(NamedTuple):
@@ -72,7 +75,19 @@ class Replicas(Part):
         """Return the output of a training step, with one loss whose backward is to be run."""
         samples = self.weight(step.batches.chunk)
         with step.batches.training_step():
-            output = step.forward(batch, *args)
+            return self._forward(step, samples, batch, *args)
+
+    def _forward(self, step: Step, samples: float | None, *args: Any) -> Any:
+        """Return the output of a forward, which the reduction has read."""
+        try:
+            output = step.forward(*args)
+        except ValueError as error:
+            # Of one sample. If it raised here, the other ranks would wait for this one. In manual optimization there is
+            # no loss that could carry the news.
+            manual = not self.run.module.automatic_optimization
+            if manual or not self._options.rule.uses_weight or ONE_VALUE not in str(error):
+                raise
+            return step.reduction.fail_together(str(error))
         return step.reduction.read(output, samples)
 
     def end_step(self) -> None:
@@ -81,9 +96,6 @@ class Replicas(Part):
 
 class Pieces(Replicas):
     """A rank computes its samples in pieces, one after another, such as parts of at most `max_device_batch_size`."""
-
-    stays_local = False
-    """Whether DDP reduces nothing."""
 
     def configure_ddp(self, run: Run) -> None:
         """Prepare the pieces of a run."""
@@ -99,17 +111,19 @@ class Pieces(Replicas):
         chunk = batches.chunk
         assert chunk is not None
         self._begin(chunk)
-        pieces, outputs = self._cut(batches, batch), []
-        refusing = partial(collectives_refused, _APART) if self._in_pieces else nullcontext
-        with self._log.collecting(), self._together(chunk):
-            for index, piece in enumerate(pieces, 1):
+        reproducible, pieces = self._options.reproducible, batches.slices(batch)
+        if reproducible:
+            # Kernels choose the order of sums by alignment, and a slice begins wherever the samples before it end.
+            pieces = [piece._replace(batch=mapped(piece.batch, _copied)) for piece in pieces]
+        outputs: list[Any] = []
+        with self._log.collecting():
+            for piece in pieces:
                 self._log.samples = piece.samples
-                last = index == len(pieces)
-                local = nullcontext() if last and not self.stays_local else self.run.ddp.no_sync()
+                last = piece is pieces[-1]
+                local = nullcontext() if last and not reproducible else self.run.ddp.no_sync()
                 with local, self._as_piece(piece, batches):
-                    with self._agreeing(step.reduction) if index == 1 else nullcontext(), refusing():
-                        output = step.forward(piece.batch, *args)
-                        outputs.append(step.reduction.read(output, piece.samples))
+                    with self._apart(step.reduction, first=not outputs):
+                        outputs.append(self._forward(step, piece.samples, piece.batch, *args))
                     if not last:
                         _require_loss(outputs[-1])
                         step.backward()
@@ -119,21 +133,17 @@ class Pieces(Replicas):
         """Begin a step, the pieces of a chunk."""
 
     @contextmanager
-    def _agreeing(self, reduction: Reduction) -> Iterator[None]:
-        """Have ranks agree on what losses carry, also where the forward fails on some of them."""
+    def _apart(self, reduction: Reduction, *, first: bool) -> Iterator[None]:
+        """Surround the forward of a piece, where ranks may have different numbers of pieces.
+
+        After the first they agree on what losses carry, also where the forward fails on some of them.
+        """
         try:
-            yield
+            with collectives_refused(_APART) if self._in_pieces else nullcontext():
+                yield
         finally:
-            if self._in_pieces:
+            if first and self._in_pieces:
                 reduction.agree_on_lift()
-
-    def _cut(self, batches: SplitBatches, batch: Any) -> list[ReplicaSlice]:
-        """Return the rank's pieces of a batch."""
-        return batches.slices(batch)
-
-    def _together(self, chunk: Chunk) -> AbstractContextManager[Any]:  # noqa: ARG002  # replicas look at its size
-        """Surround the pieces of all ranks."""
-        return nullcontext()
 
     def _as_piece(self, piece: ReplicaSlice, batches: Batches) -> AbstractContextManager[Any]:  # noqa: ARG002  # its own
         """Surround the forward and backward of a piece; of the last one only the forward."""
@@ -154,6 +164,10 @@ class Pieces(Replicas):
             return join_outputs(values, self.run.device)
         except (TypeError, RuntimeError):  # of no tensors, or of shapes that do not fit
             return values
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _require_loss(output: Any) -> None:

@@ -9,16 +9,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
-from lightning_gradavg.batches.part import ReplicaSlice, SplitBatches
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import by_value
 from lightning_gradavg.replicas.obstacles import has_step_end
-from lightning_gradavg.replicas.part import ManyReplicas
-from lightning_gradavg.tree import mapped
 
-__all__ = ["AlignedReplicas", "Arithmetic", "FixedArithmetic"]
+__all__ = ["Arithmetic", "FixedArithmetic"]
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -56,13 +52,16 @@ class FixedArithmetic(Arithmetic):
             torch.are_deterministic_algorithms_enabled(),
             warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
         )
-        put_back(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        # Deterministic algorithms fill new memory, which no valid program reads before it writes.
+        deterministic: Any = torch.utils.deterministic
+        for owner, name in ((torch.backends.cudnn, "benchmark"), (deterministic, "fill_uninitialized_memory")):
+            put_back(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, False)
         if _WORKSPACE not in os.environ:
             os.environ[_WORKSPACE] = ":4096:8"  # without it torch refuses cuBLAS
             put_back(os.environ.pop, _WORKSPACE, None)
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
 
     def _require_served(self, run: Run) -> None:
         replicas, ranks = self._replicas, run.world.size
@@ -115,19 +114,3 @@ def _float32_products() -> dict[str, Any]:
     }
     # "none", the default, is the same as "ieee".
     return {name: each.fp32_precision.replace("none", "ieee") for name, each in chosen.items()}
-
-
-class AlignedReplicas(ManyReplicas):
-    """Gives every replica its samples in memory of their own.
-
-    A slice begins wherever the samples before it end, and kernels choose the order of their sums by that alignment.
-    """
-
-    stays_local = True
-
-    def _cut(self, batches: SplitBatches, batch: Any) -> list[ReplicaSlice]:
-        return [each._replace(batch=mapped(each.batch, _copied)) for each in super()._cut(batches, batch)]
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

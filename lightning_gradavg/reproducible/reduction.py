@@ -2,26 +2,25 @@
 
 Every backward stays on its rank. A replica's gradient is what its own micro-batches of the window add up to, one after
 another; its weight multiplies the loss as it is, as a unit would follow from weights that a resumed run has not seen.
-After the last backward of a window all replicas are added up by the tree (`sum_over_ranks`), and so are their weights.
+After the last backward of a window all replicas are added up by the tree. Their weights travel with the totals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from torch import Tensor, nn
 
-from lightning_gradavg.device import on_device
 from lightning_gradavg.lightning_internals import backend_name
 from lightning_gradavg.part import Run
 from lightning_gradavg.place import Place
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.weigh import WeighedLoss, gradients_discarded
 from lightning_gradavg.reduction.weights import WHOLE_LOSS
-from lightning_gradavg.reproducible.sum import Fold, Gradients, add_gradients, sum_over_ranks
+from lightning_gradavg.reproducible.sum import Gradients, TreeSum
 from lightning_gradavg.rules import is_number, share_of
 
 __all__ = ["TreeReduction"]
@@ -64,14 +63,14 @@ class TreeReduction(Reduction):
         each, rank = self._replicas // run.world.size, run.world.rank
         self._held = range(rank * each, (rank + 1) * each)
         self._position = 0
+        self._trained: list[nn.Parameter] = []
         self._forget()
 
     def _forget(self) -> None:
         """Begin a window."""
         self.window.reset()
         self._leaves: dict[int, Gradients] = {}
-        self._normalizers = dict.fromkeys(self._held, 0.0)
-        self._summed: Fold[Gradients] = Fold(self._replicas, add_gradients)
+        self._normalizers = [0.0] * self._replicas
         self._ends = False
 
     def agree_on_lift(self) -> None:
@@ -103,55 +102,50 @@ class TreeReduction(Reduction):
         share = share_of(self.rule, Place(), 0.0 if faulty else weight)
         nothing = micro_batch.absent or micro_batch.problem is not None or faulty
         loss.coefficients[:] = [None if nothing or share.multiplier == 0 else float(share.multiplier)]
-        kept = [parameter.grad for parameter in self._parameters]
-        self._set_gradients(None if nothing else self._leaves.get(replica))
+        kept = self._gradients()
+        self._set_gradients({} if nothing else self._leaves.get(replica, {}))
         try:
             with gradients_discarded(self._parameters, nan_only=False) if nothing else nullcontext():
                 run()
-            gradients = [parameter.grad for parameter in self._parameters]
+            if not nothing:
+                self._leaves[replica] = self._gradients()
+                self._normalizers[replica] += float(share.normalizer)
         finally:
             self._set_gradients(kept)
-        if not nothing:
-            self._leaves[replica] = gradients
-            self._normalizers[replica] += float(share.normalizer)
-        if not self._holding:  # It is complete.
-            self._push(replica)
+        if not self._holding:
+            # It is complete. The loader batch at the end of the window may have no samples of those behind it.
+            for complete in self._held[self._position - 1 :] if self._ends else (replica,):
+                self._add_leaf(complete)
         if self._ends:
-            window.exchange()
+            window.exchange(self._normalizers)
 
-    def _push(self, replica: int) -> None:
-        self._summed.push((replica, replica + 1), self._leaves.pop(replica, [None] * len(self._parameters)))
+    def _add_leaf(self, replica: int) -> None:
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        if replica == self._held[0] and [*map(id, trained)] != [*map(id, self._trained)]:
+            self._trained = trained
+            self._sum = TreeSum(trained, replicas=self._replicas, world=self.run.world)
+        self._sum.add(replica, self._leaves.pop(replica, {}))
 
-    def _set_gradients(self, gradients: Gradients | None) -> None:
-        for index, parameter in enumerate(self._parameters):
-            parameter.grad = None if gradients is None else gradients[index]
+    def _gradients(self) -> Gradients:
+        return {id(one): one.grad for one in self._parameters if one.grad is not None}
+
+    def _set_gradients(self, gradients: Mapping[int, Tensor]) -> None:
+        for parameter in self._parameters:
+            parameter.grad = gradients.get(id(parameter))
 
     def _reduce(self) -> bool:
         """Have the gradients be the reduced ones, once the backward that ends a window has been."""
         if not self._ends:
             return False
-        self.window.totals()
-        # The loader batch at the end of the window may have no samples of these.
-        for replica in self._held[self._position :]:
-            self._push(replica)
-        world, normalizers = self.run.world, torch.zeros(self._replicas, dtype=torch.float64)
-        normalizers[self._held.start : self._held.stop] = torch.tensor(
-            list(self._normalizers.values()), dtype=torch.float64
-        )
-        normalizers = on_device(normalizers, self.run.device)
-        if world.group is not None:
-            dist.all_reduce(normalizers, group=world.group)  # added to zeros they keep their bits
-        total = float(normalizers.sum()) if self.rule.uses_weight else 1.0
+        totals = self.window.totals()
+        # Exactly rounded, so that no order shows.
+        total = math.fsum(totals.more) if self.rule.uses_weight else 1.0
         self.window.divided_by = float(self.window.divisor)
-        trained = [index for index, parameter in enumerate(self._parameters) if parameter.requires_grad]
-        of_trained = [(span, [gradients[index] for index in trained]) for span, gradients in self._summed.nodes]
-        parameters = [self._parameters[index] for index in trained]
-        factor = self.window.divisor / total if total > 0 else 0.0
-        sums = sum_over_ranks(of_trained, parameters, replicas=self._replicas, world=world, factor=factor)
-        for parameter, gradient in zip(parameters, sums, strict=True):
-            kept, parameter.grad = parameter.grad, gradient
+        sums = self._sum.gradients(self.window.divisor / total if total > 0 else 0.0)
+        for parameter in self._trained:
+            kept, parameter.grad = parameter.grad, sums.get(id(parameter))
             if kept is not None:
-                parameter.grad = kept if gradient is None else gradient.add_(kept)
+                parameter.grad = kept if parameter.grad is None else parameter.grad.add_(kept)
         if self._lost:
             self._require_lost()
         return False

@@ -7,35 +7,39 @@ holds the leaves from i 2^h to (i + 1) 2^h, as far as there are so many, and is 
 
 A rank has consecutive leaves and adds up what it can; where they are no whole subtree, it is left with several sums:
 of 3 leaves on each of 2 ranks (0 1) and 2, and 3 and (4 5). The ranks exchange segments of these sums, all with all.
-Each adds up its own segment by the same tree, and gathers those of the others: DDP's number of bytes, where a rank has
-one sum. Ranks are never grouped by node, so the grouping shows nowhere.
+Each adds up its own segment by the same tree, and sends it to all: DDP's number of bytes, where a rank has one sum.
+Ranks are never grouped by node, so the grouping shows nowhere.
+
+A gradient is copied once, into the row that is sent. Sums are made in place, and received in that row, whose parts are
+then the gradients. While one bucket is packed or added up, the others travel. Nothing is sent during a backward: on
+CPUs, whose cores compute it, that cost more than it hid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gradavg.lightning_internals import copy_each, views_of
 from lightning_gradavg.ranks import World
+from lightning_gradavg.reduction.sums import SUM_DTYPES
 
-__all__ = ["Fold", "Gradients", "Node", "Span", "add_gradients", "subtrees", "sum_over_ranks"]
+__all__ = ["Fold", "Gradients", "Span", "TreeSum", "subtrees"]
 
 T = TypeVar("T")
 
 Span: TypeAlias = tuple[int, int]
 """The leaves of a node: `(start, stop)`, half open."""
 
-Gradients: TypeAlias = Sequence[Tensor | None]
-"""A gradient for each parameter; None where the loss does not use it."""
+Gradients: TypeAlias = MutableMapping[int, Tensor]
+"""Gradients by the `id` of their parameters, without those that the loss does not use."""
 
-Node: TypeAlias = tuple[Span, Gradients]
-"""What consecutive replicas add up to."""
 
-_BUCKET_BYTES = 25 * 2**20
+_BUCKET_BYTES = 25 * 2**20  # as DDP's: larger ones gain no bandwidth
 
 
 class Fold(Generic[T]):
@@ -77,110 +81,145 @@ def subtrees(leaves: int, held: range) -> tuple[Span, ...]:
     return tuple(span for span, _ in fold.nodes)
 
 
-def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """Return the sums of two replicas' gradients in the dtype of sums, in the memory of the first that has it."""
-    return [
-        other if one is None else one if other is None else one.to(_wide(one)).add_(other)
-        for one, other in zip(left, right, strict=True)
-    ]
-
-
-@torch.no_grad()
-def sum_over_ranks(
-    nodes: Sequence[Node],
-    parameters: Sequence[Tensor],
-    *,
-    replicas: int,
-    world: World,
-    factor: float = 1.0,
-    bucket_bytes: int = _BUCKET_BYTES,
-) -> list[Tensor | None]:
-    """Return the sum of the gradients of all replicas, the same bits on any number of ranks. A collective operation.
-
-    A zero is always positive: a rank without a gradient sends zeros, and -0.0 + 0.0 is 0.0.
+class TreeSum:
+    """The sums of the gradients of all replicas, the same bits on any number of ranks, one window after another.
 
     Args:
-        nodes: The nodes of a `Fold` of all replicas with `add_gradients`, into which this rank's were pushed.
         parameters: The parameters, the same on all ranks.
         replicas: Replicas of all ranks; the number of ranks divides it.
         world: The ranks, of which each has as many replicas, those of rank 0 first.
-        factor: What the sums are multiplied by before they are rounded to the dtype of their parameter.
-        bucket_bytes: About how many bytes are summed at once, which bounds the memory that is needed.
-
-    Returns:
-        The sums; None for a parameter that no replica has a gradient of.
+        bucket_bytes: About how many bytes travel at once.
     """
-    totals: list[Tensor] = []
-    counted: list[Tensor] = []
-    for bucket in _buckets(parameters, bucket_bytes):
-        like = parameters[bucket.start : bucket.stop]
-        rows = [_row([gradients[index] for index in bucket], like) for _, gradients in nodes]
-        total = _sum(rows, replicas, world)
-        *parts, counts = total.split([*(_real(one).numel() for one in like), len(like)])
-        for one, part in zip(like, parts, strict=True):
-            totals.append(torch.empty_like(one))
-            _real(totals[-1]).copy_(part.mul_(factor).view(_real(one).shape))
-        counted.append(counts.float())
-    # Read once, as the host waits for an accelerator.
-    used = torch.cat(counted).tolist() if counted else []
-    return [total if count else None for total, count in zip(totals, used, strict=True)]
+
+    def __init__(
+        self, parameters: Sequence[Tensor], *, replicas: int, world: World, bucket_bytes: int = _BUCKET_BYTES
+    ) -> None:
+        each = replicas // world.size
+        self._replicas, self._world = replicas, world
+        self._spans = [subtrees(replicas, range(rank * each, (rank + 1) * each)) for rank in range(world.size)]
+        cut = _partition(parameters, bucket_bytes)
+        self._buckets = [_Bucket(members, world.size) for members in cut]
+        self._begin()
+
+    def _begin(self) -> None:
+        self._sums: list[Fold[Tensor]] = [Fold(self._replicas, Tensor.add_) for _ in self._buckets]
+        self._sent: list[list[tuple[Tensor, dist.Work | None]]] = []
+
+    @torch.no_grad()
+    def add(self, replica: int, gradients: Gradients) -> None:
+        """Add the gradients of this rank's next replica, which are taken out of `gradients`.
+
+        After its last one every rank begins to send the others their segments of its sums. A collective operation.
+        """
+        _, last = self._spans[self._world.rank][-1]
+        for bucket, sums in zip(self._buckets, self._sums, strict=True):
+            sums.push((replica, replica + 1), bucket.row_of(gradients))
+            if replica + 1 == last:
+                rows = [row for _, row in sums.nodes]
+                # Some ranks have fewer sums than others, which nobody reads.
+                rows += [torch.empty_like(rows[0]) for _ in range(max(map(len, self._spans)) - len(rows))]
+                self._sent.append([self._exchanged(row, torch.empty_like(row)) for row in rows])
+
+    def _exchanged(self, row: Tensor, received: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """Return where a segment from every rank arrives, and what to wait for."""
+        if self._world.group is None:
+            return row, None
+        return received, dist.all_to_all_single(received, row, group=self._world.group, async_op=True)
+
+    @torch.no_grad()
+    def gradients(self, factor: float) -> Gradients:
+        """Return the sums times a factor, in the dtypes of the parameters, and end the window. A collective operation.
+
+        A parameter that no replica has a gradient of has none. A zero is always positive: a rank without a gradient
+        sends zeros, and -0.0 + 0.0 is 0.0.
+        """
+        totals = []
+        for sent, sums in zip(self._sent, self._sums, strict=True):
+            added_up = self._added_up(sent).view(self._world.size, -1)
+            added_up[0].add_(0.0).mul_(factor)
+            added_up[1:] = added_up[0]
+            totals.append(self._exchanged(added_up.view(-1), sums.nodes[0][1]))
+        self._begin()
+        found: list[tuple[Tensor, Tensor]] = []
+        counts: list[Tensor] = []
+        for bucket, (total, work) in zip(self._buckets, totals, strict=True):
+            if work is not None:
+                work.wait()
+            parts, counted = bucket.open(total)
+            found += zip(bucket.parameters, parts, strict=True)
+            counts.append(counted != 0)
+        # Read once, as the host waits for an accelerator.
+        used = torch.cat(counts).tolist() if counts else []
+        return {id(one): part.to(one.dtype) for (one, part), is_used in zip(found, used, strict=True) if is_used}
+
+    def _added_up(self, sent: Sequence[tuple[Tensor, dist.Work | None]]) -> Tensor:
+        """Return a row that begins with this rank's segment of the sum over all replicas."""
+        for _, work in sent:
+            if work is not None:
+                work.wait()
+        whole = Fold(self._replicas, Tensor.add_)
+        segments = [received.chunk(self._world.size) for received, _ in sent]
+        for rank, spans in enumerate(self._spans):
+            for span, of_ranks in zip(spans, segments, strict=False):
+                whole.push(span, of_ranks[rank])
+        return sent[0][0]  # whose first segment is the first summand, and so the sum
 
 
-def _buckets(parameters: Sequence[Tensor], most: int) -> Iterator[range]:
-    """Cut the parameters into consecutive ones of one kind that have about so many bytes."""
-    start, size, kind = 0, 0, None
-    for index, one in enumerate(parameters):
-        added, its = _real(one).numel() * _row_dtype(one).itemsize, (_row_dtype(one), one.device)
-        if index > start and (size + added > most or its != kind):
-            yield range(start, index)
-            start, size = index, 0
-        size, kind = size + added, its
-    if parameters:
-        yield range(start, len(parameters))
+class _Bucket:
+    """Parameters of one dtype, whose gradients make a row of real numbers.
+
+    Each has the memory format of its parameter. Behind them stands how many replicas have one of each.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], ranks: int) -> None:
+        self.parameters, self.keys = parameters, [*map(id, parameters)]
+        self._dtype = SUM_DTYPES[parameters[0].dtype]
+        self._end = sum(one.numel() for one in parameters)
+        self._length = -(-(self._end + len(parameters)) // ranks) * ranks
+        # `views_of` makes all others.
+        self._strides = {
+            index: torch.empty_like(one, device="meta").stride()
+            for index, one in enumerate(parameters)
+            if not one.is_contiguous()
+        }
+
+    def open(self, row: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return the gradients in a row, and the counts."""
+        values = row.view(self._dtype)
+        parts = views_of(values[: self._end], self.parameters)
+        for index, stride in self._strides.items():
+            parts[index] = parts[index].as_strided(self.parameters[index].shape, stride)
+        return parts, values[self._end : self._end + len(parts)]
+
+    def row_of(self, gradients: Gradients) -> Tensor:
+        """Return a row of a replica's gradients, which are taken out of `gradients`."""
+        row = self.parameters[0].new_empty(self._length, dtype=self._dtype)
+        row = torch.view_as_real(row).view(-1) if row.is_complex() else row
+        parts, counts = self.open(row)
+        counts.fill_(1)
+        held = []
+        for index, (part, key) in enumerate(zip(parts, self.keys, strict=True)):
+            gradient = gradients.pop(key, None)
+            if gradient is None:
+                part.zero_()
+                counts[index] = 0
+            else:
+                held.append((part, gradient))
+        if held:
+            copy_each(*zip(*held, strict=True))
+        return row
 
 
-def _row(gradients: Gradients, like: Sequence[Tensor]) -> Tensor:
-    """Return gradients as one row of real numbers in the dtype of sums, behind them how many there are of each."""
-    lengths = [*(_real(one).numel() for one in like), len(like)]
-    row = like[0].new_zeros(sum(lengths), dtype=_row_dtype(like[0]))
-    *parts, counts = row.split(lengths)
-    for part, gradient in zip(parts, gradients, strict=True):
-        if gradient is not None:
-            part.view(_real(gradient).shape).copy_(_real(gradient))
-    counts.copy_(torch.tensor([float(gradient is not None) for gradient in gradients]))
-    return row
-
-
-def _sum(rows: Sequence[Tensor], replicas: int, world: World) -> Tensor:
-    """Return the sum of the rows of all ranks by the tree."""
-    each, fold = replicas // world.size, Fold[Tensor](replicas, Tensor.add_)
-    spans = [subtrees(replicas, range(rank * each, (rank + 1) * each)) for rank in range(world.size)]
-    if world.group is None:
-        return rows[0].add_(0.0)
-    length, most = len(rows[0]), max(map(len, spans))
-    segment = -(-length // world.size)
-    sent = rows[0].new_zeros(world.size, most, segment)
-    for index, row in enumerate(rows):
-        for part, one in zip(sent[:, index], row.split(segment), strict=False):
-            part[: len(one)] = one
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=world.group)
-    for of_rank, those in zip(spans, received, strict=True):
-        for span, part in zip(of_rank, those, strict=False):  # some ranks have fewer sums than others
-            fold.push(span, part)
-    ((_, mine),) = fold.nodes
-    total = rows[0].new_empty(world.size * segment)
-    dist.all_gather([*total.split(segment)], mine.add_(0.0), group=world.group)
-    return total[:length]
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def _row_dtype(tensor: Tensor) -> torch.dtype:
-    return _wide(_real(tensor))
+def _partition(parameters: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Cut the parameters that have elements into buckets of one dtype to sum in and about so many bytes."""
+    open_buckets: dict[Any, tuple[list[Tensor], int]] = {}
+    for one in parameters:
+        kind, size = (SUM_DTYPES[one.dtype], one.device), one.numel() * SUM_DTYPES[one.dtype].itemsize
+        members, used = open_buckets.get(kind, ([], 0))
+        if members and used + size > most:
+            yield members
+            members, used = [], 0
+        if size > 0:
+            members.append(one)
+            open_buckets[kind] = members, used + size
+    yield from (members for members, _ in open_buckets.values())
