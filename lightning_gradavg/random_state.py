@@ -11,7 +11,15 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["RandomState", "RandomStream", "forked", "random_state", "restore_random_state", "same_random_state"]
+__all__ = [
+    "RandomState",
+    "RandomStream",
+    "forked",
+    "random_state",
+    "restore_random_state",
+    "same_random_state",
+    "seeded",
+]
 
 RandomState: TypeAlias = tuple[torch.Tensor, Any, Any]
 """States of torch's, Python's and NumPy's global generators, as values that `torch.load(weights_only=True)` reads."""
@@ -46,7 +54,11 @@ def same_random_state(one: RandomState, other: RandomState) -> bool:
 
 def forked(state: RandomState, stream: int) -> RandomState:
     """Return states for one of several streams, derived from that of torch's generator."""
-    digest = blake2b(state[0].numpy().tobytes() + str(stream).encode(), digest_size=24).digest()
+    return seeded(blake2b(state[0].numpy().tobytes() + str(stream).encode(), digest_size=24).digest())
+
+
+def seeded(digest: bytes) -> RandomState:
+    """Return states of 24 bytes, 8 for each generator, as Python and NumPy make the same stream of the same seed."""
     for_torch, for_python, for_numpy = (int.from_bytes(digest[start : start + 8], "little") for start in (0, 8, 16))
     numpy = sys.modules.get("numpy")
     words = [for_numpy & 0xFFFFFFFF, for_numpy >> 32]  # NumPy takes words of 32 bits

@@ -145,9 +145,10 @@ class ReplicaState:
     def _buffers(self) -> Buffers:
         """Return the module's buffers by name; one that is registered twice is there twice."""
         return {
-            label: buffer
+            f"{path}.{name}" if path else name: buffer
             for path, owner in self._owners.items()
-            for label, buffer in owner.named_buffers(path, recurse=False, remove_duplicate=False)
+            for name, buffer in owner._buffers.items()  # twice a step; `named_buffers` takes ten times as long
+            if buffer is not None
         }
 
     def _put(self, buffers: Buffers) -> None:

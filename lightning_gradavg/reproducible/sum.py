@@ -213,13 +213,12 @@ class _Bucket:
 def _partition(parameters: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
     """Cut the parameters that have elements into buckets of one dtype to sum in and about so many bytes."""
     open_buckets: dict[Any, tuple[list[Tensor], int]] = {}
-    for one in parameters:
+    for one in (each for each in parameters if each.numel() > 0):
         kind, size = (SUM_DTYPES[one.dtype], one.device), one.numel() * SUM_DTYPES[one.dtype].itemsize
         members, used = open_buckets.get(kind, ([], 0))
         if members and used + size > most:
             yield members
             members, used = [], 0
-        if size > 0:
-            members.append(one)
-            open_buckets[kind] = members, used + size
+        members.append(one)
+        open_buckets[kind] = members, used + size
     yield from (members for members, _ in open_buckets.values())
