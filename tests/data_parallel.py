@@ -6,7 +6,7 @@ the seeds of the replicas' random numbers alone. What a Trainer made of the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,11 +16,12 @@ from lightning.pytorch.strategies import Strategy
 from ranks import make_trainer
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_gradavg.replicas.random_streams import ReplicaStreams
 
-__all__ = ["MODELS", "Numbers", "Rows", "Run", "assert_same_run", "fit", "joined", "loader", "mapped", "train"]
+__all__ = ["MODELS", "Numbers", "Rows", "Run", "assert_same_run", "fit", "joined", "loader", "train"]
 
 BATCH_SIZES, SEED = (16, 15, 5, 1), 5
 """Sizes of the loader batches, in turn; 4 replicas get 4 4 4 4, 4 4 4 3, 2 2 1 and 1 samples. The seed of a run."""
@@ -47,19 +48,6 @@ class Run:
         return self
 
 
-def mapped(function: Callable[..., Any], *trees: Any) -> Any:
-    """Return nested containers of what a function makes of the tensors and numbers at the same place of each tree."""
-    first = trees[0]
-    if isinstance(first, (Tensor, float, int)):
-        return function(*trees)
-    if isinstance(first, dict):
-        return type(first)((key, mapped(function, *(tree[key] for tree in trees))) for key in first)
-    if isinstance(first, (list, tuple)):
-        items = [mapped(function, *column) for column in zip(*trees, strict=True)]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
-    return first
-
-
 class Step(nn.Module):
     """Has `functional_call` call a training step."""
 
@@ -71,8 +59,13 @@ class Step(nn.Module):
         return self.module.training_step(*args)
 
 
-def joined(*outputs: Any) -> Tensor:
-    return torch.cat([torch.atleast_1d(torch.as_tensor(output)) for output in outputs])
+def joined(*outputs: Any) -> Any:
+    """Return the outputs of all replicas as one, in any structure."""
+
+    def rows(*leaves: Any) -> Any:
+        return None if leaves[0] is None else torch.cat([torch.atleast_1d(torch.as_tensor(leaf)) for leaf in leaves])
+
+    return tree_map(rows, *outputs)
 
 
 def train(module: Any, batches: Iterable[Any], replicas: int, *, epochs: int = 1, accumulate: int = 1) -> Run:
@@ -84,18 +77,18 @@ def train(module: Any, batches: Iterable[Any], replicas: int, *, epochs: int = 1
         for start in range(0, len(loader_batches), accumulate):
             total, of_all = torch.zeros(()), 0.0
             for batch_idx, batch in enumerate(loader_batches[start : start + accumulate], start):
-                outputs, weights, size = [], [], samples(batch)
+                outputs, weights, size = [], [], len(batch if isinstance(batch, Tensor) else batch[0])
                 before = {f"module.{name}": buffer.clone() for name, buffer in module.named_buffers()}
                 for replica, rows in enumerate(torch.arange(size).chunk(replicas)):
                     # Replica 0's buffers are the module's own.
                     buffers = {name: buffer.clone() for name, buffer in before.items()} if replica else {}
-                    part = mapped(lambda leaf, rows=rows: leaf[rows] if isinstance(leaf, Tensor) else leaf, batch)
+                    part = tree_map(lambda leaf, rows=rows: leaf[rows], batch)
                     with streams.of(index, replica):
                         output = functional_call(step, buffers, (part, batch_idx))
                     outputs.append(output)
                     weights.append(float(output["weight"]) if "weight" in named(output) else len(rows))
                 if hasattr(module, "training_step_end"):
-                    outputs, weights = [module.training_step_end(mapped(joined, *outputs))], [size]
+                    outputs, weights = [module.training_step_end(joined(*outputs))], [size]
                 losses = [weight * named(output)["loss"] for weight, output in zip(weights, outputs, strict=True)]
                 loss = torch.stack(losses).sum()
                 total, of_all, index = total + loss, of_all + sum(weights), index + 1
@@ -106,12 +99,6 @@ def train(module: Any, batches: Iterable[Any], replicas: int, *, epochs: int = 1
             run.note_gradients(module)
             optimizer.step()
     return run.end(module)
-
-
-def samples(batch: Any) -> int:
-    sizes: list[int] = []
-    mapped(lambda leaf: sizes.append(len(leaf)) if isinstance(leaf, Tensor) else None, batch)
-    return sizes[0]
 
 
 def named(output: Any) -> dict[str, Any]:

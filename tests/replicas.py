@@ -19,6 +19,8 @@ from lightning_gradavg import GradAvgStrategy
 __all__ = [
     "Classifier",
     "ClassifierEnd",
+    "Manual",
+    "Normed",
     "Options",
     "Regression",
     "RegressionEnd",
@@ -143,6 +145,21 @@ def assert_same(world: Any, sizes: Any, *arguments: Any, **options: Any) -> None
         for other, logged in world(size).run(outcome, *arguments, **options):
             torch.testing.assert_close(other, state, rtol=1e-12, atol=1e-12)
             assert logged == pytest.approx(metrics, rel=1e-12)
+
+
+class Normed(Regression):
+    norm = True
+
+
+class Manual(Normed):
+    def build(self) -> None:
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
 
 
 class RegressionEnd(Regression):

@@ -426,21 +426,6 @@ def test_copies_are_synchronized(world):
     assert [None] * 2 == world(2).run(copies)
 
 
-def in_groups() -> float:
-    """Body: ranks 0 and 1 are a group, and rank 2 is another."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2])]
-    norm = nn.BatchNorm1d(2)
-    synchronize_batch_norm(norm, groups[dist.get_rank() // 2])
-    return spread(norm)
-
-
-def test_ranks_of_a_group_are_synchronized(world):
-    first, second, alone = world(3).run(in_groups)
-
-    assert pytest.approx([0, 0], abs=1e-6) == [first + second, alone]
-    assert first < -0.5
-
-
 def alone_and_not_counted() -> tuple[list[float], list[float]]:
     """Body: one rank, first with rows that do not count."""
     norm = nn.BatchNorm1d(2)

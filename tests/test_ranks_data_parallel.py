@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from data_parallel import MODELS, Run, assert_same_run, fit, loader, train
 from grids import grid
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import LightningModule
 from ranks import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -102,72 +100,19 @@ class Line(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-class Variance(Line):
-    """The loss is the population variance of the predictions of the whole batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.w * batch[0]
-
-    def training_step_end(self, outputs: Tensor) -> Tensor:
-        return outputs.var(correction=0)
-
-
-LINES: dict[str, type[Line]] = {"line": Line, "variance": Variance}
-
-
-def line_gradient(name: str, xs: int, **strategy: Any) -> list[float]:
+def line_gradient(xs: int, **strategy: Any) -> list[float]:
     """Body: one step on the batch 1, 2, ... xs."""
-    model = LINES[name]()
+    model = Line()
     trainer = make_trainer(GradAvgStrategy(equivalent_to="data_parallel", **strategy), max_epochs=1)
     trainer.fit(model, DataLoader(TensorDataset(torch.arange(1, xs + 1, dtype=torch.float64)), batch_size=xs))
     return model.gradients
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_loss_over_the_outputs_of_all(world, world_size):
-    for xs, gradient in ((4, 2.5), (5, 4.0)):
-        ranks = world(world_size).run(line_gradient, "variance", xs)
-        assert [[approx(gradient)]] * world_size == ranks
-
-
 @pytest.mark.parametrize(("xs", "gradient"), [(5, 11.0), (1, 1.0)])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_replicas_of_unequal_size(world, world_size, xs, gradient):
-    ranks = world(world_size).run(line_gradient, "line", xs, num_replicas=2)
+    ranks = world(world_size).run(line_gradient, xs, num_replicas=2)
     assert [[approx(gradient)]] * world_size == ranks
-
-
-class Normed(Line):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(1, dtype=torch.float64)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.w * self.norm(batch[0]).square().sum()
-
-
-def norm_statistics(num_replicas: int) -> tuple[float, float, int]:
-    """Body: one step on the batch 0, 2, 4, 6."""
-    model = Normed()
-    strategy = GradAvgStrategy(equivalent_to="data_parallel", num_replicas=num_replicas)
-    data = TensorDataset(torch.tensor([[0.0], [2.0], [4.0], [6.0]], dtype=torch.float64))
-    make_trainer(strategy, max_epochs=1).fit(model, DataLoader(data, batch_size=4))
-    kept: Any = model.norm
-    return kept.running_mean.item(), kept.running_var.item(), kept.num_batches_tracked.item()
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize(("num_replicas", "mean", "variance"), [(1, 0.3, 1.5666667), (2, 0.1, 1.1)])
-def test_batch_norm_is_that_of_replica_0(world, world_size, num_replicas, mean, variance):
-    ranks = world(world_size).run(norm_statistics, num_replicas)
-    assert [(approx(mean), approx(variance, 1e-7), 1)] * world_size == ranks
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_batch_norm_of_one_value(world, world_size):
-    raised = world(world_size).run_expecting_errors(norm_statistics, 4)
-    assert ["ValueError"] * world_size == [one.type_name for one in raised]
-    assert all("in 4 replicas gives one of them a single sample" in one.message for one in raised)
 
 
 ROWS_A = [[0.5, -0.2], [1.0, 0.6], [-0.75, 0.3], [0.25, -0.9]]
@@ -216,56 +161,3 @@ def test_contrastive_loss_of_the_whole_batch(world, world_size):
     for losses, (gradient,) in world(world_size).run(contrast):
         assert [approx(0.6918260226, 1e-9)] == losses
         torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-8)
-
-
-class Noisy(LightningModule):
-    """Dropout, and noise from every generator that a training step may draw from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2)).double()
-        self.drawn: dict[int, list[float]] = {}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        (x,) = batch
-        noise = torch.randn(x.shape, dtype=x.dtype)
-        numbers = [noise[0, 0].item(), random.random(), float(np.random.rand())]  # noqa: NPY002  # what users draw from
-        strategy: Any = self.trainer.strategy
-        if not strategy._batches.chunk.stand_in:
-            self.drawn.setdefault(int(x[0, 0]), numbers)
-        return (self.network(x + 0.1 * noise).square().mean(dim=1) * (1 + sum(numbers[1:]))).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.001, momentum=0.9)
-
-
-def fit_noisy(seed: int) -> Any:
-    """Body: 8 steps on batches of 16 and one of 5, whose samples are numbered in their first column."""
-    seed_everything(seed, verbose=False)
-    model = Noisy()
-    strategy = GradAvgStrategy(equivalent_to="data_parallel", num_replicas=4)
-    x = torch.arange(3 * 37, dtype=torch.float64).reshape(37, 3) / torch.tensor([3.0, 40.0, 50.0])
-    trainer = make_trainer(strategy, max_epochs=3)
-    trainer.fit(model, DataLoader(TensorDataset(x), batch_size=16))
-    return model.drawn, model.state_dict(), trainer.global_step
-
-
-def merged(ranks: Any) -> dict[int, list[float]]:
-    return {first: numbers for drawn, _, _ in ranks for first, numbers in drawn.items()}
-
-
-def test_random_numbers_of_replicas(world):
-    expected = world(1).run(fit_noisy, 7)
-    firsts = [start + offset for start in (0, 16) for offset in (0, 4, 8, 12)] + [32, 34, 36]
-    drawn = merged(expected)
-    assert set(firsts) == set(drawn)
-    for generator in range(3):
-        assert len(firsts) == len({numbers[generator] for numbers in drawn.values()})
-    for world_size in (1, 2, 3, 4):
-        ranks = world(world_size).run(fit_noisy, 7)
-        assert drawn == merged(ranks)
-        for _, weights, steps in ranks:
-            assert steps == 9
-            torch.testing.assert_close(weights, expected[0][1], rtol=1e-12, atol=1e-12)
-    other = merged(world(2).run(fit_noisy, 8))
-    assert all(drawn[first][0] != other[first][0] for first in firsts)

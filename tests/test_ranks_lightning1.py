@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_parallel import joined, mapped, train
+from data_parallel import joined, train
 from lightning.pytorch import LightningModule
 from ranks import make_trainer
 from replicas import Options, RegressionEnd, assert_same, parallel, single
@@ -120,7 +120,7 @@ def evaluated(model: RankedRegression, dataset: TensorDataset, batch_size: int, 
     with torch.no_grad():
         for batch in DataLoader(dataset, batch_size):
             parts = zip(*(column.chunk(replicas) for column in batch), strict=True)
-            outputs = mapped(joined, *(model.shared_step(part) for part in parts))
+            outputs = joined(*(model.shared_step(part) for part in parts))
             total += model.loss(outputs).item() * len(batch[0])
             count += len(batch[0])
     return total / count

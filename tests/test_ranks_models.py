@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
 from mlp import COUNTS, MLP, assert_reference, reference, samples
 from ranks import RankError, make_trainer
 from torch import Tensor, nn
@@ -35,8 +34,7 @@ def train_mlp(
     bounds = np.cumsum([0, *COUNTS])
     rank = dist.get_rank()
     part = slice(bounds[rank], bounds[rank + 1])
-    double = options.get("precision") == "64-true"
-    data = [(x[part], y[part]) for x, y in samples(steps, torch.float64 if double else torch.float32)]
+    data = [(x[part], y[part]) for x, y in samples(steps)]
     model = MLP(variant)
     trainer = make_trainer(
         GradAvgStrategy(**{**WEIGHTED, **(strategy or {})}),
@@ -81,12 +79,6 @@ def test_compiled_inside(world):
 def test_ddp_options(world, options, window):
     """Case 46: options of DDP change nothing in the result; a static graph included."""
     assert_reference(world(2).run(train_mlp, "", 5, window, options), reference("", 5, window), 1e-6)
-
-
-def test_double_precision(world):
-    """In float64 the run equals one process to 1e-12."""
-    ranks = world(2).run(train_mlp, "", 5, 2, precision="64-true")
-    assert_reference(ranks, reference("", 5, 2, torch.float64), 1e-12)
 
 
 def train_unused(find: bool) -> Any:
@@ -139,32 +131,6 @@ def train_without_graph(kind: str) -> Any:
 def test_rank_without_graph_keeps_step(world: Any, kind: str) -> None:
     """Case 5: a rank without graph joins the reduction, whatever the parameters' dtypes and layouts."""
     assert [(0, [6.0, 6.0]), (1, [6.0, 6.0])] == world(2).run(train_without_graph, kind)
-
-
-class Newton(Toy):
-    """LBFGS evaluates the closure several times in a step."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return (0.5 * (self.w * batch - 3).square()).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), max_iter=10)
-
-
-def train_newton(reduction: str | None) -> Any:
-    model = Newton()
-    strategy = GradAvgStrategy(reduction=reduction) if reduction else DDPStrategy()  # type: ignore[arg-type]  # a name
-    rows = [[[1.0, 2.0]] * 3, [[3.0, 5.0]] * 3][dist.get_rank()]
-    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(model, loader(rows))
-    return dist.get_rank(), model.w.item()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
-def test_optimizer_with_a_closure(world: Any, reduction: str) -> None:
-    """LBFGS, whose closure runs several times per step, ends where stock DDP does: at 33/39."""
-    expected = [(0, pytest.approx(33 / 39, rel=1e-9)), (1, pytest.approx(33 / 39, rel=1e-9))]
-    assert expected == world(2).run(train_newton, reduction)
-    assert expected == world(2).run(train_newton, None)
 
 
 def steep(rows: Tensor) -> Tensor:

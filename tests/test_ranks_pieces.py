@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -135,8 +136,7 @@ AWARE = pytest.mark.filterwarnings("ignore:find_unused_parameters=True was speci
 
 
 @AWARE
-@pytest.mark.parametrize("pieces", IN_PIECES)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("name", "pieces"), [*zip(RUNS, cycle(IN_PIECES), strict=False)])
 def test_lightning_counts_loader_batches(world, tmp_path, name, pieces):
     kind, options = RUNS[name]
     options = dict(options)

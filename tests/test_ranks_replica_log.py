@@ -9,13 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from ranks import make_trainer
 from replicas import (
     Classifier,
     ClassifierEnd,
     Options,
     Regression,
-    RegressionEnd,
     assert_same,
     data,
     fit,
@@ -26,9 +24,6 @@ from replicas import (
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.utilities import dim_zero_cat
-from toys import Toy, loader
-
-from lightning_gradavg import GradAvgStrategy
 
 
 class Logging(Classifier):
@@ -125,35 +120,6 @@ def test_ranks_may_log_different_names_and_often(world, strategy):
         assert "sometimes" in world(4).run(outcome, LogsOften, strategy)[3][1]
 
 
-class LogsDict(RegressionEnd):
-    norm = False
-
-    def training_step_end(self, outputs: Any) -> Tensor:
-        loss = super().training_step_end(outputs)
-        self.log_dict({"a": loss, "b": 2 * loss}, on_step=True, on_epoch=True)
-        self.log("infinite", torch.tensor(torch.inf), reduce_fx="sum", on_step=False, on_epoch=True)
-        return loss
-
-
-def test_log_dict_of_the_whole_batch(world):
-    assert_same(world, (2,), LogsDict, {"equivalent_to": "data_parallel"})
-
-
-class OwnLog(Regression):
-    def log(self, name: str, value: Any, **options: Any) -> None:  # type: ignore[override]  # as users narrow it
-        super().log(f"mine/{name}", value, **options)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, on_step=False, on_epoch=True)
-        return loss
-
-
-def test_a_modules_own_log_is_called(world):
-    assert set(world(2).run(outcome, OwnLog, parallel())[0][1]) == {"mine/loss"}
-    assert_same(world, (2,), OwnLog, parallel())
-
-
 class KeptMetric(ClassifierEnd):
     """Updates a metric of the whole batch on every rank."""
 
@@ -234,31 +200,3 @@ def test_metrics_with_lists_count_each_sample_once(world):
     for size in (1, 2, 3):
         for found in world(size).run(listed, strategy):
             torch.testing.assert_close(torch.stack(found), torch.stack([expected] * 2), rtol=1e-12, atol=1e-12)
-
-
-class Eight(Toy):
-    """Every micro-loss is 8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: list[float] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        loss = self.w * 8
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return {"loss": loss, "weight": batch.numel()}
-
-    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
-        self.outputs.append(outputs["loss"].item())
-
-
-def log_of_a_window() -> tuple[float, list[float]]:
-    model, strategy = Eight(), GradAvgStrategy(reduction="weighted_mean")
-    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, accumulate_grad_batches=4)
-    trainer.fit(model, loader([[1.0] * (1 + dist.get_rank())] * 4))
-    return trainer.callback_metrics["loss_epoch"].item(), model.outputs
-
-
-def test_a_logged_loss_is_not_divided_by_the_window(world):
-    """Case 17: what the module logs is its own loss; Lightning's output stays divided by the window."""
-    assert [(8.0, [2.0] * 4)] * 2 == world(2).run(log_of_a_window)

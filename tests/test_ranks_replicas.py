@@ -14,6 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 from ranks import make_trainer
 from replicas import (
     Classifier,
+    Manual,
+    Normed,
     Options,
     Regression,
     assert_same,
@@ -70,34 +72,6 @@ def test_other_replicas_are_another_recipe(world, tmp_path):
         assert "num_replicas: 4 in the checkpoint, now 2" in raised.message
 
 
-class Terms(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        error = self(batch[0]) - batch[1]
-        terms = {"a": error.square().mean(), "b": error.abs().mean()}
-        return {"loss": terms, "weight": {"a": len(error), "b": 2 * len(error)}, "names": ["x"] * len(error)}
-
-
-def test_named_terms_of_replicas(world):
-    assert_same(world, (1,), Terms, parallel(1))
-    for raised in world(2).run_expecting_errors(outcome, Terms, parallel()):
-        assert "named loss terms need the global weight of each" in raised.message
-
-
-class Normed(Regression):
-    norm = True
-
-
-class Manual(Normed):
-    def build(self) -> None:
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_manual_optimization_runs_one_replica_per_rank(world, size):
     expected, _ = world(1).run(outcome, Normed, parallel(size))[0]
@@ -129,32 +103,6 @@ def test_a_model_evaluated_in_training_mode_does_not_hang(world):
     expected = world(1).run(validated_within)[0]
     assert world(2).run(validated_within) == pytest.approx([expected] * 2, rel=1e-12)
     assert world(3).run(validated_within) == pytest.approx([expected] * 3, rel=1e-12)
-
-
-class OwnStep(Classifier):
-    """Counts the calls of a training step that a user has put on the instance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        usual = self.training_step
-
-        def counted(batch: Any, batch_idx: int) -> Any:
-            self.calls += 1
-            return usual(batch, batch_idx)
-
-        self.training_step = counted  # type: ignore[method-assign]  # as users patch modules
-
-
-def patched() -> tuple[int, bool]:
-    module = OwnStep()
-    before = module.training_step
-    fit(module, parallel())
-    return module.calls, module.training_step is before and "log" not in vars(module)
-
-
-def test_a_patched_training_step_is_run_and_put_back(world):
-    assert world(2).run(patched) == [(6, True), (6, True)]
 
 
 def outputs_seen(folder: str) -> list[Any]:
@@ -214,51 +162,3 @@ def test_replicas_drop_assigned_buffers_with_a_word(world):
     assert len(messages) == 1
     assert "to the buffer steps" in messages[0]
     assert all(messages == [] for _, messages in others)
-
-
-class Lazy(Regression):
-    """Makes a buffer in its first step: of None, or one that was not registered."""
-
-    registered = True
-
-    def build(self) -> None:
-        if self.registered:
-            self.register_buffer("center", None)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if getattr(self, "center", None) is None:
-            center = batch[0].mean(0)
-            if self.registered:
-                self.center = center
-            else:
-                self.register_buffer("center", center)
-        return super().training_step(batch, batch_idx)
-
-
-class Late(Lazy):
-    registered = False
-
-
-@pytest.mark.parametrize("kind", [Lazy, Late])
-def test_buffers_that_come_to_be_in_a_step_are_refused_by_name(world, kind):
-    for raised in world(2).run_expecting_errors(outcome, kind, parallel()):
-        assert raised.type_name == "RuntimeError"
-        assert "center" in raised.message
-
-
-class Teaches(Regression):
-    """Moves a teacher in its training step."""
-
-    def build(self) -> None:
-        self.teacher = nn.Linear(4, 5).requires_grad_(False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.no_grad():
-            self.teacher.weight.lerp_(self.a.weight, 0.1)
-        return super().training_step(batch, batch_idx)
-
-
-def test_parameters_written_in_a_replica_are_refused_by_name(world):
-    for raised in world(2).run_expecting_errors(outcome, Teaches, parallel()):
-        assert "training_step has written the parameters teacher.weight" in raised.message
-    assert_same(world, (2,), Teaches, single())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,29 +13,11 @@ from ranks import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, monitor
+from lightning_gradavg import GradAvgStrategy
 
 
 def of_replicas(replicas: int = 4, **options: Any) -> GradAvgStrategy:
     return GradAvgStrategy(**{"num_replicas": replicas, "reproducible": True, **options})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_replicas": None}, "reproducible=True needs num_replicas, .*, got None. Give a number"),
-        ({"equivalent_to": "single_device"}, "equivalent_to='single_device' contradicts reproducible=True"),
-        ({"ddp_comm_hook": print}, "ddp_comm_hook=<built-in function print> contradicts reproducible=True"),
-        ({"static_graph": True}, "static_graph=True contradicts reproducible=True, which runs one backward"),
-        ({"split_batches": False}, "split_batches=False contradicts equivalent_to='data_parallel'"),
-        ({"max_device_batch_size": 4}, "max_device_batch_size=4 cuts the replicas of num_replicas=4"),
-        ({"reduction": "mean_of_node_sums"}, "reduction='mean_of_node_sums' contradicts equivalent_to"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_options_that_contradict(options, message):
-    with pytest.raises(ValueError, match=message):
-        of_replicas(**options)
 
 
 class Model(LightningModule):
@@ -161,20 +142,6 @@ def test_a_fingerprint_tells_states_apart(world):
 def test_a_fingerprint_of_nothing():
     with pytest.raises(RuntimeError, match="nothing to take a fingerprint of before the Trainer has begun a run"):
         of_replicas().fingerprint()
-
-
-def monitored() -> tuple[list[str], list[str]]:
-    """Body: return the fingerprints after all steps, and what the monitor says of them on rank 0."""
-    said: list[str] = []
-    with mock.patch.object(monitor, "rank_zero_info", said.append):
-        prints = fit(callbacks=[GradAvgMonitor(every_n_steps=1, fingerprint_every_n_steps=2)], max_epochs=2)
-    return prints, said
-
-
-def test_the_monitor_writes_fingerprints(world):
-    for prints, said in world(2).run(monitored):
-        expected = [f"GradAvgMonitor: after step {step}, fingerprint {prints[step - 1]}" for step in (2, 4, 6)]
-        assert expected == said
 
 
 def go_on(path: str, precision: str) -> list[str]:
