@@ -149,7 +149,7 @@ REFUSED: list[tuple[str, type[LightningModule], Options, str]] = [
 def refused(module: type[LightningModule], strategy: Options, text: str) -> None:
     """Body: train a module, with the part that the text names."""
     if issubclass(module, Regression):
-        samples = 3 if "single sample" in text else 9
+        samples = 3 if "single sample" in text else 9 if "gathers" in text else 8
         outcome(module, strategy, samples, samples)
     else:
         run(module, strategy, *(part for part in PARTS if f"parts.{part}" in text))
