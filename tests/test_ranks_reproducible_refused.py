@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ranks import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, monitor
 
 
 def of_replicas(replicas: int = 4, **options: Any) -> GradAvgStrategy:
@@ -142,6 +143,20 @@ def test_a_fingerprint_tells_states_apart(world):
 def test_a_fingerprint_of_nothing():
     with pytest.raises(RuntimeError, match="nothing to take a fingerprint of before the Trainer has begun a run"):
         of_replicas().fingerprint()
+
+
+def monitored() -> tuple[list[str], list[str]]:
+    """Body: return the fingerprints after all steps, and what the monitor says of them on rank 0."""
+    said: list[str] = []
+    with mock.patch.object(monitor, "rank_zero_info", said.append):
+        prints = fit(callbacks=[GradAvgMonitor(every_n_steps=1, fingerprint_every_n_steps=2)], max_epochs=2)
+    return prints, said
+
+
+def test_the_monitor_writes_fingerprints(world):
+    for prints, said in world(2).run(monitored):
+        expected = [f"GradAvgMonitor: after step {step}, fingerprint {prints[step - 1]}" for step in (2, 4, 6)]
+        assert expected == said
 
 
 def go_on(path: str, precision: str) -> list[str]:
