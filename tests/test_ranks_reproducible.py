@@ -247,9 +247,9 @@ def test_a_process_is_set_alike(world):
 def test_same_bits_on_an_accelerator(sim_world):
     """On 2 and 4 devices as on one."""
     options = {"batches": 6, "gradient_clip_val": 0.5, "make": make_sim_trainer}
-    (expected,) = sim_world(1).run(trained, CNN, 4, **options)
+    (expected,) = sim_world(1).run(trained, Net, 4, **options)
     for ranks in (2, 4):
-        assert all(same_bits(expected, found) for found in sim_world(ranks).run(trained, CNN, 4, **options))
+        assert all(same_bits(expected, found) for found in sim_world(ranks).run(trained, Net, 4, **options))
 
 
 def one_after_another(*arguments: Any, **options: Any) -> Left:
