@@ -39,8 +39,6 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         TypeError: If an option is unknown, or cannot be served where the model is sharded.
     """
 
-    _accumulation: ShardedAccumulation | None = None
-
     def __init__(self, *, reduction: str = "mean", **options: Any) -> None:
         rule = sharded_rule(reduction, options, ModelParallelStrategy)
         super().__init__(**options)
@@ -55,18 +53,12 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         if self._trains:
             run, rule, mesh = self._reduction.run, self._reduction.rule, self.device_mesh
             manual, window = not run.module.automatic_optimization, trainer.accumulate_grad_batches
-            self._accumulation = ShardedAccumulation(rule, run.module, mesh, self.optimizers, manual=manual)
+            accumulation = ShardedAccumulation(rule, run.module, mesh, self.optimizers, manual=manual)
             # The engine averages the gradients of every backward: no step needs comparing.
-            self._reduction.begin(run, self._accumulation, World())
+            self._reduction.begin(run, accumulation, World())
             self._termination.configure_ddp(run)
             rank_zero_info(
                 f"{type(self).__name__}: reduction={rule.name!r}, g = {rule.formula};"
                 f" {mesh['data_parallel'].size()} data-parallel x {mesh['tensor_parallel'].size()} tensor-parallel"
                 f" ranks ({dist.get_backend()}); windows of {window} micro-batch{'es' * (window > 1)}"
             )
-
-    @override
-    def teardown(self) -> None:
-        if self._accumulation is not None:
-            self._accumulation.close()
-        super().teardown()

@@ -146,6 +146,7 @@ class Sharded(LightningModule):
             special: dict[str, Any] = {
                 "none": None,
                 "graphless": {"loss": torch.zeros(()), "weight": 0},
+                "term": {"loss": {"a": loss, "b": loss * NAN}, "weight": {"a": 1, "b": 0}},
                 "peers": {"loss": loss, "weight": dist.get_rank()},
             }
             return special.get(self.kind, {"loss": loss, "weight": n} if self.weighs else loss)
@@ -336,12 +337,13 @@ def refused(kind: str) -> None:
     [
         ("outside", 2, "'extra.weight' trains outside of fully_shard: nothing averages"),
         ("later", 2, "'extra.weight' trains outside of fully_shard: nothing averages"),
-        ("divisor", 2, "over 2 ranks and divides them by 1, but every rule"),
-        ("auto", 2, "rule counts on the mean over data_parallel_size=1 ranks"),
+        ("divisor", 2, "over 2 ranks and divides them by 1; both must be"),
+        ("auto", 2, "both must be data_parallel_size=1"),
         ("fsdp1", 2, "only supports the new FSDP2 APIs"),
-        ("stale", 2, "cannot be seen in the optimizers' parameter groups"),
+        ("stale", 2, "the optimizers' parameter groups show no gradients"),
         ("none", 2, "training_step returned no loss"),
         ("graphless", 2, "a loss without a graph"),
+        ("term", 2, "loss term 'b' of weight 0 is not finite"),
         ("unweighed", 2, "reached the model by a backward that bypassed reduction='weighted_mean'"),
         ("peers", 4, "tensor-parallel group weigh one batch differently (on rank 0: {'weight'"),
         ("fabric", 2, "fabric.setup_optimizers"),

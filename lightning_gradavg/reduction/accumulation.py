@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_gradavg.lightning_internals import scale_each, stored, version_of
 from lightning_gradavg.place import Place
@@ -59,6 +60,7 @@ class Accumulation:
         self._trained: list[bool] = []
         self._carried: list[Any] = []
         self._last = False
+        self._handles: list[RemovableHandle] = []
         self._of_pieces: list[Tensor | None] = []
         self.pieces = 0
 
@@ -147,6 +149,20 @@ class Accumulation:
             inside.enter_context(nan_stopped(loss, [] if nothing else carried))
         if masks is not None:
             inside.enter_context(masks(micro_batch))
+
+    def surrounded(self, gradient: Tensor) -> None:
+        """Raise where a gradient arrives by a backward that this does not surround."""
+        if not self.running:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(gradient.shape)} reached the model by a backward that bypassed"
+                f" reduction={self.window.rule.name!r}, so it would be averaged. Call self.manual_backward,"
+                " fabric.backward or GradAvgReducer.weigh(...).backward() with weight= instead of loss.backward()."
+            )
+
+    def close(self) -> None:
+        """Leave the tensors as they were found."""
+        for handle in self._handles:
+            handle.remove()
 
     def _begin(self, *, aside: bool) -> None:
         """Begin a window, with the gradients set aside that it finds.

@@ -135,15 +135,7 @@ class GradAvgReducer:
         del model, inputs
         for _, leaf in leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._require_weighed)
-
-    def _require_weighed(self, gradient: Tensor) -> None:
-        del gradient
-        if not self._accumulation.running:
-            raise RuntimeError(
-                f"a gradient reached the model by a backward that bypassed the reduction {self._rule.name!r}, so"
-                " it would be averaged. Call GradAvgReducer.weigh(loss, weight=...).backward() instead."
-            )
+                leaf.register_hook(self._accumulation.surrounded)
 
     def weigh(
         self,

@@ -76,6 +76,7 @@ class Reduction(Part):
         self._weights = Weights(self.rule, run.device, giver, self.warn, self._tell_once)
         self.look_at = self._weights.look_at
         self._batch: Any = None
+        self._close: Callable[[], None] = lambda: None
         self.manual: ManualSteps | None = None
         self.observer: Observer | None = None
         self.pending: WeighedLoss | None = None
@@ -126,7 +127,11 @@ class Reduction(Part):
         super().configure_ddp(run)
         manual = not run.module.automatic_optimization
         self.manual = ManualSteps(stepping, self.rule.name, self.warn) if manual else None
-        self.window, self._accumulation = accumulation.window, accumulation
+        self.window, self._accumulation, self._close = accumulation.window, accumulation, accumulation.close
+
+    def teardown(self) -> None:
+        """Leave the parameters as they were found."""
+        self._close()
 
     def _refuse(self, run: Run, *, manual: bool) -> None:
         """Raise a ValueError about the first of what cannot be served, which says what to do instead."""

@@ -80,10 +80,9 @@ class ShardedAccumulation(Accumulation):
             for size, divisor in averages_of(each):
                 if {size, divisor} != {self._ranks}:
                     raise ValueError(
-                        f"fully_shard averages gradients over {size} ranks and divides them by {divisor:g}, but every"
-                        f" rule counts on the mean over data_parallel_size={self._ranks} ranks. Set both sizes of the"
-                        ' strategy, call fully_shard(mesh=self.device_mesh["data_parallel"]), and leave out'
-                        " set_gradient_divide_factor."
+                        f"fully_shard sums gradients over {size} ranks and divides them by {divisor:g}; both must be"
+                        f" data_parallel_size={self._ranks}. Set the strategy's sizes, leave out"
+                        ' set_gradient_divide_factor, and pass mesh=self.device_mesh["data_parallel"].'
                     )
             shards = list(each.parameters())
             each.unshard()
@@ -103,7 +102,7 @@ class ShardedAccumulation(Accumulation):
         super().__init__(window, (), owned_by_user=manual)
         # The engine waits for the gradients of all ranks, so one that does not count is 0 instead of undefined.
         self.leaves, self._optimizers, self._stopped = leaves, optimizers, 0.0
-        self._handles = [leaf.register_hook(self._require_weighed) for leaf in trained if weighs]
+        self._handles = [leaf.register_hook(self.surrounded) for leaf in trained if weighs]
 
     def _require_averaged(self) -> None:
         outside = [name for parameter, name in self._outside.items() if parameter.requires_grad]
@@ -113,21 +112,19 @@ class ShardedAccumulation(Accumulation):
                 " ranks would drift apart. Call fully_shard on the root module, too, or freeze it."
             )
 
-    def _require_weighed(self, gradient: Tensor) -> None:
-        if not self.running:
-            raise RuntimeError(
-                f"a gradient of shape {tuple(gradient.shape)} reached the model by a backward that bypassed"
-                f" reduction={self.window.rule.name!r}. Call self.manual_backward(loss, weight=...), or"
-                " fabric.backward(loss, weight=...), instead of loss.backward()."
-            )
-
     def start(self, loss: WeighedLoss, inside: ExitStack, **options: Any) -> None:
         """Weigh a loss whose backward begins now: see `Accumulation.start`."""
         if self.window.length == 0:
             of_groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
             self.parameters = list(dict.fromkeys(parameter for group in of_groups for parameter in group))
             self._require_averaged()
-        super().start(replace(loss, micro_batch=self._agreed(loss.micro_batch.read())), inside, **options)
+        micro_batch = self._agreed(loss.micro_batch.read())
+        pairs = [] if micro_batch.is_zero else zip(micro_batch.weights.items(), loss.terms, strict=False)
+        for name in [name for (name, n), term in pairs if n == 0 and not bool(term.isfinite())]:
+            # 0 times NaN is NaN, and an undefined gradient would not be sent to the ranks that wait for it.
+            text = f"loss term {name!r} of weight 0 is not finite: select what is finite before you compute it"
+            micro_batch = replace(micro_batch, problem=text)
+        super().start(replace(loss, micro_batch=micro_batch), inside, **options)
 
     def _agreed(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return it with the problem that ranks of one tensor-parallel group weigh it differently, if they do."""
@@ -146,13 +143,7 @@ class ShardedAccumulation(Accumulation):
     def _scale(self, gradients: Sequence[Tensor], factor: Any) -> None:
         if not gradients:
             raise RuntimeError(
-                "the window's gradients cannot be seen in the optimizers' parameter groups, and would keep a wrong"
-                " scale. Make the optimizer after fully_shard; in Fabric, set it up by fabric.setup_optimizers; and do"
-                " not step or free gradients within the backward."
+                "the optimizers' parameter groups show no gradients to scale. Make the optimizer after fully_shard, in"
+                " Fabric by fabric.setup_optimizers, and do not step or free gradients within the backward."
             )
         super()._scale(gradients, factor)
-
-    def close(self) -> None:
-        """Leave the parameters as they were found."""
-        for handle in self._handles:
-            handle.remove()
