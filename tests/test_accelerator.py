@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerator.build import obstacle
 from accelerator.device import Wait, waits
-from accelerator_paths import PATHS, SIMULATED, Outcome, perform
+from accelerator_paths import COUNTED, PATHS, SIMULATED, Operators, Outcome, perform
 from ranks import RankPool
 
 import lightning_gradavg
@@ -18,6 +18,7 @@ from lightning_gradavg.reduction.weights import as_weight
 
 Worlds = Callable[[int], RankPool]
 PACKAGE = str(Path(lightning_gradavg.__file__).parent)
+PAGE = Path(__file__).parent.parent / "docs" / "accelerators.md"
 
 
 def on_sim(name: str) -> tuple[Outcome, float | None]:
@@ -44,6 +45,20 @@ def test_a_path_equals_that_on_the_cpu_and_waits_as_stated(name: str, sim_world:
             assert float((mine - its).norm()) <= path.tolerance * float(its.norm()) + 1e-12, what
         if path.waits is not None:
             assert path.waits == waited
+
+
+def dispatched(name: str) -> dict[str, float]:
+    """Body: return what torch dispatches for the device in an optimizer step."""
+    with Operators() as operators:
+        return perform(name, "sim", {what: operators.of(what) for what in operators.counts})[1]
+
+
+def test_the_page_says_what_a_step_dispatches(sim_world: Worlds) -> None:
+    """The table of docs/accelerators.md, counted on rank 0."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text("utf-8").splitlines()]
+    stated = {row[0]: row[1:] for row in rows if row and row[0] in COUNTED}
+    found = {name: sim_world(len(PATHS[name].nodes)).run(dispatched, name)[0] for name in COUNTED}
+    assert {name: [f"{count:g}" for count in counts.values()] for name, counts in found.items()} == stated
 
 
 @pytest.mark.gpu
