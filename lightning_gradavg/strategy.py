@@ -214,7 +214,11 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         # Command lines give every option.
         given = {name: value for name, value in self._given.items() if value != defaults.get(name, value)}
         given |= self._ddp_kwargs
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        # A Trainer of pytorch_lightning and Fabric quote a strategy by its repr when they refuse it.
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())}) [a strategy for"
+            " lightning.pytorch.Trainer, of the package `lightning`; for Fabric, lightning_gradavg.fabric has another]"
+        )
 
     @classmethod
     @override
