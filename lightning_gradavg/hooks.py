@@ -114,7 +114,8 @@ def _mean_of(flat: Tensor, route: _Route, size: int, groups: _Groups) -> Iterato
 
     wide = torch.promote_types(flat.dtype, torch.float32)
     below, width = route.parts, -(-len(flat) // (route.parts * _ALIGNED)) * _ALIGNED
-    total, holds = nn.functional.pad(flat, (0, route.parts * width - len(flat))), True
+    padding = route.parts * width - len(flat)
+    total, holds = nn.functional.pad(flat, (0, padding)) if padding else flat, True
     for hop in route.hops:
         below, holds, code = below // hop.holders, hop.place < hop.holders, hop.code
         rows = total.view(hop.holders, -1)
@@ -139,9 +140,10 @@ def _mean_of(flat: Tensor, route: _Route, size: int, groups: _Groups) -> Iterato
         ranks = len(hop.ranks)
         yield exchange(known, mine.repeat(ranks, 1), [below] * hop.holders, [len(mine)] * ranks)
         below *= hop.holders
-    numbers = flat.new_empty(route.parts, width)
+    numbers = flat.new_empty(route.parts, width) if padding else flat.view(route.parts, width)
     code.decode(known, numbers)
-    flat.copy_(numbers.view(-1)[: len(flat)])
+    if padding:
+        flat.copy_(numbers.view(-1)[: len(flat)])
 
 
 class _Lane:
