@@ -307,7 +307,7 @@ def before_and_beside_a_model(folder: str) -> tuple[str, float]:
 def test_before_and_beside_a_model(world, tmp_path):
     """Saving needs no model, a forward may run in a context of its own, and a plain backward is told what to do."""
     for raised, gradient in world(2).run(before_and_beside_a_model, str(tmp_path)):
-        assert "Call GradAvgReducer.weigh(loss, weight=...).backward() instead" in raised
+        assert "GradAvgReducer.weigh(...).backward() with weight= instead of loss.backward()" in raised
         assert approx(3.6) == gradient
 
 
