@@ -6,6 +6,7 @@ innermost function of the package below it on the stack, if any, is in another f
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -47,10 +48,12 @@ class Trace:
 
     def start(self) -> None:
         self.seen, self._stack = Seen(), []
+        gc.disable()  # what an earlier run left would end within the journey
         sys.setprofile(self._look)
 
     def stop(self) -> None:
         sys.setprofile(None)
+        gc.enable()
 
     def _look(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
