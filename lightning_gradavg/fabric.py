@@ -153,8 +153,8 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
             ValueError: If several loaders are passed over at once whose batches differ.
         """
         read = [loader for loader in self._loaders if loader.samples is not None]
-        alike = [loader for loader in read if loader.with_gradients == torch.is_grad_enabled()]
-        counts = {loader.samples for loader in alike or read}
+        of_stage = [loader for loader in read if loader.with_gradients == torch.is_grad_enabled()]
+        counts = {loader.samples for loader in of_stage or read}
         if len(counts) > 1:
             raise ValueError(
                 f"the batches of the loaders that are read together have {' and '.join(map(str, counts))} samples on"

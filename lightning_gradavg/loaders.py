@@ -42,12 +42,12 @@ class LoaderWrapper(Shows):
         loader: The user's loader.
         read: What is iterated: that loader, or a copy of it.
         shown: Which of the two shows its attributes.
-        alike: Whether all ranks read the same, so that worker processes must not be seeded by rank.
+        shared: Whether all ranks read the same, so that worker processes must not be seeded by rank.
     """
 
-    def __init__(self, loader: Any, *, read: Any, shown: Any, alike: bool) -> None:
+    def __init__(self, loader: Any, *, read: Any, shown: Any, shared: bool) -> None:
         super().__init__(shown)
-        self.loader, self._read, self._alike = loader, read, alike
+        self.loader, self._read, self._shared = loader, read, shared
 
     _iterator = iterator_of(lambda self: self._read)
 
@@ -58,7 +58,7 @@ class LoaderWrapper(Shows):
 
     @worker_init_fn.setter
     def worker_init_fn(self, function: Any) -> None:
-        self._read.worker_init_fn = _as_on_rank_0(function) if self._alike else function
+        self._read.worker_init_fn = _as_on_rank_0(function) if self._shared else function
 
 
 def user_loader(loader: Any) -> Any:

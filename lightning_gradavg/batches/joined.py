@@ -71,7 +71,7 @@ class JoinedLoader(LoaderWrapper):
     """A training loader that ends on all ranks at once; its length is that of the rank that has most, if all tell."""
 
     def __init__(self, loader: Any, world: World, device: torch.device, loop: TrainingLoop, length: int | None) -> None:
-        super().__init__(loader, read=loader, shown=loader, alike=False)
+        super().__init__(loader, read=loader, shown=loader, shared=False)
         self.read, self.device, self.loop, self._world, self._length = loader, device, loop, world, length
         self.behind = Numbers()
         self.last: Any = _END

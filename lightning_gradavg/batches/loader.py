@@ -84,7 +84,7 @@ class SplitLoader(LoaderWrapper):
     Attributes:
         split: How batches are split.
         whole: Whether every rank loads whole batches and takes its part of them.
-        alike: Whether all ranks draw the same random numbers as they read.
+        shared: Whether all ranks draw the same random numbers as they read.
         world: The ranks that read the same batches.
         read: What is iterated: the user's iterable, or a copy of a `DataLoader`.
         indices: The copy's batch sampler, where batches are split at their indices.
@@ -97,7 +97,7 @@ class SplitLoader(LoaderWrapper):
         batched = isinstance(loader, DataLoader) and loader.batch_sampler is not None
         streams = not batched or isinstance(loader.dataset, IterableDataset)
         self.whole = splitter.whole_batches and (streams or not _may_be_read_in_parts(loader))
-        self.alike = (streams or self.whole) and not sharded
+        self.shared = (streams or self.whole) and not sharded
         self.indices: SharedIndices | None = None
         replaced: dict[str, Any] = {}
         if not streams:
@@ -105,7 +105,7 @@ class SplitLoader(LoaderWrapper):
             again = self.whole and loader.num_workers == 0
             own = None if self.whole else self.split
             self.indices = replaced["batch_sampler"] = SharedIndices(loader.batch_sampler, own, loads_again=again)
-        if not self.alike and self.world.rank > 0:
+        if not self.shared and self.world.rank > 0:
             replaced["generator"] = None  # the seed of workers is drawn from a stream of the rank's own
         # A loader with an `__iter__` of its own expects what the user's collate_fn returns.
         if batched and type(loader).__iter__ is DataLoader.__iter__:
@@ -115,7 +115,7 @@ class SplitLoader(LoaderWrapper):
                 replaced["collate_fn"] = PartCollator(loader.collate_fn, Split(max_samples=self.split.max_samples))
         self.read: Any = cloned(loader, **replaced) if isinstance(loader, DataLoader) else loader
         # Seeded by its rank, a worker might read in another order.
-        super().__init__(loader, read=self.read, shown=loader, alike=self.alike)
+        super().__init__(loader, read=self.read, shown=loader, shared=self.shared)
         if isinstance(loader, DataLoader):
             self.worker_init_fn = loader.worker_init_fn
 
@@ -127,7 +127,7 @@ class SplitLoader(LoaderWrapper):
 
     def begin(self, start: LoaderState | None = None) -> Pass:
         """Begin a pass. A collective operation, and so is each step of it. For `start` see `Order`."""
-        order, noted = Order(self.loader, self.world, start, shared=self.alike), deque[Asked]()
+        order, noted = Order(self.loader, self.world, start, shared=self.shared), deque[Asked]()
         if self.indices is not None:
             self.indices.order, self.indices.noted = order, noted
         with order.drawing():
@@ -201,7 +201,7 @@ class SplitLoader(LoaderWrapper):
         return (
             f"{name}: used as it is, its batches are the global batches, in {split.chunks} chunks on"
             f" {split.world_size} ranks{limited};"
-            f" {'every rank reads whole batches' if self.alike else 'each rank loads its own samples only'}"
+            f" {'every rank reads whole batches' if self.shared else 'each rank loads its own samples only'}"
         )
 
     def _mismatch(self, what: str) -> RuntimeError:

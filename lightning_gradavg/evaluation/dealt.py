@@ -64,7 +64,7 @@ class EvaluationLoader(LoaderWrapper):
         indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         read = _dealt_copy(loader, limit, world) if indexed and not kept else loader
         self._streamed = not kept and read is loader
-        super().__init__(loader, read=read, shown=read, alike=self._streamed)
+        super().__init__(loader, read=read, shown=read, shared=self._streamed)
         self.kept, self.lengths = kept, lengths
         self._world, self._limit = world, limit
         self.begun = False

@@ -112,12 +112,8 @@ class Reduction(Part):
         half = any(one.dtype == torch.float16 and one.requires_grad for one in self._parameters)
         compares = self._judge is not None or (manual and not self._is_mean)
         afterwards = manual or self._pieces or half
-        window = Window(
-            *(self.rule, run.places, world, run.device),
-            compares=compares,
-            afterwards=afterwards,
-            in_pieces=self._pieces,
-        )
+        ways = {"compares": compares, "afterwards": afterwards, "in_pieces": self._pieces}
+        window = Window(self.rule, run.places, world, run.device, **ways)
         own = Accumulation(window, self._parameters, owned_by_user=manual, apart=apart)
         self.begin(run, own, world)
         self._hook.register(run, self.rule)

@@ -82,7 +82,9 @@ class StepReport:
         return cls(
             rule=window.rule.name,
             formula=window.rule.formula,
-            terms=tuple(_term(name, of_ranks) for name, of_ranks in zip(window.terms, zip(*terms), strict=True)),  # noqa: B905  # of one length
+            terms=tuple(
+                _term(name, of_ranks) for name, of_ranks in zip(window.terms, zip(*terms, strict=True), strict=True)
+            ),
             world_size=len(ranks),
             micro_batches=micro_batches,
             samples=samples,
