@@ -6,10 +6,12 @@ the seeds of the replicas' random numbers alone. What a Trainer made of the same
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import Strategy
@@ -136,7 +138,7 @@ class Model(LightningModule):
 
 
 class CNN(Model):
-    """Convolutions with batch norm and dropout; each replica has a loss of its own."""
+    """Convolutions with batch norm, dropout, and noise from Python and NumPy; each replica has a loss of its own."""
 
     dropout = 0.3
 
@@ -150,11 +152,13 @@ class CNN(Model):
         return list(zip(self.draw(1, 4, 4), torch.arange(37) % 3, strict=True))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.logged(nn.functional.cross_entropy(self.net(batch[0]), batch[1]), len(batch[0]))
+        noise = random.random() + float(np.random.rand()) if self.dropout else 0  # noqa: NPY002  # what users draw from
+        loss = (1 + noise) * nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        return self.logged(loss, len(batch[0]))
 
 
 class PlainCNN(CNN):
-    """Without dropout, whose numbers are the ranks' own under single_device."""
+    """Without random numbers, which are the ranks' own under single_device."""
 
     dropout = 0.0
 

@@ -481,6 +481,24 @@ class TestOrderOfARest:
 
         assert expected == [samples([rank[epoch] for rank in ranks]) for epoch in range(len(expected))]
 
+    def test_the_random_state_of_a_rank_is_that_of_the_checkpoint(self) -> None:
+        """Passing over batches draws from the common state; afterwards a model draws what it would have drawn."""
+
+        def drawn(fit: Fit, steps: int) -> list[list[float]]:
+            return [torch.rand(2).tolist() for _ in fit.rows(steps)]
+
+        def first(splitter: BatchSplitter) -> Any:
+            fit = Fit(splitter, make)
+            drawn(fit, 3)
+            states = fit.save()
+            fit.begun = True
+            return states, drawn(fit, 3)
+
+        make = one(lambda: ORDERS["lazy"](24, 4))
+        states, expected = on_ranks(2, first)[0]
+
+        assert [expected] * 3 == on_ranks(3, lambda splitter: drawn(Fit(splitter, make, states), 3), seeds=[1, 2, 3])
+
     def test_another_order_is_an_error_on_all_ranks(self) -> None:
         """A sampler with a memory and no state is found out before a batch is trained on, with advice."""
         make = one(lambda: loader(24, batch_size=4, sampler=Memory(24)))

@@ -436,8 +436,8 @@ def test_split_batches(world):
             assert approx(weight_of_one) == weight
 
 
-def interrupted() -> list[int]:
-    """Body: the samples that count in each batch of an evaluation between those of training, and after it."""
+def interrupted() -> Any:
+    """Body: the samples that count in each batch of an evaluation, and how many of training do so after it."""
     loop, data = OfFabric(split_batches=True), torch.arange(1.0, 10)
     of_training: Any = DataLoader(data, 4)  # type: ignore[arg-type]  # a tensor is a dataset
     of_evaluation: Any = DataLoader(data, 6)  # type: ignore[arg-type]  # so
@@ -445,14 +445,15 @@ def interrupted() -> list[int]:
     found = []
     for _ in training:
         with torch.no_grad():
-            found += [loop.strategy.samples for _ in evaluation]
+            found.append([samples[: loop.strategy.samples].tolist() for samples in evaluation])
         found.append(loop.strategy.samples)
     return found
 
 
 def test_an_evaluation_in_the_middle_of_an_epoch(world):
     """An evaluation within `torch.no_grad` counts its own samples, and training goes on with those of its batch."""
-    assert [[3, 2, 2, 3, 2, 2, 3, 2, 1], [3, 1, 2, 3, 1, 2, 3, 1, 0]] == world(2).run(interrupted)
+    first, second = [[1.0, 2, 3], [7, 8]], [[4.0, 5, 6], [9]]
+    assert [[first, 2, first, 2, first, 1], [second, 2, second, 2, second, 0]] == world(2).run(interrupted)
 
 
 def without_use(options: Any) -> float:

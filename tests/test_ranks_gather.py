@@ -321,6 +321,22 @@ def test_rows_of_a_rank_of_weight_0_count_for_others(world, world_size, window):
         torch.testing.assert_close(seen, towers.gradients(), rtol=1e-12, atol=1e-12)
 
 
+def several_gathers(rows: Sequence[int]) -> list[Tensor]:
+    """Body: the towers gathered apart, in a plain loop."""
+    rank, towers = dist.get_rank(), TwoTowers()
+    part = slice(starts_of(rows)[rank], starts_of(rows)[rank] + rows[rank])
+    towers.loss(gather(A[part] @ towers.m.T), gather(B[part] @ towers.m.T)).backward()
+    average_gradients(towers)
+    return towers.gradients()
+
+
+@pytest.mark.parametrize("rows", [(4,), (3, 1), (0, 4), (1, 0, 3), (2, 0, 0, 2)], ids=str)
+def test_several_gathers_in_a_plain_loop(world, rows):
+    """Each gather has its own backward, and `average_gradients` reduces like the strategy."""
+    for seen in world(len(rows)).run(several_gathers, rows):
+        assert [approx(1.0, 1e-9)] * 2 == [ratio_of(*pair) for pair in zip(seen, single_process()[1], strict=True)]
+
+
 class UnequalRows(Contrastive):
     """Micro-batches of different sizes, each a contrastive batch of its own, and the mean over all their rows."""
 

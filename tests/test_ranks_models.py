@@ -34,7 +34,8 @@ def train_mlp(
     bounds = np.cumsum([0, *COUNTS])
     rank = dist.get_rank()
     part = slice(bounds[rank], bounds[rank + 1])
-    data = [(x[part], y[part]) for x, y in samples(steps)]
+    double = options.get("precision") == "64-true"
+    data = [(x[part], y[part]) for x, y in samples(steps, torch.float64 if double else torch.float32)]
     model = MLP(variant)
     trainer = make_trainer(
         GradAvgStrategy(**{**WEIGHTED, **(strategy or {})}),
@@ -79,6 +80,11 @@ def test_compiled_inside(world):
 def test_ddp_options(world, options, window):
     """Case 46: options of DDP change nothing in the result; a static graph included."""
     assert_reference(world(2).run(train_mlp, "", 5, window, options), reference("", 5, window), 1e-6)
+
+
+def test_double_precision(world):
+    ranks = world(2).run(train_mlp, "", 5, 2, precision="64-true")
+    assert_reference(ranks, reference("", 5, 2, torch.float64), 1e-12)
 
 
 def train_unused(find: bool) -> Any:

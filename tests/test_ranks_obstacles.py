@@ -143,14 +143,16 @@ REFUSED: list[tuple[str, type[LightningModule], Options, str]] = [
     ("RuntimeError", Teaches, parallel(), "training_step has written the parameters teacher.weight"),
     ("ValueError", Normed, parallel(3), "no rank and no replica a single sample"),
     ("ValueError", NormedEnd, PER_RANK, "a batch of 3 samples gives a rank a single sample"),
+    ("ValueError", Normed, single(), "Expected more than 1 value per channel"),
 ]
 
 
 def refused(module: type[LightningModule], strategy: Options, text: str) -> None:
     """Body: train a module, with the part that the text names."""
     if issubclass(module, Regression):
-        samples = 3 if "single sample" in text else 9 if "gathers" in text else 8
-        outcome(module, strategy, samples, samples)
+        samples = {"a single sample": 3, "gathers over": 9, "more than 1 value": 1}
+        size = next((size for words, size in samples.items() if words in text), 8)
+        outcome(module, strategy, size, size)
     else:
         run(module, strategy, *(part for part in PARTS if f"parts.{part}" in text))
 

@@ -105,6 +105,32 @@ def test_a_model_evaluated_in_training_mode_does_not_hang(world):
     assert world(3).run(validated_within) == pytest.approx([expected] * 3, rel=1e-12)
 
 
+class OwnStep(Classifier):
+    """Counts the calls of a training step that a user has put on the instance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        usual = self.training_step
+
+        def counted(batch: Any, batch_idx: int) -> Any:
+            self.calls += 1
+            return usual(batch, batch_idx)
+
+        self.training_step = counted  # type: ignore[method-assign]  # as users patch modules
+
+
+def patched() -> tuple[int, bool]:
+    module = OwnStep()
+    before = module.training_step
+    fit(module, parallel())
+    return module.calls, module.training_step is before and "log" not in vars(module)
+
+
+def test_a_patched_training_step_is_run_and_put_back(world):
+    assert world(2).run(patched) == [(6, True), (6, True)]
+
+
 def outputs_seen(folder: str) -> list[Any]:
     seen: list[Any] = []
 
