@@ -3,8 +3,9 @@
     python -m tests.mutations [AREA ...] [--only WORD]
 
 A defect is a row of `tests/mutations/AREA.yaml`: the one occurrence of `old` in `file` becomes `new`. The row says what
-that breaks, and which tests (arguments of pytest) should fail. Each defect is planted in its own copy of the checkout.
-The table printed last says what failed first, and after how many seconds. The exit code is 1 if a defect survives.
+that breaks, and which tests (arguments of pytest) should fail. Defects are planted in a copy of the checkout, which
+keeps its compiled files. The table printed last says what failed first, and after how many seconds. The exit code is 1
+if a defect survives.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,10 +74,29 @@ def copy_of_checkout(folder: Path) -> None:
         shutil.copy(ROOT / name, folder / name)
 
 
+@contextmanager
+def planted(mutation: Mutation, folder: Path) -> Iterator[None]:
+    """Have the copy hold the defect within the context."""
+    path = folder / mutation.file
+    sound = path.read_text()
+    _write(path, mutation.planted(folder))
+    try:
+        yield
+    finally:
+        _write(path, sound)
+
+
+def _write(path: Path, text: str) -> None:
+    # Python compiles a file anew where its size or the second of its change is another.
+    changed = int(path.stat().st_mtime) + 1
+    path.write_text(text)
+    os.utime(path, (changed, changed))
+
+
 def first_failure(folder: Path, tests: tuple[str, ...]) -> str:
     """Run the tests in the copy until one fails; return its name, or nothing if all pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
     try:
         ran = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -100,19 +121,19 @@ def main() -> int:
     chosen = parser.parse_args()
     table = Table("area", "breaks", "first failure", "seconds")
     survived = 0
-    for mutation in mutations(chosen.areas):
-        if chosen.only not in mutation.breaks:
-            continue
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            copy_of_checkout(folder)
-            (folder / mutation.file).write_text(mutation.planted(folder))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_of_checkout(folder)
+        for mutation in mutations(chosen.areas):
+            if chosen.only not in mutation.breaks:
+                continue
             started = time.perf_counter()
-            failed = first_failure(folder, mutation.tests)
+            with planted(mutation, folder):
+                failed = first_failure(folder, mutation.tests)
             survived += not failed
             seconds = f"{time.perf_counter() - started:.0f}"
-        table.add_row(mutation.area, mutation.breaks, failed or "SURVIVED", seconds)
-        Console(stderr=True).print(mutation.breaks, "->", failed or "SURVIVED", f"({seconds} s)")
+            table.add_row(mutation.area, mutation.breaks, failed or "SURVIVED", seconds)
+            Console(stderr=True).print(mutation.breaks, "->", failed or "SURVIVED", f"({seconds} s)")
     Console(width=None if sys.stdout.isatty() else 200).print(table)
     return 1 if survived else 0
 
