@@ -1,18 +1,17 @@
 """From a recipe that works to a cluster: the batches, steps and learning rates of `gradavg plan`.
 
 Three runs stand side by side: the base run, the run of this package that keeps (or names) the global batch, and stock
-DDP with the unchanged script. Fields are those of the JSON (docs/api.md): batches in samples, lengths in optimizer
-steps, None for what is not known.
+DDP with the unchanged script. A plan is one dictionary: the JSON of the command, whose tables show the same keys.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_gradavg.batches.chunks import chunk_bounds
 from lightning_gradavg.rates.scaling import (
@@ -21,28 +20,13 @@ from lightning_gradavg.rates.scaling import (
     as_count,
     as_positive,
     contradictions,
-    global_batch_size,
     scale_factor,
     scale_limit,
     scaled_hyperparameters,
     scaled_steps,
 )
 
-__all__ = [
-    "OPTIMIZERS",
-    "Advice",
-    "Chunks",
-    "Cluster",
-    "NoiseAdvice",
-    "Outcome",
-    "Plan",
-    "Recipe",
-    "Run",
-    "chunks",
-    "counted",
-    "make_plan",
-    "nearest_even_batches",
-]
+__all__ = ["OPTIMIZERS", "Cluster", "Recipe", "counted", "make_plan"]
 
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 
@@ -54,20 +38,14 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 _COUNTS = ("batch_size", "devices", "accumulate_grad_batches", "steps", "epochs", "dataset_size", "warmup_steps")
 _WARMUP_EPOCHS = 5  # Goyal et al. 2017, section 2.2
 
+_Row: TypeAlias = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training run whose learning rate is known to work.
+    """A training run whose learning rate is known to work. `gradavg plan --help` describes each field.
 
-    Attributes:
-        batch_size: The `batch_size` of its `DataLoader`.
-        lr: Its learning rate.
-        devices: Its DDP ranks, each with its own loader batch. `DataParallel`, which shares one, counts as 1.
-        accumulate_grad_batches: Loader batches per optimizer step and rank.
-        optimizer: A key of `OPTIMIZERS`; `betas`, `alpha` and `eps` are its own, None for those of `torch.optim`.
-        weight_decay: Its weight decay; read for AdamW, whose decay depends on the batch.
-        steps: Its length, or `epochs` with `dataset_size`.
-        warmup_steps: The warm-up of its schedule.
+    `devices` is `--base-devices`. Of the optimizer's own options, None stands for the default of `torch.optim`.
     """
 
     batch_size: int
@@ -86,29 +64,28 @@ class Recipe:
 
     def __post_init__(self) -> None:
         as_positive("lr", self.lr)
-        given, defaults = self._given, OPTIMIZERS.get(self.optimizer, {})
-        known = self.optimizer in OPTIMIZERS
+        given, own = self._given, OPTIMIZERS.get(self.optimizer, {})
         for name in _COUNTS:
             as_count(name, given.get(name, 1), least=int(name != "warmup_steps"))
-        foreign = sorted({"betas", "alpha", "eps"} & given.keys() - defaults.keys())
-        users = [user for user in OPTIMIZERS if foreign and foreign[0] in OPTIMIZERS[user]]
-        decay = given.get("weight_decay", 0)
+        foreign = [name for name in ("betas", "alpha", "eps") if name in given and name not in own]
+        users = ", ".join(user for user in OPTIMIZERS if {*foreign} & {*OPTIMIZERS[user]})
+        unknown, both = self.optimizer not in OPTIMIZERS, {"steps", "epochs"} <= given.keys()
         refused = {
-            f"optimizer {self.optimizer!r} is not known. Use one of {', '.join(OPTIMIZERS)}.": not known,
+            f"optimizer {self.optimizer!r} is not known. Use one of {', '.join(OPTIMIZERS)}.": unknown,
             f"{' and '.join(f'{name}={given[name]!r}' for name in foreign)} has no meaning for optimizer"
-            f" {self.optimizer!r}. Leave it out, or use one of {', '.join(users)}.": foreign,
+            f" {self.optimizer!r}. Leave it out, or use one of {users}.": foreign,
             f"eps must be finite and >= 0, got {self.eps!r}.": not 0 <= given.get("eps", 0) < math.inf,
-            f"weight_decay must be finite and >= 0, got {decay!r}.": not 0 <= decay < math.inf,
-            f"steps={self.steps} and epochs={self.epochs} both give the length. Leave one of them out.": (
-                {"steps", "epochs"} <= given.keys()
+            f"weight_decay must be finite and >= 0, got {self.weight_decay!r}.": (
+                not 0 <= given.get("weight_decay", 0) < math.inf
             ),
+            f"steps={self.steps} and epochs={self.epochs} both give the length. Leave one of them out.": both,
             f"epochs={self.epochs} needs the size of the data set to become steps. Give dataset_size.": (
                 "epochs" in given and "dataset_size" not in given
             ),
         }
-        for message in [message for message, holds in refused.items() if holds]:
+        for message in (message for message, holds in refused.items() if holds):
             raise ValueError(message)
-        if defaults:
+        if own:
             scale_limit(self.hyperparameters)  # raises for smoothing constants that are out of range
 
     @property
@@ -118,15 +95,12 @@ class Recipe:
     @property
     def global_batch_size(self) -> int:
         """Samples of one optimizer step, the base batch."""
-        return global_batch_size(
-            self.batch_size, world_size=self.devices, accumulate_grad_batches=self.accumulate_grad_batches
-        )
+        return self.batch_size * self.devices * self.accumulate_grad_batches
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
         """What a scaling reads of the optimizer's parameter group."""
-        defaults = OPTIMIZERS[self.optimizer]
-        return {"lr": self.lr, **{name: self._given.get(name, default) for name, default in defaults.items()}}
+        return {"lr": self.lr, **{name: self._given.get(name, by) for name, by in OPTIMIZERS[self.optimizer].items()}}
 
 
 @dataclass(frozen=True)
@@ -137,90 +111,8 @@ class Cluster:
     devices_per_node: int
 
     def __post_init__(self) -> None:
-        as_count("nodes", self.nodes)
-        as_count("devices_per_node", self.devices_per_node)
-
-    @property
-    def world_size(self) -> int:  # noqa: D102
-        return self.nodes * self.devices_per_node
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """How many devices have this many samples of a full global batch, and how many of them they hold at once."""
-
-    samples: int
-    devices: int
-    micro_batch_size: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one scaling says about one run; nothing applies the weight decay that keeps AdamW's decay per sample."""
-
-    lr_scaling: str
-    feasible: bool
-    problem: str | None = None
-    lr_factor: float | None = None
-    hyperparameters: dict[str, Any] | None = None
-    weight_decay: float | None = None
-    lr_warmup_steps: int | None = None
-    largest_global_batch_size: int | None = None
-
-
-@dataclass(frozen=True)
-class Run:
-    """One way to run the recipe."""
-
-    world_size: int
-    loader_batch_size: int
-    chunks: tuple[Chunks, ...]
-    accumulate: int
-    global_batch_size: int
-    scale: float
-    steps_per_epoch: int | None
-    steps: int | None
-    warmup_steps: int | None
-    mean_loss_gradient: str
-    sum_loss_gradient: str
-    sum_loss_divisor: int
-    scalings: tuple[Outcome, ...]
-
-
-@dataclass(frozen=True)
-class Advice:
-    """A learning rate that is often recommended for more ranks, and what it does to a mean loss in two runs."""
-
-    text: str
-    lr: float
-    gradavg: str
-    stock_ddp: str
-
-
-@dataclass(frozen=True)
-class NoiseAdvice:
-    """What a gradient noise scale in samples says: the limit of linear scaling, and SGD's optimal rates in two runs."""
-
-    noise_scale: float
-    linear_scaling_limit: float
-    gradavg_lr: float | None
-    stock_ddp_lr: float | None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The answer of `gradavg plan`: three runs, common advice judged, and how to write it down."""
-
-    recipe: Recipe
-    cluster: Cluster
-    base: Run
-    gradavg: Run
-    stock_ddp: Run
-    nearest_even_batch_sizes: tuple[int, ...]
-    advice: tuple[Advice, ...]
-    noise: NoiseAdvice | None
-    notes: tuple[str, ...]
-    code: tuple[str, ...]
+        for name, count in vars(self).items():
+            as_count(name, count)
 
 
 def counted(count: int, noun: str) -> str:
@@ -228,38 +120,42 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def nearest_even_batches(size: int, parts: int) -> tuple[int, ...]:
-    """Return the batch sizes nearest to `size` that divide evenly by `parts`: `size` itself, or one on each side."""
-    below = size - size % parts
-    return (size,) if below == size else tuple(filter(None, (below, below + parts)))
-
-
-def chunks(size: int, devices: int, max_device_batch_size: int | None = None) -> tuple[Chunks, ...]:
-    """Return the chunks of a global batch as `torch.chunk` cuts them, equal ones together, largest first."""
-    counts = Counter(stop - start for start, stop in chunk_bounds(size, devices))
-    pieces = {samples: max(1, -(-samples // (max_device_batch_size or size))) for samples in counts}
-    return tuple(Chunks(samples, count, -(-samples // pieces[samples])) for samples, count in counts.items())
-
-
-def _outcome(name: str, recipe: Recipe, scale: float, warmup: int | None) -> Outcome:
-    base = recipe.hyperparameters
+def _outcome(name: str, recipe: Recipe, scale: float, warmup: int | None) -> _Row:
+    """Return what one scaling says about one run."""
+    base, size, problem, largest = recipe.hyperparameters, recipe.global_batch_size, None, None
+    factor, decay = scale_factor(name, scale), recipe.weight_decay if recipe.optimizer == "adamw" else None
     try:
         values = {**base, **scaled_hyperparameters(name, scale, base)}
     except ValueError as error:
         # The limit itself is not feasible, hence the largest integer strictly below it; the base batch always is.
-        size = recipe.global_batch_size
-        largest = max(math.ceil(scale_limit(base) * size) - 1, size) if "eps" in base else None
-        return Outcome(name, feasible=False, problem=str(error), largest_global_batch_size=largest)
-    factor, decay = scale_factor(name, scale), recipe.weight_decay if recipe.optimizer == "adamw" else None
-    # A derivation of this project: a step decays the weights by lr * decay, and stands for `scale` base steps.
-    kept = None if decay is None else decay * scale / factor
-    return Outcome(name, True, None, factor, values, kept, warmup if name == "linear" and factor > 1 else None)
+        problem, largest = str(error), max(math.ceil(scale_limit(base) * size) - 1, size) if "eps" in base else None
+    fits = problem is None
+    return {
+        "lr_scaling": name,
+        "feasible": fits,
+        "problem": problem,
+        "lr_factor": factor if fits else None,
+        "hyperparameters": values if fits else None,
+        # A derivation of this project: a step decays the weights by lr * decay, and stands for `scale` base steps.
+        "weight_decay": decay * scale / factor if fits and decay is not None else None,
+        "lr_warmup_steps": warmup if fits and name == "linear" and factor > 1 else None,
+        "largest_global_batch_size": largest,
+    }
 
 
-def _run(recipe: Recipe, split: tuple[Chunks, ...], *, loader_batch_size: int, shortened: float = 1) -> Run:
-    """Return the run whose global batches are split in this way, and whose schedule is shortened by this factor."""
-    total = sum(chunk.samples * chunk.devices for chunk in split)
-    scale, parts = total / recipe.global_batch_size, total // loader_batch_size
+def _run(recipe: Recipe, chunks: Mapping[int, int], *, loader: int, at_once: int, shortened: float = 1) -> _Row:
+    """Return one way to run a recipe.
+
+    Args:
+        recipe: The recipe.
+        chunks: How many devices have so many samples of a global batch, the largest number of samples first.
+        loader: The loader's batch size.
+        at_once: Most samples that a device computes at once.
+        shortened: By what the lengths of the recipe are divided.
+    """
+    pieces = {samples: max(1, -(-samples // at_once)) for samples in chunks}
+    total = sum(samples * devices for samples, devices in chunks.items())
+    scale, parts = total / recipe.global_batch_size, total // loader
     # Of stock DDP, too: its sampler pads to equal shares, the loader keeps its incomplete last batch, Lightning steps
     # at the end of an epoch whatever the window holds, and a ceiling of ceilings is the ceiling of the product.
     per_epoch = None if recipe.dataset_size is None else -(-recipe.dataset_size // total)
@@ -269,131 +165,108 @@ def _run(recipe: Recipe, split: tuple[Chunks, ...], *, loader_batch_size: int, s
     if recipe.epochs is not None and per_epoch is not None:
         steps = recipe.epochs * per_epoch
     gradual = None if per_epoch is None else min(filter(None, (_WARMUP_EPOCHS * per_epoch, steps)))
-    return Run(
-        world_size=sum(chunk.devices for chunk in split),
-        loader_batch_size=loader_batch_size,
-        chunks=split,
-        accumulate=-(-split[0].samples // split[0].micro_batch_size),
-        global_batch_size=total,
-        scale=scale,
-        steps_per_epoch=per_epoch,
-        steps=steps,
-        warmup_steps=warmup,
-        mean_loss_gradient=f"mean of {parts} means" if parts > 1 else f"mean over {total}",
+    return {
+        "world_size": sum(chunks.values()),
+        "loader_batch_size": loader,
+        "chunks": [
+            {"samples": samples, "devices": devices, "micro_batch_size": -(-samples // pieces[samples])}
+            for samples, devices in chunks.items()
+        ],
+        "accumulate": max(pieces.values()),
+        "global_batch_size": total,
+        "scale": scale,
+        "steps_per_epoch": per_epoch,
+        "steps": steps,
+        "warmup_steps": warmup,
+        "mean_loss_gradient": f"mean of {parts} means" if parts > 1 else f"mean over {total}",
         # Lightning divides every loss by the window, and DDP the sum over the ranks by their number.
-        sum_loss_gradient=f"sum over {total}" + f", {parts} times too small" * (parts > 1),
-        sum_loss_divisor=parts,
-        scalings=tuple(_outcome(name, recipe, scale, gradual) for name in SCALINGS),
-    )
+        "sum_loss_gradient": f"sum over {total}" + f", {parts} times too small" * (parts > 1),
+        "sum_loss_divisor": parts,
+        "scalings": [_outcome(name, recipe, scale, gradual) for name in SCALINGS],
+    }
 
 
-def _stock_ddp_run(recipe: Recipe, world_size: int) -> Run:
-    """Return the run of the recipe's script under stock DDP, with nothing in it changed."""
-    share = Chunks(recipe.batch_size * recipe.accumulate_grad_batches, world_size, recipe.batch_size)
-    return _run(recipe, (share,), loader_batch_size=recipe.batch_size)
-
-
-def _verdict(factor: float, scale: float) -> str:
-    """Return what a learning rate of `factor` times the base value means for a mean loss at this scale."""
-    if scale == 1:
+def _verdict(factor: float, run: _Row) -> str:
+    """Return what a learning rate of `factor` times the base value means for a mean loss in a run."""
+    if run["scale"] == 1:
         return "right: the base step" if factor == 1 else f"wrong: {factor:.4g} times the base step"
-    fitting = (name for name in ("none", "linear", "sqrt") if math.isclose(factor, scale_factor(name, scale)))
+    fitting = (name for name in ("none", "linear", "sqrt") if math.isclose(factor, scale_factor(name, run["scale"])))
     return next((f"fits lr_scaling={name!r}" for name in fitting), "fits no lr_scaling")
 
 
-def _advice(recipe: Recipe, gradavg: Run, stock: Run) -> tuple[Advice, ...]:
-    ratio = gradavg.world_size / recipe.devices
-    factors = {
-        "keep it": 1.0,
-        f"divide it by {ratio:.4g} (ranks)": 1 / ratio,
-        f"multiply it by {ratio:.4g} (ranks)": ratio,
-        f"multiply it by {math.sqrt(ratio):.4g} (sqrt of ranks)": math.sqrt(ratio),
-    }
-    return tuple(
-        Advice(text, recipe.lr * factor, _verdict(factor, gradavg.scale), _verdict(factor, stock.scale))
-        for text, factor in factors.items()
-        if ratio != 1
-    )
-
-
-def _noise_advice(recipe: Recipe, gradavg: Run, stock: Run, noise_scale: float) -> NoiseAdvice:
+def _noise(recipe: Recipe, noise: float, ours: _Row, stock: _Row) -> _Row:
     """Return what eta(B) = eta_max / (1 + B_noise / B), a formula for SGD, says (McCandlish et al. 2018, section 2.2).
 
     Linear scaling from B0 to B overshoots it by (B + B_noise) / (B0 + B_noise), which stays below 2 up to B = B_noise
     whatever the base batch, and grows without bound beyond: the limit is the noise scale itself.
     """
-    noise, base = as_positive("noise_scale", noise_scale), recipe.global_batch_size
-    ratios = [(1 + noise / base) / (1 + noise / run.global_batch_size) for run in (gradavg, stock)]
-    return NoiseAdvice(noise, noise, *(recipe.lr * ratio if recipe.optimizer == "sgd" else None for ratio in ratios))
+    most = recipe.lr * (1 + noise / recipe.global_batch_size) if recipe.optimizer == "sgd" else None
+    lrs = [most and most / (1 + noise / run["global_batch_size"]) for run in (ours, stock)]
+    return {"noise_scale": noise, "linear_scaling_limit": noise, "gradavg_lr": lrs[0], "stock_ddp_lr": lrs[1]}
 
 
-def _noise_notes(recipe: Recipe, gradavg: Run, stock: Run, noise: NoiseAdvice) -> Iterator[str]:
-    base, limit = recipe.global_batch_size, noise.linear_scaling_limit
+def _notes(recipe: Recipe, plan: _Row, most_at_once: int | None) -> list[str]:
+    """Return what the numbers of a plan do not say by themselves."""
+    ours, stock, noise = plan["gradavg"], plan["stock_ddp"], plan["noise"] or {}
+    total, ranks, most, least = ours["global_batch_size"], ours["world_size"], ours["chunks"][0], ours["chunks"][-1]
+    base, last, parts = recipe.global_batch_size, (recipe.dataset_size or 0) % total, plan["base"]["sum_loss_divisor"]
+    twice = contradictions("sum", "linear", BatchScale(total, base)).get("counted_twice")
+    decays = {each["lr_scaling"]: each["weight_decay"] for each in ours["scalings"] if each["weight_decay"]}
+    limit = noise.get("linear_scaling_limit", math.nan)
     safe = f"linear scaling is safe to a global batch of about {limit:.3g}"
     beyond = f"the base batch of {base} is beyond it, and no linear scaling to a larger batch is safe"
-    yield (
-        f"Your noise scale is about {noise.noise_scale:.3g}: {safe if base < limit else beyond}. Up to it, linear"
-        " scaling overshoots the optimal learning rate of SGD, eta(B) = eta_max / (1 + B_noise / B) (McCandlish et al."
-        " 2018, arXiv 1812.06162), by less than 2."
-    )
-    for name, run, lr in (("GradAvg", gradavg, noise.gradavg_lr), ("stock DDP", stock, noise.stock_ddp_lr)):
-        if lr is None:
-            yield f"For {recipe.optimizer} there is no such formula: B^a with a between 0.5 and 1 (same paper)."
-            return
-        if run.scale != 1:
-            yield (
-                f"{name}, global batch {run.global_batch_size}: by that formula lr {lr:.6g}, where linear scaling says"
-                f" {recipe.lr * run.scale:.6g}."
-            )
-
-
-def _notes(recipe: Recipe, base: Run, gradavg: Run, stock: Run, max_device_batch_size: int | None) -> Iterator[str]:
-    total, ranks, most, least = gradavg.global_batch_size, gradavg.world_size, gradavg.chunks[0], gradavg.chunks[-1]
-    last, parts = (recipe.dataset_size or 0) % total, base.sum_loss_divisor
-    twice = contradictions("sum", "linear", BatchScale(total, recipe.global_batch_size)).get("counted_twice")
-    decays = {outcome.lr_scaling: outcome.weight_decay for outcome in gradavg.scalings if outcome.weight_decay}
-    refused = {
-        f"Global batch {run.global_batch_size}: {outcome.problem}": outcome.largest_global_batch_size is not None
-        for run in (gradavg, stock)
-        for outcome in run.scalings
-    }
+    by_formula = {"GradAvg": (ours, noise.get("gradavg_lr")), "stock DDP": (stock, noise.get("stock_ddp_lr"))}
     notes = {
+        f"Your noise scale is about {limit:.3g}: {safe if base < limit else beyond}. Up to it, linear scaling"
+        " overshoots the optimal learning rate of SGD, eta(B) = eta_max / (1 + B_noise / B) (McCandlish et al. 2018,"
+        " arXiv 1812.06162), by less than 2.": noise,
+        f"For {recipe.optimizer} there is no such formula: B^a with a between 0.5 and 1 (same paper).": (
+            noise and recipe.optimizer != "sgd"
+        ),
+        **{
+            f"{name}, global batch {run['global_batch_size']}: by that formula lr {lr or 0:.6g}, where linear scaling"
+            f" says {recipe.lr * run['scale']:.6g}.": lr is not None and run["scale"] != 1
+            for name, (run, lr) in by_formula.items()
+        },
         f"{counted(total, 'sample')} cannot be shared evenly by {counted(ranks, 'device')}: they are cut as torch.chunk"
         " cuts them, which reduction='weighted_mean' makes exact. Nearest global batches that divide evenly:"
-        f" {' and '.join(map(str, nearest_even_batches(total, ranks)))}.": most != least,
-        f"{counted(least.devices, 'device')} of {ranks} would get no sample of any global batch:"
-        f" {counted(ranks - least.devices, 'device')} would be as fast.": least.samples == 0,
-        f"A device holds {most.micro_batch_size} samples at once, and {recipe.batch_size} in the base run. If memory"
+        f" {' and '.join(map(str, plan['nearest_even_batch_sizes']))}.": most != least,
+        f"{counted(least['devices'], 'device')} of {ranks} would get no sample of any global batch:"
+        f" {counted(ranks - least['devices'], 'device')} would be as fast.": least["samples"] == 0,
+        f"A device holds {most['micro_batch_size']} samples at once, and {recipe.batch_size} in the base run. If memory"
         f" does not allow that, give max_device_batch_size={recipe.batch_size}.": (
-            max_device_batch_size is None and most.micro_batch_size > recipe.batch_size
+            most_at_once is None and most["micro_batch_size"] > recipe.batch_size
         ),
         f"The last global batch of an epoch holds {last} of {counted(total, 'sample')}; its mean is over those.": last,
         f"A sum loss of the base run was divided by {parts} (ranks times window), which reduction='sum' does not do:"
         f" its learning rate is the recipe's divided by {parts}: {recipe.lr / parts:.6g} at scale 1.": parts > 1,
         f"With a sum loss: {twice}": twice,
-        **refused,
+        **{
+            f"Global batch {run['global_batch_size']}: {each['problem']}": each["largest_global_batch_size"] is not None
+            for run in (ours, stock)
+            for each in run["scalings"]
+        },
         "No scaling changes AdamW's weight_decay. To keep the decay per sample it would be"
         f" {', '.join(f'{decay:.6g} with {name!r}' for name, decay in decays.items())}: a derivation of this project,"
-        " not of the cited papers.": gradavg.scale != 1 and decays,
+        " not of the cited papers.": ours["scale"] != 1 and decays,
         "A loss that is a mean over tokens, or anything else than samples, needs their number as the weight:"
         " training_step returns {'loss': loss, 'weight': number of tokens}.": True,
     }
-    return (note for note, holds in notes.items() if holds)
+    return [note for note, holds in notes.items() if holds]
 
 
-def _code(recipe: Recipe, cluster: Cluster, run: Run, max_device_batch_size: int | None) -> tuple[str, ...]:
-    options = {"reduction": "weighted_mean", "split_batches": True, "max_device_batch_size": max_device_batch_size}
-    if run.scale != 1:
+def _code(recipe: Recipe, cluster: Cluster, run: _Row, most_at_once: int | None) -> list[str]:
+    options = {"reduction": "weighted_mean", "split_batches": True, "max_device_batch_size": most_at_once}
+    if run["scale"] != 1:
         # The scaling that was derived for the optimizer, where it is feasible.
-        fit = {outcome.lr_scaling: outcome for outcome in run.scalings if outcome.feasible}
-        name = next(name for name in ("adam_sde", "sqrt") if name in fit) if recipe.optimizer != "sgd" else "linear"
-        options |= {"lr_scaling": name, "base_batch_size": recipe.global_batch_size}
-        options |= {"lr_warmup_steps": fit[name].lr_warmup_steps}
+        warmups = {each["lr_scaling"]: each["lr_warmup_steps"] for each in run["scalings"] if each["feasible"]}
+        name = "linear" if recipe.optimizer == "sgd" else "adam_sde" if "adam_sde" in warmups else "sqrt"
+        options |= {"lr_scaling": name, "base_batch_size": recipe.global_batch_size, "lr_warmup_steps": warmups[name]}
     given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
-    return (
-        f"DataLoader(dataset, batch_size={run.loader_batch_size})",
+    return [
+        f"DataLoader(dataset, batch_size={run['loader_batch_size']})",
         f"Trainer(num_nodes={cluster.nodes}, devices={cluster.devices_per_node}, strategy=GradAvgStrategy({given}))",
-    )
+    ]
 
 
 def make_plan(
@@ -403,8 +276,20 @@ def make_plan(
     global_batch_size: int | None = None,
     max_device_batch_size: int | None = None,
     noise_scale: float | None = None,
-) -> Plan:
-    """Return how to run `recipe` on `cluster`, and what stock DDP would make of it.
+) -> dict[str, Any]:
+    """Return how to run `recipe` on `cluster`, and what stock DDP would make of it, as `gradavg plan --json` prints it.
+
+    Batches are in samples, lengths in optimizer steps, and None is not known:
+
+    - `recipe` and `cluster` repeat the input.
+    - `base`, `gradavg` and `stock_ddp` are three runs: the recipe, this package, and stock DDP with the same script.
+      Of their `chunks`, each says how many devices have so many samples of a full global batch, and hold at once.
+      Of their `scalings`, each says what one `lr_scaling` makes of the hyperparameters, or why it does not fit. Nothing
+      applies its `weight_decay`, which keeps AdamW's decay per sample.
+    - `nearest_even_batch_sizes` divide evenly by the ranks.
+    - `advice` judges common advice for another number of ranks, for mean losses.
+    - `noise` has the limit of linear scaling and SGD's optimal rates, where the noise scale is given.
+    - `notes` and `code` are lines of text.
 
     Args:
         recipe: The base recipe.
@@ -417,30 +302,36 @@ def make_plan(
         ValueError: If a number is out of range, or the warm-up of the recipe longer than its steps.
         TypeError: If a number is of another type.
     """
-    total = recipe.global_batch_size if global_batch_size is None else as_count("global_batch_size", global_batch_size)
-    as_count("max_device_batch_size", 1 if max_device_batch_size is None else max_device_batch_size)
-    base, stock = _stock_ddp_run(recipe, recipe.devices), _stock_ddp_run(recipe, cluster.world_size)
-    if (base.warmup_steps or 0) > (base.steps or math.inf):
-        raise ValueError(f"warmup_steps={base.warmup_steps} is longer than the recipe's {base.steps} steps.")
-    gradavg = _run(
-        recipe,
-        chunks(total, cluster.world_size, max_device_batch_size),
-        loader_batch_size=total,
-        shortened=total / recipe.global_batch_size,
-    )
-    noise = None if noise_scale is None else _noise_advice(recipe, gradavg, stock, noise_scale)
-    return Plan(
-        recipe=recipe,
-        cluster=cluster,
-        base=base,
-        gradavg=gradavg,
-        stock_ddp=stock,
-        nearest_even_batch_sizes=nearest_even_batches(total, cluster.world_size),
-        advice=_advice(recipe, gradavg, stock),
-        noise=noise,
-        notes=(
-            *(_noise_notes(recipe, gradavg, stock, noise) if noise else ()),
-            *_notes(recipe, base, gradavg, stock, max_device_batch_size),
-        ),
-        code=_code(recipe, cluster, gradavg, max_device_batch_size),
-    )
+    base_size, ranks = recipe.global_batch_size, cluster.nodes * cluster.devices_per_node
+    total = base_size if global_batch_size is None else as_count("global_batch_size", global_batch_size)
+    at_once = total if max_device_batch_size is None else as_count("max_device_batch_size", max_device_batch_size)
+    share, batch = recipe.batch_size * recipe.accumulate_grad_batches, recipe.batch_size
+    base, stock = (_run(recipe, {share: each}, loader=batch, at_once=batch) for each in (recipe.devices, ranks))
+    if (base["warmup_steps"] or 0) > (base["steps"] or math.inf):
+        raise ValueError(f"warmup_steps={base['warmup_steps']} is longer than the recipe's {base['steps']} steps.")
+    chunks = Counter(stop - start for start, stop in chunk_bounds(total, ranks))
+    ours = _run(recipe, chunks, loader=total, at_once=at_once, shortened=total / base_size)
+    ratio = ranks / recipe.devices
+    factors = {
+        "keep it": 1.0,
+        f"divide it by {ratio:.4g} (ranks)": 1 / ratio,
+        f"multiply it by {ratio:.4g} (ranks)": ratio,
+        f"multiply it by {math.sqrt(ratio):.4g} (sqrt of ranks)": math.sqrt(ratio),
+    }
+    plan: _Row = {
+        "recipe": asdict(recipe),
+        "cluster": asdict(cluster),
+        "base": base,
+        "gradavg": ours,
+        "stock_ddp": stock,
+        "nearest_even_batch_sizes": [size for size in sorted({total - total % ranks, total + -total % ranks}) if size],
+        "advice": [
+            {"text": text, "lr": recipe.lr * by, "gradavg": _verdict(by, ours), "stock_ddp": _verdict(by, stock)}
+            for text, by in factors.items()
+            if ratio != 1
+        ],
+        "noise": None if noise_scale is None else _noise(recipe, as_positive("noise_scale", noise_scale), ours, stock),
+    }
+    plan["notes"] = _notes(recipe, plan, max_device_batch_size)
+    plan["code"] = _code(recipe, cluster, ours, max_device_batch_size)
+    return plan

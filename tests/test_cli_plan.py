@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 import pytest
 
@@ -71,7 +70,7 @@ def test_every_option_reaches_the_plan(argv: str, recipe: Recipe, capsys: pytest
     options = [*SEED, *argv.split(), "--global-batch-size", "192", "--max-device-batch-size", "10", "--json"]
     assert main(options) == 0
     expected = make_plan(recipe, Cluster(2, 2), global_batch_size=192, max_device_batch_size=10)
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps({"schema": 1, **asdict(expected)}))
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps({"schema": 1, **expected}))
 
 
 @pytest.mark.parametrize(

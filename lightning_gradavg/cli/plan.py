@@ -6,8 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_gradavg.cli import OneLineParser
-from lightning_gradavg.plan import OPTIMIZERS, Cluster, Outcome, Plan, Recipe, Run, counted, make_plan
+from lightning_gradavg.plan import OPTIMIZERS, Cluster, Recipe, counted, make_plan
 from lightning_gradavg.rates.scaling import SCALINGS
 
 __all__ = ["main"]
@@ -61,92 +61,78 @@ def _parser() -> argparse.ArgumentParser:
     to("--global-batch-size", **count, help="samples per optimizer step (default: as the base recipe)")
     to("--noise-scale", **number, help="gradient noise scale in samples, as examples/noise_scale.py measures it")
     to("--max-device-batch-size", **count, help="most samples a device holds at once")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON; docs/api.md has the fields")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON; docs/api.md has the keys")
     return parser
 
 
-def _number_text(value: Any) -> str:
-    return " ".join(map(_number_text, value)) if isinstance(value, tuple) else f"{value:.6g}"
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(each)}" for name, each in value.items() if each is not None)
+    if isinstance(value, list):
+        return ", ".join(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _chunks_text(run: Run) -> str:
-    shares = [f"{chunk.samples} on {counted(chunk.devices, 'device')}" for chunk in run.chunks]
-    return ", ".join(shares) if len(shares) > 1 else str(run.chunks[0].samples)
+def _outcome(outcome: dict[str, Any]) -> dict[str, Any] | str:
+    if outcome["feasible"]:
+        return {**outcome["hyperparameters"], "lr_warmup_steps": outcome["lr_warmup_steps"]}
+    largest = outcome["largest_global_batch_size"]
+    return f"not feasible; largest global batch: {largest}" if largest else "not for this optimizer"
 
 
-def _micro_batches_text(run: Run) -> str:
-    most = counted(run.chunks[0].micro_batch_size, "sample")
-    return f"{run.accumulate}, each of at most {most}" if run.accumulate > 1 else "1"
+def _share(samples: int, devices: int, **_: int) -> str:
+    return f"{samples} on {counted(devices, 'device')}"
 
 
-_QUANTITIES: dict[str, Callable[[Run], object]] = {
-    "ranks": lambda run: run.world_size,
-    "DataLoader batch_size": lambda run: run.loader_batch_size,
-    "batch per device": _chunks_text,
-    "micro-batches per device": _micro_batches_text,
-    "global batch": lambda run: run.global_batch_size,
-    "scale k": lambda run: _number_text(run.scale),
-    "steps per epoch": lambda run: run.steps_per_epoch,
-    "steps": lambda run: run.steps,
-    "warm-up steps": lambda run: run.warmup_steps,
-    "gradient of mean losses": lambda run: run.mean_loss_gradient,
-    "gradient of sum losses": lambda run: run.sum_loss_gradient,
-}
+def _tables(plan: dict[str, Any]) -> Iterator[Table]:
+    """Yield a table for each list of rows, whose columns are named as in the JSON."""
+    runs = {
+        name: {**plan[name], "chunks": [_share(**chunk) for chunk in plan[name]["chunks"]]}
+        for name in ("base", "gradavg", "stock_ddp")
+    }
+    scalings = {name: run["scalings"] for name, run in runs.items() if name != "base"}
+    rows: dict[str, list[dict[str, Any]]] = {
+        "One optimizer step": [
+            {"": key.replace("_", " "), **{name: run[key] for name, run in runs.items()}}
+            for key, known in plan["base"].items()
+            if key != "scalings" and known is not None
+        ],
+        "Hyperparameters for mean losses, by lr_scaling": [
+            {
+                "lr_scaling": scaling.name,
+                "formula": scaling.formula,
+                **{f"{name}, k = {runs[name]['scale']:.6g}": _outcome(all_[index]) for name, all_ in scalings.items()},
+            }
+            for index, scaling in enumerate(SCALINGS.values())
+        ],
+        "Common advice on the learning rate for another number of ranks, for mean losses": plan["advice"],
+    }
+    for title, entries in rows.items():
+        if entries:
+            table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+            for heading in entries[0]:
+                table.add_column(heading, overflow="fold")
+            for entry in entries:
+                table.add_row(*map(_text, entry.values()))
+            yield table
 
 
-def _outcome_text(outcome: Outcome) -> str:
-    largest = outcome.largest_global_batch_size
-    if outcome.hyperparameters is None:
-        return "not for this optimizer" if largest is None else f"not feasible; largest global batch: {largest}"
-    values = outcome.hyperparameters | {"lr_warmup_steps": outcome.lr_warmup_steps}
-    return ", ".join(f"{name} {_number_text(value)}" for name, value in values.items() if value is not None)
-
-
-def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*map(str, row))
-    return table
-
-
-def _print_tables(plan: Plan) -> None:
+def _print(plan: dict[str, Any]) -> None:
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    console = Console(width=_PIPE_WIDTH if piped else None, highlight=False)
-    recipe, cluster, ours, stock = plan.recipe, plan.cluster, plan.gradavg, plan.stock_ddp
+    console = Console(width=_PIPE_WIDTH if piped else None, highlight=False, markup=False)
+    recipe, (nodes, devices) = plan["recipe"], plan["cluster"].values()
     console.print(
-        f"Base recipe: global batch {recipe.global_batch_size} on {counted(recipe.devices, 'device')},"
-        f" {recipe.optimizer}, lr {recipe.lr:.6g}. Now: {counted(cluster.nodes, 'node')} x"
-        f" {counted(cluster.devices_per_node, 'device')} = {counted(cluster.world_size, 'rank')}."
+        f"Base recipe: global batch {plan['base']['global_batch_size']} on {counted(recipe['devices'], 'device')},"
+        f" {recipe['optimizer']}, lr {recipe['lr']:.6g}. Now: {counted(nodes, 'node')} x {counted(devices, 'device')}"
+        f" = {counted(nodes * devices, 'rank')}."
     )
-    quantities = [(name, *map(quantity, (plan.base, ours, stock))) for name, quantity in _QUANTITIES.items()]
-    known = [row for row in quantities if row[1] is not None]
-    console.print(_table("One optimizer step", ("", "base recipe", "GradAvg", "stock DDP, same script"), known))
-    console.print(
-        _table(
-            "Hyperparameters for mean losses, by lr_scaling",
-            ("lr_scaling", "formula", f"GradAvg, k = {ours.scale:.6g}", f"stock DDP, k = {stock.scale:.6g}"),
-            [
-                (one.lr_scaling, SCALINGS[one.lr_scaling].formula, _outcome_text(one), _outcome_text(other))
-                for one, other in zip(ours.scalings, stock.scalings, strict=True)
-            ],
-        )
-    )
-    batches = (ours.global_batch_size, stock.global_batch_size)
-    if plan.advice:
-        console.print(
-            _table(
-                "Common advice on the learning rate for another number of ranks, and what it does to mean losses",
-                ("advice", "lr", f"GradAvg, global batch {batches[0]}", f"stock DDP, global batch {batches[1]}"),
-                [(one.text, _number_text(one.lr), one.gradavg, one.stock_ddp) for one in plan.advice],
-            )
-        )
-    for note in plan.notes:
-        console.print(f"- {note}", markup=False)
-    console.print("As code:" if ours.scale == 1 else "As code, with one of the values of lr_scaling:")
-    for line in plan.code:
-        console.print(f"  {line}", markup=False, soft_wrap=True)
+    for table in _tables(plan):
+        console.print(table)
+    for note in plan["notes"]:
+        console.print(f"- {note}")
+    console.print("As code:" if plan["gradavg"]["scale"] == 1 else "As code, with one of the values of lr_scaling:")
+    for line in plan["code"]:
+        console.print(f"  {line}", soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,9 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gradavg plan: error: {error}", file=sys.stderr)
         return 2
     if options["json"]:
-        print(json.dumps({"schema": SCHEMA, **asdict(plan)}, indent=2))
+        print(json.dumps({"schema": SCHEMA, **plan}, indent=2))
     else:
-        _print_tables(plan)
+        _print(plan)
     return 0
 
 
