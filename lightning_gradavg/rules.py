@@ -13,9 +13,10 @@ and `L` count pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,7 +26,19 @@ from torch import Tensor
 from lightning_gradavg.arguments import did_you_mean
 from lightning_gradavg.place import Place
 
-__all__ = ["RULES", "Rule", "RuleFunction", "Share", "is_number", "resolve_rule", "rule_of_split_batches", "share_of"]
+__all__ = [
+    "RULES",
+    "Rule",
+    "RuleFunction",
+    "Share",
+    "is_number",
+    "powers_of_length",
+    "resolve_rule",
+    "rule_of_split_batches",
+    "share_of",
+]
+
+_TOLERANCE = 1e-9
 
 
 class Share(NamedTuple):
@@ -187,3 +200,27 @@ def share_of(rule: Rule, place: Place, weight: Any) -> Share:
     tensors = (number if isinstance(number, Tensor) else torch.full_like(weight, float(number)) for number in share)
     # Masked, not multiplied: a rule may turn a weight of 0 into NaN.
     return Share(*(number if number is weight else number.masked_fill(weight == 0, 0) for number in tensors))
+
+
+def powers_of_length(rule: Rule, places: Sequence[Place]) -> Share:
+    """Return the powers of a window's length that multipliers and normalizers follow: -1 for 1/W, and 0 for n.
+
+    So a pair's share in a longer window is known before the window's length is.
+
+    Raises:
+        ValueError: If they follow no power of it, or not the same one at all places and weights, or the rule fails.
+    """
+    powers: list[set[float]] = [set(), set()]
+    for place, weight in product(places, (1.0, 3.0) if rule.uses_weight else (1.0,)):
+        shares = [share_of(rule, place.over_window(length), weight) for length in (1, 2, 3)]
+        for known, (one, two, three) in zip(powers, zip(*shares, strict=True), strict=True):
+            if one or two or three:
+                power = round(math.log2(two / one), 9) if one and two else math.nan
+                known.add(power if math.isclose(three, one * 3**power, rel_tol=_TOLERANCE) else math.nan)
+    if any(len(known) > 1 or any(map(math.isnan, known)) for known in powers):
+        raise ValueError(
+            f"the reduction rule {rule.name!r} does not serve windows of several micro-batches, which count as further"
+            " ranks on the node: its shares must follow their number by one power, the same at all places and weights."
+            " Do not accumulate, or use a rule whose shares do so, such as n / place.world_size."
+        )
+    return Share(*(next(iter(known), 0.0) for known in powers))

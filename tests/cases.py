@@ -308,7 +308,7 @@ CASES: Sequence[Case] = [
         "in a window",
         drifting,
         [[[(1.0, 2), (1.0, 5)]], [[(3.0, 4), (1.0, 1)]]],
-        "follows the length of the window by a factor of its own",
+        "'drifting' does not serve windows of several micro-batches",
         OF_DDP,
     ),
 ]

@@ -18,6 +18,7 @@ import copy
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -29,12 +30,11 @@ from lightning_gradavg.device import HostCopy, on_device, rows_of_ranks
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.weights import ALWAYS_OR_NEVER, MOST_TERMS, WHOLE_LOSS, MicroBatch
-from lightning_gradavg.rules import Rule, Share, share_of
+from lightning_gradavg.rules import Rule, Share, powers_of_length, share_of
 
 __all__ = ["Totals", "Window"]
 
 _NOTHING = Share(0.0, 0.0)
-_TOLERANCE = 1e-9
 _NAMED = (
     "named loss terms need the global weight of each before their backward, and a window of several micro-batches knows"
     " it after its last one. Do not accumulate; or return one loss under reduction='mean', with each term's sum divided"
@@ -150,10 +150,11 @@ class Window:
         self.loss_divisor: float | None = 1.0
         self.divided_by = 1.0
         self._place = places[world.rank]
-        self._of_lengths: dict[int, tuple[float, float]] = {}
         self._next_lift: float | None = None
+        self._constant = 0.0
         if not rule.uses_weight:
-            self._next_lift = 1.0 if afterwards else float(_scaled(1.0, world.size, self._of_length(1)[1]))
+            self._constant = float(sum(share_of(rule, place, 1.0).normalizer for place in places))
+            self._next_lift = 1.0 if afterwards else float(_scaled(1.0, world.size, self._constant))
         self.carries_nothing = not rule.uses_weight and share_of(rule, self._place, 1.0)[0] * self._next_lift == 1
         self._summary: Tensor | None = None
         self._work: dist.Work | None = None
@@ -200,7 +201,7 @@ class Window:
     def add(self, micro_batch: MicroBatch, *, missed: int = 0) -> None:
         """Append a micro-batch, which some ranks do not have."""
         self.micro_batches.append(micro_batch)
-        self._judged.append(self._judge(micro_batch, self._place))
+        self._judged.append(self._judge(micro_batch))
         self.terms = tuple(sorted({*self.terms, *micro_batch.weights}))
         self.missed += missed
         self._explicit += micro_batch.explicit
@@ -222,62 +223,34 @@ class Window:
         return 1.0 if self._lift is None else self._lift
 
     def shares(self, term: str) -> list[Share]:
-        """Return the shares of one term's micro-batches at the end of the window; one without the term is absent."""
-        return [shares.get(term, _NOTHING) for shares, _ in self._at_end()]
+        """Return the shares of one term's micro-batches; one without the term is absent."""
+        alone, (w, z) = [shares.get(term, _NOTHING) for shares, _ in self._judged], self._of_length
+        return [Share(share.multiplier * w, share.normalizer * z) for share in alone]
 
-    def _at_end(self) -> list[tuple[dict[str, Share], str | None]]:
-        """Return each micro-batch's shares at the end of the window, and what is wrong with it."""
-        if self.length <= 1:
-            return self._judged
-        place = self._place.over_window(self.length)
-        return [self._judge(each, place) for each in self.micro_batches]
-
-    def _judge(self, micro_batch: MicroBatch, place: Place) -> tuple[dict[str, Share], str | None]:
-        """Return a micro-batch's shares at a place, and what is wrong with it, as far as the host has read weights."""
+    def _judge(self, micro_batch: MicroBatch) -> tuple[dict[str, Share], str | None]:
+        """Return a micro-batch's shares in a window of one, and what is wrong with it, as far as weights are read."""
         shares, fault = dict.fromkeys(micro_batch.weights, _NOTHING), micro_batch.problem
         if fault is None:
             for term, weight in micro_batch.weights.items():
                 try:
-                    shares[term] = self._share(place, weight)
+                    _ = self._of_length
+                    shares[term] = share_of(self.rule, self._place, weight)
                 except ValueError as error:
                     fault = f"loss term {term!r}: {error}" if term else str(error)
         if micro_batch.absent:
             shares = {term: share._replace(multiplier=0.0) for term, share in shares.items()}
         return shares, fault
 
-    def _share(self, place: Place, weight: Any) -> Share:
-        share = share_of(self.rule, place, weight)
-        if self.rule.uses_weight and place is not self._place:
-            expected = self._of_length(self.length)[0] * float(share_of(self.rule, self._place, weight).multiplier)
-            if abs(share.multiplier - expected) > _TOLERANCE * share.multiplier:
-                raise ValueError(
-                    f"the multiplier of weight {weight:g} follows the length of the window by a factor of its own"
-                )
-        return share
+    @cached_property
+    def _powers(self) -> Share:
+        return powers_of_length(self.rule, self.places)
 
-    def _of_length(self, length: int) -> tuple[float, float]:
-        """Return two numbers of windows of that length.
-
-        First, what multipliers are in them, relative to a window of one: a rule sees the length in its place, and the
-        length is not known when losses are multiplied. Second, `Z` of a rule that uses no weight.
-
-        Raises:
-            ValueError: If multipliers follow the length by another factor on each rank, or the rule fails.
-        """
-        if length not in self._of_lengths:
-            alone = [share_of(self.rule, place, 1.0).multiplier for place in self.places]
-            shares = [share_of(self.rule, place.over_window(length), 1.0) for place in self.places]
-            ratios = [float(share.multiplier / w) if w else 1.0 for share, w in zip(shares, alone, strict=True)]
-            low, high = min(ratios), max(ratios)
-            if not math.isclose(low, high, rel_tol=_TOLERANCE):
-                raise ValueError(
-                    f"the reduction rule {self.rule.name!r} gives some ranks multipliers {low:g} times, and others"
-                    f" {high:g} times as large in a window of {length} micro-batches as in one of 1. Micro-batches"
-                    " count as further ranks on the node: multipliers may follow their number by one factor only. Do"
-                    " not accumulate, or use a rule whose multipliers do so."
-                )
-            self._of_lengths[length] = low, float(length * sum(share.normalizer for share in shares))
-        return self._of_lengths[length]
+    @property
+    def _of_length(self) -> Share:
+        """What the numbers of shares in a window of one are multiplied by in this one."""
+        if self.length <= 1:
+            return Share(1.0, 1.0)
+        return Share(*(self.length**power for power in self._powers))
 
     def agree_on_lift(self, first: MicroBatch | None) -> None:
         """Agree on the lift of a first window, by the largest share of its first micro-batch. A collective operation.
@@ -286,7 +259,7 @@ class Window:
         """
         if self._lift is not None:
             return
-        shares = {} if first is None else self._judge(first, self._place)[0]
+        shares = {} if first is None else self._judge(first)[0]
         largest = max((float(share.normalizer) for share in shares.values()), default=0.0)
         number = on_device(torch.tensor([largest], dtype=torch.float64), self.device)
         if self.world.group is not None:
@@ -308,9 +281,12 @@ class Window:
 
     def after(self, totals: Totals) -> Any:
         """Return what the reduced gradient of a longer window is multiplied by."""
-        ratio, constant = self._of_length(self.length)
+        ratio, of_z = self._of_length
         self.divided_by = ratio * self.divisor / self.lift
-        normalizer = self._usable(totals, 0) if self.rule.uses_weight else constant - self.missed
+        if self.rule.uses_weight:
+            normalizer = self._usable(totals, 0) * of_z
+        else:
+            normalizer = self._constant * self.length ** (1 + self._powers.normalizer) - self.missed
         return _scaled(ratio, self.divisor * self.world.size, normalizer) / self.lift
 
     def _usable(self, totals: Totals, index: int) -> Any:
@@ -334,7 +310,7 @@ class Window:
 
     def _summarized(self, more: Sequence[float] = ()) -> Tensor:
         """Return the float64 vector whose sum over the ranks `Totals` reads."""
-        length, judged = self.length, self._at_end()
+        length, judged = self.length, self._judged
         signature = crc32("\0".join(self.terms).encode()) % 2**20
         faults = length - [fault for _, fault in judged].count(None)
         bad = self.bad or self._lost
@@ -405,18 +381,15 @@ class Window:
     @property
     def depends_on_length(self) -> bool:
         """Whether the rule needs to know how many micro-batches the other ranks accumulated."""
-        one, two = ([share_of(self.rule, place.over_window(n), 1.0) for place in self.places] for n in (1, 2))
-        if self.rule.uses_weight:
-            return one != two
-        multiplied = [share.multiplier for share in one] != [share.multiplier for share in two]
-        return multiplied or self._of_length(1)[1] != self._of_length(2)[1]
+        # Without weights `Z` has as many summands as the window is long.
+        return self._powers != (0.0, 0.0 if self.rule.uses_weight else -1.0)
 
     def problems(self) -> list[str]:
         """Return what is wrong with this rank's micro-batches. Reads their weights."""
         self.micro_batches = [each.read() for each in self.micro_batches]
-        self._judged = [self._judge(each, self._place) for each in self.micro_batches]
-        found = (fault for _, fault in self._at_end())
-        return [f"micro-batch {index} of the window: {fault}" for index, fault in enumerate(found) if fault is not None]
+        self._judged = [self._judge(each) for each in self.micro_batches]
+        found = enumerate(fault for _, fault in self._judged)
+        return [f"micro-batch {index} of the window: {fault}" for index, fault in found if fault is not None]
 
 
 def _lift_of(number: float) -> float | None:
