@@ -109,7 +109,7 @@ class GradAvgMonitor(Callback):
             return
         if _is_due(step, self.check_parameters_every_n_steps):
             parameters = ((f"parameter {name!r}", parameter) for name, parameter in pl_module.named_parameters())
-            require_replicas(parameters, strategy.root_device, trainer.global_step)
+            require_replicas(parameters, strategy.root_device, f"{trainer.global_step} optimizer steps")
         if _is_due(step, self.fingerprint_every_n_steps):
             rank_zero_info(f"GradAvgMonitor: after step {step + 1}, fingerprint {strategy.fingerprint()}")
 

@@ -11,7 +11,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_gradavg.batches.part import Batches
-from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.sharded import ShardedAccumulation, sharded_rule
@@ -52,10 +51,9 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
         super().setup(trainer)
         if self._trains:
             run, rule, mesh = self._reduction.run, self._reduction.rule, self.device_mesh
-            manual, window = not run.module.automatic_optimization, trainer.accumulate_grad_batches
+            manual, window = self._reduction.is_manual, trainer.accumulate_grad_batches
             accumulation = ShardedAccumulation(rule, run.module, mesh, self.optimizers, manual=manual)
-            # The engine averages the gradients of every backward: no step needs comparing.
-            self._reduction.begin(run, accumulation, World())
+            self._reduction.begin(run, accumulation)
             self._termination.configure_ddp(run)
             rank_zero_info(
                 f"{type(self).__name__}: reduction={rule.name!r}, g = {rule.formula};"

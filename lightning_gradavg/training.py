@@ -142,7 +142,7 @@ class WeighedTraining(EndsProcessGroup, ParallelStrategy):
         """Run the backward of a step's loss; at the end of a window, finish its gradients."""
         module, precision, reduction = self.lightning_module, self.precision_plugin, self._reduction
         assert module is not None
-        if reduction.manual is not None:
+        if reduction.is_manual:
             closure_loss = reduction.add(closure_loss, weight, self._samples).value
         self.pre_backward(closure_loss)
         root = precision.pre_backward(closure_loss, module)
@@ -151,12 +151,6 @@ class WeighedTraining(EndsProcessGroup, ParallelStrategy):
         self.post_backward(closure_loss)
         reduction.finish()
         return precision.post_backward(root, module)
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if self._reduction.manual is not None:
-            self._reduction.manual.note_step(optimizer)
-        return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
     def on_train_end(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -131,27 +130,27 @@ def again_on_rank_1(module: ByHand, batch: Tensor, batch_idx: int, at: int) -> N
 )
 def test_step_on_gradients_that_nothing_reduced(world, reduction, step):
     """Stock Lightning drifts apart."""
-    (text,) = refused(world, step, [[[1.0]], [[2.0]]], reduction)
-    assert text.startswith("RuntimeError: SGD.step() was called on gradients that were not reduced")
-    assert "they differ between the ranks, which would drift apart: it was called on ranks 0, 1." in text
+    (text,) = refused(world, step, [[[1.0]] * 3, [[2.0]] * 3], reduction, lr=0.01)
+    assert text.startswith("RuntimeError: the ranks drifted apart: after 1 batch(es) parameter 'w' is not the same")
     assert "self.manual_backward(loss)" in text
 
 
-@pytest.mark.parametrize("at", [0, 2, 5])
-def test_step_of_one_rank_alone(world, at):
-    """The other does not wait for it."""
-    (text,) = refused(world, partial(again_on_rank_1, at=at), [[[1.0]] * 6] * 2, "mean")
-    assert "it was called on rank 1." in text
+@pytest.mark.parametrize(("at", "found"), [(0, 1), (2, 4), (5, 6)])
+def test_step_of_one_rank_alone(world, at, found):
+    """The other does not wait for it. The ranks compare after 1, 2 and 4 batches, and at the end."""
+    (text,) = refused(world, partial(again_on_rank_1, at=at), [[[1.0]] * 6] * 2, "mean", lr=0.01)
+    assert f"drifted apart: after {found} batch(es) parameter 'w' is not the same" in text
+    assert "another one is on rank 1." in text
 
 
 def test_gradients_written_by_hand_that_differ(world):
-    (text,) = refused(world, swapped, [[[1.0]]] * 2, "mean", start=[1.0, 1.0])
-    assert "they differ between the ranks, which would drift apart" in text
+    (text,) = refused(world, swapped, [[[1.0]]] * 2, "mean", start=[1.0, 2.0], lr=0.01)
+    assert "the ranks drifted apart: after 1 batch(es)" in text
 
 
 def surgery(module: ByHand, batch: Tensor, _: int, how: str) -> None:
     """Write a gradient as PCGrad does: of samples that all ranks have, or one's own and reduced by oneself."""
-    x = module.all_gather(batch) if how == "of all" else batch
+    x = module.trainer.strategy.reduce(batch.clone()) if how == "of all" else batch
     (gradient,) = torch.autograd.grad((x.mean() * module.w).sum(), module.w)
     if how == "reduced":
         dist.all_reduce(gradient)
@@ -159,24 +158,12 @@ def surgery(module: ByHand, batch: Tensor, _: int, how: str) -> None:
     module.both[0].step()
 
 
-def train_by_hand(how: str) -> Any:
-    """Body: return what was warned of, and the weights."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        toy = {"step": partial(surgery, how=how), "lr": 0.01}
-        trained = train([[[1.0], [2.0]], [[3.0], [5.0]]], toy, {"reduction": "sum"}, module=ByHand)
-    found = [str(one.message) for one in seen if "gradients" in str(one.message)]
-    return [text.split(". ")[1] for text in found], trained.weights
-
-
 @pytest.mark.parametrize(("how", "weight"), [("of all", 1 - 0.01 * 5.5), ("reduced", 1 - 0.01 * 11)])
 def test_gradients_written_by_hand_are_the_users_own(world, how, weight):
-    """They are warned of once, and train, where they are the same on all ranks."""
-    (warned, weights), (others, same) = world(2).run(train_by_hand, how)
-    assert ["They are the same on all ranks, so nothing drifts apart; reduction='sum' is not applied to them"] == warned
-    assert [] == others
-    assert torch.equal(weights[-1], same[-1])
-    torch.testing.assert_close(weight, weights[-1].item())
+    """They train as they are, where they are the same on all ranks."""
+    toy = {"step": partial(surgery, how=how), "lr": 0.01}
+    for trained in world(2).run(train, [[[1.0], [2.0]], [[3.0], [5.0]]], toy, {"reduction": "sum"}, module=ByHand):
+        torch.testing.assert_close(weight, trained.weights[-1].item())
 
 
 def adversaries(module: ByHand, batch: Tensor, _: int) -> None:
@@ -194,13 +181,11 @@ def adversaries(module: ByHand, batch: Tensor, _: int) -> None:
 
 
 def train_adversaries() -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"SGD.step\(\) was called on gradients")
-        model = ByHand(adversaries, lr=0.01)
-        rank, strategy = dist.get_rank(), GradAvgStrategy(find_unused_parameters=True)
-        trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
-        data: Any = [torch.tensor([x + rank], dtype=torch.float64) for x in (1.0, 2.0, 1.0)]
-        trainer.fit(model, DataLoader(data, batch_size=None))
+    model = ByHand(adversaries, lr=0.01)
+    rank, strategy = dist.get_rank(), GradAvgStrategy(find_unused_parameters=True)
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+    data: Any = [torch.tensor([x + rank], dtype=torch.float64) for x in (1.0, 2.0, 1.0)]
+    trainer.fit(model, DataLoader(data, batch_size=None))
     return model.w.item(), model.v.item()
 
 

@@ -37,16 +37,16 @@ def drifted(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> tupl
     return names[first], sorted(rank for ranks in held.values() if ranks is not usual for rank in ranks)
 
 
-def require_replicas(tensors: Iterable[tuple[str, Tensor]], device: torch.device, steps: int) -> None:
+def require_replicas(tensors: Iterable[tuple[str, Tensor]], device: torch.device, done: str) -> None:
     """Raise a RuntimeError on all ranks if any of their tensors, named as in `"buffer 'mean'"`, has `drifted`."""
     found = drifted(tensors, device)
     if found is not None:
         name, ranks = found
         raise RuntimeError(
-            f"the ranks drifted apart: after {steps} optimizer steps {name} is not the same on all of them: another one"
+            f"the ranks drifted apart: after {done} {name} is not the same on all of them: another one"
             f" is {on_ranks(ranks)}. Something trains outside of the strategy, such as loss.backward() instead of"
-            " self.manual_backward(loss), a module that is no part of the LightningModule, or an assignment on one"
-            " rank."
+            " self.manual_backward(loss), a window that no backward outside of toggle_model(sync_grad=False) ended, a"
+            " step or an assignment on one rank, or a module that is no part of the LightningModule."
         )
 
 

@@ -26,7 +26,9 @@ _RUNS = count()
 class Faults(Part):
     """Has ranks that fail tell the others why, and compares the ranks' progress and replicas.
 
-    It compares replicas when training begins, at the end of every epoch, and every so many steps.
+    It compares replicas when training begins, at the end of every epoch, and every so many steps. In manual
+    optimization, where it is easy to step on gradients that nobody reduced, it counts batches instead, as ranks may
+    step at different times, and compares after 1, 2, 4, 8, ... of them, too.
 
     Args:
         every: Optimizer steps from one comparison of the replicas to the next; None for no comparison.
@@ -40,7 +42,7 @@ class Faults(Part):
         if every is not None and every < 1:
             raise ValueError(f"check_replicas_every_n_steps must be an integer >= 1, or None, got {every}")
         self._every, self._buffers = every, buffers
-        self._checked = 0, 0
+        self._checked, self._batches = (0, 0), 0
         self._evaluated = False
         self._last_words: LastWords | None = None
         self._apart: bool | None = None
@@ -50,7 +52,7 @@ class Faults(Part):
         super().setup(run)
         number = next(_RUNS)
         self._last_words = LastWords(run.world, number) if run.world.size > 1 else None
-        self._apart = None
+        self._apart, self._batches = None, 0
 
     def ends_apart(self) -> bool:
         """Return whether the run ends by an exception that other ranks do not share: do not wait for them."""
@@ -94,11 +96,16 @@ class Faults(Part):
 
     def on_train_batch_start(self) -> None:
         """Compare the replicas after an epoch, and when they are due."""
-        epoch, step = self._checked
-        trainer = self.run.trainer
-        if self._every and (trainer.current_epoch != epoch or trainer.global_step - step >= self._every):
+        (epoch, before), done = self._checked, self._done
+        early = not self.run.module.automatic_optimization and done & (done - 1) == 0
+        if self._every and (self.run.trainer.current_epoch != epoch or done - before >= self._every or early):
             self._check()
+        self._batches += 1
         self._evaluated = False
+
+    @property
+    def _done(self) -> int:
+        return self.run.trainer.global_step if self.run.module.automatic_optimization else self._batches
 
     def on_evaluation_start(self) -> None:
         """Note that ranks evaluate different batches, which may change the buffers of a module in training mode."""
@@ -110,9 +117,10 @@ class Faults(Part):
 
     def _check(self) -> None:
         run = self.run
-        self._checked = run.trainer.current_epoch, run.trainer.global_step
+        self._checked = run.trainer.current_epoch, self._done
         if self._every is not None and run.world.size > 1:
-            require_replicas(self._tensors(run), run.device, run.trainer.global_step)
+            unit = "optimizer steps" if run.module.automatic_optimization else "batch(es)"
+            require_replicas(self._tensors(run), run.device, f"{self._done} {unit}")
 
     def _tensors(self, run: Run) -> Iterator[tuple[str, Tensor]]:
         kinds = {"parameter": run.module.named_parameters(), "buffer": run.module.named_buffers()}

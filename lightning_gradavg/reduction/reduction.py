@@ -19,7 +19,6 @@ from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.accumulation import Accumulation
 from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.comm_hook import CommHook
-from lightning_gradavg.reduction.manual import ManualSteps
 from lightning_gradavg.reduction.nonfinite import NonFinite
 from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights, zero_loss
 from lightning_gradavg.reduction.weights import WHOLE_LOSS, MicroBatch, Weights, loss_terms, misspelt_weight
@@ -50,7 +49,7 @@ class Reduction(Part):
     Attributes:
         window: The window under way.
         pending: The loss whose backward comes next.
-        manual: What is told of the steps of a manual loop; None in automatic optimization.
+        is_manual: Whether the run is one in manual optimization.
         observer: Looks at the step under way, if any does.
     """
 
@@ -72,12 +71,12 @@ class Reduction(Part):
     def setup(self, run: Run) -> None:
         """Forget an earlier run."""
         super().setup(run)
-        giver = "training_step returned" if run.module.automatic_optimization else "manual_backward was given"
+        self.is_manual = not run.module.automatic_optimization
+        giver = "manual_backward was given" if self.is_manual else "training_step returned"
         self._weights = Weights(self.rule, run.device, giver, self.warn, self._tell_once)
         self.look_at = self._weights.look_at
         self._batch: Any = None
         self._close: Callable[[], None] = lambda: None
-        self.manual: ManualSteps | None = None
         self.observer: Observer | None = None
         self.pending: WeighedLoss | None = None
         self._told: set[str] = set()
@@ -93,8 +92,8 @@ class Reduction(Part):
 
     def configure_ddp(self, run: Run) -> None:
         """Begin a run that trains, and register a communication hook where there is need of one."""
-        model, manual, named = run.ddp, not run.module.automatic_optimization, dict(run.ddp.module.named_parameters())
-        self._refuse(run, manual=manual)
+        model, manual, named = run.ddp, self.is_manual, dict(run.ddp.module.named_parameters())
+        self._refuse(run)
         world = World.of(None)
         names = {parameter: name for name, parameter in named.items()}
         # Now: a user may toggle which parameters require gradients.
@@ -115,23 +114,21 @@ class Reduction(Part):
         ways = {"compares": compares, "afterwards": afterwards, "in_pieces": self._pieces}
         window = Window(self.rule, run.places, world, run.device, **ways)
         own = Accumulation(window, self._parameters, owned_by_user=manual, apart=apart)
-        self.begin(run, own, world)
+        self.begin(run, own)
         self._hook.register(run, self.rule)
 
-    def begin(self, run: Run, accumulation: Accumulation, stepping: World) -> None:
-        """Begin a run that trains, in which those ranks may step on gradients that nobody reduced."""
+    def begin(self, run: Run, accumulation: Accumulation) -> None:
+        """Begin a run that trains."""
         super().configure_ddp(run)
-        manual = not run.module.automatic_optimization
-        self.manual = ManualSteps(stepping, self.rule.name, self.warn) if manual else None
         self.window, self._accumulation, self._close = accumulation.window, accumulation, accumulation.close
 
     def teardown(self) -> None:
         """Leave the parameters as they were found."""
         self._close()
 
-    def _refuse(self, run: Run, *, manual: bool) -> None:
+    def _refuse(self, run: Run) -> None:
         """Raise a ValueError about the first of what cannot be served, which says what to do instead."""
-        option = f"nonfinite={self._judge.policy!r}" if self._judge is not None else ""
+        manual, option = self.is_manual, f"nonfinite={self._judge.policy!r}" if self._judge is not None else ""
         unflushed = run.ddp.static_graph and not flushes_static_graph(run.trainer.strategy)
         scaled = getattr(run.trainer.precision_plugin, "scaler", None) is not None
         refusals = {
@@ -163,9 +160,7 @@ class Reduction(Part):
         """
         self._batch, self.pending, self._missing = batch, None, missing
         self._accumulation.begin_step()
-        if self.manual is not None:
-            self.manual.begin_batch()
-        elif self._is_mean:
+        if self._is_mean and not self.is_manual:
             return
         if missing > 0 and not self.rule.uses_weight and self.rule.name != "sum":
             raise RuntimeError(
@@ -179,7 +174,7 @@ class Reduction(Part):
 
         In manual optimization it has no loss that Lightning takes.
         """
-        if self.manual is not None:
+        if self.is_manual:
             return output
         named = output if isinstance(output, Mapping) else {"loss": output}
         loss, weight = named.get("loss"), named.get("weight")
@@ -222,7 +217,7 @@ class Reduction(Part):
     @property
     def _expected(self) -> int:
         """Micro-batches of a full window. In manual optimization only the user knows."""
-        return self.run.trainer.accumulate_grad_batches if self.manual is None else 1
+        return 1 if self.is_manual else self.run.trainer.accumulate_grad_batches
 
     def _without_loss(self, output: Any, *, counts: bool) -> Any:
         """Return what stands for the loss of a step that has none, for the backward that the other ranks run."""
@@ -297,7 +292,7 @@ class Reduction(Part):
 
     def _backward(self, loss: WeighedLoss, run: Callable[[], None], *, last: bool, final: bool) -> None:
         window = self.window
-        if self.manual is None:
+        if not self.is_manual:
             window.loss_divisor = self._expected
             if window.micro_batches and self._accumulation.pieces == 0 and self._begins_window:
                 window.reset()
@@ -311,13 +306,11 @@ class Reduction(Part):
         with self._accumulation.backward(loss, last=last, final=final, missed=missed, masks=masks):
             run()
         self._reduces_first = False
-        if last and self.manual is not None:
-            self.manual.note_reduction()
 
     def finish(self) -> None:
         """Have the gradients be the reduced ones, once the backward that ends a window has been."""
         skipped = self._reduce()
-        if self._on_reduced is not None and self.manual is None:
+        if self._on_reduced is not None and not self.is_manual:
             self._on_reduced()
         if self.observer is not None:
             # Gradients from before the window, which are added now, are no part of the report.
@@ -375,8 +368,6 @@ class Reduction(Part):
 
     def check(self) -> None:
         """Raise what was found out about the last window, which no further one does: before it is saved, at the end."""
-        if self.manual is not None:
-            self.manual.compare()
         self.window.check()
 
     def warn(self, message: str, *, everywhere: bool = False) -> None:
