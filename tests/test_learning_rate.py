@@ -191,6 +191,8 @@ def test_optimizers_count_their_own_steps() -> None:
     rates.begin()
     assert [0.1, 0.01] == lrs(other), "it is not attached"
     rates.end()
+    with pytest.raises(ValueError, match=r"does not know this Adam, .* return it from configure_optimizers"):
+        step(other, rates)
 
     assert [0.1, 0.01] == lrs(seldom)
     assert [0.5, 0.2] == pytest.approx([rates.of(often)[0], rates.of(seldom)[0]])
@@ -312,6 +314,14 @@ def test_infeasible_scales_are_refused_before_any_group_changes() -> None:
         with pytest.raises(ValueError, match=r"Adam, parameter group 0: .*scale 10 .*beta1=0\.9.*below 10"):
             call()
         assert before == moving(optimizer)
+
+
+@pytest.mark.parametrize(("name", "smallest"), [("OneCycleLR", 0.85), ("CyclicLR", 0.8)])
+def test_betas_that_a_schedule_will_reach_are_checked_at_the_start(name: str, smallest: float) -> None:
+    optimizer = make("adam_sde")
+    SCHEDULERS[name](optimizer)
+    with pytest.raises(ValueError, match=rf"parameter group 0: .*scale 7 with beta1={smallest}"):
+        attached(optimizer, "adam_sde", 7)
 
 
 def test_a_schedule_that_becomes_infeasible_is_refused() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_gradavg.lightning_internals import store_of_world
 from lightning_gradavg.ranks import World, on_ranks
 
-__all__ = ["TOGETHER", "LastWords"]
+__all__ = ["TOGETHER", "LastWords", "is_broken_exchange"]
 
 _WAIT_SECONDS = 2.0
 _PATIENCE_SECONDS = 5.0

@@ -102,7 +102,12 @@ class LearningRates:
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Have an attached optimizer's groups hold effective values inside, and count the step unless it fails."""
+        """Have an optimizer's groups hold effective values inside, and count the step unless it fails."""
+        if optimizer not in self._steps:
+            raise ValueError(
+                f"lr_scaling does not know this {type(optimizer).__name__}, whose step would use its learning rate"
+                " unscaled: return it from configure_optimizers."
+            )
         self._begin(optimizer)
         try:
             yield
@@ -165,6 +170,10 @@ class LearningRates:
         for index, group in enumerate(optimizer.param_groups):
             try:
                 effective = scaled_hyperparameters(self._scaling, self.scale, group) | {"lr": group["lr"] * factor}
+                if {"betas", "base_momentum"} <= group.keys():
+                    # OneCycleLR and CyclicLR will set that beta1: raise at the start, not at the step that reaches it.
+                    lowest = {**group, "betas": (group["base_momentum"], *group["betas"][1:])}
+                    scaled_hyperparameters(self._scaling, self.scale, lowest)
             except ValueError as error:
                 raise ValueError(f"{type(optimizer).__name__}, parameter group {index}: {error}") from error
             base = {name: _kept(group[name]) for name in effective}

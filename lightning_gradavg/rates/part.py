@@ -139,7 +139,7 @@ class Rates(Part):
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         """Have a step use effective values, and count it."""
-        if self._finds_lr or not self._scales or optimizer not in self._optimizers:
+        if self._finds_lr or not self._scales:
             return step()
         with self._rates.step(optimizer):
             self._stepping = True

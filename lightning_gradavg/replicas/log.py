@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_gradavg.device import on_device
+from lightning_gradavg.faults.last_words import is_broken_exchange
 from lightning_gradavg.methods import logged_as
 from lightning_gradavg.ranks import World, digest
 from lightning_gradavg.stand_in import NEUTRAL, reduction_name
@@ -73,11 +74,20 @@ class ReplicaLog:
         self.samples = 0
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Collect within the context, and log what came at its end. A collective operation."""
+    def collecting(self, *, joined: bool = False) -> Iterator[None]:
+        """Collect within the context, and log what came at its end. A collective operation.
+
+        With `joined`, for ranks that exchange nothing within the context, an exception of one is an error of all.
+        """
         self._entries = {}
-        with logged_as(self._module, self._collect):
-            yield
+        try:
+            with logged_as(self._module, self._collect):
+                yield
+        except Exception as error:
+            if joined and not is_broken_exchange(error):
+                with suppress(RuntimeError):
+                    self._signatures(0, f"{type(error).__name__}: {error}")
+            raise
         if self._world.size > 1:
             self._share({name: one for name, one in self._entries.items() if one.arguments.get("sync_dist", False)})
         for entry in self._entries.values():
@@ -100,10 +110,18 @@ class ReplicaLog:
         entry.parts.append((value.double(), float(size)))
         return None
 
+    def _signatures(self, mine: int, failure: str | None = None) -> list[int]:
+        """Return those of all ranks, or raise a RuntimeError on all of them if one has failed."""
+        signatures, failed = zip(*self._world.gather_integers([mine, failure is not None]), strict=True)
+        if any(failed):
+            said = enumerate(self._world.gather_objects(failure))
+            raise RuntimeError("; ".join(f"rank {rank} ended with {text}" for rank, text in said if text is not None))
+        return list(signatures)
+
     def _share(self, own: dict[str, _Entry]) -> None:
         """Have all ranks log the same, one part of each of them. A collective operation."""
-        signatures = self._world.gather_integers([digest("\0".join(sorted(own)))])
-        if any(signature != signatures[0] for signature in signatures):
+        signatures = self._signatures(digest("\0".join(sorted(own))))
+        if len(set(signatures)) > 1:
             for of_rank in self._world.gather_objects({name: entry._replace(parts=[]) for name, entry in own.items()}):
                 own = of_rank | own
         if not own:

@@ -116,7 +116,7 @@ class Pieces(Replicas):
             # Kernels choose the order of sums by alignment, and a slice begins wherever the samples before it end.
             pieces = [piece._replace(batch=mapped(piece.batch, _copied)) for piece in pieces]
         outputs: list[Any] = []
-        with self._log.collecting():
+        with self._log.collecting(joined=self._in_pieces):
             for piece in pieces:
                 self._log.samples = piece.samples
                 last = piece is pieces[-1]
