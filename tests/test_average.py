@@ -174,6 +174,17 @@ def test_gradients_that_cannot_travel(gradient: Tensor, message: str) -> None:
         average._Gradients.of([parameter], "mean", None, ("cuda", "xpu"))
 
 
+def test_a_gradient_with_a_graph_is_reduced_without_one() -> None:
+    w = nn.Parameter(torch.tensor(3.0))
+    with pytest.warns(UserWarning, match="create_graph=True will create a reference cycle"):
+        (w**2).backward(create_graph=True)
+    gradient: Any = w.grad
+    graph = gradient.grad_fn
+    average_gradients([w], reduction="normalized_sum", weight=2)
+    assert (3.0, True, True) == (gradient.item(), gradient is w.grad, graph is gradient.grad_fn)
+    w.grad = None
+
+
 def test_module_without_gradients_is_left_alone() -> None:
     """Frozen parameters, also of integers, and parameters without gradient take part and change nothing."""
     model = nn.Linear(2, 2).requires_grad_(False)

@@ -222,6 +222,11 @@ class TestMapStyle:
         loaded = [dataset.loaded for dataset in datasets]
         assert [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12], [6, 7, 8, 9]] == loaded
 
+    def test_the_log_names_the_samplers(self) -> None:
+        line = in_one_world(DataLoader(torch.arange(8), batch_size=4, shuffle=True)).describe()  # type: ignore[arg-type]
+        assert "its BatchSampler and RandomSampler: used as it is" in line
+        assert line.endswith("; each rank loads its own samples only")
+
     def test_all_arguments_of_the_loader_are_kept(self) -> None:
         """The copy that is read has every attribute of the user's loader, but a batch sampler that asks the user's."""
         loader: DataLoader[Any] = DataLoader(
@@ -383,7 +388,7 @@ class TestCollated:
 
         part = slice_batch(batch, 1, 3)
 
-        assert 4 == batch_samples(batch)
+        assert [4, 2, 3] == [batch_samples(each) for each in (batch, ["a", "b"], (["a", "b", "c"], ["d", "e", "f"]))]
         assert [type(value) for value in batch.values()] == [type(value) for value in part.values()]
         assert [1, 2] == part["array"].tolist() == part["ordered"]["x"].tolist() == part["user"]["x"].tolist()
         assert ([1, 2], "all", 0) == (part["record"].x.tolist(), part["record"].name, part["record"].made)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torchmetrics import CatMetric
 
 from lightning_gradavg.evaluation.dealt import EvaluationLoader, compare_streams
-from lightning_gradavg.evaluation.logged import describe
+from lightning_gradavg.evaluation.logged import complete_states, describe
 from lightning_gradavg.ranks import World
 
 
@@ -116,3 +117,19 @@ def test_only_what_is_computed_by_all_ranks_is_agreed_on():
     assert {"shared": True, "local": False} == {name: logged.synced for name, logged in described.items()}
     assert torch.mean == described["shared"].fields["reduce_fx"]
     assert {"value": torch.float32, "cumulated_batch_size": torch.int64} == described["shared"].dtypes
+
+
+def test_list_states_get_one_form_on_every_rank():
+    """One scalar, several, and none: each rank has one tensor with rows of the same type, until it is computed."""
+    metrics = [CatMetric().set_dtype(torch.float64) for _ in range(3)]
+    for metric, values in zip(metrics, ([1.0], [2.0, 3.0], []), strict=True):
+        for value in values:
+            metric.update(torch.tensor(value, dtype=torch.float64))
+    of_ranks = [describe({}, {"cat": metric}).states for metric in metrics[:2]] + [{}]
+    changed = [complete_states({"cat": metric}, of_ranks, World()) for metric in metrics]
+    assert [[1.0], [2.0, 3.0], []] == [metric.value[0].tolist() for metric in metrics]
+    assert {torch.float64} == {metric.value[0].dtype for metric in metrics}
+    assert [True] * 3 == [metric.update_called for metric in metrics]
+    for put_back in changed:
+        put_back.close()
+    assert [True, True, False] == [metric.update_called for metric in metrics]

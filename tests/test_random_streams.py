@@ -41,6 +41,12 @@ def test_draws_differ_between_replicas_and_steps_and_repeat():
         assert len(triples) == len(set(generator))
 
 
+def test_no_two_generators_make_the_same_stream():
+    with ReplicaStreams(0, CPU).of(0, 0):
+        python, numpy = [random.random() for _ in range(64)], np.random.rand(64)  # noqa: NPY002
+        assert 3 * 64 == len({*python, *numpy.tolist(), *torch.rand(64, dtype=torch.float64).tolist()})
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_all_generators_are_put_back(fails):
     draws()  # an odd number of draws from NumPy's normal distribution leaves one for the next
