@@ -19,7 +19,6 @@ Iterating is a collective operation: all ranks do it, or none.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from torch.utils.data import (
 
 from lightning_gradavg.batches.chunks import Split
 from lightning_gradavg.batches.collate import Collated, PartCollator, cut_out
-from lightning_gradavg.batches.order import Asked, Behind, Order, SharedIndices, require_equal
+from lightning_gradavg.batches.order import Behind, Order, SharedIndices, require_equal
 from lightning_gradavg.batches.state import LoaderState
 from lightning_gradavg.lightning_internals import cloned
 from lightning_gradavg.loaders import LoaderWrapper, distributed_sampler, is_sharded, loader_batch_size, user_loader
@@ -103,8 +102,8 @@ class SplitLoader(LoaderWrapper):
         if not streams:
             # Whole batches that this process loads are loaded again: what is drawn next may depend on their draws.
             again = self.whole and loader.num_workers == 0
-            own = None if self.whole else self.split
-            self.indices = replaced["batch_sampler"] = SharedIndices(loader.batch_sampler, own, loads_again=again)
+            self.indices = SharedIndices(loader.batch_sampler, self.split, whole=self.whole, loads_again=again)
+            replaced["batch_sampler"] = self.indices
         if not self.shared and self.world.rank > 0:
             replaced["generator"] = None  # the seed of workers is drawn from a stream of the rank's own
         # A loader with an `__iter__` of its own expects what the user's collate_fn returns.
@@ -127,45 +126,36 @@ class SplitLoader(LoaderWrapper):
 
     def begin(self, start: LoaderState | None = None) -> Pass:
         """Begin a pass. A collective operation, and so is each step of it. For `start` see `Order`."""
-        order, noted = Order(self.loader, self.world, start, shared=self.shared), deque[Asked]()
+        order = Order(self.loader, self.world, start, shared=self.shared)
         if self.indices is not None:
-            self.indices.order, self.indices.noted = order, noted
+            self.indices.order = order
         with order.drawing():
             batches = iter(self.read)
             if self.indices is None:
                 order.agree("made")
         order.end_making()
-        drawn = _drawn(order, batches)
-        if self.indices is None:
-            return Pass(order, self._split_as_read(order, drawn))
-        return Pass(order, self._split_at_indices(order, drawn, noted))
+        return Pass(order, self._parts(order, _drawn(order, batches)))
 
-    def _split_as_read(self, order: Order, batches: Iterator[Any]) -> Iterator[tuple[Any, Behind]]:
+    def _parts(self, order: Order, batches: Iterator[Any]) -> Iterator[tuple[Any, Behind]]:
+        """Yield this rank's part of every batch that is not passed over."""
         for batch in batches:
-            rows, key, part = self._opened(batch)
-            mark = order.note(key, rows, compares=True)
-            if mark is not None:
-                yield part, Behind(self.split.cut(rows), mark)
-        order.finish(compares=True)
-
-    def _split_at_indices(
-        self, order: Order, batches: Iterator[Any], noted: deque[Asked]
-    ) -> Iterator[tuple[Any, Behind]]:
-        """Yield what is read for the indices that were asked for."""
-        for batch in batches:
-            if not noted:
+            if self.indices is None:
+                rows, key, part = self._opened(batch)
+                behind = Behind(self.split.cut(rows), order.note(key, rows, compares=True))
+            elif not order.asked:
                 raise self._mismatch("more")
-            mark, rows = noted.popleft()
-            part = batch.part if isinstance(batch, Collated) else batch
-            if self.whole:
-                rows, key, part = self._opened(batch, rows)
-                if mark is not None:
-                    order.compare_read(key, mark.batches)
-            if mark is not None:
-                yield part, Behind(self.split.cut(rows), mark)
-        if noted:
+            else:
+                behind, part = order.asked.popleft(), batch.part if isinstance(batch, Collated) else batch
+                if self.whole:
+                    rows, key, part = self._opened(batch, behind.chunk.batch_samples)
+                    behind = behind._replace(chunk=self.split.cut(rows))
+                    if behind.mark is not None:
+                        order.compare_read(key, behind.mark.batches)
+            if behind.mark is not None:
+                yield part, behind
+        if order.asked:
             raise self._mismatch("fewer")
-        order.finish(compares=False)
+        order.finish(compares=self.indices is None)
 
     def _opened(self, batch: Any, samples: int = 1) -> Collated:
         """Return a whole batch, of which every rank takes its part, as a worker hands it over."""

@@ -27,7 +27,7 @@ from lightning_gradavg.random_state import RandomState, RandomStream, forked, ra
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import data_digest
 
-__all__ = ["Asked", "Behind", "Mark", "Order", "SharedIndices", "require_equal"]
+__all__ = ["Behind", "Mark", "Order", "SharedIndices", "require_equal"]
 
 _BLOCK = 256
 """Batches of indices that are sent at once, where the sampler draws no random numbers and sees nothing of training."""
@@ -45,10 +45,13 @@ class Mark(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """What stands behind a batch: which samples of the loader batch it holds, and the place after that batch."""
+    """What stands behind a batch: which samples of the loader batch it holds, and the place after that batch.
+
+    There is no such place (None) for a batch that is passed over.
+    """
 
     chunk: Chunk
-    mark: Mark
+    mark: Mark | None
 
 
 class Order:
@@ -65,6 +68,7 @@ class Order:
         start: The place where it starts: batches before it are passed over.
         mark: The place after the last batch that was noted.
         stream: What it draws from.
+        asked: What stands behind the batches whose indices were asked for, and which are still to come.
         state: What determines the pass, complete once its first batch was asked for.
     """
 
@@ -72,6 +76,7 @@ class Order:
         self.world, self.shared = world, shared
         self.forks = not shared and world.rank > 0
         self.start = self.mark = Mark()
+        self.asked = deque[Behind]()
         self._parts = LoaderParts(loader)
         self._seen: dict[str, Snapshot] = {}
         if start is not None:
@@ -206,31 +211,23 @@ class Order:
         )
 
 
-class Asked(NamedTuple):
-    """A batch whose indices were asked for: the place after it, None where it is passed over, and its samples."""
-
-    mark: Mark | None
-    samples: int
-
-
 class SharedIndices:
     """The batch sampler of a copy of the loader: what rank 0's yields, on every rank whole or its own part of it.
 
     Args:
         batch_sampler: The user's.
-        split: Says which samples are this rank's; None if it loads all.
+        split: Says which samples are this rank's.
+        whole: Whether this rank loads all samples.
         loads_again: Whether batches that were trained on are loaded again.
 
     Attributes:
         order: That of the next pass.
-        noted: What the copy of the loader has still to yield.
     """
 
     order: Order
-    noted: deque[Asked]
 
-    def __init__(self, batch_sampler: Any, split: Split | None, *, loads_again: bool) -> None:
-        self._batch_sampler, self._split, self._loads_again = batch_sampler, split, loads_again
+    def __init__(self, batch_sampler: Any, split: Split, *, whole: bool, loads_again: bool) -> None:
+        self._batch_sampler, self._split, self._whole, self._loads_again = batch_sampler, split, whole, loads_again
         inner = getattr(batch_sampler, "sampler", None)
         self._draws_once = type(batch_sampler) is BatchSampler and type(inner) in _DRAW_ONCE
 
@@ -242,9 +239,9 @@ class SharedIndices:
         with order.drawing():
             order.agree("made")
             batches = iter(self._batch_sampler) if order.world.rank == 0 else iter(())
-        return self._shared(self._asked(batches, order), order, self.noted)
+        return self._parts(self._of_rank_0(batches, order), order)
 
-    def _asked(self, batches: Iterator[Any], order: Order) -> Iterator[Any]:
+    def _of_rank_0(self, batches: Iterator[Any], order: Order) -> Iterator[Any]:
         """Yield what rank 0's sampler yields, on all ranks."""
         size = 1
         order.agree("first")
@@ -268,14 +265,13 @@ class SharedIndices:
                 return
             size = min(2 * size, _BLOCK) if self._draws_once else 1
 
-    def _shared(self, batches: Iterator[Any], order: Order, noted: deque[Asked]) -> Iterator[Any]:
+    def _parts(self, batches: Iterator[Any], order: Order) -> Iterator[Any]:
         """Yield the indices that this rank loads, and pass over batches that were trained on."""
         for indices in batches:
-            mark = order.note(data_digest(indices), len(indices))
+            chunk, mark = self._split.cut(len(indices)), order.note(data_digest(indices), len(indices))
             if mark is not None or self._loads_again:
-                noted.append(Asked(mark, len(indices)))
-                chunk = None if self._split is None else self._split.cut(len(indices))
-                yield indices if chunk is None else indices[chunk.start : chunk.stop]
+                order.asked.append(Behind(chunk, mark))
+                yield indices if self._whole else indices[chunk.start : chunk.stop]
 
 
 def _listed(indices: Any) -> list[Any]:
