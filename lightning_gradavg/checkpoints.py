@@ -41,7 +41,10 @@ class WholeCheckpoints(TorchCheckpointIO):
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
-        _sync_folder(place.parent)
+        if os.name == "posix":  # the new name, too; Windows opens no folders
+            folder = os.open(place.parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
 
 
 def require_whole(path: Any, world: World) -> None:
@@ -55,21 +58,20 @@ def require_whole(path: Any, world: World) -> None:
 
 
 def _problem(place: Path) -> str | None:
-    damage = _damage(place) if place.is_file() else None
+    damage = _damage(place)
     if damage is None:
         return None
     beside = sorted(place.parent.glob("*.ckpt"), key=lambda other: other.stat().st_mtime_ns, reverse=True)
     whole = next((other for other in beside if other.is_file() and _damage(other) is None), None)
-    advice = (
-        f"The newest intact one in its folder is {whole}: pass it"
-        if whole is not None
-        else "No other *.ckpt in its folder is intact: pass another one"
-    )
+    newest = f"The newest intact one in its folder is {whole}: pass it"
+    advice = newest if whole else "No other *.ckpt in its folder is intact: pass another one"
     return f"the checkpoint {place} is damaged: {damage}. {advice} as ckpt_path, or train from the start."
 
 
 def _damage(place: Path) -> str | None:
     """Return what is wrong with a file that `torch.save` wrote, if anything."""
+    if not place.is_file():
+        return None
     with place.open("rb") as file:
         begin = file.read(2)
     if begin not in (b"PK", b"", b"\0\0"):  # torch.save writes zip archives; blocks that were not written read as zeros
@@ -84,11 +86,3 @@ def _damage(place: Path) -> str | None:
 
 def _is_local(path: Any) -> bool:
     return "://" not in str(path)  # as fsspec names other file systems, which have no such files to move and to check
-
-
-def _sync_folder(folder: Path) -> None:
-    """Have the new name on the disk, too."""
-    if os.name == "posix":  # Windows opens no folders
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)

@@ -1,7 +1,6 @@
 """A callback that logs what the strategy observes, and warns of ranks that do not train as one."""
 
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +15,8 @@ from lightning_gradavg.faults.drift import SameData, require_replicas
 from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.strategy import GradAvgStrategy
-from lightning_gradavg.tree import data_digest
 
 __all__ = ["GradAvgMonitor"]
-
-_DATA_CHECKS = 3
 
 
 class GradAvgMonitor(Callback):
@@ -83,15 +79,16 @@ class GradAvgMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._waits, self._data = False, SameData()
-        self._since = None
-        self._batches_to_compare = _DATA_CHECKS if self.check_data and trainer.world_size > 1 else 0
+        self._waits, self._since = False, None
+        self._data = SameData("training batches") if self.check_data and trainer.world_size > 1 else None
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         strategy, step = _strategy_of(trainer), TrainingLoop(trainer.fit_loop).step
-        if self._batches_to_compare > 0:
-            self._compare_data(strategy, batch)
+        if self._data is not None and self._data.left > 0:
+            # A digest reads no values on an accelerator.
+            own = None if strategy.facts().samples == 0 else move_data_to_device(batch, "cpu")
+            self._data.compare(own, strategy.root_device)
         if _is_due(step, self._steps_between(trainer)):
             self._waits = True
             if not strategy.observing:  # a window has several batches and is asked for once
@@ -164,21 +161,6 @@ class GradAvgMonitor(Callback):
         if since is None or size is None or not module.automatic_optimization:
             return {}
         return {"samples_per_second": (step - since[0]) * size / (now - since[1])}
-
-    def _compare_data(self, strategy: GradAvgStrategy, batch: Any) -> None:
-        # A digest reads no values on an accelerator.
-        digest = None if strategy.facts().samples == 0 else data_digest(move_data_to_device(batch, "cpu"))
-        self._batches_to_compare -= 1
-        if not self._data.compare(digest, strategy.root_device):
-            return
-        self._batches_to_compare = 0
-        if strategy.is_global_zero:
-            warnings.warn(
-                "all ranks read the same training batches: every sample counts once per rank, and the global batch is"
-                " smaller than it seems. Split the data over the ranks by torch.distributed.get_rank(), or use"
-                " GradAvgStrategy(split_batches=True), which gives every rank its part of each batch.",
-                stacklevel=2,
-            )
 
 
 def _strategy_of(trainer: Trainer) -> GradAvgStrategy:

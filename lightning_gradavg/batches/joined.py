@@ -8,7 +8,6 @@ long as one of them has one. So all ranks train the same number of steps, and en
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,13 +20,10 @@ from lightning_gradavg.faults.drift import SameData
 from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.loaders import LoaderWrapper, length_of, user_loader
 from lightning_gradavg.ranks import World
-from lightning_gradavg.tree import data_digest
 
 __all__ = ["Fetched", "JoinedLoader", "fetched_now", "join"]
 
 _END = object()
-_COMPARED = 3
-"""Batches that are compared: two equal ones are no coincidence, unless the data are constant, so look at one more."""
 
 
 class Fetched(NamedTuple):
@@ -53,8 +49,7 @@ class JoinedIterator(Iterator[Any]):
         else:
             self._items = iter(())
         lacks = loader.last is _END
-        if loader.compared < _COMPARED:
-            loader.compare(batch if own else None)
+        loader.same.compare(batch if own else None, loader.device)
         tally = Tally([own, lacks], sum, loader.device)
         if begins or not own:
             having, lacking = tally.read()
@@ -63,7 +58,7 @@ class JoinedIterator(Iterator[Any]):
             if lacking > 0:
                 loader.lend()
         if self in loader.loop.iterators:
-            loader.behind.note(loader.loop, Fetched(own, tally))
+            loader.behind.note(loader.loop.epoch, Fetched(own, tally))
         return loader.last
 
 
@@ -75,7 +70,9 @@ class JoinedLoader(LoaderWrapper):
         self.read, self.device, self.loop, self._world, self._length = loader, device, loop, world, length
         self.behind = Numbers()
         self.last: Any = _END
-        self.compared, self._same = 0, SameData()
+        dataset = getattr(loader, "dataset", None)
+        of = "" if dataset is None else f" over {type(dataset).__name__}"
+        self.same = SameData(f"batches of {type(loader).__name__}{of}")
 
     def __iter__(self) -> JoinedIterator:
         return JoinedIterator(self)
@@ -84,23 +81,6 @@ class JoinedLoader(LoaderWrapper):
         if self._length is None:
             raise TypeError(f"{type(self.loader).__name__} has no length on all ranks")
         return self._length
-
-    def compare(self, batch: Any | None) -> None:
-        """Warn if it is now clear that all ranks read the same batches. A collective operation."""
-        self.compared += 1
-        digest = None if batch is None else data_digest(batch)
-        if self._same.compare(digest, self.device):
-            self.compared = _COMPARED
-            if self._world.rank > 0:
-                return
-            name, dataset = type(self.loader).__name__, getattr(self.loader, "dataset", None)
-            name += "" if dataset is None else f" over {type(dataset).__name__}"
-            warnings.warn(
-                f"all ranks read the same batches of {name}: every sample counts once per rank. Have the"
-                " dataset yield another part of the stream on every rank, by torch.distributed.get_rank(), or use"
-                " GradAvgStrategy(split_batches=True), which gives every rank its part of each batch.",
-                stacklevel=2,
-            )
 
     def lend(self) -> None:
         """Give ranks that never had a batch the one of a rank that has. A collective operation."""
@@ -129,7 +109,8 @@ def fetched_now(loop: TrainingLoop, world_size: int) -> tuple[bool, int]:
     """
     number = loop.ready - 1
     joined = [each.loader for each in loop.iterators if isinstance(each, JoinedIterator)]
-    fetched = [loader.behind[number] for loader in joined if number in loader.behind]
+    of_epoch = [loader.behind.of(loop.epoch) for loader in joined]
+    fetched = [numbers[number] for numbers in of_epoch if number in numbers]
     missing = max((world_size - each.tally.read()[0] for each in fetched), default=0)
     if missing > 0 and len(loop.iterators) > 1:
         raise RuntimeError(

@@ -7,10 +7,10 @@ failed is not counted.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from lightning_gradavg.batches.loader import BatchSplitter, Pass, SplitLoader
 from lightning_gradavg.batches.order import Behind, Mark
@@ -26,26 +26,26 @@ def _nothing() -> None:
     """Stand in for a weak reference."""
 
 
-class Numbers(dict[int, Any]):
-    """What stands behind the batches of a loader, by the number that Lightning gives them in the epoch."""
+class Numbers:
+    """What stands behind the batches of a loader, by the number that Lightning gives them in an epoch."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._next, self._epoch = 0, _nothing
+        # Weak: the workers of an epoch that is left must be able to end.
+        self._of_epochs: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
 
-    def note(self, loop: TrainingLoop, behind: Any, *, first: int = 0, keep: int = 2) -> None:
+    def of(self, epoch: Any) -> dict[int, Any]:
+        """Return the numbers of an epoch, as `TrainingLoop.epoch` has it."""
+        return {} if epoch is None else self._of_epochs.get(epoch, {})
+
+    def note(self, epoch: Any, behind: Any, *, first: int = 0, keep: int = 2) -> None:
         """Note what stands behind the next batch, the epoch's first being number `first`, and keep so many.
 
         Two are asked for at least: one batch is fetched ahead where the length is unknown.
         """
-        epoch: Any = loop.epoch
-        if self._epoch() is not epoch:
-            self.clear()
-            # Not the epoch itself: the workers of one that is left must be able to end.
-            self._next, self._epoch = first, weakref.ref(epoch)
-        self[self._next] = behind
-        self.pop(self._next - keep, None)
-        self._next += 1
+        numbers = self._of_epochs.setdefault(epoch, {})
+        number = max(numbers, default=first - 1) + 1
+        numbers[number] = behind
+        numbers.pop(number - keep, None)
 
 
 class NumberedLoader(SplitLoader):
@@ -124,7 +124,7 @@ class NumberedIterator(Iterator[Any]):
         batch, behind = item
         if self in mine:  # and not one by which a user looks at the data
             first = 0 if loader.start is None else loader.start["batches"]
-            loader.behind.note(progress.loop, behind, first=first, keep=progress.window() + 2)
+            loader.behind.note(progress.loop.epoch, behind, first=first, keep=progress.window() + 2)
         return batch
 
 
@@ -164,18 +164,18 @@ class Progress:
         loop, ready = self.loop, self.loop.ready
         if ready > loop.completed:
             return []
-        self._epoch = weakref.ref(loop.epoch)
+        self._epoch = ref(loop.epoch)
         if ready % self.window() == 0:
             self._arrived = ready, random_state()
         loaders = [each.loader for each in loop.iterators]
         for loader in loaders:
             loader.start = None
-        return [loader.behind.get(ready) for loader in loaders]
+        return [loader.behind.of(loop.epoch).get(ready) for loader in loaders]
 
     def in_training(self) -> list[Behind | None]:
         """Return what stands behind the batches in training, for every loader in order; None for an exhausted one."""
-        number = self.loop.ready - 1
-        return [each.loader.behind.get(number) for each in self.loop.iterators]
+        loop = self.loop
+        return [each.loader.behind.of(loop.epoch).get(loop.ready - 1) for each in loop.iterators]
 
     def state_of(self, loader: NumberedLoader) -> LoaderState:
         """Return where training stands in a loader: after the last batch that an optimizer stepped on.
@@ -191,7 +191,7 @@ class Progress:
         over = over or (loop.ready == 0 and self._epoch() is loop.epoch)
         passes = [each.begun.order for each in loop.iterators if each.loader is loader and each.begun is not None]
         order = None if over or not passes else passes[0]
-        last = loader.behind.get(stepped - 1)
+        last = loader.behind.of(loop.epoch).get(stepped - 1)
         mark = Mark() if order is None else order.start if last is None else last.mark
         arrived = self._arrived if loop.ready > stepped else None
         parts = LoaderParts(loader.loader)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gradavg.ranks import World, on_ranks, ranks_by_value
+from lightning_gradavg.tree import data_digest
 
 __all__ = ["SameData", "drifted", "require_replicas"]
 
@@ -59,21 +62,39 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 class SameData:
-    """Finds out whether all ranks read the same batches: two different ones that are equal everywhere are no chance."""
+    """Warns if all ranks read the same batches: two different ones that are equal everywhere are no chance.
 
-    def __init__(self) -> None:
-        self._same: set[bytes] = set()
-        self._differed = False
+    Args:
+        batches: What the warning calls them.
 
-    def compare(self, digest: bytes | None, device: torch.device) -> bool:
-        """Compare a batch of each rank, by 16 bytes of it; return whether the ranks clearly read the same ones.
+    Attributes:
+        left: How many batches are still to be compared: one more than two, for data that are constant.
+    """
 
-        A rank without samples gives None, which equals no other. A collective operation.
-        """
-        mine = torch.tensor([digest is not None, *(digest or bytes(16))], dtype=torch.int64, device=device)
+    def __init__(self, batches: str) -> None:
+        self.left = 3
+        self._batches, self._same, self._differed = batches, set[bytes](), False
+
+    def compare(self, batch: Any | None, device: torch.device) -> None:
+        """Compare a batch of each rank, None where it has none, which equals no other. A collective operation."""
+        if self.left == 0:
+            return
+        self.left -= 1
+        digest = bytes(16) if batch is None else data_digest(batch)
+        mine = torch.tensor([batch is not None, *digest], dtype=torch.int64, device=device)
         rows = mine.new_empty(dist.get_world_size(), len(mine))
         dist.all_gather(list(rows.unbind()), mine)
         of_ranks = rows.tolist()
         self._differed |= not all(row[0] and row == of_ranks[0] for row in of_ranks)
         self._same.update(bytes(row[1:]) for row in of_ranks)
-        return not self._differed and len(self._same) > 1
+        if self._differed or len(self._same) == 1:
+            return
+        self.left = 0
+        if dist.get_rank() == 0:
+            warnings.warn(
+                f"all ranks read the same {self._batches}: every sample counts once per rank, and the global batch is"
+                " smaller than it seems. Have the dataset yield another part of the data on every rank, by"
+                " torch.distributed.get_rank(), or use GradAvgStrategy(split_batches=True), which gives every rank its"
+                " part of each batch.",
+                stacklevel=3,
+            )
