@@ -14,6 +14,7 @@ from replicas import (
     ClassifierEnd,
     Options,
     Regression,
+    RegressionEnd,
     assert_same,
     data,
     fit,
@@ -118,6 +119,34 @@ def test_ranks_may_log_different_names_and_often(world, strategy):
     assert_same(world, (2, 3), LogsOften, strategy)
     if "num_replicas" in strategy:
         assert "sometimes" in world(4).run(outcome, LogsOften, strategy)[3][1]
+
+
+class LogsDict(RegressionEnd):
+    """Has a `log` of its own, which `log_dict` calls, too."""
+
+    def log(self, name: str, value: Any, **options: Any) -> None:  # type: ignore[override]  # as users narrow it
+        super().log(f"mine/{name}", value, **options)
+
+    def training_step_end(self, outputs: Any) -> Tensor:
+        loss = super().training_step_end(outputs)
+        self.log_dict({"a": loss, "b": 2 * loss}, on_step=True, on_epoch=True)
+        self.log("infinite", torch.tensor(torch.inf), reduce_fx="sum", on_step=False, on_epoch=True)
+        return loss
+
+
+class OwnLog(LogsDict):
+    """The same, of the loss of each replica."""
+
+    training_step_end: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step_end(super().training_step(batch, batch_idx))
+
+
+def test_a_modules_own_log_and_log_dict_are_called(world):
+    for kind, strategy in ((LogsDict, {"equivalent_to": "data_parallel"}), (OwnLog, parallel())):
+        assert {"mine/a_step", "mine/b_epoch", "mine/infinite"} < set(world(2).run(outcome, kind, strategy)[0][1])
+        assert_same(world, (2,), kind, strategy)
 
 
 class KeptMetric(ClassifierEnd):
