@@ -47,7 +47,7 @@ def ranks(out: Path, world_size: int = 2) -> list[dict[str, Any]]:
 
 
 GRADAVG = [sys.executable, "-m", "lightning_gradavg"]
-NAMES = {"gradavg_fork": 31 / 3, "gradavg_spawn": 31 / 3, "gradavg_weighted": 7.5, "weighted_mean": 7.5}
+NAMES = {"gradavg_fork": 31 / 3, "gradavg_spawn": 31 / 3, "weighted_mean": 7.5}
 
 
 def test_script(tmp_path):
