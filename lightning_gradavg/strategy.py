@@ -44,8 +44,8 @@ from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.gather import require_allowed
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.replicas.part import replicas_of
-from lightning_gradavg.replicas.pieces import Step
+from lightning_gradavg.replicas.part import Replicas
+from lightning_gradavg.replicas.pieces import Pieces, Step
 from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.reproducible.part import Arithmetic, FixedArithmetic
@@ -180,7 +180,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._options, self._plain, self._log_hyperparams = options, plain(given), log_hyperparams
         self._reports = Reports(crosses_ranks=options.replicated, facts=self._facts_of_step)
         static = bool(ddp_options.get("static_graph"))
-        self._replicas = replicas_of(options, static_graph=static)
+        self._replicas = (Replicas if options.replicated else Pieces)(options, static_graph=static)
         replicas = num_replicas or 1
         self._reduction = (partial(TreeReduction, replicas=replicas) if reproducible else Reduction)(
             options.rule,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jsonargparse.typing import PositiveInt
 
 from lightning_gradavg.place import Place
-from lightning_gradavg.rates.scaling import SCALINGS, BatchScale, batch_scale, contradictions, global_batch_size
+from lightning_gradavg.rates.scaling import SCALINGS, BatchScale, batch_scale, contradictions
 from lightning_gradavg.rules import RULES
 
 COUNTS = st.integers(1, 64)
@@ -19,8 +19,9 @@ COUNTS = st.integers(1, 64)
 
 def test_one_global_batch_size() -> None:
     """Case 23: a shared loader batch of 12 is 12 on any number of ranks; 3 on each of 4, accumulated twice, is 24."""
-    assert [global_batch_size(12, world_size=ranks, split_batches=True) for ranks in (1, 4, 5)] == [12, 12, 12]
-    assert global_batch_size(3, world_size=4, accumulate_grad_batches=2) == 24
+    shared = [batch_scale(12, world_size=ranks, split_batches=True).global_batch_size for ranks in (1, 4, 5)]
+    assert shared == [12, 12, 12]
+    assert batch_scale(3, world_size=4, accumulate_grad_batches=2).global_batch_size == 24
 
 
 @given(loader=COUNTS, ranks=COUNTS, base_ranks=COUNTS, window=COUNTS)
@@ -73,7 +74,7 @@ def test_counts_are_checked(name: str, value: object, error: type[Exception], ki
 
 
 def test_integers_of_a_subclass_are_counts() -> None:
-    assert 24 == global_batch_size(PositiveInt(12), world_size=PositiveInt(2))
+    assert 24 == batch_scale(PositiveInt(12), world_size=PositiveInt(2)).global_batch_size
 
 
 def gradient_of(rule: str, size: int) -> float:

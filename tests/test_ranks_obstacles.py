@@ -142,7 +142,7 @@ REFUSED: list[tuple[str, type[LightningModule], Options, str]] = [
     ("RuntimeError", Late, parallel(), "center"),
     ("RuntimeError", Teaches, parallel(), "training_step has written the parameters teacher.weight"),
     ("ValueError", Normed, parallel(3), "no rank and no replica a single sample"),
-    ("ValueError", NormedEnd, PER_RANK, "a batch of 3 samples gives a rank a single sample"),
+    ("ValueError", NormedEnd, PER_RANK, "no rank and no replica a single sample"),
     ("ValueError", Normed, single(), "Expected more than 1 value per channel"),
 ]
 

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_gradavg.ranks import World
-from lightning_gradavg.reproducible.sum import Fold, TreeSum, subtrees
+from lightning_gradavg.reproducible.sum import Span, TreeSum, add_up, subtrees
+
+
+def bracketed(left: str, right: str) -> str:
+    return f"({left} {right})"
 
 
 def summed(leaves: int, ranks: int) -> str:
     """Return the sum of leaves that ranks add up by themselves first, as it is written with brackets."""
-
-    def add(left: str, right: str) -> str:
-        return f"({left} {right})"
-
-    whole = Fold(leaves, add)
+    whole: dict[Span, str] = {}
     each = leaves // ranks
     for rank in range(ranks):
-        own = Fold(leaves, add)
-        for leaf in range(rank * each, (rank + 1) * each):
-            own.push((leaf, leaf + 1), str(leaf))
-        assert [span for span, _ in own.nodes] == [*subtrees(leaves, range(rank * each, (rank + 1) * each))]
-        for node in own.nodes:
-            whole.push(*node)
-    ((span, total),) = whole.nodes
-    assert (0, leaves) == span
-    return total
+        held, own = range(rank * each, (rank + 1) * each), {}
+        for leaf in held:
+            own[leaf, leaf + 1] = str(leaf)
+            add_up(own, 0, leaves, bracketed)
+        assert [*own] == [*subtrees(leaves, held)]
+        whole |= own
+    assert add_up(whole, 0, leaves, bracketed)
+    return whole[0, leaves]
 
 
 def literal(start: int, stop: int) -> str:
@@ -55,12 +56,12 @@ def test_any_number_of_ranks_makes_the_same_tree(leaves):
 
 @pytest.mark.parametrize("height", range(8))
 def test_partial_sums_are_few(height):
-    fold = Fold(2**height, lambda left, right: left + right)
-    waiting = []
+    known, waiting = {}, []
     for leaf in range(2**height):
-        fold.push((leaf, leaf + 1), 1)
-        waiting.append(len(fold.nodes))
-    assert [((0, 2**height), 2**height)] == fold.nodes
+        known[leaf, leaf + 1] = 1
+        add_up(known, 0, 2**height, operator.add)
+        waiting.append(len(known))
+    assert {(0, 2**height): 2**height} == known
     assert max(waiting) == max(height, 1)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from lightning_gradavg.arguments import did_you_mean
 
@@ -29,7 +29,6 @@ __all__ = [
     "as_positive",
     "batch_scale",
     "contradictions",
-    "global_batch_size",
     "resolve_scaling",
     "scale_factor",
     "scale_limit",
@@ -209,31 +208,16 @@ def scaled_steps(steps: int, scale: float) -> int:
     return max(math.floor(exact + Fraction(1, 2)), min(steps, 1))
 
 
-@dataclass(frozen=True)
-class BatchScale:
+class BatchScale(NamedTuple):
     """The global batch and the base batch: samples of one optimizer step, over ranks and window."""
 
     global_batch_size: int
     base_batch_size: int
 
-    def __post_init__(self) -> None:
-        as_count("global_batch_size", self.global_batch_size)
-        as_count("base_batch_size", self.base_batch_size)
-
     @property
     def scale(self) -> float:
         """Global batch over base batch."""
         return self.global_batch_size / self.base_batch_size
-
-
-def global_batch_size(
-    loader_batch_size: int, *, world_size: int, accumulate_grad_batches: int = 1, split_batches: bool = False
-) -> int:
-    """Return the samples of one optimizer step. With `split_batches` the ranks share each loader batch."""
-    samples = as_count("loader_batch_size", loader_batch_size)
-    window = as_count("accumulate_grad_batches", accumulate_grad_batches)
-    ranks = as_count("world_size", world_size)
-    return samples * window * (1 if split_batches else ranks)
 
 
 def batch_scale(
@@ -245,7 +229,7 @@ def batch_scale(
     base_batch_size: int | None = None,
     base_world_size: int = 1,
 ) -> BatchScale:
-    """Return the global batch of a run and the base batch.
+    """Return the global batch of a run and the base batch. With `split_batches` the ranks share each loader batch.
 
     Without `base_batch_size` the base run is this script, with the same loader and accumulation, on `base_world_size`
     ranks: the scale is world_size / base_world_size, and with `split_batches` 1.
@@ -254,22 +238,19 @@ def batch_scale(
         ValueError: If a count is below 1, or `base_world_size` says nothing because ranks share each batch.
         TypeError: If a count is not an int.
     """
-    if as_count("base_world_size", base_world_size) > 1 and split_batches and base_batch_size is None:
+    samples = as_count("loader_batch_size", loader_batch_size)
+    samples *= as_count("accumulate_grad_batches", accumulate_grad_batches)
+    ranks, base_ranks = as_count("world_size", world_size), as_count("base_world_size", base_world_size)
+    if base_ranks > 1 and split_batches and base_batch_size is None:
         raise ValueError(
             f"base_world_size={base_world_size} says nothing about a run with split_batches=True: its global batch"
             " is the loader's batch on any number of ranks. Give base_batch_size, the global batch that the"
             " learning rate was tuned for."
         )
-    total, base = (
-        global_batch_size(
-            loader_batch_size,
-            world_size=ranks,
-            accumulate_grad_batches=accumulate_grad_batches,
-            split_batches=split_batches,
-        )
-        for ranks in (world_size, base_world_size)
-    )
-    return BatchScale(total, base if base_batch_size is None else base_batch_size)
+    if split_batches:
+        ranks = base_ranks = 1
+    base = samples * base_ranks if base_batch_size is None else as_count("base_batch_size", base_batch_size)
+    return BatchScale(samples * ranks, base)
 
 
 def contradictions(

@@ -86,7 +86,7 @@ class ReplicaLog:
         except Exception as error:
             if joined and not is_broken_exchange(error):
                 with suppress(RuntimeError):
-                    self._signatures(0, f"{type(error).__name__}: {error}")
+                    self._names_differ("", f"{type(error).__name__}: {error}")
             raise
         if self._world.size > 1:
             self._share({name: one for name, one in self._entries.items() if one.arguments.get("sync_dist", False)})
@@ -110,18 +110,17 @@ class ReplicaLog:
         entry.parts.append((value.double(), float(size)))
         return None
 
-    def _signatures(self, mine: int, failure: str | None = None) -> list[int]:
-        """Return those of all ranks, or raise a RuntimeError on all of them if one has failed."""
-        signatures, failed = zip(*self._world.gather_integers([mine, failure is not None]), strict=True)
-        if any(failed):
+    def _names_differ(self, names: str, failure: str | None = None) -> bool:
+        """Return whether ranks log different names, or raise a RuntimeError on all of them if one has failed."""
+        rows = self._world.gather_integers([digest(names), failure is not None])
+        if any(failed for _, failed in rows):
             said = enumerate(self._world.gather_objects(failure))
             raise RuntimeError("; ".join(f"rank {rank} ended with {text}" for rank, text in said if text is not None))
-        return list(signatures)
+        return len({signature for signature, _ in rows}) > 1
 
     def _share(self, own: dict[str, _Entry]) -> None:
         """Have all ranks log the same, one part of each of them. A collective operation."""
-        signatures = self._signatures(digest("\0".join(sorted(own))))
-        if len(set(signatures)) > 1:
+        if self._names_differ("\0".join(sorted(own))):
             for of_rank in self._world.gather_objects({name: entry._replace(parts=[]) for name, entry in own.items()}):
                 own = of_rank | own
         if not own:

@@ -33,7 +33,7 @@ def join_outputs(outputs: Sequence[Any], device: torch.device) -> Any:
 
 
 def gather_outputs(
-    outputs: Sequence[Any],
+    output: Any,
     device: torch.device,
     group: dist.ProcessGroup | None,
     *,
@@ -45,18 +45,16 @@ def gather_outputs(
     Every rank can compute the same loss from the result; `gather` brings each row's gradient home.
 
     Args:
-        outputs: What each of this rank's replicas returned, in order; without replicas, that of its stand-in, of which
-            the structure is used and no row.
+        output: What this rank's replica returned; without one, its stand-in, of which the structure is used and no row.
         device: Where Python's numbers are put.
         group: The process group.
-        counted: Whether this rank has replicas.
+        counted: Whether this rank has a replica.
         sparse: The `id` of the parameters whose gradients are sparse.
     """
-    joined = join_outputs(outputs, device)
-    rows = list(_rows(joined, device).values())
+    rows = list(_rows(output, device).values())
     if not rows:
-        return joined
-    return _with_rows(joined, gather(rows if counted else _no_rows(rows, sparse), group=group))
+        return output
+    return _with_rows(output, gather(rows if counted else _no_rows(rows, sparse), group=group))
 
 
 def require_rows(output: Any) -> None:

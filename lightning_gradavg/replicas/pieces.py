@@ -26,10 +26,12 @@ from lightning_gradavg.replicas.obstacles import remarks, require_none
 from lightning_gradavg.replicas.outputs import join_outputs
 from lightning_gradavg.tree import mapped
 
-__all__ = ["ONE_VALUE", "Pieces", "Replicas", "Step"]
+__all__ = ["Pieces", "Step", "has_one_value"]
 
-ONE_VALUE = "more than 1 value per channel"
-"""What batch norm says of a single sample, which may be that of some ranks only."""
+
+def has_one_value(error: ValueError) -> bool:
+    """Return whether batch norm raised an error for a single sample, which may be that of some ranks only."""
+    return "more than 1 value per channel" in str(error)
 
 
 class Step(NamedTuple):
@@ -48,8 +50,8 @@ class Step(NamedTuple):
     batches: Batches
 
 
-class Replicas(Part):
-    """A rank's batch is computed as it is, by the module itself."""
+class Pieces(Part):
+    """A rank computes its samples as they are, or in pieces of at most `max_device_batch_size`."""
 
     def __init__(self, options: Options, *, static_graph: bool = False) -> None:
         self._options, self._static_graph = options, static_graph
@@ -57,11 +59,17 @@ class Replicas(Part):
     def setup(self, run: Run) -> None:
         """Name what cannot be served, before DDP wraps the module, which has objections of its own."""
         super().setup(run)
-        if run.trainer.state.fn != TrainerFn.FITTING:
-            return
-        require_none(run, self._options, static_graph=self._static_graph)
-        for remark in remarks(run.module, self._options, world_size=run.world.size):
-            rank_zero_warn(remark)
+        if run.trainer.state.fn == TrainerFn.FITTING:
+            require_none(run, self._options, static_graph=self._static_graph)
+            for remark in remarks(run.module, self._options, world_size=run.world.size):
+                rank_zero_warn(remark)
+
+    def configure_ddp(self, run: Run) -> None:
+        """Prepare the pieces of a run."""
+        super().configure_ddp(run)
+        self._log = ReplicaLog(run.module, run.world, whole=self._options.preset is not None)
+        # Ranks may then run a step different numbers of times.
+        self._in_pieces = self._options.in_pieces(run.world.size)
 
     def num_replicas(self, world_size: int) -> int:
         """Return the number of chunks that each loader batch is computed in."""
@@ -72,65 +80,50 @@ class Replicas(Part):
         return None if chunk is None else chunk.samples
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
-        """Return the output of a training step, with one loss whose backward is to be run."""
-        samples = self.weight(step.batches.chunk)
-        with step.batches.training_step():
-            return self._forward(step, samples, batch, *args)
+        """Return the output of all pieces of a training step, with the loss of the last to be run."""
+        chunk, reproducible = step.batches.chunk, self._options.reproducible
+        if not (self._options.replicated or self._options.max_device_batch_size):
+            with step.batches.training_step():
+                return self._forward(step, self.weight(chunk), batch, *args)
+        assert chunk is not None
+        assert isinstance(step.batches, SplitBatches)
+        self._begin(chunk)
+        pieces, outputs = step.batches.slices(batch), list[Any]()
+        with self._log.collecting(joined=self._in_pieces):
+            for piece in pieces:
+                self._log.samples, last = piece.samples, piece is pieces[-1]
+                # Kernels choose the order of sums by alignment, and a slice begins wherever the samples before it end.
+                samples = mapped(piece.batch, _copied) if reproducible else piece.batch
+                weight = self.weight(chunk) if len(pieces) == 1 else piece.samples
+                local = nullcontext() if last and not reproducible else self.run.ddp.no_sync()
+                with local, self._as_piece(piece, step):
+                    with self._apart(step.reduction, first=not outputs):
+                        outputs.append(self._forward(step, weight, samples, *args))
+                    if len(pieces) > 1:
+                        _require_loss(outputs[-1])
+                    if not last:
+                        step.backward()
+        return outputs[0] if len(outputs) == 1 else self._joined(outputs, pieces, chunk)
 
     def _forward(self, step: Step, samples: float | None, *args: Any) -> Any:
         """Return the output of a forward, which the reduction has read."""
         try:
             output = step.forward(*args)
         except ValueError as error:
-            # Of one sample. If it raised here, the other ranks would wait for this one. In manual optimization there is
-            # no loss that could carry the news.
+            # If it raised here, the other ranks would wait for this one. In manual optimization there is no loss that
+            # could carry the news.
             manual = not self.run.module.automatic_optimization
-            if manual or not self._options.rule.uses_weight or ONE_VALUE not in str(error):
+            if manual or not self._options.rule.uses_weight or not has_one_value(error):
                 raise
             return step.reduction.fail_together(str(error))
         return step.reduction.read(output, samples)
 
-    def end_step(self) -> None:
-        """End a step whose gradients are there. A collective operation."""
-
-
-class Pieces(Replicas):
-    """A rank computes its samples in pieces, one after another, such as parts of at most `max_device_batch_size`."""
-
-    def configure_ddp(self, run: Run) -> None:
-        """Prepare the pieces of a run."""
-        super().configure_ddp(run)
-        self._log = ReplicaLog(run.module, run.world, whole=self._options.preset is not None)
-        # Ranks may then run a step different numbers of times.
-        self._in_pieces = self._options.in_pieces(run.world.size)
-
-    def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
-        """Return the joined output of all pieces, with the loss of the last to be run."""
-        batches = step.batches
-        assert isinstance(batches, SplitBatches)
-        chunk = batches.chunk
-        assert chunk is not None
-        self._begin(chunk)
-        reproducible, pieces = self._options.reproducible, batches.slices(batch)
-        if reproducible:
-            # Kernels choose the order of sums by alignment, and a slice begins wherever the samples before it end.
-            pieces = [piece._replace(batch=mapped(piece.batch, _copied)) for piece in pieces]
-        outputs: list[Any] = []
-        with self._log.collecting(joined=self._in_pieces):
-            for piece in pieces:
-                self._log.samples = piece.samples
-                last = piece is pieces[-1]
-                local = nullcontext() if last and not reproducible else self.run.ddp.no_sync()
-                with local, self._as_piece(piece, batches):
-                    with self._apart(step.reduction, first=not outputs):
-                        outputs.append(self._forward(step, piece.samples, piece.batch, *args))
-                    if not last:
-                        _require_loss(outputs[-1])
-                        step.backward()
-        return outputs[0] if len(outputs) == 1 else self._joined(outputs, pieces, chunk)
-
     def _begin(self, chunk: Chunk) -> None:
         """Begin a step, the pieces of a chunk."""
+
+    def _as_piece(self, piece: ReplicaSlice, step: Step) -> AbstractContextManager[Any]:  # noqa: ARG002  # its own
+        """Surround the forward and backward of a piece; of the last one only the forward."""
+        return step.batches.training_step()
 
     @contextmanager
     def _apart(self, reduction: Reduction, *, first: bool) -> Iterator[None]:
@@ -145,25 +138,24 @@ class Pieces(Replicas):
             if first and self._in_pieces:
                 reduction.agree_on_lift()
 
-    def _as_piece(self, piece: ReplicaSlice, batches: Batches) -> AbstractContextManager[Any]:  # noqa: ARG002  # its own
-        """Surround the forward and backward of a piece; of the last one only the forward."""
-        return batches.training_step()
-
     def _joined(self, outputs: Sequence[Any], pieces: Sequence[ReplicaSlice], chunk: Chunk) -> Any:
         """Return the pieces' outputs as one, with the mean loss, whose backward is that of the last piece."""
-        _require_loss(outputs[-1])
         named = [output if isinstance(output, Mapping) else {"loss": output} for output in outputs]
         of_samples = [one["loss"].detach() * piece.samples for one, piece in zip(named, pieces, strict=True)]
         keys = dict.fromkeys(key for one in named for key in one if key != "loss")
-        joined = {key: self._rows([one.get(key) for one in named]) for key in keys}
-        show: Any = _Shown.apply
-        return {**joined, "loss": show(named[-1]["loss"], sum(of_samples) / chunk.samples)}
+        loss = named[-1]["loss"].clone()
+        with torch.no_grad():
+            loss.copy_(sum(of_samples) / chunk.samples)
+        return {**{key: self._rows([one.get(key) for one in named]) for key in keys}, "loss": loss}
 
     def _rows(self, values: Sequence[Any]) -> Any:
         try:
             return join_outputs(values, self.run.device)
         except (TypeError, RuntimeError):  # of no tensors, or of shapes that do not fit
             return values
+
+    def end_step(self) -> None:
+        """End a step whose gradients are there. A collective operation."""
 
 
 def _copied(leaf: Any) -> Any:
@@ -176,18 +168,6 @@ def _require_loss(output: Any) -> None:
             "training_step returned no loss for one of the pieces of a batch. Return"
             ' {"loss": loss, "weight": 0} for samples that should not count.'
         )
-
-
-class _Shown(torch.autograd.Function):
-    """Has the value of another loss, and the gradient of its own."""
-
-    @staticmethod
-    def forward(_ctx: Any, _loss: Tensor, shown: Tensor) -> Tensor:
-        return shown.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0], None
 
 
 _APART = (

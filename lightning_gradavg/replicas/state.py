@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from itertools import chain
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_gradavg.batches.part import ReplicaSlice
 from lightning_gradavg.lightning_internals import broadcast_from_first, versions_of
-from lightning_gradavg.ranks import World
+from lightning_gradavg.options import Options
+from lightning_gradavg.part import Run
 from lightning_gradavg.replicas.batch_norm import not_counted
 from lightning_gradavg.replicas.random_streams import ReplicaStreams
 from lightning_gradavg.stand_in import metrics_kept
@@ -35,40 +35,35 @@ class ReplicaState:
     """Runs a module as this rank's replicas.
 
     Args:
-        module: The module.
+        run: The run. Rank 0 has replica 0.
+        options: Say which run is reproduced. Of one device, ranks must write the same into their buffers.
         streams: The random numbers of every replica.
-        world: The ranks that share the replicas. Rank 0 has replica 0.
-        several: Whether a rank may run the step more than once.
-        keeps_assigned: Whether a tensor that is assigned in place of a buffer is kept, which `nn.DataParallel` drops.
-        ignored: Names of buffers that ranks keep for themselves.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        streams: ReplicaStreams,
-        world: World,
-        *,
-        several: bool,
-        keeps_assigned: bool,
-        ignored: Container[str],
-    ) -> None:
-        self._module, self._streams, self._world = module, streams, world
-        self._keeps_assigned, self._ignored = keeps_assigned, ignored
-        self._owners = dict(module.named_modules())
-        self._parameters = dict(module.named_parameters() if several else ())
+    def __init__(self, run: Run, options: Options, streams: ReplicaStreams) -> None:
+        self._module, self._world, self._streams = run.module, run.world, streams
+        self._ignored = run.ddp.parameters_to_ignore
+        # A tensor that is assigned in place of a buffer is kept, which nn.DataParallel drops.
+        self._keeps_assigned = options.one_device or (options.num_replicas or run.world.size) == 1
+        self._compares, self._compared_uneven = options.one_device, False
+        self._owners = dict(run.module.named_modules())
+        # A rank that runs the step more than once would write them as often.
+        self._parameters = dict(run.module.named_parameters() if options.in_pieces(run.world.size) else ())
         self._warned = self._check = False
         self._originals: Buffers | None = None
+        self._written: dict[int, Buffers] = {}
 
-    def begin(self, *, check: bool) -> None:
-        """Begin a step; with `check`, all ranks must write the same into their buffers."""
+    def begin(self, index: int, *, uneven: bool) -> None:
+        """Begin the step of a loader batch, which may be uneven: ranks have different numbers of its samples."""
         if self._originals is not None:  # of a step whose backward was never run
             self._put(self._originals)
-        self._originals, self._check = self._buffers(), check
-        self._written: dict[int | None, Buffers] = {}
+        self._originals, self._written = self._buffers(), {}
+        # Ever more rarely, in steps 1, 2, 4, 8, ..., and once after an uneven batch.
+        first, self._compared_uneven = uneven and not self._compared_uneven, self._compared_uneven or uneven
+        self._check = self._compares and (first or (index + 1) & index == 0)
 
     @contextmanager
-    def piece(self, piece: ReplicaSlice, batch_index: int) -> Iterator[None]:
+    def piece(self, piece: ReplicaSlice, index: int) -> Iterator[None]:
         """Run a replica within the context: from the buffers at the beginning of the step, with its own random numbers.
 
         The copies stay in place: a backward after the context may run parts of the forward again. A piece of no
@@ -80,34 +75,45 @@ class ReplicaState:
         self._put(copies)
         versions = versions_of(self._parameters.values())
         try:
-            stream = -1 - self._world.rank if piece.replica is None else piece.replica
             with ExitStack() as around:
-                around.enter_context(self._streams.of(batch_index, stream))
                 if piece.replica is None:
+                    around.enter_context(self._streams.of(index, -1 - self._world.rank))
                     around.enter_context(not_counted())
                     around.enter_context(metrics_kept(self._module))
+                else:
+                    around.enter_context(self._streams.of(index, piece.replica))
                 yield
         except BaseException:
             self._put(self._originals)
             raise
-        after = versions_of(self._parameters.values())
-        changed = [name for name, old, new in zip(self._parameters, versions, after, strict=True) if old != new]
-        if changed:
-            raise RuntimeError(
-                f"training_step has written the parameters {', '.join(changed)}, but it runs once per replica, and of"
-                " those a rank has several. Write parameters in on_train_batch_end."
+        after, written = versions_of(self._parameters.values()), self._buffers()
+        _require_none(
+            (name for name, old, new in zip(self._parameters, versions, after, strict=True) if old != new),
+            "training_step has written the parameters {}, but it runs once per replica, and of those a rank has"
+            " several. Write parameters in on_train_batch_end.",
+        )
+        _require_none(
+            sorted(written.keys() ^ copies.keys()),
+            "the training step has made or removed buffers ({}), which replicas cannot share. Register them in"
+            " __init__, with a tensor.",
+        )
+        assigned = {label: buffer.detach() for label, buffer in written.items() if buffer is not copies[label]}
+        if self._keeps_assigned:
+            kinds = {label: [(one.shape, one.dtype) for one in (copies[label], new)] for label, new in assigned.items()}
+            _require_none(
+                (label for label, (kind, of_new) in kinds.items() if kind != of_new),
+                "the training step has assigned tensors of another shape or dtype to the buffers {}: keep both.",
             )
-        written = self._buffers()
-        changed = sorted(written.keys() ^ copies.keys())
-        if changed:
-            raise RuntimeError(
-                f"the training step has made or removed buffers ({', '.join(changed)}), which replicas cannot share."
-                " Register them in __init__, with a tensor."
+            copies |= assigned
+        elif assigned and not self._warned and self._world.rank == 0:
+            self._warned = True
+            warnings.warn(
+                f"the training step assigns a new tensor to the buffer {', '.join(assigned)}: as with nn.DataParallel"
+                " it is dropped. Write into the buffer (buffer.copy_(...)) to have replica 0's kept.",
+                stacklevel=2,
             )
-        for label, buffer in written.items():
-            if buffer is not copies[label]:
-                self._take_assigned(copies, label, buffer)
-        self._written[piece.replica] = copies
+        if piece.replica is not None:
+            self._written[piece.replica] = copies
 
     def end(self) -> None:
         """Have the module's buffers be replica 0's, on all ranks. A collective operation."""
@@ -116,7 +122,7 @@ class ReplicaState:
         originals, self._originals = self._originals, None
         self._put(originals)
         if self._check:
-            self._require_equal(self._written)
+            self._require_equal()
         with torch.no_grad():
             for label, buffer in self._written.get(0, {}).items():
                 originals[label].copy_(buffer)
@@ -124,23 +130,6 @@ class ReplicaState:
             if self._world.size > 1:
                 broadcast_from_first(list(shared.values()), self._world.group)
         self._written = {}
-
-    def _take_assigned(self, copies: Buffers, label: str, buffer: Tensor) -> None:
-        copy = copies[label]
-        if self._keeps_assigned:
-            if (buffer.shape, buffer.dtype) != (copy.shape, copy.dtype):
-                raise RuntimeError(
-                    f"the training step has assigned a tensor of shape {tuple(buffer.shape)} and {buffer.dtype} to the"
-                    f" buffer {label} of shape {tuple(copy.shape)} and {copy.dtype}: keep shape and dtype."
-                )
-            copies[label] = buffer.detach()
-        elif not self._warned and self._world.rank == 0:
-            self._warned = True
-            warnings.warn(
-                f"the training step assigns a new tensor to the buffer {label}: as with nn.DataParallel it is dropped."
-                " Write into the buffer (buffer.copy_(...)) to have replica 0's kept.",
-                stacklevel=2,
-            )
 
     def _buffers(self) -> Buffers:
         """Return the module's buffers by name; one that is registered twice is there twice."""
@@ -156,14 +145,10 @@ class ReplicaState:
             path, _, name = label.rpartition(".")
             setattr(self._owners[path], name, buffer)
 
-    def _require_equal(self, written: Mapping[int | None, Buffers]) -> None:
+    def _require_equal(self) -> None:
         """Raise, on all ranks, if ranks have written different numbers; a stand-in's do not count."""
-        mine = [
-            (label, blake2b(bits(buffer), digest_size=8).digest())
-            for replica, buffers in written.items()
-            if replica is not None
-            for label, buffer in buffers.items()
-        ]
+        written = chain.from_iterable(buffers.items() for buffers in self._written.values())
+        mine = [(label, blake2b(bits(buffer), digest_size=8).digest()) for label, buffer in written]
         found = Counter(label for label, _ in set(chain.from_iterable(self._world.gather_objects(mine))))
         different = [label for label in self._buffers() if found[label] > 1]
         if different:
@@ -172,3 +157,10 @@ class ReplicaState:
                 " they depend on the samples of a rank, and on one device they would depend on all. Compute them from"
                 " the whole batch in training_step_end, or use equivalent_to='data_parallel', which keeps replica 0's."
             )
+
+
+def _require_none(names: Iterable[str], message: str) -> None:
+    """Raise a RuntimeError that lists the names, if there are any."""
+    listed = ", ".join(names)
+    if listed:
+        raise RuntimeError(message.format(listed))

@@ -17,8 +17,9 @@ CPUs, whose cores compute it, that cost more than it hid.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from lightning_gradavg.lightning_internals import copy_each, views_of
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.sums import SUM_DTYPES
 
-__all__ = ["Fold", "Gradients", "Span", "TreeSum", "subtrees"]
+__all__ = ["Gradients", "Span", "TreeSum", "add_up", "subtrees"]
 
 T = TypeVar("T")
 
@@ -42,43 +43,31 @@ Gradients: TypeAlias = MutableMapping[int, Tensor]
 _BUCKET_BYTES = 25 * 2**20  # as DDP's: larger ones gain no bandwidth
 
 
-class Fold(Generic[T]):
-    """Adds up consecutive nodes as far as the tree allows, as a binary counter carries.
+def add_up(known: dict[Span, T], start: int, stop: int, add: Callable[[T, T], T]) -> bool:
+    """Replace what is known of the leaves from `start` to `stop` by sums, as far as the tree allows.
 
-    Args:
-        leaves: Leaves of the tree.
-        add: Returns the sum of a left and a right value; it may write into either.
-
-    Attributes:
-        nodes: What is added up so far, in order.
+    `add` returns the sum of a left and a right value, and may write into either. Return whether one sum is left.
     """
+    if (start, stop) in known or stop - start == 1:
+        return (start, stop) in known
+    middle = middle_of(start, stop)
+    # Both, as either may hold sums that go no further.
+    if not all([add_up(known, start, middle, add), add_up(known, middle, stop, add)]):
+        return False
+    known[start, stop] = add(known.pop((start, middle)), known.pop((middle, stop)))
+    return True
 
-    def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
-        self._leaves, self._add = leaves, add
-        self.nodes: list[tuple[Span, T]] = []
 
-    def push(self, span: Span, value: T) -> None:
-        """Append the node that follows."""
-        while self.nodes and self._completes(span):
-            (start, _), left = self.nodes.pop()
-            span, value = (start, span[1]), self._add(left, value)
-        self.nodes.append((span, value))
-
-    def _completes(self, span: Span) -> bool:
-        """Return whether a node is the right one of the two below a node, of which the last one so far is the left."""
-        start, middle = self.nodes[-1][0]
-        size = middle - start
-        # A left node is whole: as many leaves as a power of two, from a multiple of that of the node above.
-        is_left = size & (size - 1) == 0 and start % (2 * size) == 0
-        return is_left and span[1] == min(start + 2 * size, self._leaves)
+def middle_of(start: int, stop: int) -> int:
+    """Return where the right one of the two below a node begins: the left one is as large a power of two as fits."""
+    return start + (1 << (stop - start - 1).bit_length() - 1)
 
 
 def subtrees(leaves: int, held: range) -> tuple[Span, ...]:
     """Return the nodes that consecutive leaves add up to by themselves."""
-    fold: Fold[None] = Fold(leaves, lambda left, right: None)  # noqa: ARG005  # there is nothing to add
-    for leaf in held:
-        fold.push((leaf, leaf + 1), None)
-    return tuple(span for span, _ in fold.nodes)
+    known = {(leaf, leaf + 1): leaf for leaf in held}
+    add_up(known, 0, leaves, operator.add)
+    return tuple(sorted(known))
 
 
 class TreeSum:
@@ -102,7 +91,7 @@ class TreeSum:
         self._begin()
 
     def _begin(self) -> None:
-        self._sums: list[Fold[Tensor]] = [Fold(self._replicas, Tensor.add_) for _ in self._buckets]
+        self._sums: list[dict[Span, Tensor]] = [{} for _ in self._buckets]
         self._sent: list[list[tuple[Tensor, dist.Work | None]]] = []
 
     @torch.no_grad()
@@ -113,9 +102,10 @@ class TreeSum:
         """
         _, last = self._spans[self._world.rank][-1]
         for bucket, sums in zip(self._buckets, self._sums, strict=True):
-            sums.push((replica, replica + 1), bucket.row_of(gradients))
+            sums[replica, replica + 1] = bucket.row_of(gradients)
+            add_up(sums, 0, self._replicas, Tensor.add_)
             if replica + 1 == last:
-                rows = [row for _, row in sums.nodes]
+                rows = list(sums.values())
                 # Some ranks have fewer sums than others, which nobody reads.
                 rows += [torch.empty_like(rows[0]) for _ in range(max(map(len, self._spans)) - len(rows))]
                 self._sent.append([self._exchanged(row, torch.empty_like(row)) for row in rows])
@@ -138,7 +128,7 @@ class TreeSum:
             added_up = self._added_up(sent).view(self._world.size, -1)
             added_up[0].add_(0.0).mul_(factor)
             added_up[1:] = added_up[0]
-            totals.append(self._exchanged(added_up.view(-1), sums.nodes[0][1]))
+            totals.append(self._exchanged(added_up.view(-1), next(iter(sums.values()))))
         self._begin()
         found: list[tuple[Tensor, Tensor]] = []
         counts: list[Tensor] = []
@@ -157,11 +147,10 @@ class TreeSum:
         for _, work in sent:
             if work is not None:
                 work.wait()
-        whole = Fold(self._replicas, Tensor.add_)
         segments = [received.chunk(self._world.size) for received, _ in sent]
-        for rank, spans in enumerate(self._spans):
-            for span, of_ranks in zip(spans, segments, strict=False):
-                whole.push(span, of_ranks[rank])
+        of_ranks = (zip(spans, segments, strict=False) for spans in self._spans)
+        known = {span: rows[rank] for rank, of_rank in enumerate(of_ranks) for span, rows in of_rank}
+        add_up(known, 0, self._replicas, Tensor.add_)
         return sent[0][0]  # whose first segment is the first summand, and so the sum
 
 
