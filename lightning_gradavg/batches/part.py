@@ -233,43 +233,29 @@ class SplitBatches(Batches):
         """
         chunk = self.chunk
         assert chunk is not None, "slices() needs a batch that is in training"
+        assert self._loop is not None
         chunks = [each and each.chunk for each in self._behind]
         pieces = max((each.pieces for each in chunks if each is not None), key=len)
         if self._options.num_replicas is None and len(pieces) <= 1:
             return [ReplicaSlice(pieces[0].replica if pieces else None, chunk.samples, batch)]
-        structure, parts = self._parts(batch, chunks)  # on ranks without samples, too: all raise, or none
-        if not pieces:
-            return [ReplicaSlice(None, 0, batch)]
-        count = len(pieces)
-        sizes = [stop - start for start, stop in _bounds(chunk, count)]
-        rows = zip(*(_cut_out(part, each, count) for part, each in zip(parts, chunks, strict=True)), strict=True)
-        return [
-            ReplicaSlice(piece.replica, size, structure.unflatten(row))
-            for piece, size, row in zip(pieces, sizes, rows, strict=True)
-        ]
-
-    def _parts(self, batch: Any, chunks: Sequence[Chunk | None]) -> tuple[Any, list[Any]]:
-        """Return the loaders' structure, and their batches, or raise a ValueError."""
-        assert self._loop is not None
         structure = self._loop.structure
-        hooks = "Have on_before_batch_transfer and on_after_batch_transfer keep"
         try:
             parts = structure.flatten_up_to(batch)
         except ValueError as error:
             raise ValueError(
                 f"the batch of type {type(batch).__name__} that training_step gets does not have the structure of the"
-                f" train loaders any more, so it cannot be cut into replicas. {hooks} one batch for each loader."
+                f" train loaders any more, so it cannot be cut into replicas. {_KEEP} one batch for each loader."
             ) from error
-        for part, chunk in zip(parts, chunks, strict=True):
-            if chunk is None or isinstance(part, Apart):
-                continue
-            if batch_samples(part) != chunk.stop - chunk.start:
-                raise ValueError(
-                    f"training_step gets a batch of {batch_samples(part)} samples where the train loader yielded"
-                    f" {chunk.stop - chunk.start}, so it cannot be cut into replicas. {hooks} the number of samples, or"
-                    " change it in training_step."
-                )
-        return structure, parts
+        # On ranks without samples, too: all raise, or none.
+        cut = [_cut_out(part, each, len(pieces)) for part, each in zip(parts, chunks, strict=True)]
+        if not pieces:
+            return [ReplicaSlice(None, 0, batch)]
+        return [
+            ReplicaSlice(piece.replica, stop - start, structure.unflatten(row))
+            for piece, (start, stop), row in zip(
+                pieces, _bounds(chunk, len(pieces)), zip(*cut, strict=True), strict=True
+            )
+        ]
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save the loaders' states here: Lightning would load them only within an epoch, and not if they were there."""
@@ -288,6 +274,9 @@ class SplitBatches(Batches):
         set_injection_of_samplers(self.run.trainer, self._injects_samplers)
 
 
+_KEEP = "Have on_before_batch_transfer and on_after_batch_transfer keep"
+
+
 def _bounds(chunk: Chunk, count: int) -> list[tuple[int, int]]:
     """Return the bounds of the pieces, as many as the largest of several loaders' batches has."""
     pieces = [(start, stop) for _, start, stop in chunk.pieces]
@@ -300,10 +289,17 @@ def _cut_out(batch: Any, chunk: Chunk | None, count: int) -> Sequence[Any]:
         return [None] * count
     if isinstance(batch, Apart) and len(batch) == count:
         return batch
+    if not isinstance(batch, Apart) and batch_samples(batch) != chunk.stop - chunk.start:
+        raise ValueError(
+            f"training_step gets a batch of {batch_samples(batch)} samples where the train loader yielded"
+            f" {chunk.stop - chunk.start}, so it cannot be cut into replicas. {_KEEP} the number of samples, or change"
+            " it in training_step."
+        )
     if isinstance(batch, Apart) or chunk.samples < count:
         raise RuntimeError(
             f"a train loader yielded {chunk.samples} samples for this rank in {len(chunk.pieces)} parts beside"
             f" another's in {count}, so some part has samples of one loader and none of another. Set drop_last=True,"
             " raise max_device_batch_size, or use equal batch sizes."
         )
-    return [slice_batch(batch, start - chunk.start, stop - chunk.start) for start, stop in _bounds(chunk, count)]
+    bounds = _bounds(chunk, count) if count > 0 else []
+    return [slice_batch(batch, start - chunk.start, stop - chunk.start) for start, stop in bounds]

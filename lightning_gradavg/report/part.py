@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,21 +56,6 @@ def _total(values: Iterable[Tensor], device: torch.device | None) -> Tensor:
     return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
 
 
-@dataclass
-class _Observation:
-    """An optimizer step that is being observed.
-
-    Attributes:
-        losses: What is known of losses, by the identity of their weighed form.
-        micro_batches: What is known of those whose backward has been.
-        local: The squared norms of local gradients by parameter, after the last backward.
-    """
-
-    losses: dict[int, ObservedMicroBatch] = field(default_factory=dict)
-    micro_batches: list[ObservedMicroBatch] = field(default_factory=list)
-    local: dict[Tensor, Tensor] | None = None
-
-
 class Reports(Part):
     """Reports single optimizer steps. Steps that are not observed cost nothing.
 
@@ -83,13 +67,21 @@ class Reports(Part):
     def __init__(self, *, crosses_ranks: bool, facts: Callable[[], Mapping[str, Any]]) -> None:
         self._crosses_ranks, self._facts = crosses_ranks, facts
         self._asked = False
-        self._observation: _Observation | None = None
         self._report: StepReport | None = None
+        self._forget()
 
     def setup(self, run: Run) -> None:
         """Forget a step that was not finished."""
         super().setup(run)
-        self._observation = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._under_way = False
+        # What is known of losses, by their weighed form, of micro-batches whose backward has been, and, after the last
+        # backward, the squared norms of local gradients by parameter.
+        self._losses: dict[int, ObservedMicroBatch] = {}
+        self._micro_batches: list[ObservedMicroBatch] = []
+        self._local: dict[Tensor, Tensor] | None = None
 
     def observe_next_step(self) -> None:
         """Observe the step whose window begins next."""
@@ -98,7 +90,7 @@ class Reports(Part):
     @property
     def observing(self) -> bool:
         """Whether `observe_next_step` waits for its step."""
-        return self._asked or self._observation is not None
+        return self._asked or self._under_way
 
     def report(self) -> StepReport:
         """Return the numbers of the last observed step, equal on all ranks.
@@ -116,41 +108,32 @@ class Reports(Part):
     def begin_step(self, window: Window) -> Reports | None:
         """Begin to observe where that is asked for; return what looks at the step, if any does."""
         if self._asked and window.length == 0:
-            self._observation, self._asked = _Observation(), False
-        return self if self._observation is not None else None
+            self._forget()
+            self._under_way, self._asked = True, False
+        return self if self._under_way else None
 
     def weighed(self, loss: Any, weighed: WeighedLoss, samples: float | None, batch: Any) -> None:
         """Note a loss as the user returned it, its weighed form, and its samples if known, else its batch."""
-        if self._observation is None:
-            return
         named = tuple(weighed.micro_batch.weights) != (WHOLE_LOSS,)
         terms = loss_terms(loss) if named else {WHOLE_LOSS: weighed.value}
         losses = {name: term.detach() for name, term in terms.items()}
-        self._observation.losses[id(weighed)] = ObservedMicroBatch(losses, self._count_samples(samples, batch))
-
-    def _count_samples(self, samples: float | None, batch: Any) -> float | None:
-        if self._crosses_ranks or samples is not None:
-            return None if self._crosses_ranks else samples
-        with suppress(ValueError):
-            return batch_samples(batch)
-        return None
+        if samples is None:
+            with suppress(ValueError):
+                samples = batch_samples(batch)
+        self._losses[id(weighed)] = ObservedMicroBatch(losses, None if self._crosses_ranks else samples)
 
     @contextmanager
     def backward(self, loss: WeighedLoss, *, last: bool) -> Iterator[None]:
         """Surround the backward of a loss, the last one of its window or not."""
-        observation = self._observation
-        if observation is None:
-            yield
-            return
-        observation.micro_batches.append(observation.losses.pop(id(loss), ObservedMicroBatch({}, None)))
-        if not last:
+        self._micro_batches.append(self._losses.pop(id(loss), ObservedMicroBatch({}, None)))
+        if not (last and self._under_way):  # a step may have several windows, in manual optimization
             yield
             return
         try:
-            with local_gradients(self._parameters, accumulated=len(observation.micro_batches) > 1) as observation.local:
+            with local_gradients(self._parameters, accumulated=len(self._micro_batches) > 1) as self._local:
                 yield
         except BaseException:
-            self._observation = None
+            self._forget()
             raise
 
     @property
@@ -159,17 +142,17 @@ class Reports(Part):
 
     def reduced(self, window: Window, *, skipped: bool) -> None:
         """Report the step, once the gradients of its window are reduced, or the next one. A collective operation."""
-        observation = self._observation
-        if observation is None or observation.local is None:
+        local, seen = self._local, self._micro_batches[-window.length :]
+        if local is None:
             return
-        self._observation, self._asked = None, self._asked or skipped
+        self._forget()
+        self._asked |= skipped
         if skipped:
             return
         scaler = getattr(self.run.trainer.precision_plugin, "scaler", None)
         loss_scale = float(scaler.get_scale()) if scaler is not None else 1.0
-        device, seen = self.run.device, observation.micro_batches[-window.length :]
-        reduced = squared_norm([parameter.grad for parameter in self._parameters], device)
-        own = _total(observation.local.values(), device)
+        reduced = squared_norm([parameter.grad for parameter in self._parameters], self.run.device)
+        own = _total(local.values(), self.run.device)
         local_norm, norm = (math.sqrt(square) / loss_scale for square in (own, reduced))
         ranks = window.world.gather_objects(measure_rank(window, seen, local_norm))
         step = self.run.trainer.global_step

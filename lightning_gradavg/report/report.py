@@ -78,13 +78,12 @@ class StepReport:
     @classmethod
     def of(cls, window: Window, ranks: Sequence[RankMeasurement], **facts: Any) -> StepReport:
         """Return the report of all ranks' measurements; `facts` are the remaining attributes."""
-        micro_batches, samples, norms, terms = zip(*ranks, strict=True)
+        micro_batches, samples, norms, of_ranks = zip(*ranks, strict=True)
+        terms = zip(window.terms, zip(*of_ranks, strict=True), strict=True)
         return cls(
             rule=window.rule.name,
             formula=window.rule.formula,
-            terms=tuple(
-                _term(name, of_ranks) for name, of_ranks in zip(window.terms, zip(*terms, strict=True), strict=True)
-            ),
+            terms=tuple(_term(name, rows) for name, rows in terms),
             world_size=len(ranks),
             micro_batches=micro_batches,
             samples=samples,
