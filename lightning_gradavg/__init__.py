@@ -3,7 +3,7 @@
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_gradavg.batches.split import split_batches
+from lightning_gradavg.batches.loader import split_batches
 from lightning_gradavg.fabric import GradAvgStrategy as _FabricStrategy
 from lightning_gradavg.monitor import GradAvgMonitor
 from lightning_gradavg.place import Place

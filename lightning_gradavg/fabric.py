@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gradavg.arguments import refuse_unknown
-from lightning_gradavg.batches.split import ChunkLoader, split_batches
+from lightning_gradavg.batches.loader import SplitLoader, split_batches
 from lightning_gradavg.launch import EndsProcessGroup
 from lightning_gradavg.lightning_internals import SyncControl
 from lightning_gradavg.reduction.reducer import GradAvgReducer
@@ -124,7 +124,7 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
         rule = resolve_rule(reduction)
         self._rule = rule_of_split_batches(rule) if split_batches else rule
         super().__init__(**options)
-        self._splits, self._loaders = split_batches, list[ChunkLoader]()
+        self._splits, self._loaders = split_batches, list[SplitLoader]()
         self._reducer = None if self._rule == RULES["mean"] else GradAvgReducer(reduction=self._rule)
 
     def __repr__(self) -> str:

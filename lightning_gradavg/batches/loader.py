@@ -24,6 +24,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import (
     ConcatDataset,
@@ -43,7 +45,7 @@ from lightning_gradavg.loaders import LoaderWrapper, distributed_sampler, is_sha
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import batch_samples
 
-__all__ = ["BatchSplitter", "Pass", "SplitLoader"]
+__all__ = ["BatchSplitter", "Pass", "SplitLoader", "split_batches"]
 
 _END = object()
 Loader = TypeVar("Loader", bound="SplitLoader")
@@ -87,7 +89,13 @@ class SplitLoader(LoaderWrapper):
         world: The ranks that read the same batches.
         read: What is iterated: the user's iterable, or a copy of a `DataLoader`.
         indices: The copy's batch sampler, where batches are split at their indices.
+        samples: Samples of the batch yielded last that count: 0 where the rank has none of the global batch, and the
+            batch only keeps it busy. None outside of a pass.
+        with_gradients: Whether that batch was taken outside of `torch.no_grad`.
     """
+
+    samples: int | None = None
+    with_gradients = True
 
     def __init__(self, loader: Any, splitter: BatchSplitter, *, sharded: bool) -> None:
         self.split = Split(max_samples=splitter.split.max_samples) if sharded else splitter.split
@@ -119,7 +127,12 @@ class SplitLoader(LoaderWrapper):
             self.worker_init_fn = loader.worker_init_fn
 
     def __iter__(self) -> Iterator[Any]:
-        return (batch for batch, _ in self.begin().items)
+        try:
+            for batch, behind in self.begin().items:
+                self.samples, self.with_gradients = behind.chunk.samples, torch.is_grad_enabled()
+                yield batch
+        finally:
+            self.samples = None
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -281,3 +294,26 @@ def _draws_nothing(dataset: Any) -> bool:
     if type(dataset) is ConcatDataset:
         return all(map(_draws_nothing, dataset.datasets))
     return type(dataset) in _DRAW_NOTHING
+
+
+def split_batches(loader: Any, *, group: dist.ProcessGroup | None = None) -> SplitLoader:
+    """Return a loader that yields this rank's chunk of each batch of `loader`, which is the global batch.
+
+    Every rank gets its contiguous chunk, cut as `torch.chunk` cuts, in the order of one process. Samplers are used
+    unchanged, with the random state of rank 0. A rank loads only its own samples. If a short batch leaves a rank none,
+    it gets a sample of another rank, to take part in the backward, and `samples` of the returned loader is 0: the
+    weight of that batch.
+
+    Creating the loader and iterating over it are collective operations.
+
+    Args:
+        loader: A `DataLoader` with the global batch size and no `DistributedSampler`, or an iterable of batches. If it
+            or its dataset has a true attribute `sharded_by_rank`, every rank reads its own part of the data, and
+            batches stay whole.
+        group: The ranks that share the batches; those of the default group if None.
+
+    Raises:
+        ValueError: On all ranks, if the loader cannot be split, or the ranks' loaders differ.
+    """
+    world = World.of(group)
+    return BatchSplitter(Split(world.rank, world.size), world).wrap(loader, SplitLoader)
