@@ -57,8 +57,7 @@ class JoinedIterator(Iterator[Any]):
                 raise StopIteration
             if lacking > 0:
                 loader.lend()
-        if self in loader.loop.iterators:
-            loader.behind.note(loader.loop.epoch, Fetched(own, tally))
+        loader.behind.note(self, Fetched(own, tally))
         return loader.last
 
 
@@ -67,8 +66,8 @@ class JoinedLoader(LoaderWrapper):
 
     def __init__(self, loader: Any, world: World, device: torch.device, loop: TrainingLoop, length: int | None) -> None:
         super().__init__(loader, read=loader, shown=loader, shared=False)
-        self.read, self.device, self.loop, self._world, self._length = loader, device, loop, world, length
-        self.behind = Numbers()
+        self.read, self.device, self._world, self._length = loader, device, world, length
+        self.behind = Numbers(loop)
         self.last: Any = _END
         dataset = getattr(loader, "dataset", None)
         of = "" if dataset is None else f" over {type(dataset).__name__}"
@@ -107,10 +106,8 @@ def fetched_now(loop: TrainingLoop, world_size: int) -> tuple[bool, int]:
     Raises:
         RuntimeError: On all ranks, if there are other loaders beside one that has fewer batches on some.
     """
-    number = loop.ready - 1
     joined = [each.loader for each in loop.iterators if isinstance(each, JoinedIterator)]
-    of_epoch = [loader.behind.of(loop.epoch) for loader in joined]
-    fetched = [numbers[number] for numbers in of_epoch if number in numbers]
+    fetched = [now for now in (loader.behind.get(loop.ready - 1) for loader in joined) if now is not None]
     missing = max((world_size - each.tally.read()[0] for each in fetched), default=0)
     if missing > 0 and len(loop.iterators) > 1:
         raise RuntimeError(

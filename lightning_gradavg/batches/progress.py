@@ -29,23 +29,27 @@ def _nothing() -> None:
 class Numbers:
     """What stands behind the batches of a loader, by the number that Lightning gives them in an epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: TrainingLoop) -> None:
+        self._loop = loop
         # Weak: the workers of an epoch that is left must be able to end.
         self._of_epochs: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
 
-    def of(self, epoch: Any) -> dict[int, Any]:
-        """Return the numbers of an epoch, as `TrainingLoop.epoch` has it."""
-        return {} if epoch is None else self._of_epochs.get(epoch, {})
+    def note(self, iterator: Any, behind: Any, *, first: int = 0, keep: int = 2) -> None:
+        """Note what stands behind an iterator's next batch, unless it is one by which a user looks at the data.
 
-    def note(self, epoch: Any, behind: Any, *, first: int = 0, keep: int = 2) -> None:
-        """Note what stands behind the next batch, the epoch's first being number `first`, and keep so many.
-
-        Two are asked for at least: one batch is fetched ahead where the length is unknown.
+        Two are kept at least: one batch is fetched ahead where the length is unknown. The epoch's first has number
+        `first`.
         """
-        numbers = self._of_epochs.setdefault(epoch, {})
-        number = max(numbers, default=first - 1) + 1
-        numbers[number] = behind
-        numbers.pop(number - keep, None)
+        if iterator in self._loop.iterators:
+            numbers = self._of_epochs.setdefault(self._loop.epoch, {})
+            number = max(numbers, default=first - 1) + 1
+            numbers[number] = behind
+            numbers.pop(number - keep, None)
+
+    def get(self, number: int) -> Any:
+        """Return what stands behind a batch of this epoch, if it was noted."""
+        epoch = self._loop.epoch
+        return None if epoch is None else self._of_epochs.get(epoch, {}).get(number)
 
 
 class NumberedLoader(SplitLoader):
@@ -59,7 +63,7 @@ class NumberedLoader(SplitLoader):
 
     def __init__(self, loader: Any, splitter: BatchSplitter, *, sharded: bool, progress: Progress) -> None:
         super().__init__(loader, splitter, sharded=sharded)
-        self.progress, self.behind = progress, Numbers()
+        self.progress, self.behind = progress, Numbers(progress.loop)
         self.start: LoaderState | None = None
 
     def __iter__(self) -> NumberedIterator:
@@ -122,9 +126,8 @@ class NumberedIterator(Iterator[Any]):
                 loader.start = None  # the next pass, perhaps of the same epoch, is a new one
             raise StopIteration
         batch, behind = item
-        if self in mine:  # and not one by which a user looks at the data
-            first = 0 if loader.start is None else loader.start["batches"]
-            loader.behind.note(progress.loop.epoch, behind, first=first, keep=progress.window() + 2)
+        first = 0 if loader.start is None else loader.start["batches"]
+        loader.behind.note(self, behind, first=first, keep=progress.window() + 2)
         return batch
 
 
@@ -170,12 +173,11 @@ class Progress:
         loaders = [each.loader for each in loop.iterators]
         for loader in loaders:
             loader.start = None
-        return [loader.behind.of(loop.epoch).get(ready) for loader in loaders]
+        return [loader.behind.get(ready) for loader in loaders]
 
     def in_training(self) -> list[Behind | None]:
         """Return what stands behind the batches in training, for every loader in order; None for an exhausted one."""
-        loop = self.loop
-        return [each.loader.behind.of(loop.epoch).get(loop.ready - 1) for each in loop.iterators]
+        return [each.loader.behind.get(self.loop.ready - 1) for each in self.loop.iterators]
 
     def state_of(self, loader: NumberedLoader) -> LoaderState:
         """Return where training stands in a loader: after the last batch that an optimizer stepped on.
@@ -191,7 +193,7 @@ class Progress:
         over = over or (loop.ready == 0 and self._epoch() is loop.epoch)
         passes = [each.begun.order for each in loop.iterators if each.loader is loader and each.begun is not None]
         order = None if over or not passes else passes[0]
-        last = loader.behind.of(loop.epoch).get(stepped - 1)
+        last = loader.behind.get(stepped - 1)
         mark = Mark() if order is None else order.start if last is None else last.mark
         arrived = self._arrived if loop.ready > stepped else None
         parts = LoaderParts(loader.loader)
