@@ -11,7 +11,7 @@ import yaml
 
 import lightning_gradavg
 from lightning_gradavg.cli import main
-from lightning_gradavg.verify.target import in_one_line
+from lightning_gradavg.cli.lightning import in_one_line
 
 # LightningCLI of lightning 2.6 calls an old API of jsonargparse 4.53.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

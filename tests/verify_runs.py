@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gradavg import GradAvgStrategy, gather
-from lightning_gradavg.verify.judge import judge
+from lightning_gradavg.verify.explain import judge
 from lightning_gradavg.verify.processes import record_run
 from lightning_gradavg.verify.record import Tape
 from lightning_gradavg.verify.report import Report
@@ -163,6 +163,12 @@ def by_count(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
     """Warms up with the number of steps, kept in an attribute."""
     self.count = getattr(self, "count", 0) + 1
     return own(batch) * min(1.0, self.count / 10)
+
+
+def by_position(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    """Weights the first samples of a batch most, whichever these are."""
+    losses = nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none")
+    return (losses / torch.arange(1, len(losses) + 1)).mean()
 
 
 CALLS = 0
@@ -721,6 +727,7 @@ RUNS = {
         lambda: _with_spectral_norm(Net()), WINDOWS, GradAvgStrategy, TWO, not_shown="keeps state for every micro-batch"
     ),
     "L-BFGS": Run(with_optimizer(lambda self: torch.optim.LBFGS(self.parameters(), max_iter=3))),
+    "a loss of the positions in a batch": Run(with_step(by_position), not_shown="their positions in the batch"),
     "windows in manual optimization": Run(lambda: Manual(every=2), WINDOWS, steps=1, not_shown="the user's own sum"),
     "padding beyond the steps": Run(data=31, options=SHUFFLED, not_shown="the sampler repeats 1 samples"),
     "a short window beyond the steps": Run(

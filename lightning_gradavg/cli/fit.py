@@ -9,16 +9,16 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from lightning_gradavg.arguments import nearest
 from lightning_gradavg.cli import hinted
-from lightning_gradavg.verify.target import in_one_line, with_class_paths
+from lightning_gradavg.cli.lightning import CommandLine, WrongArgumentsError, in_one_line, with_class_paths
 
 __all__ = ["main"]
 
@@ -29,14 +29,6 @@ _OPTIONS = (
 )
 
 
-class _Parser(LightningArgumentParser):
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error:
-            super().error(message, ex)
-        self.exit(2, f"{self.prog.split(' [')[0]}: error: {hinted(in_one_line(message), _OPTIONS)}\n")
-
-
 class _SavedConfig(SaveConfigCallback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -45,12 +37,7 @@ class _SavedConfig(SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
 
 
-class _CommandLine(LightningCLI):
-    @override
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        self.parser_class = _Parser
-        return super().init_parser(**kwargs)
-
+class _CommandLine(CommandLine):
     @override
     def instantiate_classes(self) -> None:
         try:
@@ -62,7 +49,9 @@ class _CommandLine(LightningCLI):
             if not raised_in.f_globals["__name__"].startswith(_REFUSING):
                 raise
             wrong = re.search(r"invalid strategy name: `strategy='(.*?)'`", str(error))
-            self.parser.error(str(error) if wrong is None else _unknown_strategy(wrong[1]))
+            raise WrongArgumentsError(
+                in_one_line(str(error) if wrong is None else _unknown_strategy(wrong[1]))
+            ) from error
 
 
 def _unknown_strategy(name: str) -> str:
@@ -84,18 +73,17 @@ def main(arguments: Sequence[str]) -> int:
     """
     if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
         sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
+    given, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
         read = with_class_paths(arguments)
-    except ValueError as error:
-        print(f"gradavg {arguments[0]}: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    given, sys.argv = sys.argv, [sys.argv[0], *arguments]
-    # Where nothing was taken out, the arguments stay those of the process, as Lightning wants them.
-    changed: dict[str, Any] = {"args": read} if read != list(arguments) else {}
-    try:
+        # Where nothing was taken out, the arguments stay those of the process, as Lightning wants them.
+        changed: dict[str, Any] = {"args": read} if read != list(arguments) else {}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
             _CommandLine(**changed, save_config_callback=_SavedConfig, parser_kwargs={"prog": "gradavg"})
+    except WrongArgumentsError as error:
+        print(f"gradavg {arguments[0]}: error: {hinted(str(error), _OPTIONS)}", file=sys.stderr)
+        sys.exit(2)
     finally:
         sys.argv = given
     return 0

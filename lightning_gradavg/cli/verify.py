@@ -7,12 +7,16 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lightning_gradavg.cli import OneLineParser
+from lightning_gradavg.cli.lightning import read_config, read_names
 from lightning_gradavg.verify.processes import verify_target
-from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, Report, explanation, plot_report, plotting
+from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, explanation, plot_report
 from lightning_gradavg.verify.target import Settings, Target, resolve_strategy
 
 __all__ = ["main"]
@@ -32,11 +36,11 @@ def _parser() -> argparse.ArgumentParser:
     what("module", nargs="?", metavar="NAME", help="the model, a class or function: package.module:Net or train.py:Net")
     what("--model", metavar="NAME", help="the same, together with --config")
     what("--data", metavar="NAME", help="the data, a data module or a function that returns a loader")
-    what("--init", **several, metavar="NAME=VALUE", help="an argument of the module; repeatable")
+    what("--init", **several, type=_assignment, metavar="NAME=VALUE", help="an argument of the module; repeatable")
     what("--config", **several, metavar="FILE", help="a config file of `fit`; repeatable")
     what("--strategy", metavar="NAME", help="a registered name, or train.py:Class (default: the config's, else ddp)")
     of_trainer = "an option of the Trainer, its value as JSON or a plain string; repeatable"
-    what("--trainer", **several, metavar="NAME=VALUE", help=of_trainer)
+    what("--trainer", **several, type=_assignment, metavar="NAME=VALUE", help=of_trainer)
     how = parser.add_argument_group("how").add_argument
     how("--devices", type=int, default=2, metavar="N", help="processes (default: 2)")
     how("--steps", type=int, default=3, metavar="N", help="global batches (default: 3)")
@@ -55,53 +59,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
-    found = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not name or not equals:
-            raise ValueError(f"{option} must be NAME=VALUE, got {text!r}")
-        try:
-            found[name] = json.loads(value)
-        except json.JSONDecodeError:
-            found[name] = value
-    return found
+def _assignment(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    with suppress(json.JSONDecodeError):
+        return name, json.loads(value)
+    return name, value
 
 
 def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
-    options, init = _assignments("--trainer", args.trainer), _assignments("--init", args.init)
-    if args.strategy is not None:
-        options["strategy"] = args.strategy
-        if ":" not in args.strategy:
-            resolve_strategy(args.strategy)
     module = args.model or args.module
     missing = [file for file in args.config if not Path(file).is_file()]
     folder = Path(args.plot or ".").absolute().parent
     refused = {
         "nothing to verify: give --config FILE, or module:LightningModule": not (args.config or module),
-        "--init is for a module without --config; beside it write --model.NAME=VALUE": args.config and init,
-        f"--config {missing[0] if missing else ''!r}: there is no such file": missing,
+        "--init is for a module without --config; beside it write --model.NAME=VALUE": args.config and args.init,
+        f"--config {''.join(missing[:1])!r}: there is no such file": missing,
         f"{''.join(further[:1])!r} is not an option; further options of LightningCLI need --config": further
         and not args.config,
         f"--plot {args.plot!r}: there is no folder {str(folder)!r}": not folder.is_dir(),
+        "--plot needs matplotlib, which is not installed: pip install matplotlib": args.plot
+        and find_spec("matplotlib") is None,
     }
     for message in (message for message, wrong in refused.items() if wrong):
         raise ValueError(message)
-    if not args.config:
-        return Target(module, args.data, {"strategy": "ddp", **options}, args.seed, init)
-    arguments = [f"--config={file}" for file in args.config] + [f"--model={module}"] * bool(module)
-    return Target(data=args.data, options=options, seed=args.seed, config=(*arguments, *further))
-
-
-def _run(args: argparse.Namespace, further: Sequence[str]) -> Report:
-    settings = Settings(args.devices, args.steps, args.accelerator, args.single, tolerance=args.tolerance)
-    target = _target(args, further)
-    if args.plot is not None:
-        plotting()
-    report = verify_target(target, settings, args.ignore)
-    if args.plot is not None:
-        plot_report(report, args.plot)
-    return report
+    options = {} if args.config else {"strategy": "ddp"}
+    options |= dict(args.trainer) | ({"strategy": args.strategy} if args.strategy else {})
+    if ":" not in options.get("strategy", ":"):
+        resolve_strategy(options["strategy"])
+    read = partial(read_names, module, args.data, dict(args.init))
+    if args.config:
+        arguments = [f"--config={file}" for file in args.config] + [f"--model={module}"] * bool(module)
+        read = partial(read_config, [*arguments, *further], args.data)
+    return Target(read, options, args.seed)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,7 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
         sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
     try:
-        report = _run(args, further)
+        settings = Settings(args.devices, args.steps, args.accelerator, args.single, tolerance=args.tolerance)
+        report = verify_target(_target(args, further), settings, args.ignore)
+        if args.plot is not None:
+            plot_report(report, args.plot)
         print(json.dumps(report.as_dict(), indent=2) if args.json else report)
     except Exception as error:  # noqa: BLE001  # no failure may look like a verdict
         print(f"gradavg verify: error: {error}", file=sys.stderr)

@@ -1,45 +1,33 @@
-"""How a run differs from one process: in what is trained, stage by stage in the order of a run, and in what is read."""
+"""How a run differs from another: in what is trained, stage by stage in the order of a run, and in what is read."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, TypeAlias
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice, pairwise, zip_longest
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_gradavg.verify.record import Refused, Tape, Tensors
-from lightning_gradavg.verify.report import Finding
+from lightning_gradavg.verify.record import Moment, Refused, Tape, Tensors
+from lightning_gradavg.verify.report import Difference, Finding
 from lightning_gradavg.verify.samples import Read
 
-__all__ = ["Coverage", "Difference", "Seen", "difference", "differences", "flat", "gap_between", "multiple_of"]
+__all__ = ["Seen", "difference", "differences", "differences_in_reading", "flat", "gap_between", "multiple_of"]
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Where a tensor of the run differs from that of one process.
+class Seen(NamedTuple):
+    """A difference at a stage of a step, and what was compared there."""
 
-    Attributes:
-        name: Its parameter, buffer or value.
-        relative: The largest absolute difference over the largest absolute value.
-        found: The run's value where they differ most.
-        expected: That of one process.
-        factor: Run / one process where everything that differs is that multiple, or None.
-    """
-
-    name: str
-    relative: float
-    found: float
-    expected: float
-    factor: float | None = None
-
-
-Seen: TypeAlias = tuple[str, int, Difference]
-"""The stage, the step, and the difference."""
+    stage: str
+    step: int
+    difference: Difference
+    found: Tensors
+    expected: Tensors
+    relative: Mapping[str, float]
 
 
 def difference(
@@ -47,6 +35,8 @@ def difference(
     expected: Mapping[str, Tensor],
     tolerance: float,
     noise: Mapping[str, Tensor] | None = None,
+    *,
+    together: bool = True,
 ) -> tuple[Difference | None, dict[str, float]]:
     """Return the largest difference beyond the tolerance, and the relative size of all. A missing tensor is zero.
 
@@ -56,31 +46,30 @@ def difference(
         tolerance: The relative difference that counts as equal.
         noise: What both were computed from: a hundred-thousandth of the tolerance of that is rounding, as of the
             largest of all tensors. What is zero but for rounding would otherwise differ by 100 %.
+        together: Whether a factor is that of all tensors.
     """
     relative, beyond = dict[str, float](), list[Difference]()
     largest = max(map(_size, expected.values()), default=0.0)
     for name in {**expected, **found}:
         mine, other = _paired(found.get(name), expected.get(name))
-        if mine.shape != other.shape:
-            beyond.append(Difference(name, math.inf, math.nan, math.nan))
-            relative[name] = math.inf
-            continue
-        same = (mine == other) | (mine.isnan() & other.isnan())
+        same = torch.isclose(mine, other, rtol=0.0, atol=0.0, equal_nan=True)
         gaps = torch.where(same, 0.0, (mine - other).abs().nan_to_num(math.inf, math.inf))
         at, scale = int(gaps.argmax()), _size(other)
         gap = float(gaps[at])
         rounding = 1e-5 * tolerance * (_size(noise[name]) if noise and name in noise else largest)
-        relative[name] = gap / scale if scale else math.inf * bool(gap) if gap else 0.0
+        relative[name] = gap / scale if scale else math.inf if gap else 0.0
         if gap > rounding + tolerance * scale:
             beyond.append(Difference(name, relative[name], float(mine[at]), float(other[at])))
         else:
             relative[name] = min(relative[name], tolerance)
     if not beyond:
         return None, relative
+    most = max(beyond, key=lambda one: one.relative)
     like = {**expected, **found}
-    factor = multiple_of(flat(found, like), flat(expected, like), 100 * tolerance)
-    told = factor if factor and abs(factor - 1) > tolerance else None
-    return replace(max(beyond, key=lambda one: one.relative), factor=told), relative
+    like = like if together else {most.name: like[most.name]}
+    near = 1e4 * tolerance
+    factor = multiple_of(flat(found, like), flat(expected, like), near)
+    return replace(most, factor=factor if factor and abs(factor - 1) > near else None), relative
 
 
 def _size(tensor: Tensor) -> float:
@@ -89,10 +78,10 @@ def _size(tensor: Tensor) -> float:
 
 
 def _paired(*tensors: Tensor | None) -> list[Tensor]:
-    """Return two sketches, with zeros for one that is missing."""
-    known = [each for each in tensors if each is not None and each.numel()]
-    zeros = torch.zeros_like(known[0]) if known else torch.zeros(1, dtype=torch.float64)
-    return [zeros if each is None or not each.numel() else each for each in tensors]
+    """Return two sketches, with zeros for one that is missing, and NaN where one is shorter."""
+    length = max(1, *(0 if each is None else each.numel() for each in tensors))
+    known = [torch.zeros(0).double() if each is None else each.reshape(-1) for each in tensors]
+    return [nn.functional.pad(each, (0, length - len(each)), value=math.nan if len(each) else 0.0) for each in known]
 
 
 def flat(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
@@ -124,189 +113,146 @@ def differences(
     Raises:
         Refused: If one takes other steps than the other.
     """
-    for stage, position, found in _compared(run, alone, tolerance, {} if gradients is None else gradients):
-        if found is not None:
-            yield stage, position, found
+    noted = {} if gradients is None else gradients
+    before: Tensors = {}
+    for position, (step, own) in enumerate(zip(run.steps, alone.steps, strict=False)):
+        tiny: Tensors = {}
+        for other, mine in zip_longest(step.moments, own.moments, fillvalue=Moment("", {})):
+            (stage, found), (known, expected), noise = other, mine, {}
+            if stage != known:
+                raise Refused("one process takes other optimizer steps in a batch than the run, or more of them")
+            if stage == "clipped gradient":
+                tiny |= _zero_but_for_rounding(expected)
+            elif stage == "weights":
+                # Optimizers enlarge what is zero but for rounding: it counts as moved as expected.
+                found, expected, noise = _without(found, before), _without(expected, before), expected
+                found |= {name: torch.where(tiny[name], expected[name], found[name]) for name in tiny if name in found}
+            seen, relative = difference(found, expected, tolerance, noise, together=stage != "optimizer options")
+            before = noise or (expected if stage == "initial weights" else before)
+            for name, each in relative.items() if stage == "reduced gradient" else ():
+                noted.setdefault(name, []).append(each)
+            if seen is not None:
+                yield Seen(stage, position, seen, found, expected, relative)
 
 
-def _compared(
-    run: Tape, alone: Tape, tolerance: float, gradients: dict[str, list[float]]
-) -> Iterator[tuple[str, int, Difference | None]]:
-    yield "initial weights", 0, difference(run.initial, alone.initial, tolerance)[0]
-    before = alone.initial
-    for position, (other, mine) in enumerate(zip(run.steps, alone.steps, strict=False)):
-        for theirs, own in zip(other.updates, mine.updates, strict=False):
-            if len(own.reduced) > len(theirs.reduced):
-                raise Refused("one process asks for the loss more often in a step than the run")
-            for found, expected in zip(theirs.reduced, own.reduced, strict=False):
-                seen, relative = difference(found, expected, tolerance)
-                for name, each in relative.items():
-                    gradients.setdefault(name, []).append(each)
-                yield "reduced gradient", position, seen
-            yield "clipped gradient", position, difference(theirs.used, own.used, tolerance)[0]
-            for found_options, options in zip(theirs.options, own.options, strict=False):
-                for name in (name for name in found_options if name in options):
-                    yield "optimizer options", position, _of_option(name, found_options[name], options[name], tolerance)
-        if len(other.updates) != len(mine.updates):
-            raise Refused("one process takes another number of optimizer steps in a batch")
-        moved = {name: tensor - before[name] for name, tensor in mine.weights.items() if name in before}
-        of_run = {name: other.weights[name] - before[name] for name in moved if name in other.weights}
-        for update in mine.updates:
-            _leave_out_rounding(of_run, moved, update.used)
-        yield "weights", position, difference(of_run, moved, tolerance, noise=mine.weights)[0]
-        yield "buffers", position, difference(other.buffers, mine.buffers, tolerance)[0]
-        before = mine.weights
+def _without(tensors: Tensors, before: Tensors) -> Tensors:
+    return {name: each - before[name] for name, each in tensors.items() if name in before}
 
 
-def _leave_out_rounding(found: Tensors, expected: Tensors, gradients: Tensors) -> None:
-    """Take for moved as expected what was moved by a gradient that is zero but for rounding: optimizers enlarge it."""
-    largest = max(map(_size, gradients.values()), default=0.0)
-    for name, used in gradients.items():
-        tiny = (used.abs() < 1e-10 * largest) & ((used != 0) | (0 < _size(used) < 1e-10 * largest))
-        if name in found and used.shape == found[name].shape:
-            found[name] = torch.where(tiny, expected[name], found[name])
+def _zero_but_for_rounding(gradients: Tensors) -> Tensors:
+    """Return which elements of gradients are next to nothing beside the largest of all."""
+    least = 1e-10 * max(map(_size, gradients.values()), default=0.0)
+    return {name: (each.abs() < least) & ((each != 0) | (0 < _size(each) < least)) for name, each in gradients.items()}
 
 
-def _of_option(name: str, found: Any, expected: Any, tolerance: float) -> Difference | None:
-    """Return how an option of the optimizer differs; numbers up to the tolerance, else names only."""
-    if isinstance(found, (tuple, list)) and isinstance(expected, (tuple, list)) and len(found) == len(expected):
-        pairs = (_of_option(name, *pair, tolerance) for pair in zip(found, expected, strict=True))
-        return next(filter(None, pairs), None)
-    if isinstance(found, (int, float)) and isinstance(expected, (int, float)):
-        if math.isclose(found, expected, rel_tol=tolerance, abs_tol=1e-300):
-            return None
-        relative = abs(found - expected) / abs(expected) if expected else math.inf
-        return Difference(name, relative, found, expected, found / expected if expected else None)
-    differs = type(found) is type(expected) and isinstance(found, (str, type(None))) and found != expected
-    return Difference(name, math.nan, math.nan, math.nan) if differs else None
-
-
-@dataclass
-class Coverage:
+class _Reading:
     """Whether the ranks together read what one process reads: each sample as often, in the same order and batches."""
 
-    tapes: Sequence[Tape]
-    alone: Read
-    findings: list[Finding] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)  # what is not shown, or known of steps beyond the compared ones
-    note: str = ""  # what there is to say of the samples otherwise
-
-    def __post_init__(self) -> None:
-        self.facts, reads = self.tapes[0].facts, [self.alone, *(tape.read for tape in self.tapes)]
-        identity = _identity(reads)
-        self.stream = [identity(one) for batch in self.alone.batches for one in batch]
-        self.there = Counter(self.stream)
-        self.of_ranks = [[[identity(one) for one in batch] for batch in tape.read.batches] for tape in self.tapes]
-        self.complete, self.chosen = all(read.complete for read in reads), any(read.chooses for read in reads)
-        self.shuffled = any(read.shuffles for read in reads)
-        taken = [[[one for one in step.taken if one.counts] for step in tape.steps] for tape in self.tapes]
-        of_steps = [[one for each in step for one in each] for step in zip(*taken, strict=False)]
-        self.steps = [[tuple(map(identity, one.ids)) for one in step] for step in of_steps]
-        self.equal_sizes = all(len({one.size for one in step}) == 1 for step in of_steps)
-        read = [[identity(each) for step in of_rank for one in step for each in one.ids] for of_rank in taken]
-        self.rising = all(map(self._rises, read))
-        self._find_repeated()
-        if not self.findings:
-            self._compare_lengths()
-            self._compare_coverage()
-            self._compare_order()
-
-    def _find(self, cause: str, text: str, position: int = 0, *, note: bool = False) -> None:
-        self.findings.append(Finding(cause, "samples", text, position, note=note))
-
-    def _find_repeated(self) -> None:
-        """Find samples that an epoch trains on more often than one process does."""
-        world, seen, epoch = len(self.tapes), Counter[Any](), 0
-        same_on_all = all(
-            len(batches) >= world > 1 and len(set(batches)) == 1 and None not in batches[0] for batches in self.steps
+    def __init__(self, tapes: Sequence[Tape], alone: Read) -> None:
+        self.tapes, self.alone, self.facts = tapes, alone, tapes[0].facts
+        reads = [alone, *(tape.read for tape in tapes)]
+        self.complete, self.chosen, self.shuffled = (
+            all(read.complete for read in reads),
+            any(read.chooses for read in reads),
+            any(read.shuffles for read in reads),
         )
-        for position, (batches, step) in enumerate(zip(self.steps, self.tapes[0].steps, strict=False)):
-            here = Counter(one for batch in batches for one in batch if one is not None)
-            seen, epoch = seen + here if step.epoch == epoch else here, step.epoch
-            more = Counter({one: number - self.there[one] for one, number in seen.items() if self.there[one]})
-            repeated = 0 if self.chosen else (+more).total()
-            unknown = self.chosen or not self.alone.complete or not set(here) & set(self.there)
-            if same_on_all and (repeated or unknown):
-                text = f"all {world} ranks read the same samples in the same order: the global batch is one rank's"
-                self._find("duplicated stream", text, position)
-                return
-            if repeated and self.alone.complete and not self.facts.splits:
-                text = f"{repeated} of {seen.total()} samples are trained on more often than by one process"
-                self._find("padding", text, position)
-                return
+        self.stream = [one for batch in alone.batches for one in batch]
+        self.there = Counter(self.stream)
+        self.of_ranks = [tape.read.batches for tape in tapes]
+        of_steps = zip(*(tape.steps for tape in tapes), strict=False)
+        self.taken = [[one for step in steps for one in step.taken if one.counts] for steps in of_steps]
+        self.steps = [[one.ids for one in taken] for taken in self.taken]
+        self.epochs = [step.epoch for step in tapes[0].steps]
 
-    def _compare_lengths(self) -> None:
-        """Tell of what the compared steps do not have: a short last batch, or a short window."""
-        facts, compared, window = self.facts, self.tapes[0].steps, max(1, self.facts.accumulation)
-        taken, epoch = sum(len(step.taken) for step in compared), facts.epoch_batches
-        number = int(min([*map(len, self.of_ranks), epoch]))
-        averages = facts.rule.startswith("mean") and not facts.uses_weight and self.equal_sizes
-        starts = [start for start in range(0, number if averages else 0, window) if start >= taken]
-        windows = [(start, min(start + window, number)) for start in starts]
-        for start, stop in windows:
-            sizes = dict.fromkeys(len(batch) for batches in self.of_ranks for batch in batches[start:stop])
-            if len(sizes) > 1:
-                self.remarks.append(
-                    f"the batches {start} to {stop - 1} of an epoch, beyond the steps, hold"
-                    f" {' and '.join(map(str, sizes))} samples: means over them are averaged as if they were equal"
-                )
-                break
+    def repeated(self) -> Iterator[Finding]:
+        """Yield a finding of samples that are trained on more often in an epoch than by one process."""
+        world, seen = len(self.tapes), Counter[Hashable]()
+        alike = all(len(each) >= world > 1 and len(set(each)) == 1 and None not in each[0] for each in self.steps)
+        for position, batches in enumerate(self.steps):
+            here = Counter(one for batch in batches for one in batch if one is not None)
+            seen = here + (seen if position and self.epochs[position] == self.epochs[position - 1] else Counter())
+            known = self.alone.complete and not self.chosen
+            more = sum(max(0, count - self.there[one]) for one, count in seen.items() if known and self.there[one])
+            if alike and (more or not known or not here.keys() & self.there.keys()):
+                text = f"all {world} ranks read the same samples in the same order: the global batch is one rank's"
+                yield Finding("duplicated stream", "samples", text, position)
+            elif more and not self.facts.splits_batches:
+                text = f"{more} of {seen.total()} samples are trained on more often than by one process"
+                yield Finding("padding", "samples", text, position)
+
+    def lengths(self) -> Iterator[str]:
+        """Yield what the compared steps do not have: a short last batch, or a short window."""
+        facts, steps, window = self.facts, self.tapes[0].steps, max(1, self.facts.accumulation)
+        taken, epoch = sum(len(step.taken) for step in steps), facts.epoch_batches
+        averages = facts.rule.name.startswith("mean") and not facts.rule.uses_weight
+        if averages and all(len({one.size for one in each}) == 1 for each in self.taken):
+            for start in range(-(-taken // window) * window, int(min([*map(len, self.of_ranks), epoch])), window):
+                held = [batch for batches in self.of_ranks for batch in batches[start : start + window]]
+                if len(sizes := dict.fromkeys(map(len, held))) > 1:
+                    yield (
+                        f"the batches from {start} on of an epoch, beyond the steps, hold"
+                        f" {' and '.join(map(str, sizes))} samples: means over them are averaged as if they were equal"
+                    )
+                    break
         rest = epoch % window if math.isfinite(epoch) else 0
-        seen = any(len(step.taken) < window for step in compared) or taken >= epoch
+        seen = any(len(step.taken) < window for step in steps) or taken >= epoch
         if rest and facts.automatic and not (facts.ours or seen):
-            self.remarks.append(
+            yield (
                 f"the last window of an epoch was not among the steps: it has {rest:g} of {window} micro-batches, and"
                 f" {facts.strategy} still divides it by {window}; GradAvgStrategy does not"
             )
 
-    def _compare_coverage(self) -> None:
-        """Find samples that an epoch never reads, or reads more than once."""
-        if self.chosen or not self.complete:
-            return
+    def coverage(self) -> Iterator[Finding | str]:
+        """Yield what is said of samples that an epoch never reads, or reads more than once."""
         here = Counter(one for batches in self.of_ranks for batch in batches for one in batch)
         dropped = sum(max(map(len, batches), default=0) for batches in self.of_ranks)  # what drop_last leaves out
-        known = here.keys() & self.there.keys()
-        missing = (self.there - here).total() if known else self.there.total() - here.total()
+        known, total = here.keys() & self.there.keys(), self.there.total()
+        missing = (self.there - here).total() if known else total - here.total()
         more = sum(max(0, here[one] - self.there[one]) for one in known)
         dealt = not self.facts.ours or any(tape.read.dealt for tape in self.tapes)  # else these are stand-ins
+        if self.chosen or not self.complete:
+            return
         if missing > dropped:
-            text = f"{missing} of the {self.there.total()} samples of an epoch are never read"
-            self._find("unread samples", text)
-        elif more and not self.facts.splits and (dealt or more >= self.there.total()):
-            all_read = more >= self.there.total()
-            how = "every rank reads all" if all_read else f"the sampler repeats {more} samples, to fill the ranks"
-            self.remarks.append(f"beyond the compared steps {how}: they are trained on twice in an epoch")
+            text = f"{missing} of the {total} samples of an epoch are never read"
+            yield Finding("unread samples", "samples", text)
+        elif more and not self.facts.splits_batches and (dealt or more >= total):
+            how = "every rank reads all" if more >= total else f"the sampler repeats {more} samples, to fill the ranks"
+            yield f"beyond the compared steps {how}: they are trained on twice in an epoch"
 
-    def _compare_order(self) -> None:
-        """Find the first global batch that is not what one process reads at that place of its epoch."""
-        left, epochs = list(self.stream), [step.epoch for step in self.tapes[0].steps]
+    def order(self) -> Iterator[Finding | str]:
+        """Yield the first global batch that is not what one process reads at that place of its epoch."""
+        left, places = self.stream, {one: index for index, one in enumerate(self.stream)}
         for position, batches in enumerate(self.steps):
             here = Counter(one for batch in batches for one in batch)
-            if self.chosen or epochs[position] != epochs[0] or not left:
-                return
             there, left = Counter(left[: here.total()]), left[here.total() :]
+            if self.chosen or self.epochs[position] != self.epochs[0] or not there:
+                return
             if here == there:
                 continue
-            meant = self.shuffled or self.alone.streams
             if not self.there.keys() & here.keys():
                 text = "no sample is one that one process reads: they may be transformed at random"
-                self.note = text if meant or self.facts.splits else ""
-                self.remarks += [] if self.note else [text]
+                yield (
+                    Finding("data order", "samples", text, position, note=True)
+                    if self.shuffled or self.facts.splits_batches
+                    else text
+                )
                 return
-            how = "; every rank reads its own part in order" if self.rising else ""
-            how = "; a sampler shuffles them" if self.shuffled else how
-            shared = f"at this step, {(here & there).total()} of the {here.total()} samples of the global batch"
-            text = f"{shared} match the single-process run{how}"
-            self._find("data order", text, position, note=meant or self.rising)
+            of_ranks = [
+                [places.get(one, -1) for step in t.steps for b in step.taken if b.counts for one in b.ids]
+                for t in self.tapes
+            ]
+            rising = all(one < other for of_rank in of_ranks for one, other in pairwise(of_rank))
+            text = (
+                f"at this step, {(here & there).total()} of the {here.total()} samples of the global batch match the"
+                " single-process run"
+            )
+            yield Finding("data order", "samples", text, position, note=self.shuffled or rising)
             return
 
-    def _rises(self, read: Sequence[Any]) -> bool:
-        places = {one: index for index, one in enumerate(self.stream)}
-        return all(one < other for one, other in pairwise(places.get(one, -1) for one in read))
 
-
-def _identity(reads: Sequence[Read]) -> Callable[[Any], Any]:
-    """Return what a sample is known by: its index where all datasets are one, else its content."""
-    probes = reads[0].probes
-    one = bool(probes) and None not in probes and all(each.probes == probes for each in reads)
-    return lambda each: each[0] if one and each[0] is not None else each[1]
+def differences_in_reading(tapes: Sequence[Tape], alone: Read) -> tuple[list[Finding], list[str]]:
+    """Return what ranks and one process read differently, and remarks on what the compared steps do not show."""
+    reading = _Reading(tapes, alone)
+    told: list[Finding | str] = [*islice(reading.repeated(), 1)]
+    told = told or [*reading.lengths(), *reading.coverage(), *reading.order()]
+    return [one for one in told if isinstance(one, Finding)], [one for one in told if isinstance(one, str)]

@@ -1,4 +1,4 @@
-"""Why a gradient differs from that of one process.
+"""The judgement of a run: where it first differs from one process, and why.
 
 `P` are the gradients that one process computes of each micro-batch alone, `F` that of all samples at once, and `G` what
 the run made of them. The combination of `P` that is `F` is *right*, the one that is `G` is what was *done*. Where they
@@ -10,23 +10,58 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property
-from itertools import pairwise
-from typing import NamedTuple
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gradavg.lightning_internals import BatchNorm, without_gradient_hooks
-from lightning_gradavg.verify.compare import difference, flat, gap_between, multiple_of
-from lightning_gradavg.verify.record import Refused, Tape, Tensors
-from lightning_gradavg.verify.report import times
-from lightning_gradavg.verify.twin import Probe, Twin
+from lightning_gradavg.verify.compare import (
+    Seen,
+    difference,
+    differences,
+    differences_in_reading,
+    flat,
+    gap_between,
+)
+from lightning_gradavg.verify.record import Refused, Step, Tape, Tensors
+from lightning_gradavg.verify.report import CAUSES, STAGES, Finding, Report, Stage, times
+from lightning_gradavg.verify.target import Settings
+from lightning_gradavg.verify.twin import Build, Twin
 
-__all__ = ["explain"]
+__all__ = ["judge"]
 
+_BESIDE_DRAWS = ("initial weights", "optimizer options")  # do not depend on what is drawn
+_OF_COMBINATIONS = (
+    *("short window", "mean of means", "sum loss", "counts", "double division", "constant term"),
+    *("bf16 wire", "fp16 wire", "gradient hooks", "learning-rate scale", "optimizer options"),
+)
+_OF_STATE = (
+    "one process that accumulates the same micro-batches trains the same, and one that takes them as one batch does"
+    " not: something counts or keeps state for every micro-batch, or compares samples within one"
+)
+_OF_DRAWS = "it belongs to no sample; every rank draws its own, and one process draws one"
+_BETWEEN_RANKS = {
+    "initial weights": ("unsynchronised replicas", "rank {rank} starts with different weights than rank 0"),
+    "reduced gradient": ("unsynchronised replicas", "rank {rank} steps with a different gradient than rank 0"),
+    "clipped gradient": ("unsynchronised replicas", "rank {rank} clips to a different gradient than rank 0"),
+    "optimizer options": ("different optimizers", "rank 0 and rank {rank} have different optimizers: {name}"),
+    "weights": ("unsynchronised replicas", "rank {rank} has different weights than rank 0 after the step"),
+}
+_OF_STAGES = {
+    "initial weights": ("initial weights", "the run starts with different values than one process"),
+    "clipped gradient": (
+        "unexplained",
+        "the gradient equals that of one process before clipping, but not afterwards",
+    ),
+    "optimizer options": ("optimizer options", ""),
+    "weights": ("weights beside the gradient", "the optimizer was given what one process gives it"),
+    "buffers": ("buffers of one rank", "{name} is not that of one process after the step; gradient and weights are"),
+}
 _MEANS = ("mean", "mean of the ranks' means")
 _WEIGHED = ("weights", "samples")
 _OF_TERMS = frozenset({"samples", "weights", "terms", "mean"})
@@ -63,142 +98,258 @@ _READINGS = (
 )
 
 
-def explain(twin: Twin, alone: Tape, position: int, tolerance: float) -> tuple[str, str]:
-    """Return the cause and the detail of a step whose gradient differs.
+def judge(tapes: Sequence[Tape], build: Build, settings: Settings) -> Report:
+    """Return how a run, as all ranks recorded it, differs from one process, and why."""
+    facts, problems = tapes[0].facts, [tape.problem for tape in tapes if tape.problem]
+    if problems or not all(tape.steps for tape in tapes):
+        stages = [Stage(name, "not compared") for name in STAGES]
+        remarks = [*problems, "the run took no optimizer step"][:1]
+        return Report(facts.strategy, facts.rule.name, len(tapes), 0, math.nan, stages, remarks=remarks)
+    twin = Twin(tapes, build, not settings.single, settings.accelerator)
+    return _Judge(tapes, twin, settings.largest_difference).report(order=settings.compare_order)
 
-    Raises:
-        Refused: If what was compared depends on more than the samples.
-    """
-    of_updates = zip(twin.steps[position].updates, alone.steps[position].updates, strict=False)
-    pairs = (pair for run, own in of_updates for pair in zip(run.reduced, own.reduced, strict=False))
-    reduced, expected = next(pair for pair in pairs if difference(*pair, tolerance)[0] is not None)
-    if not twin.facts.automatic:
-        return _by_factor(multiple_of(*_flat(reduced, expected), 1e4 * tolerance), len(twin.tapes))
-    found: list[tuple[str, str]] = []
 
-    def probe(step: Probe) -> None:
-        known = _Evidence(step, position, reduced, expected, tolerance)
+class _Judge:
+    def __init__(self, tapes: Sequence[Tape], twin: Twin, tolerance: float) -> None:
+        self.tapes, self.twin, self.tolerance = tapes, twin, tolerance
+
+    def report(self, *, order: bool) -> Report:
+        """Compare, and put together what was found."""
+        alone, facts, gradients = self.twin.run(), self.tapes[0].facts, dict[str, list[float]]()
+        found, steps, remarks = None, len(alone.steps), list[str]()
+        try:
+            seen = self._first(alone, gradients)
+            steps = steps if seen is None else seen.step
+            found = None if seen is None else self._finding(alone, seen)
+        except Refused as error:
+            remarks.append(str(error))
+        if drawn := {name: None for each in (*self.tapes, alone) for name in each.shared}:
+            remarks.insert(0, f"one draw for a whole batch ({', '.join(drawn)}): {_OF_DRAWS}")
+            found = found if found is not None and found.stage in _BESIDE_DRAWS else None
+        of_ranks = next(self._between_ranks(), None)
+        found = of_ranks if of_ranks is not None and (found is None or of_ranks.step <= found.step) else found
+        findings = [] if found is None else [found]
+        of_samples, more = differences_in_reading(self.tapes, alone.read) if order else ([], [])
+        findings, remarks = [*findings, *of_samples], [*remarks, *more]
+        if found is None or found.stage != "initial weights":
+            findings += self._logged(alone, steps)
+        findings.sort(key=lambda each: (each.note, each.step, STAGES.index(each.stage)))
+        used = {"split_batches": facts.splits_batches, "equivalent_to": facts.replicated, "GradAvgStrategy": facts.ours}
+        given = [name for name, there in used.items() if there]
+        remedies = [CAUSES[each.cause].remedy(facts.strategy, facts.rule.name, given) for each in findings]
+        steps = steps if found is None else found.step + 1
+        return Report(
+            facts.strategy,
+            facts.rule.name,
+            len(self.tapes),
+            steps,
+            self.tolerance,
+            list(_stages(findings, found, steps)),
+            [replace(one, advice=advice, diff=diff) for one, (advice, diff) in zip(findings, remedies, strict=True)],
+            gradients,
+            list(dict.fromkeys(remarks)),
+            "float64" if self.twin.double else "float32",
+        )
+
+    def _first(self, alone: Tape, gradients: dict[str, list[float]] | None = None) -> Seen | None:
+        """Return the first difference in training to a run on one process.
+
+        Raises:
+            Refused: If there is no telling.
+        """
+        seen = next(differences(self.tapes[0], alone, self.tolerance, gradients), None)
+        if seen is None and alone.problem:
+            raise Refused(alone.problem)
+        return seen
+
+    def _finding(self, alone: Tape, seen: Seen) -> Finding:
+        """Return the finding of the first difference.
+
+        Raises:
+            Refused: If something other than a fault makes it.
+        """
+        stage, found = seen.stage, seen.difference
+        cause, text = _OF_STAGES.get(stage) or self._of_gradient(seen)
+        if stage == "buffers" and found.name.rpartition(".")[0] in alone.batch_norms:
+            cause = "batch norm"
+        if stage == "optimizer options":
+            cause = "learning-rate scale" if found.name.startswith("lr") else cause
+            text = f"{found.name} is {found.found:.6g}, but {found.expected:.6g} on one process"
+        if stage not in _BESIDE_DRAWS:
+            self._require_no_other_reason(alone, seen.step, cause)
+        told = None if stage == "optimizer options" else found
+        return Finding(cause, stage, text.replace("{name}", found.name), seen.step, told)
+
+    def _of_gradient(self, seen: Seen) -> tuple[str, str]:
+        """Return the cause and the detail of a step whose reduced gradient differs.
+
+        Raises:
+            Refused: If what was compared depends on more than the samples.
+        """
+        if not self.twin.tapes[0].facts.automatic:
+            return _by_factor(seen.difference.factor, len(self.tapes))
+        known = _Evidence(self.twin, seen, self.tolerance)
         known.require_any_order()
-        found.append(_of_parts(known) if known.right else _of_whole(known))
+        return _of_parts(known) if known.right else _of_whole(known)
 
-    tape = twin.run(probe, position)
-    if not found:
-        raise Refused(tape.problem)
-    return found[0]
+    def _require_no_other_reason(self, alone: Tape, position: int, cause: str) -> None:
+        drawn = alone.steps[position].taken[-1].trace
+        of_ranks = [taken for tape in self.tapes for taken in tape.steps[position].taken if taken.counts]
+        for taken in (taken for taken in of_ranks if taken.trace != drawn):
+            names = dict.fromkeys(name for name, _ in [*taken.trace, *drawn])
+            raise Refused(f"a batch of another size draws other random numbers ({', '.join(names)})")
+        if len(self.tapes[0].steps[position].taken) > 1 and cause not in _OF_COMBINATIONS:
+            try:
+                seen = self._first(self.twin.windowed())
+            except Refused:
+                return
+            if seen is None or seen.step > position:
+                raise Refused(_OF_STATE)
+
+    def _between_ranks(self) -> Iterator[Finding]:
+        """Yield where the ranks first differ from each other."""
+        for other in self.tapes[1:]:
+            with suppress(Refused):
+                for seen in differences(other, self.tapes[0], self.tolerance):
+                    if seen.stage in _BETWEEN_RANKS:
+                        cause, text = _BETWEEN_RANKS[seen.stage]
+                        text = text.format(rank=other.rank, name=seen.difference.name)
+                        yield Finding(cause, seen.stage, text, seen.step, seen.difference)
+
+    def _logged(self, alone: Tape, steps: int) -> list[Finding]:
+        """Return the first value that was logged over all ranks, or equally by all, and differs."""
+        synced = {f"{name}{end}" for tape in self.tapes for name in tape.synced for end in ("", "_step", "_epoch")}
+        of_steps = zip(alone.steps[:steps], *(tape.steps for tape in self.tapes), strict=False)
+        for position, (mine, *of_ranks) in enumerate(of_steps):
+            if any(len(step.taken) > 1 for step in of_ranks):
+                continue
+            first = of_ranks[0].logged
+            alike = {name for name in first if all(step.logged.get(name) == first[name] for step in of_ranks)}
+            names = [name for name in mine.logged if name in alike | (synced & first.keys())]
+            found, expected = (
+                {name: torch.tensor([values[name]], dtype=torch.float64) for name in names}
+                for values in (first, mine.logged)
+            )
+            seen, _ = difference(found, expected, 10 * self.tolerance, together=False)
+            if seen is not None:
+                text = f"{seen.name} was logged by all ranks; the training is the same"
+                return [Finding("logged value", "logged values", text, position, seen)]
+        return []
 
 
-def _flat(one: Tensors, other: Tensors) -> tuple[Tensor, Tensor]:
-    like = {**other, **one}
-    return flat(one, like), flat(other, like)
+def _stages(findings: Sequence[Finding], found: Finding | None, steps: int) -> Iterator[Stage]:
+    last = STAGES.index(found.stage) if found is not None and found.step == 0 else len(STAGES)
+    for index, name in enumerate(STAGES):
+        first = min((each for each in findings if each.stage == name), key=lambda each: each.note, default=None)
+        if first is not None:
+            yield Stage(name, "note" if first.note else "differs", first.step, first.cause)
+        elif index > last and name != "logged values":
+            yield Stage(name, "not compared", note="after the first difference")
+        else:
+            yield Stage(name, "equal" if steps else "not compared")
+
+
+def _reduced(step: Step) -> Tensors:
+    """Return the first reduced gradient of a step."""
+    return next(moment.tensors for moment in step.moments if moment.stage == "reduced gradient")
+
+
+def _loss(step: Step) -> float:
+    return step.taken[-1].loss
 
 
 class _Evidence:
     """What is known of one step."""
 
-    def __init__(self, probe: Probe, position: int, reduced: Tensors, expected: Tensors, tolerance: float) -> None:
-        self._given = (probe, position, reduced, expected, tolerance)
-        self.probe, self.facts, self.run, self.alone = probe, probe.twin.facts, reduced, expected
+    def __init__(self, twin: Twin, seen: Seen, tolerance: float, variation: Any = nullcontext) -> None:
+        self.compute = partial(twin.step_with, position=seen.step, variation=variation)
+        self.twin, self.facts, self.seen, self.tolerance = twin, twin.tapes[0].facts, seen, tolerance
         self.near = 100 * tolerance  # up to which a combination is one
-        self.world_size = len(probe.twin.tapes)
-        _, self.taken, self.keys = probe.twin.batches[position]
-        starts = [sum(one.size for one in self.taken[:index]) for index in range(len(self.taken) + 1)]
-        self.ranks = [self.keys[start][1] for start in starts[:-1]]
-        of_parts = [self.keys[start:stop] for start, stop in pairwise(starts)]
-        self.parts = [probe.compute([one], mine) for one, mine in zip(self.taken, of_parts, strict=True)]
-        self.whole = probe.compute(self.taken, self.keys)
-        _, relative = difference(reduced, expected, tolerance)
-        known = [*(part.gradients for part in self.parts), self.whole.gradients, reduced]
+        self.factor, self.world_size = seen.difference.factor, len(twin.tapes)
+        self.group = twin.taken(seen.step)
+        self.ranks, self.taken = [rank for _, rank, _ in self.group], [one for *_, one in self.group]
+        self.parts, self.whole = [self.compute([one]) for one in self.group], self.compute(self.group)
+        known = [*(_reduced(part) for part in self.parts), _reduced(self.whole), seen.found]
         every = {name: tensor for tensors in known for name, tensor in tensors.items()}
-        self.like = {name: tensor for name, tensor in every.items() if relative.get(name, 0.0) > tolerance}
-        self.target, self.reduced = flat(self.whole.gradients, self.like), flat(reduced, self.like)
-        self.rows = torch.stack([flat(part.gradients, self.like) for part in self.parts])
-        self.factor = multiple_of(*_flat(reduced, expected), 1e4 * tolerance)
-
-    def again(self) -> _Evidence:
-        """Return what the same computations give now."""
-        return _Evidence(*self._given)
+        self.like = {name: each for name, each in every.items() if seen.relative.get(name, 0.0) > tolerance}
+        self.target, self.reduced = flat(_reduced(self.whole), self.like), flat(seen.found, self.like)
+        self.rows = torch.stack([flat(_reduced(part), self.like) for part in self.parts])
+        self.multiple = _in_words(self.factor)
 
     def require_any_order(self) -> None:
         """Check that one process computes the same gradient with the samples in another order."""
-        half, size = len(self.keys) // 2, len(self.keys)
-        turned = self.probe.compute(self.taken, self.keys, [*range(half, size), *range(half)])
-        again = gap_between(*_flat(self.whole.gradients, self.alone))
-        if again <= self.near < gap_between(*_flat(turned.gradients, self.alone)):
+        turned = flat(_reduced(self.compute(self.group[::-1])), self.like)
+        if gap_between(turned, self.target) > self.near:
             raise Refused(
                 "with the samples of the batch in a different order one process computes a different gradient: the"
                 " loss, or a random draw, depends on their positions in the batch"
             )
 
     def keeps_state(self) -> bool:
-        """Return whether a step leaves an attribute behind that changes the loss of the same samples."""
-        self.probe.compute(self.taken, self.keys, keeps=True)
-        (first, *_), (known, *_) = self.taken, self.parts
-        again = self.probe.compute([first], self.keys[: first.size])
-        return not math.isclose(again.loss, known.loss, rel_tol=1e-7)
-
-    @property
-    def multiple(self) -> str:
-        """The gradient as a multiple of that of one process, in words."""
-        return _multiple(self.factor)
+        """Return whether a batch leaves something behind that changes the loss of the first part."""
+        steps = [[self.twin.taken(index)] * 2 for index in range(self.seen.step)]
+        tape = self.twin.run([*steps, [self.group, self.group[:1]]])
+        return not math.isclose(tape.steps[-1].taken[-1].loss, _loss(self.parts[0]), rel_tol=1e-7)
 
     @cached_property
-    def combinations(self) -> Mapping[str, list[float]]:
+    def combinations(self) -> Mapping[str, Tensor]:
         """The coefficient of every micro-batch under every hypothesis."""
         number, ranks, window = len(self.ranks), self.ranks, self.world_size * self.facts.accumulation
-        found = {
-            "mean": [1 / number] * number,
-            "sum": [1.0] * number,
-            "mean of the ranks' means": [1 / (len(set(ranks)) * ranks.count(rank)) for rank in ranks],
-            "divided twice": [1 / (number * self.world_size)] * number,
-            "multiplied": [self.world_size / number] * number,
-            "configured window": [1 / window] * number,
-            "alone": [(rank == min(ranks)) / ranks.count(rank) for rank in ranks],
+        weights = [one.weight or 0.0 for one in self.taken] if None not in [one.weight for one in self.taken] else []
+        counts: dict[str, list[float]] = {
+            "mean": [1] * number,
+            "mean of the ranks' means": [1 / ranks.count(rank) for rank in ranks],
+            "alone": [rank == min(ranks) < max(ranks) for rank in ranks],
+            "samples": [one.size for one in self.taken],
+            "weights": weights,
         }
-        weights = [one.weight for one in self.taken]
-        counts = {"samples": [float(one.size) for one in self.taken]}
-        counts |= {} if None in weights else {"weights": [float(weight or 0.0) for weight in weights]}
-        for name, of_parts in ((name, each) for name, each in counts.items() if sum(each) > 0):
-            found[name] = [count / sum(of_parts) for count in of_parts]
-            found[f"{name}, divided twice"] = [share / self.world_size for share in found[name]]
-        pointless = {"alone"} if len(set(ranks)) == 1 else set[str]()
-        pointless |= {"configured window"} if number == window else set[str]()
+        found = {name: torch.tensor(each).double() / sum(each) for name, each in counts.items() if sum(each) > 0}
+        scaled = {
+            "sum": ("mean", number),
+            "multiplied": ("mean", self.world_size),
+            "configured window": ("mean", number / window),
+            "divided twice": ("mean", 1 / self.world_size),
+            "samples, divided twice": ("samples", 1 / self.world_size),
+            "weights, divided twice": ("weights", 1 / self.world_size),
+        }
+        pointless = ("configured window",) if number == window else ()
+        found |= {name: factor * found[of] for name, (of, factor) in scaled.items() if of in found}
         return {name: shares for name, shares in found.items() if name not in pointless}
 
     def named(self, target: Tensor) -> set[str]:
         """Return the names of the combinations of `P` that a gradient is."""
         return {name for name, shares in self.combinations.items() if self.combines(target, shares)}
 
-    def combines(self, target: Tensor, shares: Sequence[float]) -> bool:
+    def combines(self, target: Tensor, shares: Tensor) -> bool:
         """Return whether a gradient is this combination of `P`."""
-        weights = torch.tensor(shares, dtype=torch.float64)
-        return gap_between(target, weights[weights != 0] @ self.rows[weights != 0]) <= self.near
+        return gap_between(target, shares[shares != 0] @ self.rows[shares != 0]) <= self.near
 
-    def shares(self, target: Tensor) -> list[float] | None:
+    def shares(self, target: Tensor) -> Tensor | None:
         """Return the coefficients with which the parts make up a gradient; None if none do, or many could."""
         scale, several = float(self.rows.abs().max()), len(target) > len(self.rows)
         if not (several and 0 < scale < math.inf and bool(torch.isfinite(target).all())):
             return None
         if int(torch.linalg.matrix_rank(self.rows, rtol=1e-9)) < len(self.rows):
             return None
-        found = torch.linalg.lstsq(self.rows.T / scale, (target / scale).unsqueeze(1)).solution[:, 0]
-        return found.tolist() if gap_between(target, found @ self.rows) <= self.near else None
+        found: Tensor = torch.linalg.lstsq(self.rows.T / scale, (target / scale).unsqueeze(1)).solution[:, 0]
+        return found if gap_between(target, found @ self.rows) <= self.near else None
 
     @cached_property
-    def right(self) -> dict[str, list[float]]:
+    def right(self) -> Mapping[str, Tensor]:
         """The combinations of the parts that are the whole: by name, or "terms" with shares of their own."""
         named = {name: self.combinations[name] for name in _RIGHT if name in self.named(self.target)}
         shares = None if named else self.shares(self.target)
-        fits = shares is not None and min(shares) > -self.near and abs(sum(shares) - 1) < self.near
+        fits = shares is not None and float(shares.min()) > -self.near and abs(float(shares.sum()) - 1) < self.near
         return {"terms": shares} if fits and shares is not None else named
 
 
-def _multiple(factor: float | None) -> str:
+def _in_words(factor: float | None) -> str:
     return f"the gradient is {'another one' if factor is None else f'{times(factor)} that of one process'}"
 
 
 def _by_factor(factor: float | None, ranks: int) -> tuple[str, str]:
     """Return what a factor alone tells."""
-    text = _multiple(factor)
+    text = _in_words(factor)
     if factor is not None and math.isclose(factor, ranks, rel_tol=1e-4):
         return "hand-compensated loss", f"{text}: it is multiplied by the {ranks} ranks"
     if factor is not None and math.isclose(factor * ranks, 1, rel_tol=1e-4):
@@ -208,23 +359,21 @@ def _by_factor(factor: float | None, ranks: int) -> tuple[str, str]:
 
 def _of_parts(known: _Evidence) -> tuple[str, str]:
     """Return why a gradient that is a combination of its parts is the wrong one."""
-    ratios = [
-        one.loss / part.loss if part.loss else math.nan for one, part in zip(known.taken, known.parts, strict=True)
-    ]
-    if any(abs(ratio - 1) > known.near for ratio in ratios if math.isfinite(ratio)):
-        shown = ", ".join(f"{ratio:.4g}" for ratio in ratios)
-        text = f"{known.multiple}; the ranks' losses are {shown} x those of the same samples on one process"
+    pairs = [(one.loss, _loss(part)) for one, part in zip(known.taken, known.parts, strict=True)]
+    ratios = torch.tensor([run / own if own else math.nan for run, own in pairs], dtype=torch.float64)
+    if bool(((ratios - 1).abs() > known.near)[ratios.isfinite()].any()):
+        text = f"{known.multiple}; the ranks' losses are {_listed(ratios)} x those of the same samples on one process"
         if all(math.isclose(ratio * known.world_size, 1, rel_tol=1e-4) for ratio in ratios):
             return "double division", text
-        mean_is_right = known.combines(known.target, [ratio / len(ratios) for ratio in ratios])
+        mean_is_right = known.combines(known.target, ratios / len(ratios))
         return "hand-compensated loss", text + '; with it `reduction="mean"` is right' * mean_is_right
     if "terms" in known.right and known.keeps_state():
         text = "a value that every rank keeps for itself, such as a moving average, changes the loss"
         return "hand-compensated loss", f"{known.multiple}; {text}"
     done = known.named(known.reduced)
-    likely, unlikely = (_WEIGHED, _MEANS) if known.facts.uses_weight else (_MEANS, _WEIGHED)
+    likely, unlikely = (_WEIGHED, _MEANS) if known.facts.rule.uses_weight else (_MEANS, _WEIGHED)
     done -= set(unlikely) if done & set(likely) else set()
-    done -= set() if "sum" in known.facts.rule else {"sum"}
+    done -= set() if "sum" in known.facts.rule.name else {"sum"}
     for reading in _READINGS:
         if done & set(reading.done) and set(known.right) & reading.right:
             return reading.cause, _detail(known, reading.detail)
@@ -233,37 +382,29 @@ def _of_parts(known: _Evidence) -> tuple[str, str]:
 
 def _detail(known: _Evidence, text: str) -> str:
     right, found = next(iter(known.right.values())), known.shares(known.reduced)
-    shares = f"one process weights the micro-batches by {_listed(right)}, but the run weights them"
+    run = f" by {_listed(found)}" if found is not None and "{shares}:" in text else ""
     return text.format(
         multiple=known.multiple,
         ranks=known.world_size,
-        shares=f"{shares} by {_listed(found)}" if found is not None and "{shares}:" in text else shares,
+        shares=f"one process weights the micro-batches by {_listed(right)}, but the run weights them{run}",
         length=len(known.ranks) / len(set(known.ranks)),
         window=known.facts.accumulation,
     )
 
 
-def _listed(shares: Sequence[float]) -> str:
-    return ", ".join(f"{one:.4g}" for one in shares)
+def _listed(shares: Tensor) -> str:
+    return ", ".join(f"{one:.4g}" for one in shares.tolist())
 
 
 def _changed(known: _Evidence) -> tuple[str, str] | None:
     """Return what was done to the ranks' gradients beyond combining them, if it is known."""
-    local = [flat(one.local, known.like) for one in known.taken]
-    if not all(_is_multiple(mine, row, known.near) for mine, row in zip(local, known.rows, strict=True)):
-        return "gradient hooks", "a rank's own gradient differs from that of one process for the same samples"
-    elements = torch.cat([known.run.get(name, each * 0)[:_ELEMENTS] for name, each in known.like.items()])
+    elements = torch.cat([known.seen.found.get(name, each * 0)[:_ELEMENTS] for name, each in known.like.items()])
     for name, dtype in _WIRES.items():
         if torch.equal(elements.to(dtype).double(), elements):
             return name, f"every element of the gradient is a {str(dtype).removeprefix('torch.')} number"
     if known.factor is None:
-        return "gradient hooks", "the ranks' own gradients are right, and no known combination of them was made"
+        return "gradient hooks", "no known combination of what one process computes was made: each rank changes its own"
     return None
-
-
-def _is_multiple(found: Tensor, expected: Tensor, near: float) -> bool:
-    """Return whether a gradient is a multiple of another; zero is."""
-    return not (found.any() and expected.any()) or multiple_of(found, expected, near) is not None
 
 
 def _of_whole(known: _Evidence) -> tuple[str, str]:
@@ -273,18 +414,17 @@ def _of_whole(known: _Evidence) -> tuple[str, str]:
         "gradient hooks": without_gradient_hooks,
     }
     for cause, variation in variations.items():
-        with variation(known.probe.module):
-            other = known.again()
+        other = _Evidence(known.twin, known.seen, known.tolerance, variation)
         if other.right:
             combines = f"combines from those of its parts ({', '.join(other.right)})"
             return cause, f"only without it the gradient of the whole batch {combines}"
     if _has_constant_term(known):
         text = "the losses of two parts of a batch add up to its loss and one more term, which depends on no sample"
         return "constant term", text
-    collectives = {name for tape in known.probe.twin.tapes for name in tape.collectives}
-    reached = [name for name in sorted(collectives) if "gather" in name or "reduce" in name]
-    losses = [one.loss for one in known.taken]
-    if reached and math.isclose(sum(losses) / len(losses), known.whole.loss, rel_tol=1e-7):
+    collectives = sorted({name for tape in known.twin.tapes for name in tape.collectives})
+    reached = [name for name in collectives if "gather" in name or "reduce" in name]
+    mean = sum(one.loss for one in known.taken) / len(known.taken)
+    if reached and math.isclose(mean, _loss(known.whole), rel_tol=1e-7):
         text = f"what {', '.join(reached)} brought from other ranks carries no gradient"
         return "detached gather", f"the ranks' losses are those of one process, but the gradient is not: {text}"
     text = "that of a batch is not a combination of those of its parts: the loss compares samples"
@@ -293,9 +433,9 @@ def _of_whole(known: _Evidence) -> tuple[str, str]:
 
 def _has_constant_term(known: _Evidence) -> bool:
     """Return whether the loss is a sum over samples and something that is there once for every batch."""
-    twice = known.probe.compute([*known.taken, *known.taken], [*known.keys, *known.keys])
+    twice = known.compute([*known.group, *known.group])
     of_parts = (known.rows.sum(0) - known.target) / max(1, len(known.rows) - 1)
-    of_twice = 2 * known.target - flat(twice.gradients, known.like)
+    of_twice = 2 * known.target - flat(_reduced(twice), known.like)
     return len(known.rows) > 1 and gap_between(of_twice, of_parts) <= 10 * known.near and bool(of_parts.any())
 
 

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +34,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_gradavg.arguments import nearest
-from lightning_gradavg.verify.judge import judge
+from lightning_gradavg.verify.explain import judge
 from lightning_gradavg.verify.record import Recorder, Tape
 from lightning_gradavg.verify.report import CAUSES, Report
 from lightning_gradavg.verify.target import (
@@ -42,6 +43,7 @@ from lightning_gradavg.verify.target import (
     Target,
     TrainsOnImport,
     is_refused,
+    of_values,
     quiet_options,
     resolve_strategy,
 )
@@ -147,7 +149,7 @@ def verify(
     if is_refused():
         raise TrainsOnImport
     settings = Settings(devices, steps, accelerator, single, compare_order, tolerance)
-    target = Target(module, data, {**trainer_options, "strategy": strategy}, seed)
+    target = Target(partial(of_values, module, data), {**trainer_options, "strategy": strategy}, seed)
     return verify_target(target, settings, ignore)
 
 
@@ -191,26 +193,25 @@ def in_processes(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) ->
     # The main module may train when it is imported, which multiprocessing does in every process that it starts.
     no_main = mock.patch.dict(sys.modules, __main__=ModuleType("__main__"))
     with tempfile.TemporaryDirectory(prefix="gradavg-verify-") as name, ExitStack() as ending:
-        files = [Path(name, f"{rank}.pt") for rank in range(len(calls))]
-        waiting: dict[Any, tuple[str, Any, Path]] = {}
-        for rank, (call, file) in enumerate(zip(calls, files, strict=True)):
+        waiting = dict[Any, tuple[int, Any]]()
+        for rank, call in enumerate(calls):
             # As a process argument each tensor would be a shared piece of memory with a file descriptor of its own.
-            torch.save(call, file.with_suffix(".in"))
-            process = context.Process(target=_call, args=(file, _environ(rank, len(calls)), main))
+            torch.save(call, Path(name, f"{rank}.in"))
+            process = context.Process(target=_call, args=(Path(name), rank, _environ(rank, len(calls)), main))
             with no_main:
                 process.start()
             ending.callback(_end, process)
-            waiting[process.sentinel] = f"rank {rank}" if len(calls) > 1 else "the twin", process, file
+            waiting[process.sentinel] = rank, process
         while waiting:
-            for sentinel in connection.wait(list(waiting)):
-                who, process, file = waiting.pop(sentinel)
+            for rank, process in map(waiting.pop, connection.wait(list(waiting))):
                 process.join()
                 if process.exitcode != 0:
-                    text = file.with_suffix(".error")
+                    told = Path(name, f"{rank}.error")
                     unknown = RuntimeError(f"exit code {process.exitcode}")
-                    error = pickle.loads(text.read_bytes()) if text.exists() else unknown
+                    error = pickle.loads(told.read_bytes()) if told.exists() else unknown
+                    who = f"rank {rank}" if len(calls) > 1 else "the twin"
                     raise RuntimeError(f"{who} failed: {error}") if isinstance(error, RuntimeError) else error
-        return [torch.load(file, weights_only=False) for file in files]
+        return [torch.load(Path(name, f"{rank}.out"), weights_only=False) for rank in range(len(calls))]
 
 
 def _end(process: Any) -> None:
@@ -237,8 +238,8 @@ def _environ(rank: int, world_size: int) -> dict[str, str]:
     return {**gloo, **kept, **{name: str(value) for name, value in of_rank.items()}}
 
 
-def _call(file: Path, environ: Mapping[str, str], main: str | None) -> None:
-    """Make one call in this process, whose result or failure is written beside the file."""
+def _call(folder: Path, rank: int, environ: Mapping[str, str], main: str | None) -> None:
+    """Make one call in this process, whose result or failure is written to a file."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environ)
@@ -254,10 +255,10 @@ def _call(file: Path, environ: Mapping[str, str], main: str | None) -> None:
     warnings.filterwarnings("ignore", module="lightning")  # advice for a longer run
     sys.modules["__main__"] = sys.modules["__mp_main__"] = MainModule(main)
     try:
-        function, arguments = torch.load(file.with_suffix(".in"), weights_only=False)
-        torch.save(function(*arguments), file)
+        function, arguments = torch.load(Path(folder, f"{rank}.in"), weights_only=False)
+        torch.save(function(*arguments), Path(folder, f"{rank}.out"))
     except BaseException as error:  # noqa: BLE001  # whatever it is, the parent reports it
-        file.with_suffix(".error").write_bytes(pickle.dumps(_told(error)))
+        Path(folder, f"{rank}.error").write_bytes(pickle.dumps(_told(error)))
         sys.exit(1)
 
 

@@ -6,14 +6,13 @@ sums over all elements. It is linear, and changes if any element does.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
@@ -24,21 +23,36 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_gradavg.lightning_internals import BatchNorm
+from lightning_gradavg.options import StrategyFacts
 from lightning_gradavg.random_state import random_state, restore_random_state
+from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.tree import batch_samples, leaves
-from lightning_gradavg.verify.draws import DrawsBySample
-from lightning_gradavg.verify.samples import Loading, Read, is_part, seed
+from lightning_gradavg.verify.samples import DrawsBySample, Loading, Read, is_part, seed
 
-__all__ = ["Enough", "Facts", "Recorder", "Refused", "Step", "Taken", "Tape", "Tensors", "loss_of", "sketch"]
+__all__ = [
+    "Enough",
+    "Facts",
+    "Moment",
+    "Recorder",
+    "Refused",
+    "Step",
+    "Taken",
+    "Tape",
+    "Tensors",
+    "loss_of",
+    "of_group",
+    "sketch",
+]
 
 Tensors: TypeAlias = dict[str, Tensor]
-"""Sketches by the name of their parameter or buffer."""
+"""Sketches by the name of their parameter, buffer, option or value."""
 
 _KEPT = 4096
 _TYPES = re.compile(
     r"dtype|scalar type|double|float64|float32|not implemented for|expected .* but (got|found)", re.IGNORECASE
 )
 _IN_FLOAT32 = "the run does not compute in float64 (after {operator}: {error}): verify with --single, in float32"
+_NO_OPTIONS = ("params", "initial_lr", "foreach", "fused")  # of the mathematics
 
 
 class Enough(Exception):  # noqa: N818  # no error: everything that was asked for is there
@@ -83,7 +97,6 @@ class Taken:
     parts: Any  # a `Part`, or a structure of them
     size: int
     counts: bool = True  # not if the strategy only kept the rank busy
-    local: Tensors = field(default_factory=dict)  # what this rank added to the gradients
     loss: float = math.nan
     weight: float | None = None
     trace: list[Any] = field(default_factory=list)
@@ -95,42 +108,32 @@ class Taken:
         return tuple(part.ids)
 
 
-@dataclass
-class Update:
-    """One step of an optimizer."""
+class Moment(NamedTuple):
+    """What there is at one stage of a step, of those that `report.STAGES` names."""
 
-    reduced: list[Tensors]  # the gradients before they are clipped, for every time the loss was asked for
-    used: Tensors  # those that the optimizer stepped with
-    options: list[dict[str, Any]]  # of its parameter groups, and its type
+    stage: str
+    tensors: Tensors
 
 
 @dataclass
 class Step:
-    """What one global batch does."""
+    """What one global batch does, in order."""
 
     epoch: int
     taken: list[Taken]
-    updates: list[Update]
-    weights: Tensors  # afterwards, with all that hooks do
-    buffers: Tensors
+    moments: list[Moment]
     logged: dict[str, float]
 
 
-@dataclass
-class Facts:
-    """How a run was set up."""
+@dataclass(frozen=True)
+class Facts(StrategyFacts):
+    """How a run was set up: what a strategy of ours tells, else what holds of stock DDP; without a user's function."""
 
+    rule: Rule = RULES["mean"]
     strategy: str = ""
-    rule: str = "mean"
-    uses_weight: bool = False
-    splits: bool = False
-    replicated: bool = False
     ours: bool = False
-    scales_rates: bool = False
     automatic: bool = True
-    accumulation: int = 1
     epoch_batches: float = math.inf
-    estimated_steps: float = math.inf
 
 
 @dataclass
@@ -139,7 +142,6 @@ class Tape:
 
     rank: int = 0
     facts: Facts = field(default_factory=Facts)
-    initial: Tensors = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     synced: set[str] = field(default_factory=set)  # values that were logged with sync_dist
     shared: dict[str, None] = field(default_factory=dict)
@@ -159,32 +161,35 @@ def loss_of(output: Any) -> tuple[Any, float | None]:
 
 
 class Recorder(Callback):
-    """Records the first steps of a run, and ends it; `begins` gets the arguments of every `training_step`."""
+    """Records the first steps of a run, and ends it.
 
-    def __init__(self, steps: int, *, double: bool = True, begins: Callable[..., None] | None = None) -> None:
-        self.most, self.begins = steps, begins
+    Args:
+        steps: How many.
+        double: Whether the run computes in float64.
+        reads: Whether an epoch of the Trainer's loaders is read at the end.
+
+    Attributes:
+        given: The loaders that are read at the end, if any.
+        keys: Those of the samples of the batch.
+    """
+
+    def __init__(self, steps: int, *, double: bool = True, reads: bool = True) -> None:
+        self.most, self._reads = steps, reads
+        self.given: Any = None
         self.loading, self.mode, self.tape = Loading(), DrawsBySample(double=double), Tape()
         self.window: list[Taken] = []
-        self.updates: list[Update] = []
-        self.reads: Any = None  # the user's loaders, if the Trainer has others
+        self.moments: list[Moment] = []
         self.keys: list[tuple[int, ...]] = []
-        self._evaluations: list[Tensors] = []
-        self._hooked, self._active, self._counted, self._epoch = set[str](), False, 0, 0
-        self._handles: list[Any] = []
+        self._counted, self._epoch, self._batch = 0, 0, ExitStack()
         # The plugin is the first to be given a batch as the loader made it.
         self.plugin: Any = DoublePrecision() if double else Precision()
-        self.converts = self.plugin.convert_input
-        vars(self.plugin)["convert_input"] = self._convert_input
-
-    def _convert_input(self, batch: Any) -> Any:
-        converted = self.converts(batch)
-        self._arrived(batch)
-        return converted
+        self._converts = self.plugin.convert_input
+        vars(self.plugin)["convert_input"] = self._arrived
 
     @contextmanager
     def watching(self, module: LightningModule) -> Iterator[None]:
-        """Watch a module in training, and end with the record; nothing of this is left afterwards."""
-        step, log = module.training_step, module.log
+        """Watch a module, which is for this run alone, in training, and end with the record."""
+        step, log, register = module.training_step, module.log, DistributedDataParallel.register_comm_hook
 
         @functools.wraps(step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -196,65 +201,34 @@ class Recorder(Callback):
                 self.tape.synced.add(name)
             log(name, *args, **kwargs)
 
+        def register_paused(model: Any, state: object, hook: Callable[..., Any]) -> None:
+            register(model, state, self.mode.pausing(hook))  # it computes in the types that it states
+
         vars(module).update(training_step=training_step, log=logs)
+        in_type = mock.patch.object(DistributedDataParallel, "register_comm_hook", register_paused)
         # A compiled function draws and rounds where nobody sees it; the stance is there from torch 2.6 on.
         eager: Any = getattr(torch.compiler, "set_stance", nullcontext)
-        register = DistributedDataParallel.register_comm_hook
-
-        def register_paused(model: Any, state: object, hook: Callable[..., Any]) -> None:
-            register(model, state, self.paused(hook))
-
-        try:
-            with (
-                self.loading.watching(),
-                eager("force_eager"),
-                mock.patch.object(DistributedDataParallel, "register_comm_hook", register_paused),
-                self._told(),
-            ):
-                yield
-        finally:
-            self._leave()
-            for handle in self._handles:
-                handle.remove()
-            for name in ("training_step", "log"):
-                vars(module).pop(name, None)
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Note why a run cannot be compared."""
-        try:
-            yield
-        except Enough:
-            pass
-        except (Refused, RuntimeError, NotImplementedError) as error:
-            first, refused = str(error).partition("\n")[0], isinstance(error, Refused)
-            if not (refused or (self.mode.double and _TYPES.search(str(error)))):
-                raise
-            self.tape.problem = first if refused else _IN_FLOAT32.format(operator=self.mode.last, error=first)
-            self._leave()
-            if self.reads is not None:
-                self._finish()
-
-    def paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that computes in the types that it states."""
-
-        @functools.wraps(function)
-        def paused(*args: Any) -> Any:
-            before, self.mode.paused = self.mode.paused, True
+        with self.loading.watching(), eager("force_eager"), in_type, self._batch:
             try:
-                return function(*args)
-            finally:
-                self.mode.paused = before
-
-        return paused
+                yield
+            except Enough:
+                pass
+            except (Refused, RuntimeError, NotImplementedError) as error:
+                first, refused = str(error).partition("\n")[0], isinstance(error, Refused)
+                if not (refused or (self.mode.double and _TYPES.search(str(error)))):
+                    raise
+                self.tape.problem = first if refused else _IN_FLOAT32.format(operator=self.mode.last, error=first)
+                if not self._reads:  # an epoch of several ranks is read by all of them, or by none
+                    self._finish()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note how the run is set up, and what it starts from."""
         self.trainer, self.module = trainer, pl_module
+        self.given = trainer.train_dataloader if self._reads else self.given
         for config in trainer.lr_scheduler_configs:
             config.strict = False  # nothing is validated, and a plateau may be watched on that
         self.tape.rank, self.tape.facts = trainer.global_rank, _facts_of(trainer)
-        self.tape.initial = _sketches(pl_module.named_parameters())
+        self._note("initial weights", pl_module.named_parameters())
         self.tape.batch_norms = {name for name, part in pl_module.named_modules() if isinstance(part, BatchNorm)}
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(self._updated)
@@ -264,11 +238,15 @@ class Recorder(Callback):
 
         # Recurrent layers keep time steps along dimension 0, and draw for samples along dimension 1.
         for part in (part for part in pl_module.modules() if isinstance(part, nn.RNNBase)):
-            self._handles.append(part.register_forward_pre_hook(functools.partial(put_first, 1)))
-            self._handles.append(part.register_forward_hook(functools.partial(put_first, 0)))
+            part.register_forward_pre_hook(functools.partial(put_first, 1))
+            part.register_forward_hook(functools.partial(put_first, 0))
 
-    def _arrived(self, batch: Any) -> None:
-        """Begin with a batch, as the loader made it."""
+    def _note(self, stage: str, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
+        self.moments.append(Moment(stage, _sketches(tensors)))
+
+    def _arrived(self, batch: Any) -> Any:
+        """Begin with a batch, as the loader made it, and return it in the run's type."""
+        converted = self._converts(batch)
         self._close()
         if len(self.tape.steps) >= self.most:
             self._finish()
@@ -277,41 +255,20 @@ class Recorder(Callback):
         known = [part for _, part in leaves(parts, is_leaf=is_part)]
         size = max(part.size or 1 for part in known)
         self.window.append(Taken(parts, size))
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and name not in self._hooked and not known[0].keys:
-                self._hooked.add(name)
-                parameter.register_hook(functools.partial(self._saw, name))
-        self._leave()
-        self._counted, self._outside = 0, random_state()
-        self.begin(known[0].keys or [(len(self.window) - 1, self.tape.rank, index) for index in range(size)])
-        self.mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
-        self._active = True
+        self._batch.close()
+        self._batch.callback(restore_random_state, random_state())
+        self._counted = 0
+        self.keys = list(known[0].keys) or [(len(self.window) - 1, self.tape.rank, index) for index in range(size)]
+        self.mode.begin(self.keys)
+        self._reseed()
+        self._batch.enter_context(self.mode)
+        return converted
 
-    def _saw(self, name: str, gradient: Tensor | None) -> None:
-        if self.window and self._active and gradient is not None:
-            local = self.window[-1].local
-            local[name] = local[name] + sketch(gradient) if name in local else sketch(gradient)
-
-    def begin(self, keys: list[tuple[int, ...]]) -> None:
-        """Draw as at the beginning of a step with samples of these keys."""
-        self.keys = keys
-        self.mode.begin(keys)
-        self.reseed()
-
-    def reseed(self) -> None:
-        """Start the random state of the step anew."""
+    def _reseed(self) -> None:
         seed(f"step {len(self.tape.steps)}")
-
-    def _leave(self) -> None:
-        if self._active:
-            self._active = False
-            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
-            restore_random_state(self._outside)
 
     def _stepped(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `training_step`, on a whole batch or on the next piece of it."""
-        if self.begins is not None:
-            self.begins(*args, **kwargs)
         taken = self.window[-1]
         told = getattr(self.trainer.strategy, "facts", None)
         taken.counts = told is None or told().samples != 0
@@ -320,7 +277,7 @@ class Recorder(Callback):
             if rows < len(self.keys):
                 start = self._counted % len(self.keys)
                 self.mode.keys, self._counted = self.keys[start : start + rows], start + rows
-        self.reseed()  # whatever state the strategy has the step begin from
+        self._reseed()  # whatever state the strategy has the step begin from
         before = random_state()[1:]
         output = step(*args, **kwargs)
         if before != random_state()[1:]:
@@ -331,78 +288,81 @@ class Recorder(Callback):
         return output
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Note the reduced gradients."""
-        self._evaluations.append(self._gradients(optimizer))
+        """Note the reduced gradients, every time the optimizer asks for the loss."""
+        self._note("reduced gradient", self._gradients(optimizer))
 
-    def _gradients(self, optimizer: Optimizer) -> Tensors:
+    def _gradients(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor | None]]:
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return _sketches((name, one.grad) for name, one in self.module.named_parameters() if id(one) in mine)
+        return ((name, one.grad) for name, one in self.module.named_parameters() if id(one) in mine)
 
     def _updated(self, optimizer: Optimizer, *_: Any) -> None:
-        left_out = ("params", "initial_lr", "foreach", "fused")
-        options = [
-            {"type": type(optimizer).__name__}
-            | {key: _plain(value) for key, value in group.items() if key not in left_out}
-            for group in optimizer.param_groups
-        ]
-        self.updates.append(Update(self._evaluations, self._gradients(optimizer), options))
-        self._evaluations = []
+        self._note("clipped gradient", self._gradients(optimizer))
+        self._note("optimizer options", _options(optimizer))
 
     def on_train_batch_end(self, *_: Any) -> None:
         """End with a batch."""
         self.window[-1].trace = list(self.mode.trace)
-        self._leave()
+        self._batch.close()
 
     def _close(self) -> None:
         """Note what a step left behind, once all hooks behind it ran."""
-        if not self.updates:
+        if not any(moment.stage == "optimizer options" for moment in self.moments):
             return
-        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items() if value.numel() == 1}
         buffers = ((n, b) for n, b in self.module.named_buffers() if not n.endswith("num_batches_tracked"))
-        weights = _sketches(self.module.named_parameters())
-        self.tape.steps.append(Step(self._epoch, self.window, self.updates, weights, _sketches(buffers), metrics))
-        self.window, self.updates = [], []
+        self._note("weights", self.module.named_parameters())
+        self._note("buffers", buffers)
+        logged = {name: float(value) for name, value in self.trainer.callback_metrics.items() if value.numel() == 1}
+        self.tape.steps.append(Step(self._epoch, self.window, self.moments, logged))
+        self.window, self.moments = [], []
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         """End with the run."""
-        self._leave()
+        self._batch.close()
         self._close()
         self._finish()
 
     def _finish(self) -> None:
         """Note what there is to say of the whole."""
-        self._leave()
+        self._batch.close()
         tape, mode = self.tape, self.mode
         tape.shared, tape.collectives = dict(mode.shared), set(mode.collectives)
         if not tape.facts.automatic and any(len(step.taken) > 1 for step in tape.steps):
             tape.problem = "in manual optimization a window of several batches is the user's own sum of them"
-        tape.read = self.loading.read(self.trainer.train_dataloader if self.reads is None else self.reads)
+        tape.read = tape.read if self.given is None else self.loading.read(self.given)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.tolist()
-    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else copy.copy(value)
+def _options(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Yield the options of an optimizer's groups: numbers as such, and words, which are in the name, as 1."""
+    yield f"type={type(optimizer).__name__}", torch.ones(1)
+    for index, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name not in _NO_OPTIONS and isinstance(value, (str, type(None))):
+                yield f"{name}={value}{of_group(index)}", torch.ones(1)
+            elif name not in _NO_OPTIONS and isinstance(value, (bool, int, float, tuple, list, Tensor)):
+                with suppress(TypeError, ValueError):
+                    yield f"{name}{of_group(index)}", torch.as_tensor(value, dtype=torch.float64)
+
+
+def of_group(index: int) -> str:
+    """Return what the names of an optimizer's options end with, for one of its groups."""
+    return f" of group {index}" * bool(index)
 
 
 def _facts_of(trainer: Trainer) -> Facts:
     strategy: Any = trainer.strategy
-    facts = Facts(
-        type(strategy).__name__,
-        automatic=bool(trainer.lightning_module.automatic_optimization),
-        accumulation=trainer.accumulate_grad_batches,
-        epoch_batches=float(trainer.num_training_batches),
-    )
-    with suppress(Exception):  # of an accumulation that differs between epochs
-        facts.estimated_steps = float(trainer.estimated_stepping_batches)
-    if not hasattr(strategy, "facts"):
-        return facts
-    told = strategy.facts()
-    if told.replicas is not None:
+    ours, name = hasattr(strategy, "facts"), type(strategy).__name__
+    told = vars(strategy.facts() if ours else Facts())
+    if told["replicas"] is not None:
         raise Refused(
-            f"{facts.strategy} trains replicas with batch statistics of their own, which one process does not have:"
-            " verify the run without num_replicas= and equivalent_to='data_parallel'"
+            f"{name} trains replicas with batch statistics of their own, which one process does not have: verify the"
+            " run without num_replicas= and equivalent_to='data_parallel'"
         )
-    facts.ours, facts.rule, facts.uses_weight = True, told.rule.name, told.rule.uses_weight
-    facts.splits, facts.replicated, facts.scales_rates = told.splits_batches, told.replicated, told.scales_rates
-    return facts
+    own = {
+        "rule": replace(told["rule"], share=RULES["mean"].share),  # a function may have no pickle
+        "accumulation": trainer.accumulate_grad_batches,
+        "strategy": name,
+        "ours": ours,
+        "automatic": trainer.lightning_module.automatic_optimization,
+        "epoch_batches": float(trainer.num_training_batches),
+    }
+    return Facts(**{**told, **own})

@@ -25,12 +25,12 @@ __all__ = [
     "EXIT_CODES",
     "STAGES",
     "Cause",
+    "Difference",
     "Finding",
     "Report",
     "Stage",
     "explanation",
     "plot_report",
-    "plotting",
     "times",
 ]
 
@@ -54,7 +54,6 @@ STAGES = (
 
 _MOST_ROWS = 60  # of the picture
 _WIDTH = 120
-_NOTHING = 1e-16  # a logarithm needs a number
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,25 @@ CAUSES: Mapping[str, Cause] = {
 
 
 @dataclass(frozen=True)
+class Difference:
+    """Where a tensor of the run differs from that of one process.
+
+    Attributes:
+        name: Its parameter, buffer or value.
+        relative: The largest absolute difference over the largest absolute value.
+        found: The run's value where they differ most.
+        expected: That of one process.
+        factor: Run / one process where everything that differs is that multiple, or None.
+    """
+
+    name: str
+    relative: float
+    found: float
+    expected: float
+    factor: float | None = None
+
+
+@dataclass(frozen=True)
 class Stage:
     """One stage, over all compared steps.
 
@@ -122,7 +140,7 @@ class Finding:
         stage: The stage in which it shows first.
         detail: What was found, with numbers.
         step: The first global batch in which it shows, from 0.
-        difference: `name`, `relative`, `found`, `expected` and `factor` of the tensor that differs most, or None.
+        difference: What the tensor that differs most differs by, or None.
         advice: What to do about it.
         diff: The same as a change to the script, or "".
         note: Whether it does not make the run different.
@@ -132,7 +150,7 @@ class Finding:
     stage: str
     detail: str
     step: int = 0
-    difference: Any = None
+    difference: Difference | None = None
     advice: str = ""
     diff: str = ""
     note: bool = False
@@ -206,18 +224,11 @@ class Report:
         These are the fields above, `schema` (2), `equal` and `verdict`. Findings also have `is_difference`, `factor`,
         and the cause's `plain` and `text`.
         """
-        findings = [
-            {
-                **asdict(finding),
-                "is_difference": finding.is_difference,
-                "factor": finding.factor,
-                "plain": CAUSES[finding.cause].plain,
-                "text": CAUSES[finding.cause].text,
-            }
-            for finding in self.findings
-        ]
-        own = {"schema": SCHEMA, "equal": self.equal, "verdict": self.verdict}
-        plain: dict[str, Any] = mapped({**own, **asdict(self), "findings": findings}, _finite)
+        of_causes = [{"plain": CAUSES[one.cause].plain, "text": CAUSES[one.cause].text} for one in self.findings]
+        of_findings = [{"is_difference": one.is_difference, "factor": one.factor} for one in self.findings]
+        given = {"schema": SCHEMA, "equal": self.equal, "verdict": self.verdict, **asdict(self)}
+        given["findings"] = [a | b | c for a, b, c in zip(given["findings"], of_findings, of_causes, strict=True)]
+        plain: dict[str, Any] = mapped(given, _finite)
         return plain
 
     def __str__(self) -> str:
@@ -244,9 +255,9 @@ def _headline(report: Report) -> str:
 
 
 def _lines_of(finding: Finding) -> list[str]:
-    cause, each = CAUSES[finding.cause], finding.difference
-    known = each is not None and math.isfinite(each.found) and math.isfinite(each.expected)
-    values = [f"{each.name} is {each.found:.6g}, but {each.expected:.6g} on one process"] if known else []
+    cause, each, values = CAUSES[finding.cause], finding.difference, list[str]()
+    if each is not None and math.isfinite(each.found) and math.isfinite(each.expected):
+        values = [f"{each.name} is {each.found:.6g}, but {each.expected:.6g} on one process"]
     if finding.note:
         return [_filled(text) for text in (f"note: {cause.plain} ({cause.name})", finding.detail, *values)]
     texts = (finding.detail, *values, f"Do: {finding.advice}.")
@@ -289,41 +300,17 @@ def plot_report(report: Report, path: str | Path) -> None:
     Args:
         report: The report.
         path: The file, of a type that matplotlib writes; PNG without a suffix.
-
-    Raises:
-        RuntimeError: If matplotlib is not installed.
     """
-    figure_module, colors = plotting()
-    drawn = {name: [*map(_drawn, of_steps)] for name, of_steps in report.gradients.items()}
+    figures, colors = map(importlib.import_module, ("matplotlib.figure", "matplotlib.colors"))
+    drawn = {name: [each if math.isfinite(each) else 1.0 for each in every] for name, every in report.gradients.items()}
     names = heapq.nlargest(_MOST_ROWS, drawn, key=lambda name: max(drawn[name], default=0.0))
-    columns = list(zip_longest(*(drawn[name] for name in names), fillvalue=_NOTHING)) or [(_NOTHING,)]
-    figure = figure_module.Figure(figsize=(4 + 0.6 * len(columns), 1.8 + 0.2 * len(names)), layout="constrained")
+    rows = list(zip(*zip_longest(*(drawn[name] for name in names), fillvalue=0.0), strict=True)) or [(0.0,)]
+    figure = figures.Figure(figsize=(4 + 0.6 * len(rows[0]), 1.8 + 0.2 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    most = max(map(max, columns))
-    norm = colors.LogNorm(vmin=report.tolerance / 1e3, vmax=max(10 * report.tolerance, most), clip=True)
-    image = axes.imshow([*zip(*columns, strict=True)], aspect="auto", norm=norm, cmap="magma", interpolation="nearest")
+    norm = colors.LogNorm(report.tolerance / 1e3, max(10 * report.tolerance, *map(max, rows)), clip=True)
+    image = axes.imshow(rows, aspect="auto", norm=norm, cmap="magma", interpolation="nearest")
     axes.set_yticks(range(len(names)), names, fontsize=7)
-    axes.set_xticks(range(len(columns)))
     axes.set_xlabel("optimizer step")
-    shown = f" (the {len(names)} of {len(drawn)} parameters that differ most)" if len(names) < len(drawn) else ""
-    axes.set_title((report.verdict if report.first is None else report.first.cause) + shown, fontsize=8)
-    bar = figure.colorbar(image, ax=axes)
-    bar.set_label("relative difference of the reduced gradient", fontsize=7)
-    bar.ax.axhline(report.tolerance, color="white")
+    axes.set_title(report.verdict if report.first is None else report.first.cause, fontsize=8)
+    figure.colorbar(image, ax=axes, label="relative difference of the reduced gradient")
     figure.savefig(path, dpi=150)
-
-
-def plotting() -> tuple[Any, Any]:
-    """Return the parts of matplotlib that a picture needs.
-
-    Raises:
-        RuntimeError: If matplotlib is not installed.
-    """
-    try:
-        return importlib.import_module("matplotlib.figure"), importlib.import_module("matplotlib.colors")
-    except ImportError as error:
-        raise RuntimeError("the plot needs matplotlib, which is not installed: pip install matplotlib") from error
-
-
-def _drawn(value: float) -> float:
-    return max(value, _NOTHING) if math.isfinite(value) else 1.0

@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib
 import importlib.util
 import inspect
 import math
 import operator
-import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
-from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks, seed_everything
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from typing_extensions import override
 
 from lightning_gradavg.arguments import nearest
 from lightning_gradavg.lightning_internals import start_no_processes
 
 __all__ = [
     "MainModule",
+    "Read",
     "Settings",
     "Target",
     "TrainsOnImport",
+    "as_list",
     "imported",
-    "in_one_line",
     "is_refused",
+    "of_values",
     "quiet_options",
     "resolve_strategy",
-    "with_class_paths",
 ]
 
 # Plugins of the cluster and of precision are ours; the callbacks search, stop, write or watch, and need a longer run.
@@ -168,111 +164,47 @@ def quiet_options(options: Mapping[str, Any], accelerator: str) -> dict[str, Any
     for name in sorted(options.keys() - set(known)):
         raise ValueError(f"Trainer has no option {name!r}{nearest(name, known)}")
     kept = {
-        name: [one for one in _as_list(options.get(name)) if not isinstance(one, types)]
+        name: [one for one in as_list(options.get(name)) if not isinstance(one, types)]
         for name, types in _LEFT_OUT.items()
     }
     # Modules may write to `self.logger.experiment`.
     return {**options, **_QUIET, "logger": DummyLogger(), "accelerator": accelerator, **kept}
 
 
-def _as_list(given: Any) -> list[Any]:
+def as_list(given: Any) -> list[Any]:
     """Return what the Trainer takes as one, as several, or as None."""
     return given if isinstance(given, list) else list(filter(None, [given]))
 
 
-_NOISE = (
-    *("Does not validate", "Subtypes:", "Errors:", "Given value type:", "Given value: N"),
-    "Expected a <class 'NoneT",
-)
+Read: TypeAlias = tuple[Any, Any, Mapping[str, Any]]
+"""A module, its data or None, and options of the Trainer."""
 
 
-def in_one_line(message: str) -> str:
-    """Return an error of jsonargparse, a tree of what it tried, as one line: what is accepted, and what was given."""
-    if re.search(r"arguments are required: \w+\.model\b", message):
-        return "no model: give --model train.py:Net, or a --config that states model: class_path"
-    lines = [line.strip(" -") for line in message.splitlines()]
-    kept = dict.fromkeys(line for line in lines if line and not line.startswith(_NOISE))
-    text = "; ".join(kept).replace(":; ", ": ")
-    text = re.sub(r"(?:a )?typing\.Literal\[(.*?)\]", r"one of \1", text)
-    text = re.sub(r"a <class '([\w.]+)'>", r"\1", text)
-    unnamed = re.search(r'Parser key "(model|data)": Option .* is not accepted', message)
-    return f"{text}; without class_path give --{unnamed[1]} train.py:Class" if unnamed else text
-
-
-def with_class_paths(arguments: Sequence[str]) -> list[str]:
-    """Return arguments of a LightningCLI in which `--model file.py:Net` and `--data file.py:Data` are class paths.
-
-    A named class stands before the config files, which may then have no `class_path`, and after them, so that it wins.
-
-    Raises:
-        ValueError: If a config file, or what is named, is not there.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--model", "--data"):
-        parser.add_argument(option)
-    parser.add_argument("-c", "--config", action="append", default=[])
-    known, _ = parser.parse_known_args(arguments)
-    for file in (file for file in known.config if not Path(file).is_file()):
-        raise ValueError(f"--config {file!r}: there is no such file")
-    given, paths, classes = list(arguments), dict[str, str](), list[str]()
-    for option, name in (("--model", known.model), ("--data", known.data)):
-        if name is None:
-            continue
-        found = imported(name) if ":" in name else None
-        path = name if found is None else f"{found.__module__}.{found.__qualname__}"
-        paths |= {name: path, f"{option}={name}": f"{option}={path}"}
-        classes.append(f"{option}={path}")
-    given = [paths.get(argument, argument) for argument in given]
-    return [*given[:1], *classes, *given[1:], *classes] if known.config else given
-
-
-class _RaisingParser(LightningArgumentParser):
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise ValueError(in_one_line(message)) from ex
-
-
-class _ConfigReader(LightningCLI):
-    """A LightningCLI that builds what `fit` needs, and runs nothing.
-
-    `run=False` would build a Trainer, whose strategy takes the devices of the config. The two methods are private in
-    lightning 2.5.0 and 2.6.6; there is no public way to get the options of the Trainer.
-    """
-
-    options: dict[str, Any]
-
-    @override
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        self.parser_class = _RaisingParser
-        return super().init_parser(**kwargs)
-
-    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Any:
-        self.options = {**config, "callbacks": [*_as_list(config.get("callbacks")), *callbacks]}
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
+def of_values(module: Any, data: Any = None) -> Read:
+    """Return a new module and new data of what `verify` is given: values, what makes them, or names of one of these."""
+    given, of_data = (imported(each) if isinstance(each, str) else each for each in (module, data))
+    made = copy.deepcopy(given) if isinstance(given, LightningModule) else given()
+    return made, copy.deepcopy(of_data) if hasattr(of_data, "__iter__") else of_data, {}
 
 
 @dataclass(frozen=True)
 class Target:
     """What is to be verified; every process builds it anew."""
 
-    module: Any = None  # a module, or a function that returns one, such as its class, or `file.py:Name`
-    data: Any = None  # a data module, a loader, or a function that returns one of them, or its name
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the Trainer, which override a config's
+    read: Callable[[], Read]
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the Trainer, which override those that are read
     seed: int = 0
-    init: Mapping[str, Any] = field(default_factory=dict)  # arguments of the function that returns the module
-    config: tuple[str, ...] = ()  # arguments of `fit` of a LightningCLI, without `--data`
 
     def build(self, accelerator: str = "cpu") -> tuple[LightningModule, dict[str, Any], dict[str, Any]]:
         """Seed, and return the module, the data arguments of `Trainer.fit`, and the options of a quiet Trainer.
 
         Raises:
-            TypeError: If `module` makes no LightningModule.
+            TypeError: If there is no LightningModule.
             ValueError: If there are no data.
         """
         seed_everything(self.seed, workers=True, verbose=False)
-        module, data, options = self._of_config() if self.config else self._of_names()
+        with _training_refused():
+            module, data, options = self.read()
         data = data() if callable(data) and not hasattr(data, "__iter__") else data
         if not isinstance(module, LightningModule):
             raise TypeError(
@@ -285,39 +217,7 @@ class Target:
                 " train_dataloader()"
             )
         name = "datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders"
-        return module, {} if data is None else {name: data}, quiet_options(options, accelerator)
-
-    def _of_names(self) -> tuple[Any, Any, dict[str, Any]]:
-        given, data = (imported(each) if isinstance(each, str) else each for each in (self.module, self.data))
-        if isinstance(given, LightningModule):
-            module = copy.deepcopy(given)
-        else:
-            module = given(**_converted(given, self.init)) if self.init else given()
-        return module, copy.deepcopy(data) if hasattr(data, "__iter__") else data, dict(self.options)
-
-    def _of_config(self) -> tuple[Any, Any, dict[str, Any]]:
-        data = imported(self.data) if self.data and ":" in self.data else None
-        is_class = isinstance(data, type) or not data
-        arguments = ["fit", *self.config, *[f"--data={self.data}"] * bool(self.data and is_class)]
-        with _training_refused():
-            cli = _ConfigReader(
-                args=with_class_paths(arguments),
-                parser_kwargs={"prog": "gradavg verify"},
-                save_config_callback=None,
-            )
-        return cli.model, cli.datamodule if is_class else data, {**cli.options, **self.options}
-
-
-def _converted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments from a command line in the types of the annotations."""
-    parser = ArgumentParser(exit_on_error=False)
-    add = parser.add_class_arguments if isinstance(function, type) else parser.add_function_arguments
-    add(function, fail_untyped=False)
-    try:
-        found = parser.instantiate_classes(parser.parse_object(dict(given), defaults=False))
-    except ArgumentError as error:
-        raise ValueError(f"--init: {in_one_line(str(error))}") from error
-    return {name: found[name] for name in given}
+        return module, {} if data is None else {name: data}, quiet_options({**options, **self.options}, accelerator)
 
 
 @dataclass(frozen=True)
@@ -330,6 +230,11 @@ class Settings:
     single: bool = False
     compare_order: bool = True
     tolerance: float | None = None  # None for what the precision needs
+
+    @property
+    def largest_difference(self) -> float:
+        """The relative difference up to which values are equal."""
+        return self.tolerance or (1e-4 if self.single else 1e-8)
 
     def __post_init__(self) -> None:
         of_type: Any = getattr(torch, self.accelerator, None)
