@@ -39,7 +39,6 @@ from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state
 from lightning_gradavg.ranks import World
 from lightning_gradavg.rates.part import Rates
-from lightning_gradavg.rates.recipe import RunRecipe
 from lightning_gradavg.rates.scaling import ScaleFunction
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.gather import require_allowed
@@ -166,15 +165,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     ) -> None:
         given: dict[str, Any] = {**locals(), **ddp_options}
         options = Options.of(given)
-        recipe = RunRecipe(
-            options.rule,
-            split_batches=options.split_batches,
-            lr_scaling=lr_scaling,
-            base_batch_size=base_batch_size,
-            base_world_size=base_world_size,
-            lr_warmup_steps=lr_warmup_steps,
-            equivalent_to=options.preset,
-        )
         super().__init__(**{name: given[name] for name in _OF_DDP_STRATEGY}, **ddp_options)
         self._ddp_kwargs = options_of_ddp(ddp_options)
         self._options, self._plain, self._log_hyperparams = options, plain(given), log_hyperparams
@@ -190,8 +180,17 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             on_reduced=self._replicas.end_step if options.replicated else None,
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()
-        stock = self._reduction.is_stock and not recipe.scales
-        self._rates = Rates(recipe, allow_change=allow_recipe_change, may_differ=stock)
+        self._rates = Rates(
+            options.rule,
+            split_batches=options.split_batches,
+            equivalent_to=options.preset,
+            lr_scaling=lr_scaling,
+            base_batch_size=base_batch_size,
+            base_world_size=base_world_size,
+            lr_warmup_steps=lr_warmup_steps,
+            allow_change=allow_recipe_change,
+            stock=self._reduction.is_stock,
+        )
         self._arithmetic = FixedArithmetic(replicas) if reproducible else Arithmetic()
         self._evaluation = ExactEvaluation() if options.exact_evaluation else Evaluation()
         # Without replicas DDP's next forward makes buffers equal: after a step they may differ.
@@ -231,12 +230,12 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     @property
     def global_batch_size(self) -> int | None:
         """Samples of one optimizer step, over ranks and window; None before `fit`, or if no loader has a batch size."""
-        return self._rates.recipe.global_batch_size
+        return self._rates.global_batch_size
 
     @property
     def lr_scale(self) -> float:
         """What `lr_scaling` multiplies the learning rate by after the warm-up."""
-        return self._rates.recipe.lr_scale
+        return self._rates.lr_scale
 
     @property
     def num_replicas(self) -> int:
@@ -278,7 +277,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             replicas=self._shaping_replicas,
             replicated=options.replicated,
             equivalent_to=options.preset,
-            scales_rates=self._rates.recipe.scales,
+            scales_rates=self._rates.scales,
             samples=self._replicas.weight(self._batches.chunk),
         )
 
@@ -341,8 +340,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         run = Run(module.trainer, module, self.root_device, World.of(None), model, places)
         for part in self._parts:
             part.configure_ddp(run)
-        recipe = self._rates.recipe
-        recipe.num_replicas, recipe.arithmetic = self._shaping_replicas, self._arithmetic.settings
+        self._rates.num_replicas, self._rates.arithmetic = self._shaping_replicas, self._arithmetic.settings
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -417,9 +415,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
         self._reduction.observer = self._reports.begin_step(self._reduction.window)
         step = Step(forward, self._backward_within_step, self._reduction, self._batches)
-        with self._rates.training_step():
-            output = self._replicas.run_step(step, *arguments)
-        return self._reduction.agree(output)
+        self._rates.begin_step()
+        return self._reduction.agree(self._replicas.run_step(step, *arguments))
 
     @property
     @override
