@@ -12,7 +12,7 @@ from data_parallel import MODELS, Run, assert_same_run, fit, loader, train
 from grids import grid
 from lightning.pytorch import LightningModule
 from ranks import make_trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gradavg import GradAvgStrategy
@@ -113,51 +113,3 @@ def line_gradient(xs: int, **strategy: Any) -> list[float]:
 def test_replicas_of_unequal_size(world, world_size, xs, gradient):
     ranks = world(world_size).run(line_gradient, xs, num_replicas=2)
     assert [[approx(gradient)]] * world_size == ranks
-
-
-ROWS_A = [[0.5, -0.2], [1.0, 0.6], [-0.75, 0.3], [0.25, -0.9]]
-ROWS_B = [[0.4, 0.1], [0.9, 0.5], [-1.0, -0.4], [-0.3, -0.7]]
-
-
-class InfoNCE(LightningModule):
-    """Both towers multiply by the transpose of M; the logits of the whole batch have the temperature 0.5."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.M = nn.Parameter(torch.tensor([[1.0, 0.2], [-0.3, 0.8]], dtype=torch.float64))
-        self.losses: list[float] = []
-        self.gradients: list[Tensor] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        a, b = batch
-        return a @ self.M.T, b @ self.M.T
-
-    def training_step_end(self, outputs: Any) -> Tensor:
-        a, b = outputs
-        loss = nn.functional.cross_entropy(a @ b.T / 0.5, torch.arange(len(a)))
-        self.losses.append(loss.item())
-        return loss
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        assert self.M.grad is not None
-        self.gradients.append(self.M.grad.clone())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def contrast() -> Any:
-    """Body: one step."""
-    model = InfoNCE()
-    rows = (torch.tensor(rows, dtype=torch.float64) for rows in (ROWS_A, ROWS_B))
-    trainer = make_trainer(GradAvgStrategy(equivalent_to="data_parallel"), max_epochs=1)
-    trainer.fit(model, DataLoader(TensorDataset(*rows), batch_size=4))
-    return model.losses, model.gradients
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_contrastive_loss_of_the_whole_batch(world, world_size):
-    expected = torch.tensor([[-0.34945875, -0.21453436], [0.00286419, -0.34827028]], dtype=torch.float64)
-    for losses, (gradient,) in world(world_size).run(contrast):
-        assert [approx(0.6918260226, 1e-9)] == losses
-        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-8)
