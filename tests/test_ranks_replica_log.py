@@ -124,6 +124,9 @@ def test_ranks_may_log_different_names_and_often(world, strategy):
 class LogsDict(RegressionEnd):
     """Has a `log` of its own, which `log_dict` calls, too."""
 
+    def build(self) -> None:
+        self.mean = MeanMetric()
+
     def log(self, name: str, value: Any, **options: Any) -> None:  # type: ignore[override]  # as users narrow it
         super().log(f"mine/{name}", value, **options)
 
@@ -131,6 +134,8 @@ class LogsDict(RegressionEnd):
         loss = super().training_step_end(outputs)
         self.log_dict({"a": loss, "b": 2 * loss}, on_step=True, on_epoch=True)
         self.log("infinite", torch.tensor(torch.inf), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.mean(7.0)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
         return loss
 
 
@@ -145,7 +150,8 @@ class OwnLog(LogsDict):
 
 def test_a_modules_own_log_and_log_dict_are_called(world):
     for kind, strategy in ((LogsDict, {"equivalent_to": "data_parallel"}), (OwnLog, parallel())):
-        assert {"mine/a_step", "mine/b_epoch", "mine/infinite"} < set(world(2).run(outcome, kind, strategy)[0][1])
+        logged = world(2).run(outcome, kind, strategy)[0][1]
+        assert {"mine/a_step", "mine/b_epoch", "mine/infinite", "mine/mean"} < set(logged)
         assert_same(world, (2,), kind, strategy)
 
 

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.fabric.utilities import imports
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -231,3 +232,8 @@ def test_a_notebook_has_no_script_to_start(monkeypatch, strategy):
         Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
     forked = Trainer(strategy="gradavg_notebook", accelerator="cpu", devices=2, logger=False)
     assert forked.strategy.launcher.is_interactive_compatible
+
+
+def test_fabric_is_told_of_its_strategy():
+    with pytest.raises(ValueError, match=r"for Fabric, lightning_gradavg\.fabric has another"):
+        Fabric(strategy=GradAvgStrategy(), accelerator="cpu", devices=2)
