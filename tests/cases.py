@@ -1,7 +1,8 @@
 """What the product promises of one step, as a table: losses, weights and windows, and the gradient by hand.
 
 A micro-batch is the gradient of its loss, or a pair of that and its weight. A row holds, for each rank, the windows of
-its run, each a list of micro-batches. Every row is run in every way that it names: `test_ranks_cases.py`.
+its run, each a list of micro-batches; in a user's own loop, something else may happen between them. Every row is run in
+every way that it names: `test_ranks_cases.py`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.place import Place
 from lightning_gradavg.rules import RULES, Share, resolve_rule
 
-__all__ = ["CASES", "WAYS", "Case"]
+__all__ = ["CASES", "CLEARED", "CLEARS", "WAYS", "Case", "Fails"]
 
 NAN, INF = math.nan, math.inf
 LOOPS = ("manual", "fabric", "reducer")
@@ -26,6 +28,15 @@ LOOPS = ("manual", "fabric", "reducer")
 OF_DDP = ("automatic", *LOOPS)
 WAYS = (*OF_DDP, "average", "sharded")
 OF_SHARDED = ("mean", "sum", "weighted_mean", "normalized_sum")
+CLEARS = CLEARED, ZEROED = "gradients set to None", "gradients set to 0"
+"""Between micro-batches: what the user does to gradients, and so gives up the window that has begun."""
+
+
+class Fails(NamedTuple):
+    """A micro-batch whose backward raises, which ends its window: those after it do not run."""
+
+    gradient: float
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -36,21 +47,23 @@ class Case:
         name: What is special about it.
         reduction: The rule.
         windows: `windows[rank][window]`, a list of micro-batches.
-        gradients: Of each window, by hand; or what the error of all ranks says.
+        gradients: After each window, by hand: one number, or one for each parameter; or what all ranks raise.
         ways: How it is run; ways that cannot serve the row at all are left out.
         nodes: The node of each rank; all on one by default.
         refused: Ways that refuse the row, with what the error says.
-        options: Of the strategy, where there is one.
+        options: Of the strategy, or of DDP where there is none.
+        keeps: Whether no gradient is zeroed between windows.
     """
 
     name: str
     reduction: Any
     windows: Sequence[Sequence[Sequence[Any]]]
-    gradients: Sequence[float] | str
+    gradients: Sequence[Any] | str
     ways: Sequence[str] = WAYS
     nodes: Sequence[int] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    keeps: bool = False
 
     def said(self, way: str) -> str | None:
         """Return what the error says, or None if there is none."""
@@ -98,6 +111,12 @@ def weighted(name: str, windows: Any, gradients: Any, reduction: Any = "weighted
     return row
 
 
+def raised_between(fails: Fails, before: int = 0, after: int = 0) -> Any:
+    """Return windows of one, and between them one that fails between so many micro-batches; stock DDP restores none."""
+    between = [*[(7.0, 1)] * before, fails, *[(7.0, 1)] * after]
+    return [[[(100.0, 1)], between, [last]] for last in ((1.0, 3), (5.0, 1))]
+
+
 def bad(name: str, weight: Any, said: str, **options: Any) -> list[Case]:
     """Return rows in which rank 1 gives a weight that cannot be used, in a window of one and at the end of two."""
     good = [(1.0, 1)]
@@ -133,6 +152,19 @@ TYPES: Mapping[str, Any] = {
 }
 A, B = {"a": 1.0, "b": 10.0}, {"a": 5.0, "b": NAN}
 NAMED = [[[(A, {"a": 1, "b": 2})]], [[(B, {"a": 3, "b": 0})]]]
+FULL = ({"first": 1.0, "second": 10.0}, {"first": 1, "second": 2})
+EMPTY = ({"first": 5.0, "second": NAN}, {"first": 3, "second": 0})
+"""Terms that train a parameter each, and a rank without a sample for one of them."""
+DDP_OPTIONS: Sequence[Mapping[str, Any]] = (
+    {"gradient_as_bucket_view": True},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+    {"static_graph": True, "gradient_as_bucket_view": True},
+    {"bucket_cap_mb": 1e-5},
+    {"broadcast_buffers": False},
+)
+STATIC_BY_HAND = hasattr(GradAvgStrategy(), "_pl_static_graph_delay_done")
+"""Whether Lightning starts the first reduction of a static graph in manual optimization."""
 NO_WINDOWS = "Do not accumulate; or return one loss under reduction='mean'"
 
 CASES: Sequence[Case] = [
@@ -237,15 +269,81 @@ CASES: Sequence[Case] = [
         options={"check_replicas_every_n_steps": 1},
     ),
     *(
-        weighted(f"under {' and '.join(options)}", TWO, [186 / 30, 8.0], ways=["automatic"], options=options)
-        for options in (
-            {"gradient_as_bucket_view": True},
-            {"find_unused_parameters": True},
-            {"static_graph": True, "gradient_as_bucket_view": True},
-            {"bucket_cap_mb": 1e-5},
+        Case(
+            f"under {' and '.join(options)}",
+            "weighted_mean",
+            TWO,
+            [186 / 30, 8.0],
+            ["automatic", "manual"],
+            options=options,
+            refused={} if STATIC_BY_HAND or "static_graph" not in options else {"manual": "with manual optimization"},
         )
+        for options in DDP_OPTIONS
     ),
     Case("of a static graph", "mean", TWO, [17 / 4, 14 / 2], ["automatic"], options={"static_graph": True}),
+    *(
+        row
+        for options in ({}, {"gradient_as_bucket_view": True})
+        for row in of_rules(
+            f"added to gradients that are kept {' and '.join(options)}",
+            TWO,
+            {"mean": [17 / 4, 17 / 4 + 7], "sum": [17.0, 17.0 + 14], "weighted_mean": [6.2, 6.2 + 8]},
+            ways=OF_DDP,
+            options=options,
+            keeps=True,
+        )
+    ),
+    *(
+        weighted(
+            f"added to gradients that are kept, until {clear} {' and '.join(options)}",
+            [[[(1.0, 3)], [(5.0, 1)], [clear, (4.0, 3)]], [[(5.0, 1)], [(1.0, 3)], [clear, (0.0, 1)]]],
+            [2.0, 2.0 + 2, 3.0],
+            ways=LOOPS,
+            options=options,
+            keeps=True,
+        )
+        for options in ({}, {"gradient_as_bucket_view": True})
+        for clear in CLEARS
+    ),
+    *(
+        row
+        for clear in CLEARS
+        for name, windows, gradients in (
+            (
+                "that begins anew",
+                [[[(100.0, 7), clear, (1.0, 3)]], [[(100.0, 7), clear, (5.0, 1)]]],
+                {"mean": [3.0], "sum": [6.0], "weighted_mean": [2.0]},
+            ),
+            (
+                "that begins anew with two",
+                [[[(100.0, 7), clear, (1.0, 3), (2.0, 1)]], [[(100.0, 7), clear, (5.0, 1), (2.0, 3)]]],
+                {"mean": [2.5], "sum": [10.0], "weighted_mean": [2.0]},
+            ),
+        )
+        for row in of_rules(f"{name}, with {clear}", windows, gradients, ways=LOOPS)
+    ),
+    *(
+        row
+        for before, after in ((0, 0), (0, 1), (1, 0), (1, 1))
+        for row in of_rules(
+            f"whose backward raised after {before} and before {after} others",
+            raised_between(Fails(1000.0, 50), before, after),
+            {"sum": [200.0, 0.0, 6.0], "weighted_mean": [100.0, 0.0, 2.0]},
+            ways=LOOPS,
+        )
+        + of_rules(
+            f"whose backward raised after {before} and before {after} others, over gradients that are kept",
+            raised_between(Fails(1000.0, 50), before, after),
+            {
+                "sum": [200.0, 200.0, 200.0 + 6],
+                "weighted_mean": [100.0, 100.0, 102.0],
+            },
+            ways=LOOPS,
+            options={"gradient_as_bucket_view": before + after == 2},
+            keeps=True,
+        )
+    ),
+    weighted("whose weight was refused", raised_between(Fails(1.0, -1)), [100.0, 100.0, 102.0], ways=LOOPS, keeps=True),
     Case("with terms", "weighted_mean", NAMED, [(1 + 15) / 4 + 10], (*OF_DDP,)),
     Case("with terms", "normalized_sum", NAMED, [6 / 4 + 10 / 2], (*OF_DDP,)),
     Case(
@@ -254,6 +352,21 @@ CASES: Sequence[Case] = [
         [[[(A, {"a": 1, "b": 0})]], [[(B, {"a": 3, "b": 0})]]],
         [4.0],
         OF_DDP,
+    ),
+    *(
+        Case(
+            f"with terms of their own parameters {name} {' and '.join(options)}",
+            "weighted_mean",
+            [[[FULL]] * 2, windows],
+            gradients,
+            ["automatic"] if options else OF_DDP,
+            options=options,
+        )
+        for options in ({}, *DDP_OPTIONS)
+        for name, windows, gradients in (
+            ("that lack a sample", [[FULL], [EMPTY]], [(1.0, 10.0), ((1 + 15) / 4, 10.0)]),
+            ("that lack a sample at first", [[EMPTY], [FULL]], [((1 + 15) / 4, 10.0), (1.0, 10.0)]),
+        )
     ),
     Case("with terms in a window", "weighted_mean", [[one[0] * 2] for one in NAMED], NO_WINDOWS, OF_DDP),
     Case(

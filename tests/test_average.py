@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from averaging import square_root_of_weight
-from hypothesis import given
-from hypothesis import strategies as st
+from cases import root
 from torch import Tensor, nn
 
 from lightning_gradavg.ranks import World
@@ -19,34 +15,6 @@ from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.reference import rank_factors
 from lightning_gradavg.reduction.sums import SUM_DTYPES
 from lightning_gradavg.rules import RULES, Rule, Share
-
-WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-6, 1e6), st.integers(0, 2**40).map(float))
-RANKS = st.lists(st.tuples(st.integers(0, 3), WEIGHTS, st.floats(-1e3, 1e3)), min_size=1, max_size=9)
-
-
-@given(ranks=RANKS)
-def test_factors_of_means_sum_to_one(ranks: Sequence[tuple[int, float, float]]) -> None:
-    """Every mean is a convex combination of the ranks' gradients, unless there is no weight at all."""
-    nodes, weights, _ = (list(column) for column in zip(*ranks, strict=True))
-    for name in ("mean", "weighted_mean", "mean_of_node_means"):
-        factors = rank_factors(RULES[name], nodes, weights)
-        nothing = name == "weighted_mean" and sum(weights) == 0
-        assert (0.0 if nothing else 1.0) == pytest.approx(sum(factors), rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("name", "nodes", "factors"),
-    [
-        ("sum", [0, 0, 1], [1.0, 1.0, 1.0]),
-        ("mean", [0, 0, 1, 1], [0.25] * 4),
-        ("mean_of_node_sums", [0, 0, 1], [0.5, 0.5, 0.5]),
-        ("mean_of_node_means", [0, 0, 1], [0.25, 0.25, 0.5]),
-        ("sum_of_node_means", [0, 0, 1], [0.5, 0.5, 1.0]),
-    ],
-)
-def test_factors_without_weights_are_exact(name: str, nodes: list[int], factors: list[float]) -> None:
-    """Factors are exact, so that a sum multiplies by nothing and no pass over the gradients is spent on it."""
-    assert factors == rank_factors(RULES[name], nodes, [1.0] * len(nodes))
 
 
 def rule_of(share: Share) -> Rule:
@@ -71,23 +39,6 @@ def test_factors_that_are_no_numbers(rule: Rule, weights: list[float], message: 
     """A factor or a normalizer that is no finite number >= 0 is an error that quotes it."""
     with pytest.raises(ValueError, match=message):
         rank_factors(rule, [0] * len(weights), weights)
-
-
-@given(
-    sizes=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))),
-    single=st.integers(1, 300),
-)
-def test_buckets_hold_every_gradient_once(sizes: list[tuple[int, torch.dtype]], single: int) -> None:
-    """Every gradient with elements is in one bucket, of one dtype to sum in, and large ones are alone."""
-    gradients = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
-    with mock.patch.object(sums, "SINGLE_BYTES", single):
-        cut = sums._partition(gradients)
-    held = sorted(id(gradient) for bucket in cut for gradient in bucket)
-    assert sorted(id(gradient) for gradient in gradients if len(gradient)) == held
-    for bucket in cut:
-        widths = [gradient.numel() * SUM_DTYPES[gradient.dtype].itemsize for gradient in bucket]
-        assert len({SUM_DTYPES[gradient.dtype] for gradient in bucket}) == 1
-        assert len(bucket) == 1 or max(widths) < single
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.3, 1.0])
@@ -118,7 +69,7 @@ def weight_and_gradient(value: Any) -> nn.Parameter:
         ("normalized_sum", 12, [0.25, 0.5]),
         ("weighted_mean", 0, [0.0, 0.0]),
         ("mean_of_node_sums", None, [3.0, 6.0]),
-        (square_root_of_weight, 4, [3.0, 6.0]),
+        (root, 4, [3.0, 6.0]),
         (RULES["normalized_sum"], torch.tensor(3), [1.0, 2.0]),
     ],
 )
@@ -136,7 +87,7 @@ def test_world_of_one(reduction: Any, weight: Any, expected: list[float]) -> Non
         ({"weight": -1.0}, r"on rank 0: weight -1\.0 is not a finite number >= 0"),
         ({"reduction": "avg"}, r"reduction='avg' is not a rule\. Use one of 'mean', 'sum'"),
         ({"reduction": "weighted_mean"}, r"reduction='weighted_mean'.* needs a weight: pass weight= on every rank"),
-        ({"reduction": square_root_of_weight}, r"reduction='square_root_of_weight'.*needs a weight"),
+        ({"reduction": root}, r"reduction='root'.*needs a weight"),
         ({"group": [0, 1]}, r"group=\[0, 1\], but torch\.distributed is not initialized"),
     ],
 )

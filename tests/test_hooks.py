@@ -18,11 +18,11 @@ import torch.distributed as dist
 from faults import run_ranks
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import RankPool, make_trainer
+from ranks import RankPool
 from roundings import relative_error
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from toys import Toy, loader
+from toys import same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy, hooks
 
@@ -74,10 +74,15 @@ def random(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def means(name: str, nodes: Sequence[int], sizes: Sequence[int], dtype: torch.dtype, scale: float = 1.0) -> Any:
-    """Body: the means of several buckets that travel at once."""
+def means(
+    name: str, nodes: Sequence[int], sizes: Sequence[int], dtype: torch.dtype, scale: float = 1.0, spoiled: int = -1
+) -> Any:
+    """Body: the means of several buckets that travel at once; the `spoiled` rank has NaN and infinity in each."""
+    rank = dist.get_rank()
     with on_nodes(nodes):
-        buckets = [random(dist.get_rank(), size, dtype) * scale for size in sizes]
+        buckets = [random(rank, size, dtype) * scale for size in sizes]
+        for bucket in buckets if rank == spoiled else ():
+            bucket[3], bucket[1500] = torch.nan, torch.inf
         futures = [begin(name, bucket) for bucket in buckets]
         results = [future.wait() for future in futures]
     assert all(one.dtype == dtype for one in results)
@@ -168,21 +173,12 @@ def test_sums_of_half_precision_do_not_overflow(world, name):
     assert torch.equal(torch.full((100,), 60000.0, dtype=torch.float16), world(4).run(mean_of_large, name)[2])
 
 
-def mean_with_bad_numbers(name: str, nodes: Sequence[int]) -> Tensor:
-    with on_nodes(nodes):
-        gradient = random(dist.get_rank(), 2000, torch.float32)
-        if dist.get_rank() == 1:
-            gradient[3], gradient[1500] = torch.nan, torch.inf
-        mean: Tensor = begin(name, gradient).wait()
-        return mean
-
-
 @pytest.mark.parametrize("nodes", [EVEN, UNEVEN], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_bad_numbers_are_seen_everywhere(world, name, nodes):
     """One rank's NaN and infinity reach all ranks, as GradScaler needs, and spoil nothing else."""
     exact = exact_mean(4, 2000, torch.float32)
-    for found in world(4).run(mean_with_bad_numbers, name, nodes):
+    for (found,) in world(4).run(means, name, nodes, [2000], torch.float32, spoiled=1):
         assert [3, 1500] == (~found.isfinite()).nonzero().flatten().tolist()
         assert found[3].isnan()
         assert found[1500] == torch.inf
@@ -288,20 +284,12 @@ def test_stock_ddp(world, name, nodes, views):
     assert [expected] * ranks == world(ranks).run(gradients_of_ddp, name, nodes, gradient_as_bucket_view=views)
 
 
-def train(name: str, dtype: torch.dtype) -> list[float]:
-    hooks._MADE.clear()
-    model = Toy(lr=0.0, dtype=dtype)
-    trainer = make_trainer(
-        GradAvgStrategy(ddp_comm_hook=getattr(hooks, name)), max_epochs=1, use_distributed_sampler=False
-    )
-    trainer.fit(model, loader([[1.0 + 2 * dist.get_rank()], [5.0]]))
-    return [gradient.item() for gradient in model.seen.gradients]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_strategy_on_cpu(world, name):
     """Lightning drops hooks on a CPU, and GradAvgStrategy registers them there."""
-    assert [[2.0, 5.0]] * 2 == world(2).run(train, name, torch.float32)
+    toy, strategy = {"dtype": torch.float32}, {"ddp_comm_hook": getattr(hooks, name)}
+    seen = same_everywhere(world(2).run(train, [[[1.0], [5.0]], [[3.0], [5.0]]], toy, strategy))
+    assert [2.0, 5.0] == [gradient.item() for gradient in seen.gradients]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LightningCLI of 2.6 calls an old API of jsonargparse

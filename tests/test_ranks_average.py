@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from averaging import literal, square_root_of_weight
+from cases import root
 from ranks import Raised
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,14 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradavg.place import Place
 from lightning_gradavg.reduction import sums
 from lightning_gradavg.reduction.average import average_gradients
-from lightning_gradavg.rules import RULES, Share
+from lightning_gradavg.reduction.reference import combine
+from lightning_gradavg.rules import RULES, Share, resolve_rule
 
 Gradients = Sequence["Tensor | None"]
 inf, nan = torch.inf, torch.nan
 TINY = 2.0**-24
 
 
-EVERY_RULE = [*RULES, square_root_of_weight]
+EVERY_RULE = [*RULES, root]
 
 
 def reduce_given(of_ranks: Sequence[Gradients], weights: Any = None, nodes: Any = None, **options: Any) -> Gradients:
@@ -74,14 +75,13 @@ SHAPES = ((), (3,), (0, 4), (2, 5), (131_072,), (1,), (3, 2, 2))
 
 
 def reduce_by_every_rule(of_ranks: Sequence[Gradients], weights: Sequence[float]) -> list[Gradients]:
-    """Body: on all nodes by every rule with weights, and without them where it uses none."""
+    """Body: on all nodes by every rule, and without weights, too, by those that use none."""
     found = []
     for nodes in LAYOUTS[len(of_ranks)]:
         for rule in EVERY_RULE:
             found.append(reduce_given(deepcopy(of_ranks), weights, nodes, reduction=rule))
-            if rule in RULES and not RULES[rule].uses_weight:
-                unweighed = reduce_given(deepcopy(of_ranks), None, nodes, reduction=rule)
-                assert all(torch.equal(*pair) for pair in zip(found[-1], unweighed, strict=True))  # type: ignore[arg-type]
+            if not resolve_rule(rule).uses_weight:
+                same_everywhere([found[-1], reduce_given(deepcopy(of_ranks), None, nodes, reduction=rule)])
     return found
 
 
@@ -93,7 +93,8 @@ def test_every_rule_is_its_formula(world, world_size):
     of_ways = zip(*world(world_size).run(reduce_by_every_rule, of_ranks, weights), strict=True)
     for (nodes, rule), results in zip(ways, of_ways, strict=True):
         for index, gradient in enumerate(same_everywhere(results)):
-            expected = literal(rule, [gradients[index] for gradients in of_ranks], weights, nodes)
+            stacked = torch.stack([gradients[index] for gradients in of_ranks])
+            expected = combine(stacked, rule=resolve_rule(rule), nodes=nodes, weights=weights)
             torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -122,6 +123,14 @@ GIVEN: dict[str, tuple[Gradients, str, Any, Any, Any]] = {
     "one has it": ([None, one([3.0])], "sum", None, None, [3.0]),
     "None": ([None, None], "mean", None, None, None),
     "NaN of a rank": ([one([2.0, 1.0]), one([nan, 3.0])], "mean", None, None, [nan, 2.0]),
+    "NaN of weight 0": ([one([2.0]), one([nan])], "weighted_mean", [1, 0], [0, 1], [2.0]),
+    "infinite of weight 0, large": (
+        [torch.ones(2**18), torch.full((2**18,), -inf)],
+        "weighted_mean",
+        [1, 0],
+        [0, 1],
+        [1.0] * 2**18,
+    ),
     "no weight": ([one([nan, 1.0]), one([inf, 2.0])], "weighted_mean", [0, 0.0], None, [0.0, 0.0]),
     "no weight, None on a rank": ([None, torch.ones(3)], "weighted_mean", [0, 0.0], None, [0.0, 0.0, 0.0]),
     # Summed in float32: what fits in the result is not lost on the way, and what does not is infinite.
@@ -150,15 +159,6 @@ def test_gradient_computed_by_hand(world, name):
         torch.testing.assert_close(mine, part, rtol=1e-12, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("poison", [nan, inf, -inf])
-def test_weight_zero_contributes_nothing(world, poison):
-    """Cases 5 and 50: gradients of a rank of weight 0 are discarded, in place and in a bucket: 0 * NaN would be NaN."""
-    of_ranks = [[one([2.0]), torch.ones(2**18)], [one([poison]), torch.full((2**18,), poison)]]
-    small, large = same_everywhere(world(2).run(reduce_given, of_ranks, [1, 0], [0, 1], reduction="weighted_mean"))
-    assert torch.equal(one([2.0]), small)
-    assert torch.equal(torch.ones(2**18), large)
-
-
 COMPLEX = {"dtype": torch.complex64}
 SPARSE: dict[str, Gradients] = {
     "even": [coo({0: 1.0, 2: 2.0}), coo({2: 4.0, 5: 8.0}), coo({1: 1.0, 3: 7.0})],
@@ -182,7 +182,7 @@ def test_sparse_gradients(world, case, reduction):
     assert sparse.is_coalesced()
     like = next(gradient for gradient in SPARSE[case] if gradient is not None).to_dense()
     gradients = [torch.zeros_like(like) if gradient is None else gradient.to_dense() for gradient in SPARSE[case]]
-    expected = literal(reduction, gradients, weights, [0, 0, 0]).to(like.dtype)
+    expected = combine(torch.stack(gradients), rule=RULES[reduction], nodes=[0, 0, 0], weights=weights)
     torch.testing.assert_close(sparse.to_dense(), expected, rtol=1e-6, atol=1e-12)
 
 

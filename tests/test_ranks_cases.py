@@ -4,51 +4,49 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CASES, Case, uses_weight
-from lightning.fabric import Fabric
+from cases import CASES, CLEARED, CLEARS, Case, Fails, uses_weight
 from lightning.pytorch import LightningModule
-from ranks import make_trainer, rank_environment
+from loops import OfFabric, OfTorch, OfTrainer
+from ranks import make_trainer
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from toys import AWARE, approx
 
-from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgReducer, GradAvgStrategy, average_gradients
-from lightning_gradavg.fabric import GradAvgStrategy as OfFabric
+from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, average_gradients
 
-pytestmark = AWARE
+pytestmark = [*AWARE, pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning")]
 SLOPES = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
 """A loss of gradient g has these multiples of it, so that a sharded model has some on each rank."""
 
 
 class Line(nn.Module):
-    """Its loss has the gradient that the micro-batch says."""
+    """Its loss has the gradient that the micro-batch says, in both parameters, or in the one that a term names."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        self.first, self.second = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
 
     def forward(self, gradient: Any) -> Any:
+        first, second = (self.first * SLOPES[:2]).sum(), (self.second * SLOPES[2:]).sum()
         if isinstance(gradient, Mapping):
-            return {name: self(value) for name, value in gradient.items()}
-        return gradient * (self.weight * SLOPES).sum()
+            trained = {"first": first, "second": second}
+            return {name: value * trained.get(name, first + second) for name, value in gradient.items()}
+        return gradient * (first + second)
 
 
 Grads = list[Tensor]
 
 
 def gradient_of(module: nn.Module) -> Tensor:
-    (parameter,) = module.parameters()
-    gradient: Any = parameter.grad
-    assert gradient is not None
-    return (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).clone()
+    gradients: list[Any] = [torch.zeros(2) if one.grad is None else one.grad for one in module.parameters()]
+    return torch.cat([each.full_tensor() if hasattr(each, "full_tensor") else each for each in gradients])
 
 
 def parts(case: Case, micro_batch: Any) -> tuple[Any, dict[str, Any]]:
@@ -57,9 +55,30 @@ def parts(case: Case, micro_batch: Any) -> tuple[Any, dict[str, Any]]:
     return gradient, {"weight": weight[0]} if weight and uses_weight(case) else {}
 
 
-def share_of_loss(case: Case, window: Sequence[Any]) -> float:
-    """Return what a loop divides its losses by: under the mean a window's length, as with stock DDP."""
-    return len(window) if case.reduction == "mean" else 1
+def fail(gradient: Tensor) -> None:
+    raise MemoryError("it does not fit")
+
+
+def run_window(case: Case, module: nn.Module, forward: Any, loop: Any, window: Sequence[Any]) -> Tensor:
+    """Run a window in a loop of the user's own; return the gradient after it, which is zeroed unless it is kept."""
+    cleared = [index for index, one in enumerate(window) if one in CLEARS]
+    length = len(window) - (cleared[-1] + 1 if cleared else 0)
+    with pytest.raises((MemoryError, ValueError)) if any(isinstance(one, Fails) for one in window) else nullcontext():
+        for index, one in enumerate(window, 1):
+            if one in CLEARS:
+                module.zero_grad(set_to_none=one == CLEARED)
+                continue
+            gradient, weight = parts(case, one)
+            with loop.no_sync(forward, enabled=index < len(window)):
+                loss = forward(gradient)
+                if isinstance(one, Fails):
+                    loss.register_hook(fail)
+                # Under the mean a loop divides, as with stock DDP.
+                loop.backward(loss / length if case.reduction == "mean" else loss, **weight)
+    reduced = gradient_of(module)
+    if not case.keeps:
+        module.zero_grad()
+    return reduced
 
 
 class Automatic(LightningModule):
@@ -75,6 +94,10 @@ class Automatic(LightningModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients.append(gradient_of(self.net))
 
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        if not self.case.keeps:
+            super().optimizer_zero_grad(*args)
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
@@ -84,18 +107,13 @@ class Manual(Automatic):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.automatic_optimization = False
+        self.automatic_optimization, self.reduced = False, Grads()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        for index, micro_batch in enumerate(batch, 1):
-            gradient, weight = parts(self.case, micro_batch)
-            with optimizer.toggle_model(sync_grad=index == len(batch)):
-                loss = self.net(gradient)
-                loss = loss if isinstance(loss, dict) else loss / share_of_loss(self.case, batch)
-                self.manual_backward(loss, **weight)
-        optimizer.step()
+        loop = OfTrainer(self)
+        self.reduced.append(run_window(self.case, self.net, self.net, loop, batch))
+        if not any(isinstance(one, Fails) for one in batch):
+            loop.optimizer.step()
 
 
 class Sharded(Automatic):
@@ -123,8 +141,9 @@ def automatic(case: Case, model: Any = Automatic, strategy: Any = None) -> Grads
 
 
 def manual(case: Case) -> Grads:
-    strategy = GradAvgStrategy(reduction=case.reduction, **case.options)
-    return fit(Manual(case), strategy, case.windows[dist.get_rank()])
+    model = Manual(case)
+    fit(model, GradAvgStrategy(reduction=case.reduction, **case.options), case.windows[dist.get_rank()])
+    return model.reduced
 
 
 def sharded(case: Case) -> Grads:
@@ -134,57 +153,31 @@ def sharded(case: Case) -> Grads:
     return automatic(case, Sharded, strategy)
 
 
-def loop(case: Case, module: Line, model: Any, backward: Callable[..., None], local: Callable[[], Any]) -> Grads:
-    """Run the windows of this rank, whose loop is the user's own."""
-    found = Grads()
-    for window in case.windows[dist.get_rank()]:
-        for index, micro_batch in enumerate(window, 1):
-            gradient, weight = parts(case, micro_batch)
-            with local() if index < len(window) else nullcontext():
-                loss = model(gradient)
-                backward(loss if isinstance(loss, dict) else loss / share_of_loss(case, window), **weight)
-        found.append(gradient_of(module))
-        module.zero_grad()
-    return found
+def run_loop(case: Case, loop: Any) -> Grads:
+    module = Line()
+    forward = loop.set_up(module)
+    return [run_window(case, module, forward, loop, window) for window in case.windows[dist.get_rank()]]
 
 
 def fabric(case: Case) -> Grads:
-    environment, module = rank_environment(case.nodes), Line()
-    runs = Fabric(
-        accelerator="cpu",
-        devices=environment.ranks_on_node,
-        num_nodes=environment.num_nodes,
-        strategy=OfFabric(reduction=case.reduction),
-        plugins=[environment],
-    )
-    runs.launch()
-    model = runs.setup(module)
-    return loop(case, module, model, runs.backward, lambda: runs.no_backward_sync(model))
+    return run_loop(case, OfFabric(nodes=case.nodes, reduction=case.reduction, **case.options))
 
 
 def reducer(case: Case) -> Grads:
-    module, weighs = Line(), GradAvgReducer(reduction=case.reduction)
-    model = DistributedDataParallel(module)
-    weighs.register(model, node=(case.nodes or [0] * dist.get_world_size())[dist.get_rank()])
-    return loop(case, module, model, lambda loss, **weight: weighs.weigh(loss, **weight).backward(), model.no_sync)
-
-
-@contextmanager
-def on_node(case: Case) -> Iterator[None]:
-    if case.nodes is not None:
-        os.environ["NODE_RANK"] = str(case.nodes[dist.get_rank()])
-    yield
+    nodes = case.nodes or [0] * dist.get_world_size()
+    return run_loop(case, OfTorch(nodes=nodes, reduction=case.reduction, ddp=case.options))
 
 
 def average(case: Case) -> Grads:
     module, found = Line(), Grads()
-    with on_node(case):
-        for (micro_batch,) in case.windows[dist.get_rank()]:
-            gradient, weight = parts(case, micro_batch)
-            module.zero_grad()
-            module(gradient).backward()
-            average_gradients(list(module.parameters()), reduction=case.reduction, **weight)
-            found.append(gradient_of(module))
+    if case.nodes is not None:
+        os.environ["NODE_RANK"] = str(case.nodes[dist.get_rank()])
+    for (micro_batch,) in case.windows[dist.get_rank()]:
+        gradient, weight = parts(case, micro_batch)
+        module.zero_grad()
+        module(gradient).backward()
+        average_gradients(list(module.parameters()), reduction=case.reduction, **weight)
+        found.append(gradient_of(module))
     return found
 
 
@@ -200,7 +193,12 @@ WAY_OF: Mapping[str, Callable[[Case], Grads]] = {
 
 def by_hand(case: Case) -> list[Any]:
     """Return what is expected: where nothing counts, exact zeros."""
-    return [[approx(slope * one) if one != 0 else 0.0 for slope in SLOPES.tolist()] for one in case.gradients]
+    pairs = [one if isinstance(one, tuple) else (one, one) for one in case.gradients]
+    of_slopes = [[first, first, second, second] for first, second in pairs]
+    return [
+        [approx(slope * one) if one != 0 else 0.0 for slope, one in zip(SLOPES.tolist(), each, strict=True)]
+        for each in of_slopes
+    ]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +224,7 @@ def in_one_run(way: str, reduction: Any) -> Case:
         case
         for case in CASES
         if way in case.ways and case.reduction == reduction and case.said(way) is None
-        if len(case.windows) == 2 and case.nodes in (None, [0, 0]) and not case.options
+        if len(case.windows) == 2 and case.nodes in (None, [0, 0]) and not case.options and not case.keeps
         if len({len(windows) for windows in case.windows}) == 1
     ]
     steps: list[tuple[Any, Any]] = [

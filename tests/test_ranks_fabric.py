@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any
 
@@ -17,7 +16,8 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.imports import RequirementCache
-from ranks import Raised, rank_environment
+from loops import OfFabric, OfTorch
+from ranks import Raised
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -27,13 +27,11 @@ import lightning_gradavg
 from lightning_gradavg import GradAvgReducer, gather, split_batches
 from lightning_gradavg.fabric import GradAvgStrategy
 
-Windows = Sequence[Sequence[Sequence[float]]]
-"""`windows[window][micro_batch][sample]` of one rank."""
-
-EVEN: list[Windows] = [[[[1, 2, 3]], [[4], [5, 7, 11]]], [[[13]], [[17, 19], [23]]]]
-MEANS = [(1 + 2 + 3 + 13) / 4, (4 + 5 + 7 + 11 + 17 + 19 + 23) / 7]
-"""Of the samples of each window of `EVEN`."""
 KEEPS_GRAPH = pytest.mark.skipif(not RequirementCache("torch>=2.5"), reason="older ones do not say if a graph is kept")
+OF_RANKS = ([1.0, 2.0, 3.0], [5.0, 7.0])
+"""The samples of each rank, whose mean is 3.6."""
+SQUARES = sum(x * x for x in OF_RANKS[0] + OF_RANKS[1]) / 5
+either_loop = pytest.mark.parametrize("loop", [OfFabric, OfTorch])
 
 
 class Line(nn.Module):
@@ -46,125 +44,49 @@ class Line(nn.Module):
     def forward(self, samples: Tensor) -> Tensor:
         return samples * self.weight
 
-
-class OfFabric:
-    """A loop with Fabric."""
-
-    def __init__(self, strategy: Any = None, **options: Any) -> None:
-        environment = rank_environment()
-        self.fabric = Fabric(
-            accelerator="cpu",
-            devices=environment.ranks_on_node,
-            num_nodes=environment.num_nodes,
-            strategy=GradAvgStrategy(**options) if strategy is None else strategy,
-            plugins=[environment],
-        )
-        self.strategy: Any = self.fabric.strategy
-        self.fabric.launch()
-
-    def set_up(self, module: nn.Module) -> Any:
-        return self.fabric.setup(module)
-
-    def backward(self, loss: Any, **weight: Any) -> None:
-        self.fabric.backward(loss, **weight)
-
-    def no_sync(self, model: Any, *, enabled: bool) -> Any:
-        return self.fabric.no_backward_sync(model, enabled=enabled)
+    @property
+    def gradient(self) -> float | None:
+        return None if self.weight.grad is None else self.weight.grad.item()
 
 
-class OfTorch:
-    """A loop without Lightning."""
-
-    def __init__(self, **options: Any) -> None:
-        self.reducer = GradAvgReducer(**options)
-
-    def set_up(self, module: nn.Module) -> Any:
-        model = DistributedDataParallel(module)
-        self.reducer.register(model)
-        return model
-
-    def backward(self, loss: Any, *, retain_graph: bool | None = None, **weight: Any) -> None:
-        self.reducer.weigh(loss, **weight).backward(retain_graph=retain_graph)
-
-    @contextmanager
-    def no_sync(self, model: Any, *, enabled: bool) -> Iterator[None]:
-        with model.no_sync() if enabled else ExitStack():
-            yield
-
-
-LOOPS: list[Callable[..., Any]] = [OfFabric, OfTorch]
-
-
-def train(loop: Any, *, weighs: bool = True) -> list[float]:
-    """Run each window of this rank, and return the gradient after each."""
-    module, gradients = Line(), []
-    model = loop.set_up(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    for window in EVEN[dist.get_rank()]:
-        for index, micro_batch in enumerate(window):
-            with loop.no_sync(model, enabled=index < len(window) - 1):
-                samples = torch.tensor(micro_batch, dtype=torch.float64)
-                loop.backward(model(samples).mean(), **({"weight": len(samples)} if weighs else {}))
-        assert module.weight.grad is not None
-        gradients.append(module.weight.grad.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients
+def begin(loop: Callable[..., Any] = OfTorch, **options: Any) -> tuple[Any, Line, Any, Tensor]:
+    """Return a loop, a module, what the loop makes of it, and the samples of this rank."""
+    a_loop, module = loop(**{**WEIGHTED, **options}), Line()
+    return a_loop, module, a_loop.set_up(module), torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
 
 
 def stock_and_ours() -> Any:
-    """Body: the bits under Fabric's own strategy and under ours without options, and whether ours has a hook."""
-    loops = [OfFabric(strategy="ddp"), OfFabric()]
-    return [train(loop, weighs=False) for loop in loops], loops[1].strategy._reducer
+    """Body: the bits of two windows under Fabric's own strategy and under ours, and whether ours has a hook."""
+    found, loops = [], [OfFabric(strategy="ddp"), OfFabric()]
+    for a_loop in loops:
+        model = a_loop.set_up(module := Line())
+        for factors in ((1.0,), (3.0, 0.1)):
+            for index, factor in enumerate(factors, 1):
+                with a_loop.no_sync(model, enabled=index < len(factors)):
+                    a_loop.backward(model(factor * torch.tensor(OF_RANKS[dist.get_rank()])).mean())
+            found.append(module.gradient)
+    return found[:2], found[2:], loops[1].strategy._reducer
 
 
 def test_no_option_is_stock(world):
     """Without options the strategy is Fabric's DDP: the same bits, and no communication hook."""
-    for (stock, ours), reducer in world(2).run(stock_and_ours):
+    for stock, ours, reducer in world(2).run(stock_and_ours):
         assert stock == ours
         assert reducer is None
 
 
-OF_RANKS = ([1.0, 2.0, 3.0], [5.0, 7.0])
+def gathered(loop: Callable[..., Any], weight_of_last: int, told: bool) -> Any:
+    """Body: the gradient of a loss over all ranks' rows, of which `gather` is told the rule and the weight or not."""
+    (a_loop, module, model, x), weight = begin(loop), {"weight": [3, weight_of_last][dist.get_rank()]}
+    rows = gather(model(x), **{**WEIGHTED, **weight} if told else {})
+    a_loop.backward((rows**2).mean(), **weight)
+    return module.gradient
 
 
-def single_windows(loop: Callable[..., Any]) -> dict[str, float]:
-    """Body: gradients of windows of one micro-batch that are not plain."""
-    rank = dist.get_rank()
-    x = torch.tensor(OF_RANKS[rank], dtype=torch.float64)
-
-    def gradient(loss_of: Callable[[Any], Any], weight: Any, times: int = 1, **options: Any) -> float:
-        a_loop, module = loop(**WEIGHTED, **options), Line()
-        model = a_loop.set_up(module)
-        for _ in range(times):
-            a_loop.backward(loss_of(model), weight=weight)
-        assert module.weight.grad is not None
-        return module.weight.grad.item()
-
-    def mean(model: Any) -> Tensor:
-        return model(x).mean()
-
-    def of_all(model: Any) -> Tensor:
-        return (gather(model(x)) ** 2).mean()
-
-    return {
-        "kept": gradient(mean, len(x), times=2),
-        "gathered": gradient(of_all, len(x)),
-        "gathered, of weight 0 on rank 1": gradient(of_all, [3, 0][rank]),
-    }
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_single_windows(world, loop):
-    """Reduced gradients are kept, and a gather crosses ranks."""
-    first, second = OF_RANKS
-    mean, squares = sum(first + second) / 5, sum(x * x for x in first + second) / 5
-    for found in world(2).run(single_windows, loop):
-        assert {
-            "kept": approx(2 * mean),
-            "gathered": approx(2 * squares),
-            "gathered, of weight 0 on rank 1": approx(2 * squares),
-        } == found
+@pytest.mark.parametrize(("weight", "told"), [(2, False), (0, False), (2, True)])
+@either_loop
+def test_a_gather_crosses_ranks(world, loop, weight, told):
+    assert [approx(2 * SQUARES)] * 2 == world(2).run(gathered, loop, weight, told)
 
 
 def with_embedding(loop: Callable[..., Any], weight_of_last: int) -> Any:
@@ -176,7 +98,7 @@ def with_embedding(loop: Callable[..., Any], weight_of_last: int) -> Any:
     return module.weight.grad.to_dense().flatten().tolist()
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@either_loop
 @pytest.mark.parametrize(("weight", "expected"), [(2, [0.5, 0.5, 0.0, 1.0]), (0, [1.0, 0.0, 0.0, 1.0])])
 def test_sparse_gradients(world, loop, weight, expected):
     """Sparse gradients are reduced, also where a rank's weight of 0 leaves it none."""
@@ -185,101 +107,35 @@ def test_sparse_gradients(world, loop, weight, expected):
 
 def one_after_another(loop: Callable[..., Any]) -> list[Any]:
     """Body: train two models, the second once the first is gone, and return what is left of the first."""
-    a_loop = loop(**WEIGHTED)
-    found = [train(a_loop) for _ in range(2)]
-    module = Line()
-    parameter, _ = weakref.ref(module.weight), a_loop.set_up(module)
-    del module, _
+    a_loop, first, model, x = begin(loop)
+    a_loop.backward(model(x).mean(), weight=len(x))
+    found, left = [first.gradient], weakref.ref(first.weight)
+    del first, model
     gc.collect()
-    a_loop.set_up(Line())
-    return [*found, parameter()]
+    model = a_loop.set_up(second := Line())
+    a_loop.backward(model(x).mean(), weight=len(x))
+    return [*found, second.gradient, left()]
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@either_loop
 def test_models_one_after_another(world, loop):
     """A loop may set up a model after another, as in cross-validation, and nothing of the first is kept."""
-    for first, second, left in world(2).run(one_after_another, loop):
-        assert list(map(approx, MEANS)) == first == second
-        assert left is None
-
-
-def given_up(loop: Callable[..., Any], options: Any) -> float:
-    """Body: the gradient of a micro-batch after one that was given up before its window ended."""
-    a_loop, module = loop(**options), Line()
-    model = a_loop.set_up(module)
-    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
-    weight = {"weight": len(x)} if options == WEIGHTED else {}
-    with a_loop.no_sync(model, enabled=True):
-        a_loop.backward(100 * model(x).mean(), **weight)
-    module.zero_grad()
-    a_loop.backward(model(x).mean(), **weight)
-    assert module.weight.grad is not None
-    return module.weight.grad.item()
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize(
-    ("options", "expected"), [({"reduction": "mean"}, 4.0), ({"reduction": "sum"}, 8.0), (WEIGHTED, 3.6)]
-)
-def test_a_window_that_is_given_up(world, loop, options, expected):
-    """Who zeroes the gradients in the middle of a window begins a new one, of which the first is no part."""
-    assert [approx(expected)] * 2 == world(2).run(given_up, loop, options)
-
-
-class Failing(torch.autograd.Function):
-    """What has no backward."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        del ctx
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        del ctx, grads
-        raise ArithmeticError("too large")
-
-
-def failed(loop: Callable[..., Any], synced: bool, weight: float) -> list[float]:
-    """Body: gradients that are there, after a backward that fails, and after one more."""
-    a_loop, module = loop(**WEIGHTED), Line()
-    model = a_loop.set_up(module)
-    module.weight.grad = torch.full((), 100.0, dtype=torch.float64)
-    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
-    found = []
-    with a_loop.no_sync(model, enabled=not synced):
-        loss = model(x).mean()
-        with pytest.raises((ArithmeticError, ValueError)):
-            a_loop.backward(loss if weight < 0 else Failing.apply(loss), weight=weight)
-    found.append(module.weight.grad.item())
-    module.zero_grad()
-    a_loop.backward(model(x).mean(), weight=len(x))
-    assert module.weight.grad is not None
-    return [*found, module.weight.grad.item()]
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize(("synced", "weight"), [(True, -1.0), (True, 1.0), (False, 1.0)])
-def test_a_window_that_fails(world, loop, synced, weight):
-    """A backward that raises gives its window up: gradients are those from before it, and the next window is whole."""
-    assert [[100.0, approx(3.6)]] * 2 == world(2).run(failed, loop, synced, weight)
+    assert [[approx(3.6), approx(3.6), None]] * 2 == world(2).run(one_after_another, loop)
 
 
 def not_reduced(loop: Callable[..., Any], once: bool) -> tuple[str, Any]:
     """Body: what is raised where DDP reduces nothing: a forward within `no_sync`, or two backwards of one forward."""
-    a_loop, module = loop(**WEIGHTED), Line()
-    model = a_loop.set_up(module)
-    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    a_loop, module, model, x = begin(loop)
     with a_loop.no_sync(model, enabled=once):
         outputs = model(x)
     if not once:
         a_loop.backward(outputs.mean(), weight=len(x), retain_graph=True)
     with pytest.raises(RuntimeError) as raised:
         a_loop.backward((outputs * 1).mean(), weight=len(x))
-    return str(raised.value), None if module.weight.grad is None else module.weight.grad.item()
+    return str(raised.value), module.gradient
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@either_loop
 @pytest.mark.parametrize(("once", "left"), [(True, None), pytest.param(False, 3.6, marks=KEEPS_GRAPH)])
 def test_a_backward_that_is_not_reduced(world, loop, once, left):
     """Where DDP would leave each rank its own gradient an error says which forward, and gradients are as before."""
@@ -288,17 +144,15 @@ def test_a_backward_that_is_not_reduced(world, loop, once, left):
         assert (None if left is None else approx(left)) == gradient
 
 
-def before_and_beside_a_model(folder: str) -> tuple[str, float]:
+def before_and_beside_a_model(folder: str) -> tuple[str, float | None]:
     """Body: save and end before there is a model, backward without `weigh`, and a forward in another context."""
-    loop, unused, module = OfTorch(**WEIGHTED), OfFabric(**WEIGHTED), Line()
-    unused.fabric.save(f"{folder}/state.ckpt", {"step": 0})
-    loop.reducer.check()
-    loop.reducer.close()
-    model = loop.set_up(module)
-    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    OfFabric(**WEIGHTED).fabric.save(f"{folder}/state.ckpt", {"step": 0})
+    unused = GradAvgReducer(**WEIGHTED)
+    unused.check()
+    unused.close()
+    loop, module, model, x = begin()
     loop.backward(copy_context().run(lambda: model(x).mean()), weight=len(x))
-    assert module.weight.grad is not None
-    gradient = module.weight.grad.item()
+    gradient = module.gradient
     with pytest.raises(RuntimeError) as raised:
         model(x).mean().backward()
     return str(raised.value), gradient
@@ -311,14 +165,13 @@ def test_before_and_beside_a_model(world, tmp_path):
         assert approx(3.6) == gradient
 
 
-def shared() -> float:
+def shared() -> float | None:
     """Body: the gradient of a parameter that two models have, on top of one that is there."""
-    loop, module = OfTorch(**WEIGHTED), Line()
-    model, _ = (loop.set_up(nn.Sequential(module)) for _ in range(2))
+    loop, module, model, x = begin()
+    loop.set_up(nn.Sequential(module))
     module.weight.grad = torch.full((), 100.0, dtype=torch.float64)
-    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
     loop.backward(model(x).mean(), weight=len(x))
-    return module.weight.grad.item()
+    return module.gradient
 
 
 def test_a_parameter_of_two_models(world):
@@ -326,75 +179,62 @@ def test_a_parameter_of_two_models(world):
     assert [approx(103.6)] * 2 == world(2).run(shared)
 
 
-def interleaved() -> tuple[float, float]:
+def interleaved() -> tuple[float | None, float | None]:
     """Body: two reducers whose forwards and backwards take turns, and a gather for `average_gradients` after them."""
-    loops, modules = [OfTorch(**WEIGHTED) for _ in range(2)], [Line() for _ in range(2)]
-    models = [loop.set_up(module) for loop, module in zip(loops, modules, strict=True)]
-    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
-    for loop, loss in zip(loops, [model(x).mean() for model in models], strict=True):
-        loop.backward(loss, weight=len(x))
+    (one, _, of_one, x), (two, module, of_two, _) = begin(), begin()
+    first, second = of_one(x).mean(), of_two(x).mean()
+    one.backward(first, weight=len(x))
+    two.backward(second, weight=len(x))
     alone, weighs = Line(), {**WEIGHTED, "weight": len(x)}
     (gather(alone(x), **weighs) ** 2).mean().backward()
     lightning_gradavg.average_gradients(alone, **weighs)
-    assert modules[1].weight.grad is not None
-    assert alone.weight.grad is not None
     with pytest.raises(ValueError, match="divided_by=0 is not a finite number > 0"):
-        loops[0].reducer.weigh(models[0](x).mean(), weight=1, divided_by=0)
-    return modules[1].weight.grad.item(), alone.weight.grad.item()
+        one.reducer.weigh(of_one(x).mean(), weight=1, divided_by=0)
+    return module.gradient, alone.gradient
 
 
 def test_reducers_that_take_turns(world):
     """What a reducer says of a gather ends with its own loss, whichever other reducer is between."""
-    squares = 2 * sum(x * x for x in OF_RANKS[0] + OF_RANKS[1]) / 5
-    assert [(approx(3.6), approx(squares))] * 2 == world(2).run(interleaved)
+    assert [(approx(3.6), approx(2 * SQUARES))] * 2 == world(2).run(interleaved)
 
 
-TWICE = [[1.0, 2.0, 3.0], [4.0]]
-
-
-def divided_and_scaled() -> list[float]:
+def divided_and_scaled() -> float | None:
     """Body: what is left after a window of two losses that a trainer divides and a scaler scales."""
-    module, loop = Line(), OfTorch(**WEIGHTED)
-    model, scaler = loop.set_up(module), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    for index, micro_batch in enumerate(TWICE):
+    (loop, module, model, _), scaler = begin(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for index, micro_batch in enumerate(([1.0, 2.0, 3.0], [4.0])):
         with loop.no_sync(model, enabled=index == 0):
             loss = loop.reducer.weigh(model(torch.tensor(micro_batch)).mean(), weight=len(micro_batch), divided_by=2)
             scaler.scale(loss / 2).backward()
-    scaler.unscale_(optimizer)
-    assert module.weight.grad is not None
+    scaler.unscale_(torch.optim.SGD(module.parameters(), lr=0.0))
     loop.reducer.check()
     loop.reducer.close()
-    return [module.weight.grad.item()]
+    return module.gradient
 
 
 def test_losses_that_a_trainer_divides_and_a_scaler_scales(world):
     """What is multiplied into the weighed loss afterwards multiplies the gradient, and `divided_by` takes it back."""
-    for found in world(2).run(divided_and_scaled):
-        assert [approx(2.5)] == found
+    assert [approx(2.5)] * 2 == world(2).run(divided_and_scaled)
 
 
 def two_models(loop: Callable[..., Any]) -> Any:
     """Body: gradients of two modules that one loss reaches, and what is raised where one is not to be reduced."""
-    a_loop, modules = loop(**WEIGHTED), [Line(), Line()]
-    one, two = (a_loop.set_up(module) for module in modules)
-    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    a_loop, first, one, x = begin(loop)
+    two = a_loop.set_up(second := Line())
     a_loop.backward(two(one(x)).mean(), weight=len(x))
     with pytest.raises(RuntimeError) as raised, a_loop.no_sync(one, enabled=True):
         a_loop.backward(two(one(x)).mean(), weight=len(x))
-    return [module.weight.grad.item() for module in modules], str(raised.value)
+    return [first.gradient, second.gradient], str(raised.value)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@either_loop
 def test_a_loss_may_reach_two_models(world, loop):
     """One loss is weighed for all models that it reaches, which are all reduced with it or none."""
-    mean = sum(OF_RANKS[0] + OF_RANKS[1]) / 5
     for gradients, raised in world(2).run(two_models, loop):
-        assert [approx(mean)] * 2 == gradients
+        assert [approx(3.6)] * 2 == gradients
         assert "some models are within no_sync() and some are not" in raised
 
 
-def epochs() -> list[tuple[list[float], float]]:
+def epochs() -> list[tuple[list[float | None], float]]:
     """Body: train two shuffled epochs on split batches, with Fabric and in a plain loop without DDP."""
     results = []
     for plain in (False, True):
@@ -415,8 +255,7 @@ def epochs() -> list[tuple[list[float], float]]:
                     lightning_gradavg.average_gradients(module, reduction="weighted_mean", weight=loader.samples)
                 else:
                     loop.backward(loss)
-                assert module.weight.grad is not None
-                gradients.append(module.weight.grad.item())
+                gradients.append(module.gradient)
                 optimizer.step()
                 optimizer.zero_grad()
         assert len(gradients) == 2 * len(loader)
@@ -456,21 +295,18 @@ def test_an_evaluation_in_the_middle_of_an_epoch(world):
     assert [[first, 2, first, 2, first, 1], [second, 2, second, 2, second, 0]] == world(2).run(interrupted)
 
 
-def without_use(options: Any) -> float:
+def without_use(reduction: str) -> float | None:
     """Body: the gradient of two terms under a rule that does not use the weight that is given."""
-    loop, module = OfFabric(**options), Line()
-    model = loop.set_up(module)
-    x = torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
+    loop, module, model, x = begin(OfFabric, reduction=reduction)
     with pytest.warns(UserWarning, match='a "weight" was given, but reduction=.* does not use weights: it is ignored'):
         loop.backward({"a": model(x).mean(), "b": model(x).sum()}, weight=3)
-    assert module.weight.grad is not None
-    return module.weight.grad.item()
+    return module.gradient
 
 
-@pytest.mark.parametrize(("options", "expected"), [({}, 13.0), ({"reduction": "sum"}, 26.0)])
-def test_a_weight_without_use(world, options, expected):
+@pytest.mark.parametrize(("reduction", "expected"), [("mean", 13.0), ("sum", 26.0)])
+def test_a_weight_without_use(world, reduction, expected):
     """A rule that uses no weights ignores them, with a warning, and adds named terms up."""
-    assert [approx(expected)] * 2 == world(2).run(without_use, options)
+    assert [approx(expected)] * 2 == world(2).run(without_use, reduction)
 
 
 def zipped() -> None:
@@ -564,7 +400,7 @@ def differing(loop: Callable[..., Any]) -> None:
     loop(reduction=["sum", "weighted_mean"][dist.get_rank()]).set_up(Line())
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@either_loop
 def test_ranks_that_reduce_differently(world, loop):
     """Rules that differ between ranks are an error on all of them that quotes each."""
     raised = world(2).run_expecting_errors(differing, loop)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -13,11 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from ranks import make_trainer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from toys import AWARE, Recorded, approx, loader
 
 from lightning_gradavg import GradAvgStrategy, average_gradients
 from lightning_gradavg.reduction.gather import gather
@@ -29,11 +27,7 @@ A = torch.tensor([(0.5, -0.2), (1.0, 0.6), (-0.75, 0.3), (0.25, -0.9)], dtype=to
 B = torch.tensor([(0.4, 0.1), (0.9, 0.5), (-1.0, -0.4), (-0.3, -0.7)], dtype=torch.float64)
 N = len(A)
 
-pytestmark = pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning")
-
-
-def approx(value: Any, rel: float = 1e-12) -> Any:
-    return pytest.approx(value, rel=rel, abs=rel)
+pytestmark = AWARE
 
 
 class TwoTowers(nn.Module):
@@ -69,7 +63,7 @@ def starts_of(rows: Sequence[int]) -> list[int]:
     return [sum(rows[:rank]) for rank in range(len(rows))]
 
 
-class Contrastive(LightningModule):
+class Contrastive(Recorded):
     """Trains the towers once on dictated rows.
 
     `variant` says what each rank computes: `own` or all rows, `detached` or not, the `loss` as a formula of `mean` and
@@ -82,7 +76,6 @@ class Contrastive(LightningModule):
         self.reduction, self.nodes, self.variant = reduction, nodes, variant
         self.rows = rows[dist.get_rank()]
         self.start = starts_of(rows)[dist.get_rank()]
-        self.seen: list[Tensor] = []
 
     def gathered(self, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         if not self.variant.get("detached"):
@@ -111,51 +104,38 @@ class Contrastive(LightningModule):
         return self.nodes[dist.get_rank()]
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen = self.towers.gradients()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+        self.reduced = self.towers.gradients()
 
 
 def fit(model: Any, batches: Sequence[Any], nodes: Sequence[int] | None = None, **options: Any) -> list[Any]:
     """Train one epoch on each rank's own batches, and return the gradients that the model has seen."""
     make_trainer(
         GradAvgStrategy(reduction=model.reduction), nodes=nodes, max_epochs=1, use_distributed_sampler=False, **options
-    ).fit(model, DataLoader(batches, batch_size=None))
-    return model.seen
+    ).fit(model, loader(batches))
+    return model.reduced
 
 
-def train_contrastive(reduction: str, rows: Sequence[int], nodes: Sequence[int], **variant: Any) -> list[Tensor]:
-    """Body: one step, and its gradients."""
+def train_contrastive(
+    reduction: str, rows: Sequence[int], nodes: Sequence[int], *, plainly: bool = False, **variant: Any
+) -> list[Tensor]:
+    """Body: the gradients of one step, under the strategy or in a plain loop."""
     rank = dist.get_rank()
     os.environ["NODE_RANK"] = str(nodes[rank])
     model = Contrastive(reduction, rows, nodes, **variant)
     part = slice(model.start, model.start + rows[rank])
-    return fit(model, [(A[part], B[part])], nodes)
-
-
-def train_plainly(reduction: str, rows: Sequence[int], nodes: Sequence[int], **variant: Any) -> list[Tensor]:
-    """Body: the gradients of one step of a plain loop."""
-    rank = dist.get_rank()
-    os.environ["NODE_RANK"] = str(nodes[rank])
-    model = Contrastive(reduction, rows, nodes, **variant)
-    part = slice(model.start, model.start + rows[rank])
+    if not plainly:
+        return fit(model, [(A[part], B[part])], nodes)
     output = model.training_step((A[part], B[part]), 0)
     (output["loss"] if isinstance(output, dict) else output).backward()
     average_gradients(model.towers, reduction=reduction, weight=model.weight)
     return model.towers.gradients()
 
 
-def gradients_of(
-    world: Any, *args: Any, nodes: Sequence[int], body: Any = train_contrastive, **variant: Any
-) -> list[Tensor]:
-    seen = world(len(nodes)).run(body, *args, nodes, **variant)
-    assert len(nodes) == len(seen)
-    for of_rank in seen:
-        assert all(
-            torch.equal(mine, first) or first.isnan().any() for mine, first in zip(of_rank, seen[0], strict=True)
-        )
-    return seen[0]
+def gradients_of(world: Any, reduction: str, rows: Sequence[int], *, nodes: Sequence[int], **variant: Any) -> Any:
+    first, *others = world(len(nodes)).run(train_contrastive, reduction, rows, nodes, **variant)
+    for other in others:
+        assert all(torch.equal(mine, one) for mine, one in zip(other, first, strict=True))
+    return first
 
 
 def evaluate(formula: str, names: dict[str, Any]) -> Any:
@@ -178,19 +158,18 @@ RIGHT = table_of("Which loss, under which rule")
 LAYOUTS = (((2, 1, 1), [0, 0, 1]), ((2, 0, 1, 1), [0, 0, 0, 1]))
 
 
-def test_tables_cover_all_rules():
-    """Both tables name every rule."""
-    assert set(RULES) == {row[0] for row in table_of("Which loss, under which rule")}
-    assert list(RULES) == list(FACTORS)
+def test_table_covers_all_rules():
+    """The table names every rule."""
+    assert set(RULES) == {row[0] for row in RIGHT}
     assert len(RIGHT) == 15
     assert {"", "tell"} == {row[3] for row in RIGHT}
 
 
-def ratios_of(world: Any, body: Any, reduction: str, loss: str, weight: str, **how: Any) -> list[list[float | None]]:
+def ratios_of(world: Any, reduction: str, loss: str, weight: str, **how: Any) -> list[list[float | None]]:
     """Return the ratios to the gradients of one process, on uneven rows and nodes, an empty rank among them."""
     whose, formula = loss.split(": ")
     variant = {"own": whose == "own rows", "loss": formula, "weight": weight, **how}
-    seen = [gradients_of(world, reduction, rows, nodes=nodes, body=body, **variant) for rows, nodes in LAYOUTS]
+    seen = [gradients_of(world, reduction, rows, nodes=nodes, **variant) for rows, nodes in LAYOUTS]
     return [[ratio_of(*pair) for pair in zip(of_layout, single_process()[1], strict=True)] for of_layout in seen]
 
 
@@ -198,57 +177,32 @@ def ratios_of(world: Any, body: Any, reduction: str, loss: str, weight: str, **h
 @pytest.mark.parametrize(("reduction", "loss", "weight", "plain"), RIGHT)
 def test_what_is_right_under_the_strategy(world, reduction, loss, weight, plain, told):
     """Every line is the gradient of one process, whether `gather` is told the rule and the weight or not."""
-    assert [[approx(1.0, 1e-9)] * 2] * 2 == ratios_of(world, train_contrastive, reduction, loss, weight, told=told)
+    assert [[approx(1.0, 1e-9)] * 2] * 2 == ratios_of(world, reduction, loss, weight, told=told)
 
 
 @pytest.mark.parametrize(("reduction", "loss", "weight", "plain"), RIGHT)
 def test_what_is_right_in_a_plain_loop(world, reduction, loss, weight, plain):
     """With `average_gradients`, too, if `gather` is told; untold, in the lines that do not say so."""
-    assert [[approx(1.0, 1e-9)] * 2] * 2 == ratios_of(world, train_plainly, reduction, loss, weight, told=True)
-    untold = ratios_of(world, train_plainly, reduction, loss, weight, told=False)
+    assert [[approx(1.0, 1e-9)] * 2] * 2 == ratios_of(world, reduction, loss, weight, plainly=True, told=True)
+    untold = ratios_of(world, reduction, loss, weight, plainly=True, told=False)
     assert untold == ([[approx(1.0, 1e-9)] * 2] * 2 if plain == "" else [[None, mock.ANY]] * 2)
 
 
 def test_mean_of_own_rows_needs_equal_ones(world):
     """Under `"mean"` the mean over own rows has another direction where ranks have different numbers of rows."""
-    unequal = ratios_of(world, train_contrastive, "mean", "own rows: mean", "")
+    unequal = ratios_of(world, "mean", "own rows: mean", "")
     assert [None, None] == [of_layout[0] for of_layout in unequal]
 
 
-FACTORS = {
-    "mean": ("1", "1", "no", "1 / W", "1"),
-    "sum": ("W", "W", "no", "1", "W"),
-    "weighted_mean": ("1", "1", "no", "1 / W", "1"),
-    "normalized_sum": ("W / N", "W / N", "no", "1 / N", "W / N"),
-    "mean_of_node_sums": ("W / nodes", "W / nodes", "no", "1 / nodes", "W / nodes"),
-    "mean_of_node_means": ("1", "1", "no", "1 / W", "1"),
-    "sum_of_node_means": ("nodes", "nodes", "no", "nodes / W", "nodes"),
-}
-"""By rule: gather with own and with all rows; detached with own and with all rows, and a parameter above the latter."""
-
-WRONG = [
-    pytest.param(reduction, column, cell, id=f"{reduction}-{column}")
-    for reduction, cells in FACTORS.items()
-    for column, cell in zip(
-        ("gather-own", "gather-all", "detached-own", "detached-all", "detached-all-scale"), cells, strict=True
-    )
-]
-
-
-@pytest.mark.parametrize(("reduction", "column", "cell"), WRONG)
-def test_cell_of_what_goes_wrong(world, reduction, column, cell):
-    """Case 43: a cell is the ratio to the gradient of one process, for W = 2 and W = 4."""
-    for nodes in ([0, 0], [0, 0, 1, 1]):
-        variant = {"own": "own" in column, "detached": "detached" in column, "loss": "mean"}
-        seen = gradients_of(world, reduction, (N // len(nodes),) * len(nodes), nodes=nodes, **variant)
-        ratios = [ratio_of(*pair) for pair in zip(seen, single_process()[1], strict=True)]
-        sizes = {"W": len(nodes), "N": N, "nodes": len(set(nodes))}
-        if cell == "no":
-            assert ratios[0] is None
-        else:
-            assert approx(evaluate(cell, sizes), 1e-9) == ratios["scale" in column]
-            if column.startswith("gather"):
-                assert approx(ratios[0], 1e-9) == ratios[1]
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 0, 1, 1]], ids=str)
+@pytest.mark.parametrize("own", [True, False])
+def test_what_goes_wrong_without_gradients(world, own, nodes):
+    """Own rows have another direction; all rows 1/W of the gradient, and that of the scale is not too small with it."""
+    rows = (N // len(nodes),) * len(nodes)
+    seen = gradients_of(world, "mean", rows, nodes=nodes, own=own, detached=True, loss="mean")
+    m, scale = (ratio_of(*pair) for pair in zip(seen, single_process()[1], strict=True))
+    assert approx(1.0, 1e-9) == scale
+    assert (None if own else approx(1 / len(nodes), 1e-9)) == m
 
 
 def test_single_process_numbers():
@@ -291,34 +245,6 @@ def test_chunks_are_summed(world, world_size):
         for seen in world(world_size).run(train_cached, reduction, 2):
             assert approx(ratio, 1e-9) == ratio_of(seen[0], m)
             assert approx(ratio * 2 * world_size, 1e-9) == ratio_of(seen[1], scale)
-
-
-class Masked(Contrastive):
-    """Each rank's own rows against everybody's, those of the last rank with a weight of 0 and a loss of NaN."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        a, b = (features @ self.towers.m.T for features in batch)
-        masked = dist.get_rank() == dist.get_world_size() - 1
-        loss = self.towers.loss(a, gather(b), self.start) * (math.nan if masked else 1.0)
-        return {"loss": loss, "weight": 0 if masked else len(a)}
-
-
-def train_masked(window: int) -> list[Tensor]:
-    """Body: a window of equal micro-batches."""
-    W = dist.get_world_size()
-    model = Masked("weighted_mean", (N // W,) * W, [0] * W)
-    part = slice(model.start, model.start + model.rows)
-    return fit(model, [(A[part], B[part])] * window, accumulate_grad_batches=window)
-
-
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_rows_of_a_rank_of_weight_0_count_for_others(world, world_size, window):
-    """A rank whose loss is NaN and counts nothing passes on the gradient that other losses have in its rows."""
-    towers, rows = TwoTowers(), N - N // world_size
-    towers.loss(A[:rows] @ towers.m.T, B @ towers.m.T).backward()
-    for seen in world(world_size).run(train_masked, window):
-        torch.testing.assert_close(seen, towers.gradients(), rtol=1e-12, atol=1e-12)
 
 
 def several_gathers(rows: Sequence[int]) -> list[Tensor]:

@@ -10,19 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, make_trainer
+from ranks import RankPool
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from toys import Toy, loader, same_everywhere, train
+from toys import Recorded, approx, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.rules import RULES
-
-
-def approx(value, tolerance):
-    return pytest.approx(value, rel=tolerance, abs=tolerance)
-
 
 CALLS: list[int] = []
 
@@ -64,7 +59,7 @@ def train_with_hook(name: str, reduction: str, per_rank: Any, window: int = 1) -
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_hook_composes_with_weights(world, name):
-    """Case 30: on CPU a compression hook and weights give 7.5 within 1e-2, and the hook is called."""
+    """On CPU a compression hook and weights give 7.5 within 1e-2, and the hook is called."""
     seen = world(2).run(train_with_hook, name, "weighted_mean", [[[1, 2, 3]], [[4]]])
     assert approx(7.5, HOOKS[name][2]) == same_everywhere(seen).gradients[0].item()
     assert all(one.calls == (name in ("counting", "partial", "callable object", "fp16 wrapper")) for one in seen)
@@ -83,7 +78,7 @@ def train_with_and_without(window: int) -> Any:
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_hook_composes_with_every_rule(world, window):
-    """Case 30: with a hook that averages, every rule gives what it gives without one; called once per window."""
+    """With a hook that averages, every rule gives what it gives without one; called once per window."""
     for of_ranks in zip(*world(2).run(train_with_and_without, window), strict=True):
         seen, without = (same_everywhere(seen) for seen in zip(*of_ranks, strict=True))
         assert seen.calls == len(seen.gradients) == -(-3 // window)
@@ -91,20 +86,17 @@ def test_hook_composes_with_every_rule(world, window):
             torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
 
 
-class Layers(Toy):
+class Layers(Recorded):
     """Several matrices in several buckets, for hooks of several collectives."""
 
     def __init__(self) -> None:
-        super().__init__(dtype=torch.float32, start=[1.0])
+        super().__init__(0.01)
         torch.manual_seed(2)
         self.layers = nn.Sequential(*(nn.Linear(24, 24) for _ in range(6)))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = torch.randn(4, 24, generator=torch.Generator().manual_seed(int(batch.sum())))
-        return {"loss": (self.layers(x) * self.w).square().mean(), "weight": 1 + dist.get_rank()}
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters()]))
+        return {"loss": self.layers(x).square().mean(), "weight": 1 + dist.get_rank()}
 
 
 def train_layers(power_sgd: bool, window: int) -> Any:
@@ -114,18 +106,14 @@ def train_layers(power_sgd: bool, window: int) -> Any:
             None, matrix_approximation_rank=24, start_powerSGD_iter=2, min_compression_rate=0.5
         )
         strategy |= {"ddp_comm_hook": powerSGD_hook.powerSGD_hook, "ddp_comm_state": state}
-    model = Layers()
-    trainer = make_trainer(
-        GradAvgStrategy(**strategy), max_epochs=1, use_distributed_sampler=False, accumulate_grad_batches=window
-    )
-    trainer.fit(model, loader([[10.0 * step + dist.get_rank()] for step in range(8 * window)]))
-    return model.seen
+    batches = [[[10.0 * step + rank] for step in range(8 * window)] for rank in range(2)]
+    return train(batches, None, strategy, module=Layers, accumulate_grad_batches=window)
 
 
 @pytest.mark.parametrize(("window", "backend"), [(2, "gloo"), (1, "cpu:gloo")])
 def test_power_sgd_on_gloo(world, window, backend):
-    """Case 30: PowerSGD with several buckets, of full rank and so nearly exact, works on gloo under weights, however it
-    was asked for."""
+    """PowerSGD with several buckets, of full rank and so nearly exact, works on gloo under weights, however it was
+    asked for."""
     exact = same_everywhere(world(2).run(train_layers, False, window))
     with closing(RankPool(2, backend=backend)) as pool:
         compressed = same_everywhere(pool.run(train_layers, True, window))
@@ -147,7 +135,7 @@ REFUSED: dict[str, Any] = {
 
 
 def train_refused(name: str, reduction: str) -> None:
-    make_trainer(GradAvgStrategy(reduction=reduction, **REFUSED[name]()), max_epochs=1).fit(Toy(), loader([[1.0]]))
+    train([[[1.0]]] * 2, None, {"reduction": reduction, **REFUSED[name]()})
 
 
 @pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
@@ -159,15 +147,13 @@ def test_hooks_that_cannot_serve_are_refused(world, name, reduction):
     assert all(f"ddp_comm_hook={name}" in one.message for one in raised)
 
 
-def train_pickled(pickled: bool) -> Any:
-    strategy: Any = GradAvgStrategy(ddp_comm_hook=default_hooks.allreduce_hook)
-    if pickled:
-        strategy = pickle.loads(pickle.dumps(strategy))
-    model = Toy(lr=0.0)
-    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(model, loader([[1.0], [3.0]]))
-    return dist.get_rank(), [gradient.item() for gradient in model.seen.gradients]
+def pickled(**options: Any) -> Any:
+    return pickle.loads(pickle.dumps(GradAvgStrategy(**options)))
 
 
-def test_pickling_changes_nothing(world: Any) -> None:
+def test_pickling_changes_nothing(world):
     """A strategy that was pickled, as for spawned processes, reduces as the original does."""
-    assert [(0, [1.0, 3.0]), (1, [1.0, 3.0])] == world(2).run(train_pickled, False) == world(2).run(train_pickled, True)
+    rows, options = [[[1.0], [2.0]], [[3.0], [6.0]]], {"ddp_comm_hook": default_hooks.allreduce_hook}
+    for of in (pickled, GradAvgStrategy):
+        seen = same_everywhere(world(2).run(train, rows, None, options, of=of))
+        assert [2.0, 4.0] == [gradient.item() for gradient in seen.gradients]

@@ -3,84 +3,74 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from ranks import make_trainer
+from ranks import RankError, make_trainer
 from torch.utils.data import DataLoader
-from toys import DEPRECATED, GATHERS, approx, gathers, loader
+from toys import DEPRECATED, GATHERS, WEIGHTED, Recorded, approx, gathers, loader, train
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 
 
-class Faulty(LightningModule):
-    """Toy-Lin with a fault on a rank: in the loss, in the gradient of a finite loss, or no loss at all."""
+class Faulty(Recorded):
+    """Toy-Lin with a fault on some ranks: in the loss, in the gradient of a finite loss, or no loss at all."""
 
-    def __init__(self, fault: str, ranks: tuple[int, ...], batches: tuple[int, ...], named: bool = False) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.other = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+    def __init__(
+        self, fault: str, ranks: tuple[int, ...] = (1,), batches: tuple[int, ...] = (2,), named: bool = False
+    ) -> None:
+        super().__init__(0.1)
+        self.w, self.other = (torch.nn.Parameter(torch.zeros((), dtype=torch.float64)) for _ in range(2))
         self.fault, self.ranks, self.batches, self.named = fault, ranks, batches, named
 
+    def loss(self, batch: Any) -> Any:
+        return (batch * self.w).mean() + 0 * self.other
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = (batch * self.w).mean() + 0 * self.other
+        loss = self.loss(batch)
         if dist.get_rank() in self.ranks and batch_idx in self.batches:
             if self.fault == "none":
                 return None
             loss = loss * math.nan if self.fault == "loss" else loss + self.other.abs().sqrt()
         return {"loss": {"a": loss}, "weight": {"a": len(batch)}} if self.named else loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.0)
+
+FIVE = [[[2.0]] * 5, [[4.0]] * 5]
+"""Five steps, whose gradient is 2 on rank 0 and 4 on rank 1."""
 
 
-def train_faulty(
-    policy: str,
-    fault: str,
-    strategy: dict[str, Any],
-    ranks: tuple[int, ...] = (1,),
-    batches: tuple[int, ...] = (2,),
-    named: bool = False,
-    gradients: Any = (2.0, 4.0),
-    module: Callable[..., LightningModule] = Faulty,
-    **options: Any,
-) -> Any:
-    """Body: train 5 steps on gradient 2 on rank 0 and 4 on rank 1; return the weight and the steps."""
-    model: Any = module(fault, ranks, batches, named)
-    trainer = make_trainer(
-        GradAvgStrategy(nonfinite=policy, **strategy), max_epochs=1, use_distributed_sampler=False, **options
-    )
-    trainer.fit(model, loader([[gradients[dist.get_rank()]]] * 5))
-    return model.w.item(), trainer.global_step
+def trained(world: Any, policy: str, toy: Any, strategy: Any = None, module: Any = Faulty, **options: Any) -> Any:
+    """Return the weight at the end, the same on all ranks, and the steps."""
+    strategy = {"nonfinite": policy, **(strategy or {})}
+    (weight, steps), other = [
+        (one.weights[-1][0].item(), one.steps)
+        for one in world(2).run(train, FIVE, toy, strategy, module=module, **options)
+    ]
+    assert (weight, steps) == other or math.isnan(weight)
+    return weight, steps
 
 
-RULES: list[dict[str, Any]] = [{}, {"reduction": "weighted_mean"}, {"gradient_as_bucket_view": True}]
+RULES: list[dict[str, Any]] = [{}, WEIGHTED, {"gradient_as_bucket_view": True}]
 
 
 @pytest.mark.parametrize("strategy", RULES, ids=str)
 @pytest.mark.parametrize("fault", ["loss", "gradient", "none"])
-def test_case_50(world, fault, strategy):
-    """Case 50: of five steps the third is left out on both ranks."""
-    assert [(approx(-1.2), 5)] * 2 == world(2).run(train_faulty, "skip_step", fault, strategy)
+def test_a_step_is_left_out(world, fault, strategy):
+    """Of five steps the third, on both ranks."""
+    assert (approx(-1.2), 5) == trained(world, "skip_step", {"fault": fault}, strategy)
 
 
 class Gathers(Faulty):
     """The loss of each rank is the sum over all ranks' rows."""
 
-    def __init__(self, fault: str, ranks: tuple[int, ...], batches: tuple[int, ...], named: bool, way: str) -> None:
-        super().__init__(fault, ranks, batches, named)
+    def __init__(self, way: str, **toy: Any) -> None:
+        super().__init__("none", **toy)
         self.way = way
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        rows = GATHERS[self.way](self, batch * self.w + 0 * self.other)
-        if dist.get_rank() in self.ranks and batch_idx in self.batches:
-            return None
-        return {"loss": {"a": rows.sum()}, "weight": {"a": 1}} if self.named else rows.sum()
+    def loss(self, batch: Any) -> Any:
+        return GATHERS[self.way](self, batch * self.w + 0 * self.other).sum()
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -89,9 +79,8 @@ class Gathers(Faulty):
 @DEPRECATED
 def test_no_loss_on_one_rank_after_a_gather(world, way, batches, named):
     """No rank waits in the backward of the gather: all skip the step. Two equal losses of gradient 2 + 4."""
-    rule = {"reduction": "weighted_mean"} if named else {}
-    options = {"batches": batches, "named": named, "module": partial(Gathers, way=way)}
-    assert [(approx(-0.1 * 4 * 6), 5)] * 2 == world(2).run(train_faulty, "skip_step", "none", rule, **options)
+    toy = {"way": way, "batches": batches, "named": named}
+    assert (approx(-0.1 * 4 * 6), 5) == trained(world, "skip_step", toy, WEIGHTED if named else {}, Gathers)
 
 
 @pytest.mark.parametrize(
@@ -102,26 +91,28 @@ def test_no_loss_on_one_rank_after_a_gather(world, way, batches, named):
         ("gradient", (0, 1), "the gradient of parameter 'other' is not finite on ranks 0, 1"),
     ],
 )
-def test_case_50_raised(world, fault, ranks, said):
-    """Case 50: all ranks raise, before the step is taken, and name rank and step."""
-    raised = world(2).run_expecting_errors(train_faulty, "raise", fault, {}, ranks=ranks)
+def test_all_ranks_raise_before_the_step_is_taken(world, fault, ranks, said):
+    toy = {"fault": fault, "ranks": ranks}
+    raised = world(2).run_expecting_errors(train, FIVE, toy, {"nonfinite": "raise"}, module=Faulty)
     assert all(f"optimizer step 2: {said}" in one.message and one.type_name == "RuntimeError" for one in raised)
+
+
+def test_no_loss_on_one_rank_by_default(world):
+    with pytest.raises(RankError, match="training_step returned no loss on rank 1, and one on others"):
+        trained(world, "propagate", {"fault": "none"})
 
 
 @pytest.mark.parametrize("policy", ["skip_step", "raise", "propagate"])
 def test_no_loss_on_any_rank(world, policy):
-    assert [(approx(-1.2), 5)] * 2 == world(2).run(train_faulty, policy, "none", {}, ranks=(0, 1))
+    assert (approx(-1.2), 5) == trained(world, policy, {"fault": "none", "ranks": (0, 1)})
 
 
-@pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [({"reduction": "weighted_mean"}, 3 + 3), ({}, 3 + 3), ({"reduction": "sum"}, 12 + 6)],
-    ids=["weighted_mean", "mean", "sum"],
-)
+@pytest.mark.parametrize(("reduction", "expected"), [("weighted_mean", 3 + 3), ("mean", 3 + 3), ("sum", 12 + 6)])
 @pytest.mark.parametrize("fault", ["loss", "none"])
-def test_windows(world, strategy, expected, fault):
-    ended = world(2).run(train_faulty, "skip_step", fault, strategy, accumulate_grad_batches=2)
-    assert [(approx(-0.1 * expected), 3)] * 2 == ended
+def test_windows(world, reduction, expected, fault):
+    strategy = {"reduction": reduction}
+    ended = trained(world, "skip_step", {"fault": fault}, strategy, accumulate_grad_batches=2)
+    assert (approx(-0.1 * expected), 3) == ended
 
 
 class Interrupted(Faulty):
@@ -136,7 +127,7 @@ class Interrupted(Faulty):
 def train_interrupted() -> Any:
     model = Interrupted("loss", (1,), (0,))
     trainer = make_trainer(GradAvgStrategy(nonfinite="skip_step"), max_epochs=1, use_distributed_sampler=False)
-    data = loader([[2.0 + 2 * dist.get_rank()]] * 5)
+    data = loader(FIVE[dist.get_rank()])
     with pytest.raises(KeyError, match="the first run"):
         trainer.fit(model, data)
     trainer.fit(model, data)
@@ -149,13 +140,7 @@ def test_what_was_noted_of_a_step_does_not_outlive_its_run(world):
 
 @pytest.mark.parametrize("strategy", RULES[:2], ids=str)
 def test_propagate(world, strategy):
-    for w, _ in world(2).run(train_faulty, "propagate", "loss", strategy):
-        assert math.isnan(w)
-
-
-def test_no_loss_on_one_rank_by_default(world):
-    with pytest.raises(Exception, match="training_step returned no loss on rank 1, and one on others"):
-        world(2).run(train_faulty, "propagate", "none", {})
+    assert math.isnan(trained(world, "propagate", {"fault": "loss"}, strategy)[0])
 
 
 def test_the_monitor_waits_for_a_step_that_is_taken(world):
@@ -164,49 +149,36 @@ def test_the_monitor_waits_for_a_step_that_is_taken(world):
 
 def observed_norm() -> float:
     """Body: observe a step that is left out; return the norm that is reported."""
-    model = Faulty("loss", (1,), (0,))
-    trainer = make_trainer(
-        GradAvgStrategy(nonfinite="skip_step"),
-        max_epochs=1,
-        use_distributed_sampler=False,
-        callbacks=[GradAvgMonitor(100, check_data=False)],
-        limit_train_batches=2,
-    )
-    strategy: Any = trainer.strategy
+    strategy: Any = GradAvgStrategy(nonfinite="skip_step")
+    monitor = GradAvgMonitor(100, check_data=False)
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[monitor], use_distributed_sampler=False)
     strategy.observe_next_step()
-    trainer.fit(model, loader([[2.0 + 2 * dist.get_rank()]] * 2))
+    trainer.fit(Faulty("loss", (1,), (0,)), loader(FIVE[dist.get_rank()][:2]))
     norm: float = strategy.report().gradient_norm
     return norm
 
 
-def fit_by_hand() -> None:
-    """Body: optimize by hand where steps are to be judged."""
-    model = Faulty("none", (), ())
-    model.automatic_optimization = False
-    make_trainer(GradAvgStrategy(nonfinite="raise"), max_epochs=1).fit(model, loader([[1.0]]))
+class ByHand(Faulty):
+    automatic_optimization = False
 
 
 def test_manual_optimization_is_refused(world):
-    raised = world(2).run_expecting_errors(fit_by_hand)
+    raised = world(2).run_expecting_errors(train, FIVE, {"fault": ""}, {"nonfinite": "raise"}, module=ByHand)
     assert all("nonfinite='raise' checks a step before it is taken" in one.message for one in raised)
 
 
 class OfOneSample(Faulty):
     """Its loss is no number where its samples hold 5."""
 
-    def __init__(self) -> None:
-        super().__init__("", (), ())
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return (batch * self.w + 0 * self.other).mean() * (math.nan if bool((batch == 5).any()) else 1)
+        return self.loss(batch) * (math.nan if bool((batch == 5).any()) else 1)
 
 
-def train_split(policy: str, strategy: dict[str, Any]) -> Any:
+def train_split(strategy: dict[str, Any]) -> Any:
     """Body: train on the batches 1 to 4 and 5 to 8, shared out over the ranks; return the weight."""
-    model = OfOneSample()
-    trainer = make_trainer(GradAvgStrategy(nonfinite=policy, **strategy), max_epochs=1)
-    data: Any = torch.arange(1, 9, dtype=torch.float64)
-    trainer.fit(model, DataLoader(data, batch_size=4))
+    model, data = OfOneSample(""), torch.arange(1, 9, dtype=torch.float64)
+    trainer = make_trainer(GradAvgStrategy(nonfinite="skip_step", **strategy), max_epochs=1)
+    trainer.fit(model, DataLoader(data, batch_size=4))  # type: ignore[arg-type]  # a tensor is a dataset
     return model.w.item()
 
 
@@ -220,4 +192,4 @@ SPLITS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("strategy", SPLITS, ids=str)
 def test_split_batches(world, strategy):
-    assert [approx(-0.25)] * 2 == world(2).run(train_split, "skip_step", strategy)
+    assert [approx(-0.25)] * 2 == world(2).run(train_split, strategy)

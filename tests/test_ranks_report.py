@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
-from mlp import MLP, samples
 from ranks import make_trainer
 from torch.utils.data import DataLoader
-from toys import Toy, approx, loader
+from toys import MLP, Toy, approx, loader, samples
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Place, Share
 from lightning_gradavg.report.report import StepReport

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,74 +14,46 @@ from torch import Tensor
 from lightning_gradavg.reduction.gather import gather, losses_weighed
 
 DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.complex64,
-    torch.complex128,
-    torch.int64,
-    torch.int16,
-    torch.uint8,
-    torch.bool,
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.complex64, torch.complex128, torch.int64, torch.int16, torch.uint8, torch.bool),
 ]
 ROWS = [(2,), (3, 1), (0, 0, 0), (1, 3, 0, 2)]
 
 
-def rows_of(dtype: torch.dtype, rows: int, start: int, tail: Sequence[int]) -> Tensor:
-    numbers = torch.arange(start, start + rows).reshape(rows, *[1] * len(tail)).expand(rows, *tail)
-    return (numbers % 2 if dtype is torch.bool else numbers).to(dtype)
+def of_dtypes(rows: Sequence[int], tail: Sequence[int]) -> list[Tensor]:
+    numbers = torch.arange(rows[dist.get_rank()]).reshape(-1, *[1] * len(tail)).expand(-1, *tail) + dist.get_rank()
+    return [(numbers % 2 if dtype is torch.bool else numbers).to(dtype) for dtype in DTYPES]
 
 
-def gather_dtypes(rows: Sequence[int], tail: Sequence[int]) -> list[Tensor]:
-    """Body: gather one tensor of every dtype in one call, and each alone; return them as numbers."""
-    rank = dist.get_rank()
-    tensors = [rows_of(dtype, rows[rank], sum(rows[:rank]), tail) for dtype in DTYPES]
-    together = gather(tensors)
-    for tensor, of_all in zip(tensors, together, strict=True):
+def views(rows: Sequence[int], tail: Sequence[int]) -> list[Tensor]:
+    """Return tensors that are not laid out row by row, or not stored as they read."""
+    base = torch.arange(6.0).reshape(2, 3) + 10 * dist.get_rank()
+    conjugate = torch.complex(base, base).conj()
+    assert conjugate.is_conj()
+    assert conjugate.imag.is_neg()
+    return [base.T, base[:, ::2], base[:1].expand(2, 3), conjugate, conjugate.imag]
+
+
+def gather_together_and_alone(tensors: Callable[..., list[Tensor]], *given: Any) -> list[tuple[Tensor, Tensor]]:
+    """Body: gather tensors in one call, and each alone; return this rank's and all, as numbers."""
+    own, pairs = tensors(*given), []
+    for tensor, of_all in zip(own, gather(own), strict=True):
         alone = gather(tensor)
         assert tensor.dtype == of_all.dtype == alone.dtype
         assert not of_all.requires_grad
         assert torch.equal(of_all.to(torch.complex128), alone.to(torch.complex128))
-    return [of_all.to(torch.complex128) for of_all in together]
+        pairs.append((tensor.to(torch.complex128), of_all.to(torch.complex128)))
+    return pairs
 
 
+@pytest.mark.parametrize("tensors", [of_dtypes, views])
 @pytest.mark.parametrize("rows", ROWS, ids=str)
-def test_rows_of_any_dtype(world, rows):
+def test_rows_of_all_ranks_in_their_order(world, rows, tensors):
     for tail in ((), (3,), (2, 5), (0,)):
-        for of_rank in world(len(rows)).run(gather_dtypes, rows, tail):
-            for dtype, numbers in zip(DTYPES, of_rank, strict=True):
-                assert torch.equal(rows_of(dtype, sum(rows), 0, tail).to(torch.complex128), numbers)
-
-
-def gather_views() -> list[Tensor]:
-    """Body: tensors that are not laid out row by row, or not stored as they read."""
-    rank = dist.get_rank()
-    base = torch.arange(6.0).reshape(2, 3) + 10 * rank
-    views = [
-        base.T,
-        base[:, ::2],
-        base[:1].expand(2, 3),
-        torch.complex(base, base).conj(),
-        torch.complex(base, base).conj().imag,
-    ]
-    assert views[3].is_conj()
-    assert views[4].is_neg()
-    return [gather(view).resolve_conj().resolve_neg() for view in views]
-
-
-def test_views(world):
-    base = [torch.arange(6.0).reshape(2, 3) + 10 * rank for rank in range(2)]
-    expected = [
-        torch.cat([x.T for x in base]),
-        torch.cat([x[:, ::2] for x in base]),
-        torch.cat([x[:1].expand(2, 3) for x in base]),
-        torch.cat([torch.complex(x, -x) for x in base]),
-        torch.cat([-x for x in base]),
-    ]
-    for of_rank in world(2).run(gather_views):
-        assert all(torch.equal(*pair) for pair in zip(expected, of_rank, strict=True))
+        of_ranks = world(len(rows)).run(gather_together_and_alone, tensors, rows, tail)
+        for of_tensor in zip(*of_ranks, strict=True):
+            expected = torch.cat([own for own, _ in of_tensor])
+            assert all(torch.equal(expected, gathered) for _, gathered in of_tensor)
 
 
 def dictated_gradient(rows: Sequence[int], dtype: torch.dtype, of_ranks: Any) -> Tensor:
@@ -123,25 +95,27 @@ def test_half_precision_is_summed_in_float32(world, dtype, of_ranks, total):
         assert torch.equal(torch.full((1, 2), total, dtype=dtype), gradient)
 
 
-def narrow_weighted(weights: Sequence[float], weighed: bool) -> Tensor:
-    """Body: a float16 gradient of 20 per rank under a rule of unequal weights."""
-    rank = dist.get_rank()
+def narrow_weighted(weights: Sequence[float], weighed: bool) -> float:
+    """Body: a float16 gradient of 20 per rank under a rule of unequal weights, of losses that are weighed or not."""
     x = torch.ones(1, dtype=torch.float16, requires_grad=True)
     with losses_weighed(weighed=weighed):
-        gather(x, reduction="weighted_mean", weight=weights[rank]).sum().mul(20).backward()
+        gather(x, reduction="weighted_mean", weight=weights[dist.get_rank()]).sum().mul(20).backward()
     assert x.grad is not None
-    return x.grad
+    return x.grad.item()
 
 
-def test_weights_do_not_overflow_half_precision(world):
-    """Weights of thousands multiply a float16 gradient by their ratios, in float32: 20 * (8000 + 4000) / 4000 = 60."""
-    first, second = world(2).run(narrow_weighted, (8000.0, 4000.0), False)
-    assert [20.0 * 12000 / 8000, 20.0 * 12000 / 4000] == [first.item(), second.item()]
-
-
-@pytest.mark.parametrize("weights", [(8000.0, 4000.0), (1.0, 0.0)], ids=str)
-def test_losses_that_are_weighed_already_are_not_weighed_again(world, weights):
-    assert [40.0, 40.0] == [gradient.item() for gradient in world(2).run(narrow_weighted, weights, True)]
+@pytest.mark.parametrize(
+    ("weights", "weighed", "expected"),
+    [
+        ((8000.0, 4000.0), False, [20 * 12000 / 8000, 20 * 12000 / 4000]),
+        ((8000.0, 4000.0), True, [40.0, 40.0]),
+        ((1.0, 0.0), True, [40.0, 40.0]),
+    ],
+    ids=str,
+)
+def test_weights_do_not_overflow_half_precision(world, weights, weighed, expected):
+    """Weights of thousands multiply a float16 gradient by their ratios, in float32, unless the loss is weighed."""
+    assert expected == world(2).run(narrow_weighted, weights, weighed)
 
 
 def structure_with_labels() -> tuple[list[Tensor], list[bool], Tensor]:

@@ -8,13 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from ranks import make_trainer
-from torch.utils.data import DataLoader
-from toys import AWARE, WEIGHTED, approx, same_everywhere, train
-
-from lightning_gradavg import GradAvgStrategy
+from toys import AWARE, WEIGHTED, Recorded, approx, flat, same_everywhere, train
 
 pytestmark = AWARE
 
@@ -41,45 +35,34 @@ def test_invariance_grid(world, ranks, accumulation, reduction):
     assert [approx(weight) for weight in expected] == [weight.item() for weight in seen.weights]
 
 
-class EmbeddingModel(LightningModule):
-    """Case 5: logits of an embedding, cross-entropy over the labels that are not ignored."""
+class Embedded(Recorded):
+    """Logits of an embedding, cross-entropy over the labels that are not ignored."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.net = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11))
-        self.gradients: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, labels = batch
-        loss = torch.nn.functional.cross_entropy(self.net(tokens), labels)
-        return {"loss": loss, "weight": (labels != -100).sum()}
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.gradients = [None if one.grad is None else one.grad.clone() for one in self.parameters()]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+        return {"loss": torch.nn.functional.cross_entropy(self.net(tokens), labels), "weight": (labels != -100).sum()}
 
 
-def train_with_ignored_labels() -> Any:
-    tokens, labels = torch.arange(6), torch.arange(1, 7)
-    model = EmbeddingModel()
-    loss = torch.nn.functional.cross_entropy(model.net(tokens), labels)
-    reference = torch.autograd.grad(loss, list(model.parameters()))
-    if dist.get_rank() == 1:
-        labels = torch.full_like(labels, -100)
-    trainer = make_trainer(GradAvgStrategy(reduction="weighted_mean"), max_epochs=1)
+def train_and_hear(batches: Any) -> Any:
+    """Body: return what was said of weights of 0, too."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(model, DataLoader([(tokens, labels)] * 3, batch_size=None))
-    said = [str(warning.message) for warning in caught if "weight 0" in str(warning.message)]
-    return said, model.gradients, list(reference)
+        seen = train(batches, strategy=WEIGHTED, module=Embedded)
+    return seen, [str(warning.message) for warning in caught if "weight 0" in str(warning.message)]
 
 
 def test_all_labels_of_a_rank_ignored(world):
-    """Case 5: the rank with only ignored labels changes nothing in the other's mean gradient, and is warned once."""
-    for rank, (said, gradients, reference) in enumerate(world(2).run(train_with_ignored_labels)):
-        expected = ["rank 1 has a micro-batch of weight 0, which contributes nothing"] if rank == 1 else []
-        assert expected == [message.partition(" to the gradient")[0] for message in said]
-        torch.testing.assert_close(gradients, reference, rtol=1e-6, atol=1e-6)
+    """The rank with only ignored labels changes nothing in the other's mean gradient, and is warned once."""
+    tokens, labels, model = torch.arange(6), torch.arange(1, 7), Embedded()
+    batches = [[(tokens, labels)] * 3, [(tokens, torch.full_like(labels, -100))] * 3]
+    loss = torch.nn.functional.cross_entropy(model.net(tokens), labels)
+    expected = flat(torch.autograd.grad(loss, list(model.parameters())))
+    for rank, (seen, said) in enumerate(world(2).run(train_and_hear, batches)):
+        warned = ["rank 1 has a micro-batch of weight 0, which contributes nothing"] if rank == 1 else []
+        assert warned == [message.partition(" to the gradient")[0] for message in said]
+        torch.testing.assert_close(seen.gradients[-1], expected, rtol=1e-6, atol=1e-6)

@@ -52,37 +52,25 @@ KINDS: dict[str, Any] = {
 }
 
 
-class Counted(Toy):
-    """Counts what Lightning calls, and logs every batch."""
+class Read(Toy):
+    """Reads its batches in some way, and notes how."""
 
-    def __init__(self, **toy: Any) -> None:
-        super().__init__(**toy)
-        self.calls: list[str] = []
-        self.logged: list[float] = []
+    def __init__(self, kind: str = "stream", **toy: Any) -> None:
+        super().__init__(**{"start": 0.0, "lr": 0.1, **toy})
+        self.way = kind
+        self.noted: list[Any] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("first", batch.flatten()[0].float(), on_step=False, on_epoch=True, sync_dist=True)
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.calls.append("validation")
-
-    def on_train_epoch_end(self) -> None:
-        self.calls.append("end")
-        self.logged.append(float(self.trainer.callback_metrics["first"]))
+    def fit(self, per_rank: Any, strategy: Any, *others: Any, **options: Any) -> Any:
+        """Train on batches of this rank's own; return what was seen and noted, and what is read."""
+        defaults = {"max_epochs": 1, "use_distributed_sampler": False}
+        trainer = make_trainer(GradAvgStrategy(**strategy), **{**defaults, **options})
+        trainer.fit(self, KINDS[self.way](per_rank[dist.get_rank()]), *others)
+        return self.seen, self.noted, type(trainer.train_dataloader).__name__
 
 
-def train_uneven(per_rank: Any, kind: str, strategy: dict[str, Any], folder: str, **options: Any) -> Any:
-    """Body: train and validate on batches of this rank's own; return what was seen, called, logged and saved."""
-    model = Counted(lr=0.1, start=0.0)
-    checkpoints = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}")
-    trainer = make_trainer(
-        GradAvgStrategy(**strategy),
-        **{"max_epochs": 1, "callbacks": [checkpoints], "enable_checkpointing": True, **options},
-        use_distributed_sampler=False,
-    )
-    trainer.fit(model, KINDS[kind](per_rank[dist.get_rank()]), loader([[0.0]]))
-    return model.seen, model.w.item(), model.calls, model.logged, trainer.global_step
+def train_uneven(per_rank: Any, strategy: Any, model: Any = Read, toy: Any = None, **options: Any) -> Any:
+    """Body: the same, by a model made here."""
+    return model(**(toy or {})).fit(per_rank, strategy, **options)
 
 
 CASE_33 = [[[1.0]] * 5, [[3.0]] * 3]
@@ -92,34 +80,54 @@ CASE_33 = [[[1.0]] * 5, [[3.0]] * 3]
     ("kind", "strategy"),
     [("stream", {}), ("workers", WEIGHTED), ("lengths", WEIGHTED), ("lengths", {}), ("iterable", {})],
 )
-def test_case_33(world, tmp_path, kind, strategy):
-    """Case 33: five batches of gradient 1 and three of 3 take w from 0 to -0.8 on both ranks."""
-    ended = world(2).run(train_uneven, CASE_33, kind, strategy, str(tmp_path))
-    seen = same_everywhere([one[0] for one in ended])
+def test_some_batches_on_one_rank_alone(world, kind, strategy):
+    """Five batches of gradient 1 and three of 3 take w from 0 to -0.8 on both ranks."""
+    ended = world(2).run(train_uneven, CASE_33, strategy, toy={"kind": kind})
+    seen = same_everywhere([one for one, *_ in ended])
     assert [2.0, 2.0, 2.0, 1.0, 1.0] == [float(gradient) for gradient in seen.gradients]
-    assert [approx(-0.8)] * 2 == [one[1] for one in ended]
+    assert approx(-0.8) == seen.weights[-1].item()
+
+
+class Counted(Read):
+    """Notes what Lightning calls and logs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("first", batch.flatten()[0].float(), on_step=False, on_epoch=True, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.noted.append("validation")
+
+    def on_train_epoch_end(self) -> None:
+        self.noted.append(float(self.trainer.callback_metrics["first"]))
+
+
+def train_and_validate(folder: str) -> Any:
+    checkpoints = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}")
+    options = {"max_epochs": 2, "callbacks": [checkpoints], "enable_checkpointing": True}
+    return Counted().fit(CASE_33, {}, loader([[0.0]]), **options)
 
 
 def test_two_epochs(world, tmp_path):
-    ended = world(2).run(train_uneven, CASE_33, "stream", {}, str(tmp_path), max_epochs=2)
-    for _, w, calls, logged, steps in ended:
-        assert approx(-1.6) == w
-        assert ["validation", "validation", "end", "validation", "end"] == calls
-        assert [pytest.approx((5 * 1 + 3 * 3) / 8)] * 2 == logged
-        assert 10 == steps
+    logged = pytest.approx((5 * 1 + 3 * 3) / 8)
+    ended = world(2).run(train_and_validate, str(tmp_path))
+    for _, noted, _ in ended:
+        assert ["validation", "validation", logged, "validation", logged] == noted
+    weights = same_everywhere([one for one, *_ in ended]).weights
+    assert (approx(-1.6), 10) == (weights[-1].item(), len(weights))
     assert {"epoch=0.ckpt", "epoch=1.ckpt"} == {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("strategy", [{"ddp_comm_hook": allreduce_hook}, WEIGHTED], ids=["hook", "weighted_mean"])
-def test_windows(world, tmp_path, strategy):
+def test_windows(world, strategy):
     """The mean of a window is over the micro-batches that there are: here 4, 3, and 1 of a short window."""
     per_rank = [[[1.0], [2.0], [3.0], [5.0], [7.0]], [[6.0], [11.0], [2.0]]]
-    ended = world(2).run(train_uneven, per_rank, "stream", strategy, str(tmp_path), accumulate_grad_batches=2)
-    seen = same_everywhere([one[0] for one in ended])
+    ended = world(2).run(train_uneven, per_rank, strategy, accumulate_grad_batches=2)
+    seen = same_everywhere([one for one, *_ in ended])
     assert [20 / 4, 10 / 3, 7.0] == [approx(float(gradient)) for gradient in seen.gradients]
 
 
-class Normed(Toy):
+class Normed(Read):
     """Has a buffer that every forward changes, and a loss that is no number where a batch is seen again."""
 
     forwards: Tensor
@@ -127,41 +135,32 @@ class Normed(Toy):
     def __init__(self) -> None:
         super().__init__(start=[1.0])
         self.register_buffer("forwards", torch.zeros(1))
-        self.firsts: set[float] = set()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.forwards.add_(1)
-        again = float(batch[0]) in self.firsts
-        self.firsts.add(float(batch[0]))
+        again = float(batch[0]) in self.noted
+        self.noted.append(float(batch[0]))
         return self.losses(batch).mean() * (float("nan") if again else 1)
+
+    def on_train_end(self) -> None:
+        self.noted[:] = [float(self.forwards)]
 
 
 @pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated")
-@pytest.mark.parametrize("strategy", [{"broadcast_buffers": False}, {"reduction": "weighted_mean"}], ids=str)
+@pytest.mark.parametrize("strategy", [{"broadcast_buffers": False}, WEIGHTED], ids=str)
 def test_a_stand_in_leaves_no_trace(world, strategy):
-    ended = world(2).run(train_normed, [[[1.0], [2.0], [3.0]], [[4.0]]], strategy)
-    seen = same_everywhere([one for one, _ in ended])
-    assert [2.5, 2.0, 3.0] == [float(gradient) for gradient in seen.gradients]
+    ended = world(2).run(train_uneven, [[[1.0], [2.0], [3.0]], [[4.0]]], strategy, Normed)
+    assert [2.5, 2.0, 3.0] == [float(gradient) for gradient in same_everywhere([one for one, *_ in ended]).gradients]
     if strategy.get("broadcast_buffers") is False:
-        assert [3.0, 1.0] == [forwards for _, forwards in ended]
-
-
-def train_normed(per_rank: Any, strategy: dict[str, Any]) -> Any:
-    """Body: train; return what was seen, and how often the buffer was changed."""
-    model = Normed()
-    trainer = make_trainer(GradAvgStrategy(**strategy), max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(model, KINDS["stream"](per_rank[dist.get_rank()]))
-    return model.seen, float(model.forwards)
+        assert [[3.0], [1.0]] == [forwards for _, forwards, _ in ended]
 
 
 class ByHand(Toy):
     """Optimizes by hand."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.losses(batch).mean())
@@ -178,16 +177,16 @@ def test_what_is_refused(world, strategy, module, quoted):
     assert all("1 of 2 ranks have no more batches" in one.message and quoted in one.message for one in raised)
 
 
+class Both(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.losses(batch["a"]).mean() + self.losses(batch["b"]).mean()
+
+
 def train_two_loaders() -> None:
     """Body: train on two streams together, of which one ends earlier on rank 1."""
     streams = {name: KINDS["stream"]([[1.0]] * (3 - dist.get_rank() * (name == "b"))) for name in "ab"}
     trainer = make_trainer(GradAvgStrategy(), max_epochs=1, use_distributed_sampler=False)
-
-    class Both(Toy):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.losses(batch["a"]).mean() + self.losses(batch["b"]).mean()
-
-    trainer.fit(Both(start=[1.0]), CombinedLoader(streams, "max_size"))
+    trainer.fit(Both(), CombinedLoader(streams, "max_size"))
 
 
 def test_two_loaders_are_refused(world):
@@ -196,18 +195,13 @@ def test_two_loaders_are_refused(world):
     assert all("one of the 2 train loaders has no more batches on 1 of 2 ranks" in one.message for one in raised)
 
 
-def loaders_read(kind: str) -> Any:
-    """Body: return the type of what is read."""
-    model = Toy(start=[1.0])
-    trainer = make_trainer(GradAvgStrategy(), max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(model, KINDS[kind]([[1.0 + dist.get_rank()]] * 3))
-    return type(trainer.train_dataloader).__name__
-
-
-def test_known_lengths_cost_nothing(world):
-    assert ["DataLoader"] * 2 == world(2).run(loaders_read, "lengths")
-    assert ["JoinedLoader"] * 2 == world(2).run(loaders_read, "stream")
-    assert ["DataLoader"] == world(1).run(loaders_read, "stream")
+@pytest.mark.parametrize(
+    ("ranks", "kind", "expected"),
+    [(2, "lengths", "DataLoader"), (2, "stream", "JoinedLoader"), (1, "stream", "DataLoader")],
+)
+def test_known_lengths_cost_nothing(world, ranks, kind, expected):
+    ended = world(ranks).run(train_uneven, [[[1.0]] * 3] * ranks, {}, toy={"kind": kind})
+    assert [expected] * ranks == [name for *_, name in ended]
 
 
 class NothingToSay(Toy):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import make_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from toys import WEIGHTED
+from toys import WEIGHTED, Recorded, train
 
 from lightning_gradavg import GradAvgStrategy
 
@@ -21,11 +18,11 @@ SAMPLES = [[1.0, 2.0, 3.0, 4.0], [-1.0, 0.5, 2.0, 3.0], [2.0, 0.0, -3.0, 1.0], [
 """Per batch, of which two ranks take 3 and 1, or 2 and 2."""
 
 
-class Frozen(LightningModule):
-    """A backbone that is frozen when training begins, and trains from the third batch on."""
+class Frozen(Recorded):
+    """A backbone that is frozen when training begins, and trains from the second batch on."""
 
     def __init__(self, moment: str, named: bool = False) -> None:
-        super().__init__()
+        super().__init__(0.02)
         self.backbone = nn.Linear(1, 2).double()
         self.head = nn.Parameter(torch.tensor([0.5, -0.25], dtype=torch.float64))
         for parameter in self.backbone.parameters():
@@ -61,24 +58,17 @@ class Frozen(LightningModule):
             return {"loss": {"fit": loss, "size": penalty}, "weight": {"fit": len(batch), "size": 1}}
         return {"loss": loss, "weight": len(batch)}
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.02)
-
 
 def train_frozen(
-    strategy: dict[str, Any] | None, sizes: list[int], moment: str, window: int, named: bool = False
-) -> Any:
-    """Body: train for three epochs on this rank's share of every batch, and return all parameters."""
-    model, start = Frozen(moment, named), sum(sizes[: dist.get_rank()])
-    data: Any = [torch.tensor(batch, dtype=torch.float64)[start : start + sizes[dist.get_rank()]] for batch in SAMPLES]
-    trainer = make_trainer(
-        DDPStrategy() if strategy is None else GradAvgStrategy(**strategy),
-        max_epochs=3,
-        accumulate_grad_batches=window,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(model, DataLoader(data, batch_size=None))
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    world: Any, strategy: Any, sizes: Sequence[int], moment: str, *, of: Any = GradAvgStrategy, **given: Any
+) -> list[Tensor]:
+    """Return all parameters of each rank after three epochs, in which it has so many samples of every batch."""
+    module = given.pop("module", Frozen)
+    toy = {"moment": moment, "named": given.pop("named", False)}
+    batches = torch.tensor(SAMPLES, dtype=torch.float64)
+    rows = [list(part) for part in batches.split(list(sizes), 1)]
+    seen = world(len(sizes)).run(train, rows, toy, strategy, module=module, of=of, max_epochs=3, **given)
+    return [one.weights[-1] for one in seen]
 
 
 @pytest.mark.filterwarnings('ignore:a "weight" was given')
@@ -95,9 +85,10 @@ def train_frozen(
     ],
 )
 def test_unfrozen_parameters_train_as_on_one_process(world, strategy, sizes, window, moment):
-    (alone,) = world(1).run(train_frozen, None if moment != "manual" else {}, [4], moment, window)
-    (one,) = world(1).run(train_frozen, strategy, [4], moment, window)
-    first, second = world(2).run(train_frozen, strategy, sizes, moment, window)
+    options = {"moment": moment, "accumulate_grad_batches": window}
+    (alone,) = train_frozen(world, {}, [4], of=GradAvgStrategy if moment == "manual" else DDPStrategy, **options)
+    (one,) = train_frozen(world, strategy, [4], **options)
+    first, second = train_frozen(world, strategy, sizes, **options)
     assert torch.equal(first, second)
     assert not torch.equal(torch.full((4,), 0.5, dtype=torch.float64), first[2:])
     torch.testing.assert_close(alone, one)
@@ -105,38 +96,29 @@ def test_unfrozen_parameters_train_as_on_one_process(world, strategy, sizes, win
 
 
 def test_unfrozen_parameters_of_named_terms(world):
-    (one,) = world(1).run(train_frozen, WEIGHTED, [4], "batch", 1, named=True)
-    first, second = world(2).run(train_frozen, WEIGHTED, [3, 1], "batch", 1, named=True)
+    (one,) = train_frozen(world, WEIGHTED, [4], "batch", named=True)
+    first, second = train_frozen(world, WEIGHTED, [3, 1], "batch", named=True)
     assert torch.equal(first, second)
     torch.testing.assert_close(one, first)
 
 
-def finetune(strategy: dict[str, Any] | None) -> Any:
-    """Body: Lightning's callback unfreezes the backbone at the second epoch, and adds it to the optimizer."""
+class Tuned(Frozen):
+    """Lightning's callback unfreezes the backbone at the second epoch, and adds it to the optimizer."""
 
-    class Tuned(Frozen):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD([self.head], lr=0.02)
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.head], lr=0.02)
 
-    model, size = Tuned("by the callback"), 4 // dist.get_world_size()
-    start = size * dist.get_rank()
-    data: Any = [torch.tensor(batch, dtype=torch.float64)[start : start + size] for batch in SAMPLES]
-    trainer = make_trainer(
-        DDPStrategy() if strategy is None else GradAvgStrategy(**strategy),
-        max_epochs=3,
-        use_distributed_sampler=False,
-        callbacks=[BackboneFinetuning(1, backbone_initial_lr=0.01)],
-    )
-    trainer.fit(model, DataLoader(data, batch_size=None))
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    def configure_callbacks(self) -> Any:
+        return [BackboneFinetuning(1, backbone_initial_lr=0.01)]
 
 
 @pytest.mark.filterwarnings('ignore:a "weight" was given')
 @pytest.mark.parametrize("strategy", [{}, WEIGHTED], ids=str)
 def test_backbone_finetuning(world, strategy):
-    (alone,) = world(1).run(finetune, None)
-    first, second = world(2).run(finetune, strategy)
+    options = {"moment": "by the callback", "module": Tuned}
+    (alone,) = train_frozen(world, {}, [4], of=DDPStrategy, **options)
+    first, second = train_frozen(world, strategy, [2, 2], **options)
     assert torch.equal(first, second)
     torch.testing.assert_close(alone, first)
-    of_stock = world(2).run(finetune, None)
-    assert (of_stock[0] - of_stock[1]).abs().max() > 1e-3
+    one, other = train_frozen(world, {}, [2, 2], of=DDPStrategy, **options)
+    assert (one - other).abs().max() > 1e-3

@@ -16,13 +16,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from ranks import make_trainer
-from torch.utils.data import DataLoader
-from toys import Toy, loader, train
+from toys import WEIGHTED, Toy, approx, loader, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.reduction.weights import holds_ignored_targets, misspelt_weight
 
-WEIGHTED = {"reduction": "weighted_mean"}
 BATCHES = [[[1.0, 2.0], [3.0]], [[4.0], [5.0]]]
 
 
@@ -50,13 +48,12 @@ def train_told(*args: Any, **options: Any) -> list[str]:
 class Returns(Toy):
     """Returns what it is told to beside the loss."""
 
-    def __init__(self, result: dict[str, Any], every: int = 1) -> None:
+    def __init__(self, result: dict[str, Any]) -> None:
         super().__init__()
-        self.result, self.every = result, every
+        self.result = result
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        result = self.result if batch_idx % self.every == 0 else {}
-        return {"loss": self.losses(batch).mean(), **result}
+        return {"loss": self.losses(batch).mean(), **self.result}
 
 
 SAMPLES = ["n = samples of the batch, as training_step returned no weight"]
@@ -93,14 +90,16 @@ class Tokens(Toy):
         return super().training_step(batch.double(), batch_idx)
 
 
-def train_tokens(weighted: bool, strategy: dict[str, Any]) -> Any:
-    """Body: train on targets of which the second batch has one that does not count."""
-    data: Any = [torch.tensor([1, 2]), torch.tensor([3, -100]), torch.tensor([-100, 4])]
-    model = Tokens(weight=(lambda batch, _: (batch != -100).sum()) if weighted else None)
-    trainer = make_trainer(GradAvgStrategy(**strategy), max_epochs=1, use_distributed_sampler=False)
+def targets_that_count(batch: Any, batch_idx: int) -> Any:
+    return (batch != -100).sum()
+
+
+def train_tokens(weight: Any, strategy: dict[str, Any]) -> Any:
+    """Body: train on targets of which the second batch has one that does not count; return what is warned of."""
+    batches = [torch.tensor([1, 2]), torch.tensor([3, -100]), torch.tensor([-100, 4])]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        trainer.fit(model, DataLoader(data, batch_size=None))
+        train([batches] * 2, {"weight": weight}, strategy, module=Tokens)
     return [str(one.message)[:44] for one in seen if "-100" in str(one.message)]
 
 
@@ -108,13 +107,17 @@ WARNED = ["integer tensors of a batch hold -100, the ta"]
 
 
 @pytest.mark.parametrize(
-    ("weighted", "strategy", "warned"),
-    [(False, WEIGHTED, WARNED), (False, {"split_batches": True}, WARNED), (True, WEIGHTED, []), (False, {}, [])],
-    ids=str,
+    ("weight", "strategy", "warned"),
+    [
+        (None, WEIGHTED, WARNED),
+        (None, {"split_batches": True}, WARNED),
+        (targets_that_count, WEIGHTED, []),
+        (None, {}, []),
+    ],
 )
-def test_targets_that_do_not_count_are_warned_of_once(world, weighted, strategy, warned):
+def test_targets_that_do_not_count_are_warned_of_once(world, weight, strategy, warned):
     """Integer targets of -100 without a weight are warned of, once and on rank 0."""
-    assert [warned, []] == world(2).run(train_tokens, weighted, strategy)
+    assert [warned, []] == world(2).run(train_tokens, weight, strategy)
 
 
 @pytest.mark.parametrize(
@@ -135,31 +138,20 @@ class Iterates(Toy):
 
     def __init__(self, weighted: bool) -> None:
         super().__init__()
-        self.weighted, self.read = weighted, 0
+        self.weighted = weighted
 
     def training_step(self, dataloader_iter: Iterator[Any]) -> Any:  # type: ignore[override]  # Lightning's other form
         batch, *_ = next(dataloader_iter)
-        self.read += 1
         loss = self.losses(batch).mean()
         return {"loss": loss, "weight": len(batch)} if self.weighted else loss
 
 
-def train_iterating(weighted: bool) -> Any:
-    model = Iterates(weighted)
-    trainer = make_trainer(GradAvgStrategy(**WEIGHTED), max_epochs=1, use_distributed_sampler=False)
-    try:
-        trainer.fit(model, loader(BATCHES[dist.get_rank()]))
-    except ValueError as error:
-        return model.read, str(error)
-    return model.read, [gradient.item() for gradient in model.seen.gradients]
-
-
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor", "ignore:Found `dataloader_iter`")
 def test_a_step_that_reads_its_batches_needs_a_weight(world):
-    for read, message in world(2).run(train_iterating, False):
-        assert read == 1
-        assert 'return {"loss": loss, "weight": n} from training_step' in message
-    assert [(2, [pytest.approx(7 / 3), 4.0])] * 2 == world(2).run(train_iterating, True)
+    for raised in world(2).run_expecting_errors(train, BATCHES, {"weighted": False}, WEIGHTED, module=Iterates):
+        assert 'return {"loss": loss, "weight": n} from training_step' in raised.message
+    seen = same_everywhere(world(2).run(train, BATCHES, {"weighted": True}, WEIGHTED, module=Iterates))
+    assert [approx(7 / 3), 4.0] == [gradient.item() for gradient in seen.gradients]
 
 
 def resume_from_stock(folder: str, reduction: str) -> list[str]:

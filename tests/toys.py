@@ -1,12 +1,12 @@
-"""Small models whose gradients are known by hand, and a run of a real Trainer on them inside the ranks.
+"""Small models, and a run of a real Trainer on them inside the ranks, which returns what each rank saw.
 
 Toy-S: one weight at 1, prediction `w * x`, loss half the squared prediction: the gradient of a sample is `x * x`.
-Toy-Lin: loss `w * x`: the gradient of a sample is `x`.
+Toy-Lin: loss `w * x`: the gradient of a sample is `x`. An MLP where a result is that of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,13 +16,13 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import Logger
 from ranks import make_trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_gradavg import GradAvgStrategy, gather
 
-MicroBatches = Sequence[Sequence[float]]
 WEIGHTED = {"reduction": "weighted_mean"}
 # Of tests that mean what the user is warned of.
 AWARE = [
@@ -45,18 +45,45 @@ def approx(value: Any, tolerance: float = 1e-12) -> Any:
     return pytest.approx(value, rel=tolerance, abs=tolerance)
 
 
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Return a copy of one tensor, or of several end to end."""
+    copies = [tensor.detach().to_dense().clone() for tensor in tensors]
+    return copies[0] if len(copies) == 1 else torch.cat([copy.flatten() for copy in copies])
+
+
 @dataclass
 class Seen:
-    """What one rank saw of a run."""
+    """What one rank saw of a run: gradients of all parameters that have some, and weights after each step."""
 
     rank: int
     world_size: int
     gradients: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     calls: int = 0
+    steps: int = 0
 
 
-class Toy(LightningModule):
+class Recorded(LightningModule):
+    """Records what its optimizer, SGD without momentum, sees and makes."""
+
+    def __init__(self, lr: float = 0.0) -> None:
+        super().__init__()
+        self.lr, alone = lr, not dist.is_initialized()
+        self.seen = Seen(0, 1) if alone else Seen(dist.get_rank(), dist.get_world_size())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if gradients := [parameter.grad for parameter in self.parameters() if parameter.grad is not None]:
+            self.seen.gradients.append(flat(gradients))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.global_step > len(self.seen.weights):
+            self.seen.weights.append(flat(self.parameters()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Toy(Recorded):
     """One weight; `kind` is "lin" or "s"; `loss` is "mean" or "sum" over the samples of a micro-batch."""
 
     def __init__(
@@ -68,34 +95,94 @@ class Toy(LightningModule):
         dtype: torch.dtype = torch.float64,
         weight: Callable[[Tensor, int], Any] | None = None,
     ) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.tensor(start, dtype=dtype))
-        self.kind, self.loss, self.lr, self.weight = kind, loss, lr, weight
-        self.seen = Seen(dist.get_rank(), dist.get_world_size())
+        super().__init__(lr)
+        self.w = nn.Parameter(torch.tensor(start, dtype=dtype))
+        self.kind, self.loss, self.weight = kind, loss, weight
 
     def losses(self, batch: Tensor) -> Tensor:
         products = batch.to(self.w.dtype) * self.w
         products = products.sum(-1) if products.ndim > 1 else products
         return products if self.kind == "lin" else 0.5 * products**2
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         losses = self.losses(batch)
         loss = losses.mean() if self.loss == "mean" else losses.sum()
         if self.weight is None:
             return loss
         return {"loss": loss, "weight": self.weight(batch, batch_idx)}
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        gradient = self.w.grad
-        assert gradient is not None
-        self.seen.gradients.append(gradient.detach().clone())
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.trainer.global_step > len(self.seen.weights):
-            self.seen.weights.append(self.w.detach().clone())
+class MLP(Recorded):
+    """8-16-4 with tanh and cross-entropy; `variant` names what is special about it."""
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+    def __init__(self, variant: str = "") -> None:
+        super().__init__(0.1)
+        torch.manual_seed(11)
+        self.variant = variant
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        if variant == "unused":
+            self.extra = nn.Linear(3, 3)
+        self.first.requires_grad_(variant != "frozen")
+        self.body = nn.Sequential(self.first, nn.Tanh(), self.second)
+        # In a list, so that the compiled module's parameters are not registered under a second name.
+        self.calls = [torch.compile(self.body, backend="aot_eager") if variant == "compile" else self.body]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.variant.startswith("checkpoint"):
+            reentrant = self.variant == "checkpoint_reentrant"
+            hidden = checkpoint(
+                lambda y: torch.tanh(self.first(y)), x.requires_grad_(reentrant), use_reentrant=reentrant
+            )
+            return checkpoint(self.second, hidden, use_reentrant=reentrant)
+        return self.calls[0](x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr, momentum=0.9)
+
+
+COUNTS = (3, 1)
+"""The samples of each rank in a batch of an MLP."""
+
+
+def samples(steps: int, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    size = sum(COUNTS)
+    return [
+        (torch.randn(size, 8, generator=generator, dtype=dtype), torch.randint(4, (size,), generator=generator))
+        for _ in range(steps)
+    ]
+
+
+def shares(steps: int, dtype: torch.dtype = torch.float32) -> list[list[Any]]:
+    """Return each rank's part of these samples."""
+    cut = [(x.split(COUNTS), y.split(COUNTS)) for x, y in samples(steps, dtype)]
+    return [[(x[rank], y[rank]) for x, y in cut] for rank in range(len(COUNTS))]
+
+
+def assert_reference(
+    seen: Sequence[Seen],
+    variant: str,
+    steps: int,
+    window: int,
+    tolerance: float = 1e-6,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Assert that all ranks end where one process does that trains on whole global batches, without Lightning."""
+    model = MLP(variant if variant in ("frozen", "unused") else "").to(dtype)
+    optimizer = model.configure_optimizers()
+    batches = samples(steps, dtype)
+    for start in range(0, steps, window):
+        x, y = (torch.cat(part) for part in zip(*batches[start : start + window], strict=True))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert [-(-steps // window)] * len(seen) == [one.steps for one in seen]
+    found = same_everywhere(seen).weights[-1]
+    torch.testing.assert_close(found, flat(model.parameters()), rtol=tolerance, atol=tolerance)
 
 
 class Memory(Logger):
@@ -114,29 +201,30 @@ class Memory(Logger):
         self.rows.append((step, dict(metrics)))
 
 
-def loader(micro_batches: MicroBatches) -> DataLoader[Tensor]:
-    """Return a loader that yields exactly these micro-batches."""
-    data: Any = [torch.tensor(micro_batch, dtype=torch.float64) for micro_batch in micro_batches]
+def loader(micro_batches: Iterable[Any]) -> DataLoader[Any]:
+    """Return a loader that yields exactly these micro-batches; lists of numbers as tensors."""
+    data: Any = [torch.tensor(one, dtype=torch.float64) if isinstance(one, list) else one for one in micro_batches]
     return DataLoader(data, batch_size=None)
 
 
 def train(
-    per_rank: Mapping[int, MicroBatches] | Sequence[MicroBatches],
+    per_rank: Mapping[int, Sequence[Any]] | Sequence[Sequence[Any]],
     toy: Mapping[str, Any] | None = None,
     strategy: Mapping[str, Any] | None = None,
     nodes: Sequence[int] | None = None,
-    module: Callable[..., Toy] = Toy,
+    module: Callable[..., Any] = Toy,
+    of: Callable[..., Any] = GradAvgStrategy,
     **options: Any,
 ) -> Seen:
-    """Body: train the toy on each rank's own micro-batches with a real Trainer."""
+    """Body: train a model on each rank's own micro-batches with a real Trainer, under a strategy of ours by default."""
     model = module(**(toy or {}))
     trainer = make_trainer(
-        GradAvgStrategy(**(strategy or {})),
-        nodes=nodes,
-        **{"max_epochs": 1, "use_distributed_sampler": False, **options},
+        of(**(strategy or {})), nodes=nodes, **{"max_epochs": 1, "use_distributed_sampler": False, **options}
     )
     trainer.fit(model, loader(per_rank[dist.get_rank()]))
-    return model.seen
+    seen: Seen = model.seen
+    seen.steps = trainer.global_step
+    return seen
 
 
 def same_everywhere(seen: Sequence[Seen]) -> Seen:
