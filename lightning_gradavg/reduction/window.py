@@ -198,14 +198,15 @@ class Window:
             self.exchange()
         return self.alone(self.totals()) if self.is_alone else self.held()
 
-    def add(self, micro_batch: MicroBatch, *, missed: int = 0) -> None:
-        """Append a micro-batch, which some ranks do not have."""
+    def add(self, micro_batch: MicroBatch, *, missed: int = 0) -> tuple[dict[str, Share], str | None]:
+        """Append a micro-batch, which some ranks do not have; return its shares, and what is wrong with it."""
         self.micro_batches.append(micro_batch)
         self._judged.append(self._judge(micro_batch))
         self.terms = tuple(sorted({*self.terms, *micro_batch.weights}))
         self.missed += missed
         self._explicit += micro_batch.explicit
         self._lost |= micro_batch.without_loss
+        return self._judged[-1]
 
     @property
     def length(self) -> int:

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from lightning_gradavg.lightning_internals import backend_name
 from lightning_gradavg.part import Run
-from lightning_gradavg.place import Place
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.weigh import WeighedLoss, gradients_discarded
 from lightning_gradavg.reduction.weights import WHOLE_LOSS
 from lightning_gradavg.reproducible.sum import Gradients, TreeSum
-from lightning_gradavg.rules import is_number, share_of
 
 __all__ = ["TreeReduction"]
 
@@ -41,13 +39,10 @@ class TreeReduction(Reduction):
     def configure_ddp(self, run: Run) -> None:
         """Begin a run that trains. Number each rank's replicas."""
         super().configure_ddp(run)
-        named = dict(run.ddp.module.named_parameters())
-        trained = {name for name, parameter in named.items() if parameter.requires_grad}
-        sparse = [name for name in trained if id(named[name]) in self.sparse]
-        ignored, backend = (
-            sorted(run.ddp.parameters_to_ignore & trained),
-            backend_name(run.ddp.process_group, run.device),
-        )
+        trained = {name: one for name, one in run.ddp.module.named_parameters() if one.requires_grad}
+        sparse = [name for name, parameter in trained.items() if id(parameter) in self.sparse]
+        ignored = sorted(run.ddp.parameters_to_ignore & trained.keys())
+        backend = backend_name(run.ddp.process_group, run.device)
         refused = {
             f"sparse gradients, as {', '.join(sparse)} would have. Make the embedding with sparse=False": sparse,
             f"parameters that each rank trains for itself, as DDP was told of {', '.join(ignored)}. Do not have it"
@@ -95,12 +90,9 @@ class TreeReduction(Reduction):
                 f" {', '.join(map(repr, loss.micro_batch.weights))}. Return one number as weight, or leave reproducible"
                 " out."
             )
-        micro_batch = loss.micro_batch.read()
-        window.add(micro_batch)
-        (weight,) = micro_batch.weights.values()
-        faulty = not is_number(weight)
-        share = share_of(self.rule, Place(), 0.0 if faulty else weight)
-        nothing = micro_batch.absent or micro_batch.problem is not None or faulty
+        shares, fault = window.add(loss.micro_batch.read())
+        (share,) = shares.values()
+        nothing = loss.micro_batch.absent or fault is not None
         loss.coefficients[:] = [None if nothing or share.multiplier == 0 else float(share.multiplier)]
         kept = self._gradients()
         self._set_gradients({} if nothing else self._leaves.get(replica, {}))
