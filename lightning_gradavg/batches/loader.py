@@ -79,8 +79,7 @@ class Pass(NamedTuple):
 class SplitLoader(LoaderWrapper):
     """A training loader that yields this rank's parts of the user's batches, and shows the attributes of theirs.
 
-    If every rank reads its own part of the data (`sharded`), batches are only cut into pieces, and no checkpoint holds
-    where training stands: rank 0, which saves, knows nothing of the others.
+    If every rank reads its own part of the data, it is alone with it: batches are only cut into pieces.
 
     Attributes:
         split: How batches are split.
@@ -97,10 +96,10 @@ class SplitLoader(LoaderWrapper):
     samples: int | None = None
     with_gradients = True
 
-    def __init__(self, loader: Any, splitter: BatchSplitter, *, sharded: bool) -> None:
-        self.split = Split(max_samples=splitter.split.max_samples) if sharded else splitter.split
-        self.world = World() if sharded else splitter.world
-        self.sharded = sharded
+    def __init__(self, loader: Any, splitter: BatchSplitter) -> None:
+        self.split, self.world, sharded = splitter.split, splitter.world, is_sharded(loader)
+        if sharded:
+            self.split, self.world = Split(max_samples=self.split.max_samples), World()
         batched = isinstance(loader, DataLoader) and loader.batch_sampler is not None
         streams = not batched or isinstance(loader.dataset, IterableDataset)
         self.whole = splitter.whole_batches and (streams or not _may_be_read_in_parts(loader))
@@ -195,7 +194,7 @@ class SplitLoader(LoaderWrapper):
 
     def describe(self) -> str:
         """Return one line that says what is done with the loader."""
-        if self.sharded:
+        if is_sharded(self.loader):
             return f"{self.name}: every rank trains on its own batches (sharded_by_rank is set)"
         split, name = self.split, self.name
         if self.indices is not None:
@@ -234,10 +233,9 @@ class BatchSplitter:
             ValueError: If the loader cannot be split, or the ranks' loaders differ.
         """
         loader = user_loader(loader)
-        sharded, largest = is_sharded(loader), loader_batch_size(loader)
-        problem = self._problem(loader, sharded=sharded)
+        sharded, largest, problem = is_sharded(loader), loader_batch_size(loader), self._problem(loader)
         workers = [getattr(loader, name, None) for name in ("num_workers", "prefetch_factor")]
-        wrapped = None if problem else kind(loader, self, sharded=sharded)
+        wrapped = None if problem else kind(loader, self)
         traits = None if wrapped is None else (wrapped.indices is None, wrapped.whole)
         # A problem that only some ranks have is raised by them all: nobody waits for a rank that has given up. Ranks
         # that prefetch differently ask for their indices at different times.
@@ -252,9 +250,9 @@ class BatchSplitter:
             raise ValueError(problem)
         return wrapped
 
-    def _problem(self, loader: Any, *, sharded: bool) -> str | None:
+    def _problem(self, loader: Any) -> str | None:
         """Return why `loader` cannot be split, or None."""
-        name = type(loader).__name__
+        name, sharded = type(loader).__name__, is_sharded(loader)
         dealing = getattr(distributed_sampler(loader), "num_replicas", None)
         problems = {
             f"{name} or its dataset {type(getattr(loader, 'dataset', None)).__name__} has"

@@ -16,7 +16,7 @@ from lightning_gradavg.batches.loader import BatchSplitter, Pass, SplitLoader
 from lightning_gradavg.batches.order import Behind, Mark
 from lightning_gradavg.batches.state import FORMAT, LoaderParts, LoaderState, checked
 from lightning_gradavg.lightning_internals import TrainingLoop
-from lightning_gradavg.loaders import keeps_state
+from lightning_gradavg.loaders import is_sharded, keeps_state
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state
 
 __all__ = ["NumberedLoader", "Numbers", "Progress", "ResumableLoader"]
@@ -61,8 +61,8 @@ class NumberedLoader(SplitLoader):
         behind: What stands behind its batches.
     """
 
-    def __init__(self, loader: Any, splitter: BatchSplitter, *, sharded: bool, progress: Progress) -> None:
-        super().__init__(loader, splitter, sharded=sharded)
+    def __init__(self, loader: Any, splitter: BatchSplitter, progress: Progress) -> None:
+        super().__init__(loader, splitter)
         self.progress, self.behind = progress, Numbers(progress.loop)
         self.start: LoaderState | None = None
 
@@ -142,13 +142,17 @@ class Progress:
     def __init__(self, loop: TrainingLoop, window: Callable[[], int]) -> None:
         self.loop, self.window = loop, window
         self._random: RandomState | None = None  # of a resumed run that is being set up
-        self._arrived: tuple[int, RandomState] | None = None
+        self._arrived = -1, random_state()  # the number of the window's first batch, and the state before it
         self._epoch: Callable[[], Any] = _nothing
 
-    def wrap(self, loader: Any, splitter: BatchSplitter, *, sharded: bool) -> NumberedLoader:
-        """Return the split loader for a user's loader."""
-        kind = NumberedLoader if sharded and not keeps_state(loader) else ResumableLoader
-        return kind(loader, splitter, sharded=sharded, progress=self)
+    def wrap(self, loader: Any, splitter: BatchSplitter) -> NumberedLoader:
+        """Return the split loader for a user's loader.
+
+        No checkpoint holds where training stands in a loader of which every rank reads its own part: rank 0, which
+        saves, knows nothing of the others.
+        """
+        kind = NumberedLoader if is_sharded(loader) and not keeps_state(loader) else ResumableLoader
+        return kind(loader, splitter, self)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -195,7 +199,7 @@ class Progress:
         order = None if over or not passes else passes[0]
         last = loader.behind.get(stepped - 1)
         mark = Mark() if order is None else order.start if last is None else last.mark
-        arrived = self._arrived if loop.ready > stepped else None
+        (arrived, random), in_window = self._arrived, loop.ready > stepped
         parts = LoaderParts(loader.loader)
         return LoaderState(
             format=FORMAT,
@@ -208,7 +212,7 @@ class Progress:
             generators=parts.generator_states(),
             objects=parts.object_states(),
             seeded=loader.seeded,
-            random=arrived[1] if arrived is not None and arrived[0] == stepped else random_state(),
+            random=random if in_window and arrived == stepped else random_state(),
         )
 
     def go_on(self, random: RandomState) -> None:
