@@ -126,7 +126,7 @@ def batch_samples(batch: Any) -> int:
         f"a batch of type {type(batch).__name__} cannot be split: all its tensors must have the samples along dimension"
         f" 0, but {found}. Have collate_fn, or whatever makes the batch, put them there. Without equivalent_to= and"
         " num_replicas=, a DataLoader over single samples will do, whose indices are split before they are loaded; or"
-        " read another part of the data on every rank and set `sharded_by_rank = True` on the loader or its dataset."
+        " leave split_batches out, and have every rank read another part of the data."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ def in_one_world(loader: Any, *, whole: bool = False, **options: Any) -> SplitLo
 
 def numbered(loader: Any, splitter: BatchSplitter, progress: Progress | None = None) -> NumberedLoader:
     """Return a loader split as Lightning reads it, whose loop reads what its `read` is given."""
-    return splitter.wrap(loader, (progress or Progress(Loop(), lambda: 1)).wrap)
+    return splitter.wrap(loader, partial(NumberedLoader, progress=progress or Progress(Loop(), lambda: 1)))
 
 
 class Taken(NamedTuple):

@@ -305,31 +305,6 @@ class TestIterables:
             len(loader)
         assert [0, 0] == next(iter(loader)).tolist()
 
-    def test_sharded_data_is_not_shared_out(self) -> None:
-        """Case 33: data that the user shards is kept whole, even if the ranks' shards have different lengths."""
-
-        def body(splitter: BatchSplitter) -> list[list[int]]:
-            dataset = Stream([20, 12][splitter.split.rank], torch.Generator())
-            vars(dataset)["sharded_by_rank"] = True
-            loader = splitter.wrap(DataLoader(dataset, batch_size=4), SplitLoader)
-            assert "every rank trains on its own batches" in loader.describe()
-            return real(take_all(loader))
-
-        assert [(5, 20), (3, 12)] == [
-            (len(rank), len({sample for batch in rank for sample in batch})) for rank in on_ranks(2, body)
-        ]
-
-    def test_sharded_data_is_cut_into_parts(self) -> None:
-        """With a limit of samples, each rank's own batch is computed in parts."""
-
-        def body(splitter: BatchSplitter) -> Any:
-            loader = DataLoader(range(6), batch_size=4)  # type: ignore[arg-type, var-annotated]  # a range will do
-            vars(loader)["sharded_by_rank"] = True
-            taken = take_all(splitter.wrap(loader, SplitLoader))
-            return [(each.batch.tolist(), len(each.chunk.pieces)) for each in taken]
-
-        assert [[([0, 1, 2, 3], 2), ([4, 5], 1)]] * 2 == on_ranks(2, body, max_samples=2)
-
 
 class Pair(NamedTuple):
     x: Any
@@ -407,7 +382,7 @@ class TestCollated:
     )
     def test_unclear_batches_are_refused(self, batch: Any, found: str) -> None:
         """A batch whose tensors disagree is not cut at a guess."""
-        with pytest.raises(ValueError, match=f"{found}.*sharded_by_rank"):
+        with pytest.raises(ValueError, match=f"{found}.*leave split_batches out"):
             slice_batch(batch, 0, 1)
 
     @pytest.mark.parametrize("lengths", [[1, 1, 1], [3], [3, 2]])
@@ -555,10 +530,10 @@ REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
         {"replicas": 4},
         ["", "DataLoader or its dataset Drawing has sharded_by_rank = True"],
     ),
-    "sharded, whole": (
+    "sharded": (
         lambda rank: DataLoader(with_attribute(Drawing(0), "sharded_by_rank", True), 4),
-        {"whole": True},
-        ["set split_batches=False"],
+        {},
+        ["leave split_batches, equivalent_to and num_replicas out, and every rank trains on its own batches"],
     ),
     "graphs, collated with draws": (
         lambda rank: DataLoader(EIGHT, collate_fn=drawing),

@@ -15,7 +15,6 @@ import torch
 from grids import grid
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities import CombinedLoader
@@ -402,15 +401,6 @@ def comparable(state: Any) -> str:
 
 
 class TestState:
-    def test_only_a_loader_whose_data_all_ranks_share_is_resumable(self) -> None:
-        """Rank 0 cannot save the place of other ranks in their own data: Lightning then warns by itself."""
-        shared, sharded = ORDERS["shuffle"](8, 4), ORDERS["shuffle"](8, 4)
-        vars(sharded)["sharded_by_rank"] = True
-
-        loaders = [numbered(each, splitter_of(Split())) for each in (shared, sharded)]
-
-        assert [True, False] == [isinstance(each, _Stateful) for each in loaders]
-
     def test_a_state_loaded_and_saved_again_is_the_same(self) -> None:
         """A run that is resumed and stopped before its first batch saves what it was given."""
         make = one(lambda: ORDERS["shuffle"](24, 4))

@@ -79,8 +79,6 @@ class Pass(NamedTuple):
 class SplitLoader(LoaderWrapper):
     """A training loader that yields this rank's parts of the user's batches, and shows the attributes of theirs.
 
-    If every rank reads its own part of the data, it is alone with it: batches are only cut into pieces.
-
     Attributes:
         split: How batches are split.
         whole: Whether every rank loads whole batches and takes its part of them.
@@ -97,13 +95,11 @@ class SplitLoader(LoaderWrapper):
     with_gradients = True
 
     def __init__(self, loader: Any, splitter: BatchSplitter) -> None:
-        self.split, self.world, sharded = splitter.split, splitter.world, is_sharded(loader)
-        if sharded:
-            self.split, self.world = Split(max_samples=self.split.max_samples), World()
+        self.split, self.world = splitter.split, splitter.world
         batched = isinstance(loader, DataLoader) and loader.batch_sampler is not None
         streams = not batched or isinstance(loader.dataset, IterableDataset)
         self.whole = splitter.whole_batches and (streams or not _may_be_read_in_parts(loader))
-        self.shared = (streams or self.whole) and not sharded
+        self.shared = streams or self.whole
         self.indices: SharedIndices | None = None
         replaced: dict[str, Any] = {}
         if not streams:
@@ -194,8 +190,6 @@ class SplitLoader(LoaderWrapper):
 
     def describe(self) -> str:
         """Return one line that says what is done with the loader."""
-        if is_sharded(self.loader):
-            return f"{self.name}: every rank trains on its own batches (sharded_by_rank is set)"
         split, name = self.split, self.name
         if self.indices is not None:
             name += f" with its {type(self.loader.batch_sampler).__name__} and {type(self.loader.sampler).__name__}"
@@ -233,7 +227,7 @@ class BatchSplitter:
             ValueError: If the loader cannot be split, or the ranks' loaders differ.
         """
         loader = user_loader(loader)
-        sharded, largest, problem = is_sharded(loader), loader_batch_size(loader), self._problem(loader)
+        largest, problem = loader_batch_size(loader), _problem(loader)
         workers = [getattr(loader, name, None) for name in ("num_workers", "prefetch_factor")]
         wrapped = None if problem else kind(loader, self)
         traits = None if wrapped is None else (wrapped.indices is None, wrapped.whole)
@@ -241,39 +235,35 @@ class BatchSplitter:
         # that prefetch differently ask for their indices at different times.
         require_equal(
             self.world,
-            (traits, sharded, largest, workers),
+            (traits, largest, workers),
             problem
             or f"the ranks' train loaders differ: on this rank it is a {type(loader).__name__} of batch size {largest},"
-            f" num_workers={workers[0]}, prefetch_factor={workers[1]}, sharded_by_rank={sharded}.",
+            f" num_workers={workers[0]}, prefetch_factor={workers[1]}.",
         )
         if wrapped is None:
             raise ValueError(problem)
         return wrapped
 
-    def _problem(self, loader: Any) -> str | None:
-        """Return why `loader` cannot be split, or None."""
-        name, sharded = type(loader).__name__, is_sharded(loader)
-        dealing = getattr(distributed_sampler(loader), "num_replicas", None)
-        problems = {
-            f"{name} or its dataset {type(getattr(loader, 'dataset', None)).__name__} has"
-            " sharded_by_rank = True: the ranks' batches are not one batch, whose replicas equivalent_to= and"
-            " num_replicas= share out over the ranks. Remove the attribute and have every rank read the same data;"
-            " or leave these options out and set split_batches=False.": (
-                sharded and (self.whole_batches or self.split.replicas is not None)
-            ),
-            f"the train loader has a DistributedSampler for {dealing} replicas, but with"
-            " split_batches=True the loader's batches are the global batches, which the strategy splits. Give the"
-            " loader the sampler of a run on one device. Where a library adds this sampler automatically for every"
-            " DDPStrategy, leave split_batches, equivalent_to and num_replicas out: with reduction='weighted_mean' its"
-            " sharded loader gives the mean over all samples, however many a rank has.": (
-                dealing is not None and not sharded
-            ),
-            "in_order=False lets the workers hand over batches in an order of their own, so the ranks' chunks would"
-            " not make up one batch. Use in_order=True with split_batches=True.": (
-                not getattr(loader, "in_order", True) and getattr(loader, "num_workers", 0) > 0
-            ),
-        }
-        return next((problem for problem, applies in problems.items() if applies), None)
+
+def _problem(loader: Any) -> str | None:
+    """Return why `loader` cannot be split, or None."""
+    dealing = getattr(distributed_sampler(loader), "num_replicas", None)
+    alone = "with reduction='weighted_mean' it gives the mean over all samples, however many a rank has."
+    problems = {
+        f"{type(loader).__name__} or its dataset {type(getattr(loader, 'dataset', None)).__name__} has"
+        " sharded_by_rank = True: the ranks' batches are not one batch, which can be shared out. Remove the attribute"
+        " and have every rank read the same data; or leave split_batches, equivalent_to and num_replicas out, and every"
+        f" rank trains on its own batches: {alone}": is_sharded(loader),
+        f"the train loader has a DistributedSampler for {dealing} replicas, but with split_batches=True the loader's"
+        " batches are the global batches, which the strategy splits. Give the loader the sampler of a run on one"
+        " device. Where a library adds this sampler automatically for every DDPStrategy, leave split_batches,"
+        f" equivalent_to and num_replicas out: {alone}": dealing is not None,
+        "in_order=False lets the workers hand over batches in an order of their own, so the ranks' chunks would not"
+        " make up one batch. Use in_order=True with split_batches=True.": (
+            not getattr(loader, "in_order", True) and getattr(loader, "num_workers", 0) > 0
+        ),
+    }
+    return next((problem for problem, applies in problems.items() if applies), None)
 
 
 def _may_be_read_in_parts(loader: DataLoader[Any]) -> bool:
@@ -306,8 +296,6 @@ def split_batches(loader: Any, *, group: dist.ProcessGroup | None = None) -> Spl
 
     Args:
         loader: A `DataLoader` with the global batch size and no `DistributedSampler`, or an iterable of batches. If it
-            or its dataset has a true attribute `sharded_by_rank`, every rank reads its own part of the data, and
-            batches stay whole.
         group: The ranks that share the batches; those of the default group if None.
 
     Raises:

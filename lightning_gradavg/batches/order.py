@@ -197,7 +197,7 @@ class Order:
                 " rank takes its part of the same batch. Make dataset and collate_fn independent of the rank, and have"
                 " them draw from the global generators of torch, random or NumPy, which are those of rank 0, or from"
                 " one that is seeded equally on every rank; or, where every rank is to read its own part of the data,"
-                " set `sharded_by_rank = True` on the loader or on its dataset."
+                " leave split_batches, equivalent_to and num_replicas out."
             )
 
     def _other_batches(self, found: str) -> RuntimeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from lightning_gradavg.batches.collate import Apart
 from lightning_gradavg.batches.joined import fetched_now, join
 from lightning_gradavg.batches.loader import BatchSplitter
 from lightning_gradavg.batches.order import Behind
-from lightning_gradavg.batches.progress import NumberedLoader, Progress, ResumableLoader
+from lightning_gradavg.batches.progress import NumberedLoader, Progress
 from lightning_gradavg.lightning_internals import TrainingLoop, injects_samplers, set_injection_of_samplers
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Part, Run, Saved
@@ -176,17 +177,13 @@ class SplitBatches(Batches):
     def process_dataloader(self, loader: Any) -> NumberedLoader:
         """Return a training loader of this rank's parts of the batches. A collective operation."""
         assert self._splitter is not None
-        split = self._splitter.wrap(loader, self._progress.wrap)
+        split = self._splitter.wrap(loader, partial(NumberedLoader, progress=self._progress))
+        place = len(self._loaders)
         self._loaders.append(split)
-        place = len(self._resumable) - 1
-        if isinstance(split, ResumableLoader) and self._states is not None and place < len(self._states):
+        if self._states is not None and place < len(self._states):
             split.load_state_dict(self._states[place])
         rank_zero_info(f"GradAvgStrategy: {split.describe()}")
         return split
-
-    @property
-    def _resumable(self) -> list[ResumableLoader]:
-        return [each for each in self._loaders if isinstance(each, ResumableLoader)]
 
     def on_train_start(self) -> None:
         """Begin training, with the loaders set up and the progress of a checkpoint restored.
@@ -199,7 +196,7 @@ class SplitBatches(Batches):
         if states is None:
             return
         assert self._loop is not None
-        loaders = self._resumable
+        loaders = self._loaders
         if len(states) != len(loaders):
             raise ValueError(
                 f"the checkpoint holds the states of {len(states)} train loaders, and this run has {len(loaders)}."

@@ -16,10 +16,10 @@ from lightning_gradavg.batches.loader import BatchSplitter, Pass, SplitLoader
 from lightning_gradavg.batches.order import Behind, Mark
 from lightning_gradavg.batches.state import FORMAT, LoaderParts, LoaderState, checked
 from lightning_gradavg.lightning_internals import TrainingLoop
-from lightning_gradavg.loaders import is_sharded, keeps_state
+from lightning_gradavg.loaders import keeps_state
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state
 
-__all__ = ["NumberedLoader", "Numbers", "Progress", "ResumableLoader"]
+__all__ = ["NumberedLoader", "Numbers", "Progress"]
 
 
 def _nothing() -> None:
@@ -53,7 +53,10 @@ class Numbers:
 
 
 class NumberedLoader(SplitLoader):
-    """A split loader that Lightning reads.
+    """A split loader that Lightning reads. A checkpoint holds its place, in loader batches, for any world size.
+
+    What was trained on is not loaded again where the samples have indices. Of an iterable-style dataset, and of an
+    iterable of batches, it has to be read again and is dropped. A loader that keeps its own state resumes itself.
 
     Attributes:
         progress: Where training stands.
@@ -68,14 +71,6 @@ class NumberedLoader(SplitLoader):
 
     def __iter__(self) -> NumberedIterator:
         return NumberedIterator(self)
-
-
-class ResumableLoader(NumberedLoader):
-    """One whose place a checkpoint holds, in loader batches of the global order, for any world size.
-
-    What was trained on is not loaded again where the samples have indices. Of an iterable-style dataset, and of an
-    iterable of batches, it has to be read again and is dropped. A loader that keeps its own state resumes itself.
-    """
 
     def state_dict(self) -> Any:
         """Return where training stands."""
@@ -144,15 +139,6 @@ class Progress:
         self._random: RandomState | None = None  # of a resumed run that is being set up
         self._arrived = -1, random_state()  # the number of the window's first batch, and the state before it
         self._epoch: Callable[[], Any] = _nothing
-
-    def wrap(self, loader: Any, splitter: BatchSplitter) -> NumberedLoader:
-        """Return the split loader for a user's loader.
-
-        No checkpoint holds where training stands in a loader of which every rank reads its own part: rank 0, which
-        saves, knows nothing of the others.
-        """
-        kind = NumberedLoader if is_sharded(loader) and not keeps_state(loader) else ResumableLoader
-        return kind(loader, splitter, self)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
