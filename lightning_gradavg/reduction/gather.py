@@ -17,8 +17,8 @@ which is the plain sum where all multipliers are equal (mean, sum, normalized su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import compress
@@ -31,17 +31,18 @@ from torch import Tensor
 from lightning_gradavg.arguments import Refusals, refuse
 from lightning_gradavg.ranks import Contribution, World, on_ranks
 from lightning_gradavg.reduction.average import agreed_factors, checked_weight, unserved
-from lightning_gradavg.reduction.sums import SUM_DTYPES, as_matrix, gather_rows
+from lightning_gradavg.reduction.sums import SUM_DTYPES, exchange_rows, gather_rows
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
 from lightning_gradavg.tree import leaves, rebuilt
 
-__all__ = ["collectives_refused", "gather", "losses_weighed", "require_allowed", "weigh_losses_from_here"]
+__all__ = ["gather", "losses_weighed", "require_allowed", "weigh_losses_from_here"]
 
 T = TypeVar("T")
-_Operation: TypeAlias = Callable[[Sequence[Tensor]], Iterable[Tensor]]
+_Counts: TypeAlias = Sequence[Sequence[int]]
+_Ways: TypeAlias = Sequence[tuple[Sequence[int], Sequence[int]]]
 
-_REFUSED: ContextVar[str | None] = ContextVar("refused", default=None)
-_WEIGHED: ContextVar[bool] = ContextVar("weighed", default=False)
+_WITHIN: ContextVar[str | None] = ContextVar("within", default=None)
+"""None where losses are not weighed, "" where they are, and there else why `gather` is refused."""
 
 
 def gather(
@@ -95,47 +96,47 @@ def gather(
     enabled, *entries = zip(*agreed.details, strict=True)
     rows = [[entry >> 1 for entry in of_leaf] for of_leaf in entries]
     wanted = [any(entry & 1 for entry in of_leaf) for of_leaf in entries]
-    factors = [1.0] * world.size if _WEIGHED.get() else agreed_factors(mine.rule, agreed)
-    values = [torch.cat(gather_rows(leaf, of_leaf, world)) for leaf, of_leaf in zip(mine.leaves, rows, strict=True)]
+    factors = agreed_factors(mine.rule, agreed) if _WITHIN.get() is None else [1.0] * world.size
+    live: Iterator[Tensor] = iter(())
     if any(wanted):
         _require_backward(mine.rule, enabled, factors, rows)
-        crossing = _Crossing(world, factors, list(compress(rows, wanted)))
-        own, gathered = compress(mine.leaves, wanted), compress(values, wanted)
-        live = iter(_apply(lambda _: gathered, crossing.sum_back, crossing.send_out, own))
-        values = [next(live) if is_wanted else value for value, is_wanted in zip(values, wanted, strict=True)]
+        # A rank without factor has no rows: what it would receive is empty.
+        own = factors[world.rank]
+        ratios = [factor / own if own else 1.0 for factor in factors]
+        live = iter(
+            _applied(_Gather, world, list(compress(rows, wanted)), ratios, tensors=compress(mine.leaves, wanted))
+        )
+    values = [
+        next(live) if is_wanted else torch.cat(gather_rows(leaf, of_leaf, world))
+        for leaf, of_leaf, is_wanted in zip(mine.leaves, rows, wanted, strict=True)
+    ]
     result: T = rebuilt(tensors, iter(values))
     return result
 
 
 def require_allowed() -> None:
-    """Raise a RuntimeError within `collectives_refused`."""
-    refused = _REFUSED.get()
-    if refused is not None:
-        raise RuntimeError(f"{refused}.")
+    """Raise a RuntimeError within `losses_weighed(refused=...)`."""
+    if _WITHIN.get():
+        raise RuntimeError(f"{_WITHIN.get()}.")
 
 
-def collectives_refused(reason: str) -> AbstractContextManager[None]:
-    """Have `gather` raise a RuntimeError within the context, on every rank that calls it."""
-    return _within(_REFUSED, reason)
+@contextmanager
+def losses_weighed(*, refused: str = "") -> Iterator[None]:
+    """Say that losses are multiplied by their weights before the backward, of what `gather` is called for within.
 
-
-def losses_weighed(*, weighed: bool = True) -> AbstractContextManager[None]:
-    """Say whether losses are multiplied by their weights before the backward, of what `gather` is called for within."""
-    return _within(_WEIGHED, weighed)
+    Args:
+        refused: Why all ranks that call `gather` must get a RuntimeError, if they must.
+    """
+    token = _WITHIN.set(refused)
+    try:
+        yield
+    finally:
+        _WITHIN.reset(token)
 
 
 def weigh_losses_from_here(*, weighed: bool) -> None:
     """Say so from here on, or no longer, where forwards and losses may take turns, or have other contexts."""
-    _WEIGHED.set(weighed)
-
-
-@contextmanager
-def _within(variable: ContextVar[T], value: T) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
+    _WITHIN.set("" if weighed else None)
 
 
 _REFUSED_LEAVES: Refusals = (
@@ -195,74 +196,52 @@ def _require_backward(
         )
 
 
-@dataclass(frozen=True)
-class _Crossing:
-    """Takes gradients home to the ranks whose rows they are of, and their own gradients out again.
+class _Gather(torch.autograd.Function):
+    """All ranks' rows of several tensors; its gradients go home, times the factor of each rank over this one's.
 
-    Attributes:
-        world: The ranks.
-        factors: Per rank, what its gradient will be multiplied by in the reduction.
-        rows: `rows[i][q]`, the rows that rank q has of tensor i.
+    One function for all of them, so that all ranks run their backwards in one order.
     """
 
-    world: World
-    factors: Sequence[float]
-    rows: Sequence[Sequence[int]]
-
-    def sum_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sum over ranks of their gradients of this rank's rows, each times its factor over this rank's."""
-        return [self._home(*each) for each in zip(gradients, self.rows, strict=True)]
-
-    def _home(self, gradient: Tensor, rows: Sequence[int]) -> Tensor:
-        mine, sent = rows[self.world.rank], as_matrix(gradient)
-        received = sent.new_empty(self.world.size * mine, sent.shape[1])
-        if self.world.group is None:
-            received = sent
-        elif sent.shape[1] > 0:
-            # Not reduce_scatter: on gloo that moves twice the bytes, and sums half precision in half precision.
-            of_all, bytes_sent = received.view(torch.uint8), sent.view(torch.uint8)
-            dist.all_to_all_single(of_all, bytes_sent, [mine] * self.world.size, list(rows), group=self.world.group)
-        parts = received.view(self.world.size, mine, *gradient.shape[1:])
-        total = torch.zeros_like(parts[0], dtype=SUM_DTYPES[gradient.dtype])
-        for rank, part in enumerate(parts):
-            ratio = self._ratio(rank, self.world.rank)
-            if ratio > 0:  # else there is nothing behind its loss, which may be NaN
-                total.add_(part.to(total.dtype), alpha=ratio)
-        return total.to(gradient.dtype)
-
-    def send_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return all ranks' tensors times this rank's factor over that of each: the adjoint of `sum_back`."""
-        gathered = [gather_rows(*each, self.world) for each in zip(tensors, self.rows, strict=True)]
-        ratios = [self._ratio(self.world.rank, rank) for rank in range(self.world.size)]
-        return [torch.cat([_times(*each) for each in zip(blocks, ratios, strict=True)]) for blocks in gathered]
-
-    def _ratio(self, rank: int, other: int) -> float:
-        # A rank without factor has no rows: what it receives is empty.
-        return self.factors[rank] / self.factors[other] if self.factors[other] else 1.0
-
-
-class _Linear(torch.autograd.Function):
-    """A linear operation, its adjoint, and the adjoint of that, by which backwards of backwards take turns."""
-
     @staticmethod
-    def forward(ctx: Any, operation: _Operation, adjoint: _Operation, back: _Operation, *tensors: Tensor) -> Any:
-        ctx.turns = adjoint, back
-        return tuple(operation(tensors[1:]))
+    def forward(ctx: Any, world: World, rows: _Counts, ratios: list[float], anchor: Tensor, *tensors: Tensor) -> Any:
+        del anchor
+        ctx.given = world, rows, ratios
+        return tuple(torch.cat(gather_rows(*each, world)) for each in zip(tensors, rows, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        adjoint, back = ctx.turns
-        return None, None, None, None, *_apply(adjoint, back, adjoint, gradients)
+        world, rows, ratios = ctx.given
+        mine = [[of_leaf[world.rank]] * world.size for of_leaf in rows]
+        parts = _applied(_Exchange, world, list(zip(rows, mine, strict=True)), tensors=gradients)
+        return None, None, None, None, *(_summed(part, ratios) for part in parts)
 
 
-def _apply(
-    operation: _Operation, adjoint: _Operation, back: _Operation, tensors: Iterable[Tensor]
-) -> tuple[Tensor, ...]:
+class _Exchange(torch.autograd.Function):
+    """Rows that ranks send each other, of which `ways` has how many go to each rank and come from it."""
+
+    @staticmethod
+    def forward(ctx: Any, world: World, ways: _Ways, anchor: Tensor, *tensors: Tensor) -> Any:
+        del anchor
+        ctx.given = world, [(of, to) for to, of in ways]
+        return tuple(exchange_rows(tensor, *way, world) for tensor, way in zip(tensors, ways, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *_applied(_Exchange, *ctx.given, tensors=gradients)
+
+
+def _applied(function: Any, *given: Any, tensors: Iterable[Tensor]) -> Iterable[Tensor]:
     # Without a leaf of its own that requires grad, a rank whose tensors need none would not join the others' backward.
     anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
-    apply: Callable[..., tuple[Tensor, ...]] = _Linear.apply
-    return apply(operation, adjoint, back, anchor, *tensors)
+    found: Iterable[Tensor] = function.apply(*given, anchor, *tensors)
+    return found
 
 
-def _times(tensor: Tensor, ratio: float) -> Tensor:
-    return tensor.to(SUM_DTYPES[tensor.dtype]).mul(ratio).to(tensor.dtype) if ratio else torch.zeros_like(tensor)
+def _summed(parts: Tensor, ratios: Sequence[float]) -> Tensor:
+    """Return the sum of a part from each rank, times its ratio, in no fewer than 32 bits and in rank order."""
+    stacked, wide = parts.view(len(ratios), len(parts) // len(ratios), *parts.shape[1:]), SUM_DTYPES[parts.dtype]
+    total = torch.zeros_like(stacked[0], dtype=wide)
+    for part, ratio in zip(stacked, ratios, strict=True):
+        if ratio > 0:  # else there is nothing behind its loss, which may be NaN
+            total = total + part.to(wide) * ratio
+    return total.to(parts.dtype)

@@ -18,7 +18,16 @@ from torch import Tensor
 from lightning_gradavg.lightning_internals import copy_each, sparse_parts, views_of
 from lightning_gradavg.ranks import World
 
-__all__ = ["SUM_DTYPES", "as_matrix", "as_real", "gather_rows", "sum_dense", "sum_sparse", "writable", "zero_gradient"]
+__all__ = [
+    "SUM_DTYPES",
+    "as_real",
+    "exchange_rows",
+    "gather_rows",
+    "sum_dense",
+    "sum_sparse",
+    "writable",
+    "zero_gradient",
+]
 
 SUM_DTYPES = {
     torch.float16: torch.float32,
@@ -141,7 +150,7 @@ def gather_rows(tensor: Tensor, rows: Sequence[int], world: World) -> list[Tenso
 
     They travel as bytes, each rank's padded to the longest: so every dtype does, on every backend.
     """
-    mine = as_matrix(tensor)
+    mine = _as_matrix(tensor)
     slots = mine.new_empty(world.size, max(rows), mine.shape[1])
     slots[world.rank, : len(mine)] = mine
     if world.group is not None and slots.numel() > 0:
@@ -150,7 +159,20 @@ def gather_rows(tensor: Tensor, rows: Sequence[int], world: World) -> list[Tenso
     return [slot[:n].view(n, *tensor.shape[1:]) for slot, n in zip(slots, rows, strict=True)]
 
 
-def as_matrix(tensor: Tensor) -> Tensor:
+def exchange_rows(tensor: Tensor, to: Sequence[int], of: Sequence[int], world: World) -> Tensor:
+    """Send so many of a tensor's rows to each rank, in order, and return what comes, `of[rank]` rows from each."""
+    sent = _as_matrix(tensor)
+    received = sent.new_empty(sum(of), sent.shape[1])
+    if world.group is None:
+        received = sent.clone()
+    elif sent.shape[1] > 0:
+        # Not reduce_scatter: on gloo that moves twice the bytes, and sums half precision in half precision.
+        of_all, mine = received.view(torch.uint8), sent.view(torch.uint8)
+        dist.all_to_all_single(of_all, mine, list(of), list(to), group=world.group)
+    return received.view(len(received), *tensor.shape[1:])
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
     """Return a tensor's rows with one further dimension, contiguous, so that they can be viewed as bytes."""
     whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
     width = math.prod(whole.shape[1:])

@@ -19,7 +19,7 @@ from lightning_gradavg.batches.chunks import Chunk
 from lightning_gradavg.batches.part import Batches, ReplicaSlice, SplitBatches
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Part, Run
-from lightning_gradavg.reduction.gather import collectives_refused
+from lightning_gradavg.reduction.gather import losses_weighed
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.replicas.log import ReplicaLog
 from lightning_gradavg.replicas.obstacles import remarks, require_none
@@ -132,7 +132,7 @@ class Pieces(Part):
         After the first they agree on what losses carry, also where the forward fails on some of them.
         """
         try:
-            with collectives_refused(_APART) if self._in_pieces else nullcontext():
+            with losses_weighed(refused=_APART) if self._in_pieces else nullcontext():
                 yield
         finally:
             if first and self._in_pieces:
