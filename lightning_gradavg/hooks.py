@@ -201,7 +201,7 @@ class _Lane:
 
 def _nodes(world: World) -> Sequence[Any]:
     """Return the node of every rank, as the launcher counts them. A collective operation."""
-    _, agreed = world.agree("the hook cannot reduce node by node", lambda: Contribution([], [], None))
+    _, agreed = world.agree("the hook cannot reduce node by node", Contribution)
     unknown = [rank for rank, node in enumerate(agreed.nodes) if node is None]
     if unknown:
         raise ValueError(f"{on_ranks(unknown)}: the launcher does not say which node this is: set NODE_RANK")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,11 +41,15 @@ class Contribution:
         equal: What must be equal on all ranks, line by line.
         details: Integers that may differ, the same number on all ranks.
         weight: The weight, if it was given.
+        rule: What this rank alone reads: the rule of the reduction,
+        tensors: and its tensors, by what messages call them.
     """
 
-    equal: list[str]
-    details: list[int]
-    weight: float | None
+    equal: list[str] = field(default_factory=list)
+    details: list[int] = field(default_factory=list)
+    weight: float | None = None
+    rule: Any = None
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Agreed(NamedTuple):
@@ -54,9 +58,6 @@ class Agreed(NamedTuple):
     nodes: list[int | None]
     weights: list[float | None]
     details: list[list[int]]
-
-
-C = TypeVar("C", bound=Contribution)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class World:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def agree(self, refusal: str, contribute: Callable[[], C]) -> tuple[C, Agreed]:
+    def agree(self, refusal: str, contribute: Callable[[], Contribution]) -> tuple[Contribution, Agreed]:
         """Return what this rank and all others bring to a collective call, or raise one ValueError on all ranks.
 
         Args:

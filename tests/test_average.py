@@ -122,7 +122,7 @@ def test_gradients_that_cannot_travel(gradient: Tensor, message: str) -> None:
     parameter = nn.Parameter(torch.zeros_like(gradient))
     parameter.grad = gradient
     with pytest.raises(ValueError, match=message):
-        average._Gradients.of([parameter], "mean", None, ("cuda", "xpu"))
+        average._brought([parameter], "mean", None, ("cuda", "xpu"))
 
 
 def test_a_gradient_with_a_graph_is_reduced_without_one() -> None:

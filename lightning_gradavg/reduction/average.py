@@ -8,7 +8,6 @@ which all are in flight at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,11 +67,11 @@ def average_gradients(
     world = World.of(group)
     mine, agreed = world.agree(
         "average_gradients cannot reduce",
-        lambda: _Gradients.of(module_or_parameters, reduction, weight, world.device_types),
+        lambda: _brought(module_or_parameters, reduction, weight, world.device_types),
     )
     factor = agreed_factors(mine.rule, agreed)[world.rank]
     gradients: list[tuple[Tensor, Tensor]] = []
-    for (label, parameter), *forms in zip(mine.parameters.items(), *agreed.details, strict=True):
+    for (label, parameter), *forms in zip(mine.tensors.items(), *agreed.details, strict=True):
         if len({*forms} - {_ABSENT}) > 1:
             raise ValueError(f"the gradient of {label} is dense on some ranks and sparse on others, or not equally so")
         if any(forms):
@@ -85,27 +84,19 @@ def average_gradients(
         parameter.grad = gradient
 
 
-@dataclass(frozen=True)
-class _Gradients(Contribution):
-    """What this rank brings to a reduction, checked: the rule, and the parameters by what messages call them."""
-
-    rule: Rule
-    parameters: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, source: Any, reduction: Any, weight: Any, device_types: Sequence[str] | None) -> _Gradients:
-        rule, parameters = resolve_rule(reduction), _labeled(source)
-        refusals = [*_REFUSED_GRADIENTS, *unserved(device_types)]
-        accepted: set[Any] = set()
-        forms = [_form(label, parameter, refusals, accepted) for label, parameter in parameters.items()]
-        # Which parameters share a device decides which share a bucket.
-        devices = {device: n for n, device in enumerate(dict.fromkeys(one.device for one in parameters.values()))}
-        equal = [f"reduction={rule.name!r}, {rule.formula}", f"{len(parameters)} parameters"]
-        equal += [
-            f"{label} of shape {tuple(one.shape)}, {_dtype(one)} on {one.device.type}, device {devices[one.device]}"
-            for label, one in parameters.items()
-        ]
-        return cls(equal, forms, checked_weight(rule, weight), rule, parameters)
+def _brought(source: Any, reduction: Any, weight: Any, device_types: Sequence[str] | None) -> Contribution:
+    """Return what this rank brings to a reduction, checked, and the form of each gradient."""
+    rule, parameters = resolve_rule(reduction), _labeled(source)
+    refusals = [*_REFUSED_GRADIENTS, *unserved(device_types)]
+    forms = [_form(label, parameter, refusals) for label, parameter in parameters.items()]
+    # Which parameters share a device decides which share a bucket.
+    devices = {device: n for n, device in enumerate(dict.fromkeys(one.device for one in parameters.values()))}
+    equal = [f"reduction={rule.name!r}, {rule.formula}", f"{len(parameters)} parameters"]
+    equal += [
+        f"{label} of shape {tuple(one.shape)}, {_dtype(one)} on {one.device.type}, device {devices[one.device]}"
+        for label, one in parameters.items()
+    ]
+    return Contribution(equal, forms, checked_weight(rule, weight), rule, parameters)
 
 
 def checked_weight(rule: Rule, weight: float | Tensor | None) -> float | None:
@@ -200,17 +191,14 @@ def _labeled(source: Any) -> dict[str, Tensor]:
     return {f"parameter {index}": listed[index] for index in sorted(first.values())}
 
 
-def _form(label: str, parameter: Tensor, refusals: Refusals, accepted: set[Any]) -> int:
-    """Return the form of a parameter's gradient, after checking that it can be reduced, once for each kind."""
+def _form(label: str, parameter: Tensor, refusals: Refusals) -> int:
+    """Return the form of a parameter's gradient, after checking that it can be reduced."""
     if type(parameter) is not nn.Parameter:
         refuse(label, parameter, _REFUSED_PARAMETERS)
     gradient = parameter.grad
     if gradient is None:
         return _ABSENT
-    kind = gradient.layout, gradient.dtype, gradient.device
-    if kind not in accepted:
-        refuse(f"the gradient of {label}", gradient, refusals)
-        accepted.add(kind)
+    refuse(f"the gradient of {label}", gradient, refusals)
     if gradient.dtype != _dtype(parameter):
         raise ValueError(
             f"the gradient of {label} is {gradient.dtype}, but that of a parameter of {parameter.dtype} is"

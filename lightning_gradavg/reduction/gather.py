@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import compress
 from typing import Any, TypeAlias, TypeVar
 
@@ -90,9 +89,10 @@ def gather(
             return gather(tensors, reduction=reduction, weight=weight, group=group)
     world = World.of(group)
     mine, agreed = world.agree(
-        "gather cannot proceed", lambda: _Rows.of(tensors, reduction, weight, world.device_types)
+        "gather cannot proceed", lambda: _brought(tensors, reduction, weight, world.device_types)
     )
     # Per rank whether it runs with grad, and of each tensor twice its rows plus 1 if it requires grad.
+    own = list(mine.tensors.values())
     enabled, *entries = zip(*agreed.details, strict=True)
     rows = [[entry >> 1 for entry in of_leaf] for of_leaf in entries]
     wanted = [any(entry & 1 for entry in of_leaf) for of_leaf in entries]
@@ -101,14 +101,11 @@ def gather(
     if any(wanted):
         _require_backward(mine.rule, enabled, factors, rows)
         # A rank without factor has no rows: what it would receive is empty.
-        own = factors[world.rank]
-        ratios = [factor / own if own else 1.0 for factor in factors]
-        live = iter(
-            _applied(_Gather, world, list(compress(rows, wanted)), ratios, tensors=compress(mine.leaves, wanted))
-        )
+        ratios = [factor / factors[world.rank] if factors[world.rank] else 1.0 for factor in factors]
+        live = iter(_applied(_Gather, world, list(compress(rows, wanted)), ratios, tensors=compress(own, wanted)))
     values = [
         next(live) if is_wanted else torch.cat(gather_rows(leaf, of_leaf, world))
-        for leaf, of_leaf, is_wanted in zip(mine.leaves, rows, wanted, strict=True)
+        for leaf, of_leaf, is_wanted in zip(own, rows, wanted, strict=True)
     ]
     result: T = rebuilt(tensors, iter(values))
     return result
@@ -152,29 +149,18 @@ _REFUSED_LEAVES: Refusals = (
 )
 
 
-@dataclass(frozen=True)
-class _Rows(Contribution):
-    """One rank's arguments, checked: the rule, and the tensors in the order of the structure."""
-
-    rule: Rule
-    leaves: list[Tensor]
-
-    @classmethod
-    def of(cls, tensors: Any, reduction: Any, weight: Any, device_types: Sequence[str] | None) -> _Rows:
-        rule, labeled, grad = resolve_rule(reduction), list(leaves(tensors, "tensors")), torch.is_grad_enabled()
-        if not labeled:
-            raise ValueError(f"there is no tensor in {tensors!r}: pass at least one")
-        for label, leaf in labeled:
-            refuse(label, leaf, (*_REFUSED_LEAVES, *unserved(device_types)))
-        # The rank's own structure counts, and so does every shape but the number of rows.
-        shapes = (", ".join(map(str, ("rows", *leaf.shape[1:]))) for _, leaf in labeled)
-        equal = [
-            f"{label} of shape ({shape}) and {leaf.dtype}" for (label, leaf), shape in zip(labeled, shapes, strict=True)
-        ]
-        entries = [2 * leaf.shape[0] + (leaf.requires_grad and grad) for _, leaf in labeled]
-        number = checked_weight(rule, weight)
-        own = [leaf for _, leaf in labeled]
-        return cls([f"reduction={rule.name!r}", *equal], [grad, *entries], number, rule, own)
+def _brought(tensors: Any, reduction: Any, weight: Any, device_types: Sequence[str] | None) -> Contribution:
+    """Return one rank's arguments, checked, with the tensors in the order of the structure."""
+    rule, labeled, grad = resolve_rule(reduction), dict(leaves(tensors, "tensors")), torch.is_grad_enabled()
+    if not labeled:
+        raise ValueError(f"there is no tensor in {tensors!r}: pass at least one")
+    # The rank's own structure counts, and so does every shape but the number of rows.
+    equal, details = [f"reduction={rule.name!r}"], [int(grad)]
+    for label, leaf in labeled.items():
+        refuse(label, leaf, (*_REFUSED_LEAVES, *unserved(device_types)))
+        equal.append(f"{label} of shape ({', '.join(map(str, ('rows', *leaf.shape[1:])))}) and {leaf.dtype}")
+        details.append(2 * leaf.shape[0] + (leaf.requires_grad and grad))
+    return Contribution(equal, details, checked_weight(rule, weight), rule, labeled)
 
 
 def _require_backward(
