@@ -6,10 +6,9 @@ evaluation or a run begins and ends is refused by name, with what does it in Fab
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
@@ -19,39 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gradavg.arguments import refuse_unknown
 from lightning_gradavg.batches.loader import SplitLoader, split_batches
 from lightning_gradavg.launch import EndsProcessGroup
 from lightning_gradavg.lightning_internals import SyncControl
+from lightning_gradavg.options import refuse_unserved
 from lightning_gradavg.reduction.reducer import GradAvgReducer
 from lightning_gradavg.reduction.sharded import ShardedAccumulation, sharded_rule
 from lightning_gradavg.reduction.weights import loss_terms
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule, rule_of_split_batches
 
 __all__ = ["GradAvgModelParallelStrategy", "GradAvgStrategy"]
-
-_OF_TRAINER = "is of lightning_gradavg.GradAvgStrategy, with Lightning's Trainer"
-_BY_LOOP = "follows steps that only your loop knows: set the learning rate that `gradavg plan` prints"
-_IN_LOOP = (
-    "accumulates: cut the batch in your loop, and run all parts but the last within fabric.no_backward_sync(model)"
-)
-_INSTEAD: Mapping[str, str] = {
-    **dict.fromkeys(("equivalent_to", "num_replicas", "reproducible", "allow_recipe_change"), _OF_TRAINER),
-    **dict.fromkeys(("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"), _OF_TRAINER),
-    **dict.fromkeys(("lr_scaling", "base_batch_size", "base_world_size", "lr_warmup_steps"), _BY_LOOP),
-    "max_device_batch_size": _IN_LOOP,
-    "exact_evaluation": "is your loop's: use split_batches=True, and count fabric.strategy.samples of each batch",
-    "nonfinite": "is your loop's: pass weight=0 with a loss that is not finite",
-    "check_replicas_every_n_steps": _OF_TRAINER,
-    "log_hyperparams": "is your loop's: call fabric.logger.log_hyperparams",
-    "model_averaging_period": "averages weights instead of reducing gradients",
-    "precision_plugin": "is called precision in Fabric",
-}
-
-
-def _options_of(*owners: type) -> list[str]:
-    names = {name for owner in owners for name in inspect.signature(owner.__init__).parameters}  # type: ignore[misc]  # of a class
-    return sorted(names - {"self", "kwargs", "module", "device_ids"})
 
 
 class _Weighing(EndsProcessGroup, ParallelStrategy):
@@ -112,6 +88,15 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
         TypeError: If an option is unknown, or of a kind that Fabric cannot carry.
     """
 
+    names: ClassVar = {
+        "gradavg": {},
+        "gradavg_sum": {"reduction": "sum"},
+        "gradavg_weighted": {"reduction": "weighted_mean"},
+        "gradavg_spawn": {"start_method": "spawn"},
+        "gradavg_fork": {"start_method": "fork"},
+        "gradavg_notebook": {"start_method": "fork"},
+    }
+
     def __init__(
         self,
         *,
@@ -119,8 +104,8 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
         split_batches: bool = False,
         **options: Any,
     ) -> None:
-        known = _options_of(DDPStrategy, DistributedDataParallel)
-        refuse_unknown("GradAvgStrategy for Fabric", options, known, _INSTEAD, "carried by Fabric")
+        engines = DDPStrategy, DistributedDataParallel
+        refuse_unserved("GradAvgStrategy for Fabric", options, "carried by Fabric", *engines)
         rule = resolve_rule(reduction)
         self._rule = rule_of_split_batches(rule) if split_batches else rule
         super().__init__(**options)
@@ -133,13 +118,6 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
             f"{type(self).__name__}(reduction={self._rule.name!r}) [a strategy for lightning.fabric.Fabric; with"
             " Trainer use lightning_gradavg.GradAvgStrategy]"
         )
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names of this strategy. Doing it again changes nothing."""
-        for name, options in _NAMES.items():
-            strategy_registry.register(name, cls, description=f"{cls.__name__} {options}", override=True, **options)
 
     @property
     @override
@@ -224,13 +202,3 @@ class GradAvgModelParallelStrategy(_Weighing, ModelParallelStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._set_up.append(optimizer)
         return super().setup_optimizer(optimizer)
-
-
-_NAMES: dict[str, dict[str, Any]] = {
-    "gradavg": {},
-    "gradavg_sum": {"reduction": "sum"},
-    "gradavg_weighted": {"reduction": "weighted_mean"},
-    "gradavg_spawn": {"start_method": "spawn"},
-    "gradavg_fork": {"start_method": "fork"},
-    "gradavg_notebook": {"start_method": "fork"},
-}

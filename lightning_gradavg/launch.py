@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import platform
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning
 import torch
@@ -16,22 +17,21 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parameter import is_lazy
 
-from lightning_gradavg.lightning_internals import is_interactive, start_method
 from lightning_gradavg.ranks import World, by_value, digest
 
 __all__ = ["EndsProcessGroup", "plain", "require_launch", "require_one_run"]
 
 
-def require_launch(strategy: Any) -> None:
+def require_launch(strategy: Any, start_method: str) -> None:
     """Check that a `DDPStrategy` can start its processes, and have its launcher accept uneven nodes of torchrun.
 
     Raises:
         MisconfigurationException: If it would start scripts from a notebook, or SLURM started another number of tasks.
     """
     launcher, environment = strategy.launcher, strategy.cluster_environment
-    if is_interactive() and not launcher.is_interactive_compatible:
+    if (hasattr(sys, "ps1") or sys.flags.interactive) and not launcher.is_interactive_compatible:
         raise MisconfigurationException(
-            f"start_method={start_method(strategy)!r} starts the script again in every process, which no notebook can."
+            f"start_method={start_method!r} starts the script again in every process, which no notebook can."
             f" Use {type(strategy).__name__}(start_method='fork'), or Trainer(strategy='gradavg_notebook')."
         )
     tasks, devices, nodes = os.environ.get("SLURM_NTASKS"), strategy.num_processes, strategy.num_nodes
@@ -109,7 +109,19 @@ def require_one_run(world: World, trainer: Trainer, module: LightningModule | No
 
 
 class EndsProcessGroup:
-    """Ends a strategy's process group before the interpreter: gloo's threads can abort it. Lightning ends NCCL's."""
+    """Ends a strategy's process group before the interpreter: gloo's threads can abort it. Lightning ends NCCL's.
+
+    Attributes:
+        names: The options of the strategy under each name that users may give instead of it.
+    """
+
+    names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the names of this strategy. Doing it again changes nothing."""
+        for name, options in cls.names.items():
+            strategy_registry.register(name, cls, description=f"{cls.__name__} {options}", override=True, **options)
 
     def setup_environment(self) -> None:
         """Join the process group, and see to its end."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
@@ -41,12 +40,6 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return getattr(options, "_timeout", None)
 
 
-def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
-    """Return the parameters that DDP reduces, in the order in which its messages count them."""
-    parameters: list[nn.Parameter] = model._build_params_for_reducer()[0]
-    return parameters
-
-
 def flushes_static_graph(strategy: Any) -> bool:
     """Return whether Lightning (since 2.6) starts the reduction of a static graph's first manual backward."""
     return hasattr(strategy, "_pl_static_graph_delay_done")
@@ -57,54 +50,15 @@ def syncs_batch_norm(strategy: Any) -> bool:
     return strategy._layer_sync is not None
 
 
-class SignalHooks:
-    """Where lightning 2.6 has all ranks agree on the end of the run, and what it does on SIGTERM and SLURM's signal.
+def signal_hooks(trainer: Any) -> list[tuple[Any, str]]:
+    """Return where lightning 2.6 agrees on the end of the run, and answers SIGTERM and SLURM's signal; none before.
 
-    See `lightning_gradavg.termination` for what replaces it.
+    See `lightning_gradavg.termination` for what replaces these methods.
     """
-
-    _BROADCAST, _NOTIFIER, _REQUEUE = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
-
-    def __init__(self, loop: Any, connector: Any) -> None:
-        self._loop, self.connector = loop, connector
-
-    @classmethod
-    def of(cls, trainer: Any) -> SignalHooks | None:
-        """Return those of a trainer, if it has any."""
-        loop, connector = trainer.fit_loop.epoch_loop, getattr(trainer, "_signal_connector", None)
-        there = hasattr(type(loop), cls._BROADCAST) and hasattr(type(connector), cls._NOTIFIER)
-        return cls(loop, connector) if there else None
-
-    def replace(self, agree: Callable[[], None], notice: Callable[..., None], requeue: Callable[..., None]) -> None:
-        """Have Lightning call these instead."""
-        setattr(self._loop, self._BROADCAST, agree)
-        setattr(self.connector, self._NOTIFIER, notice)
-        setattr(self.connector, self._REQUEUE, requeue)
-
-    def restore(self) -> None:
-        """Leave the trainer as it was."""
-        for owner, name in (
-            (self._loop, self._BROADCAST),
-            (self.connector, self._NOTIFIER),
-            (self.connector, self._REQUEUE),
-        ):
-            vars(owner).pop(name, None)
-
-    def requeue(self, *args: Any) -> None:
-        """Write a checkpoint and have SLURM queue the job again, as Lightning does."""
-        getattr(type(self.connector), self._REQUEUE)(self.connector, *args)
-
-
-def is_interactive() -> bool:
-    """Return whether this is a notebook or a prompt, which has no script to start again."""
-    from lightning.fabric.utilities import imports  # noqa: PLC0415  # the core imports no Lightning
-
-    return bool(imports._IS_INTERACTIVE)
-
-
-def start_method(strategy: Any) -> str:
-    """Return how a strategy starts its processes."""
-    return str(strategy._start_method)
+    loop, connector = trainer.fit_loop.epoch_loop, getattr(trainer, "_signal_connector", None)
+    own = ["_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"]
+    methods = [(loop, "_broadcast_sigterm_tensor"), *((connector, name) for name in own)]
+    return methods if all(hasattr(type(owner), name) for owner, name in methods) else []
 
 
 def leave_batch_norm_alone(strategy: Any) -> None:
@@ -112,42 +66,14 @@ def leave_batch_norm_alone(strategy: Any) -> None:
     strategy._layer_sync = None
 
 
-class MetricInside:
-    """What torchmetrics keeps of a metric beside its states."""
-
-    def __init__(self, metric: Metric) -> None:
-        self._metric = metric
-
-    @property
-    def updates(self) -> int:
-        """Updates so far: without any, `compute` warns."""
-        return self._metric._update_count
-
-    @updates.setter
-    def updates(self, count: int) -> None:
-        self._metric._update_count = count
-
-    @property
-    def reductions(self) -> dict[str, Any]:
-        """The reduction of each state over the ranks."""
-        return dict(self._metric._reductions)
-
-    @reductions.setter
-    def reductions(self, reductions: Mapping[str, Any]) -> None:
-        self._metric._reductions = dict(reductions)
-
-    def forget(self) -> None:
-        """Forget the value that it computed last."""
-        self._metric._computed = None
+UPDATES, REDUCTIONS, COMPUTED = "_update_count", "_reductions", "_computed"
+"""What a metric of torchmetrics keeps: how often it was updated, the reduction of each state, the last value."""
 
 
 def put_back(metric: Metric, states: Mapping[str, Any], updates: int) -> None:
     """Give a metric earlier states and number of updates; its `reset` gives it the first ones."""
-    for name, state in states.items():
-        setattr(metric, name, state)
-    inside = MetricInside(metric)
-    inside.updates = updates
-    inside.forget()
+    for name, value in {**states, UPDATES: updates, COMPUTED: None}.items():
+        setattr(metric, name, value)
 
 
 _BROADCAST_BYTES = 250 * 2**20  # as DistributedDataParallel broadcasts its buffers
@@ -392,11 +318,6 @@ def require_dimensions(norm: BatchNorm, input: Tensor) -> None:  # noqa: A002  #
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was written in place."""
     return tensor._version
-
-
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return `version_of` each of several tensors."""
-    return [version_of(tensor) for tensor in tensors]
 
 
 def stored(tensor: Tensor) -> Tensor:

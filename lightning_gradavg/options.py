@@ -9,10 +9,10 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg.arguments import did_you_mean
+from lightning_gradavg.arguments import did_you_mean, refuse_unknown
 from lightning_gradavg.rules import Rule, resolve_rule, rule_of_split_batches
 
-__all__ = ["PRESETS", "Options", "StrategyFacts", "options_of_ddp"]
+__all__ = ["PRESETS", "Options", "StrategyFacts", "options_of_ddp", "refuse_unserved"]
 
 PRESETS = _DATA_PARALLEL, _SINGLE_DEVICE = "data_parallel", "single_device"
 """The runs to reproduce, as `equivalent_to` names them."""
@@ -237,6 +237,38 @@ class StrategyFacts:
     equivalent_to: str | None = None
     scales_rates: bool = False
     samples: float | None = None
+
+
+_INSTEAD: Mapping[str, str] = {
+    "configures DistributedDataParallel, or what starts it: configure fully_shard instead": (
+        f"{' '.join(inspect.signature(DistributedDataParallel.__init__).parameters)} start_method ddp_options"
+    ),
+    "is for lightning_gradavg.GradAvgStrategy, with Lightning's Trainer and the whole model on every rank": (
+        "equivalent_to num_replicas reproducible allow_recipe_change check_replicas_every_n_steps"
+        " ddp_comm_hook ddp_comm_state ddp_comm_wrapper model_averaging_period"
+    ),
+    "follows the batches of GradAvgStrategy: set the learning rate that `gradavg plan` prints": (
+        "lr_scaling base_batch_size base_world_size lr_warmup_steps"
+    ),
+    "cuts loader batches: set the loader's batch_size": "split_batches",
+    "cuts batches: set the loader's batch_size, or in your loop run all parts of a batch but the last within"
+    " fabric.no_backward_sync(model)": "max_device_batch_size",
+    "is your loop's in Fabric: use split_batches=True, and count fabric.strategy.samples": "exact_evaluation",
+    "checks the gradients of GradAvgStrategy: give a loss that is not finite weight=0": "nonfinite",
+    "is for GradAvgStrategy: call log_hyperparams of your loggers": "log_hyperparams",
+    "is called precision in Fabric": "precision_plugin",
+}
+
+
+def refuse_unserved(owner: str, options: Mapping[str, object], where: str, *engines: type) -> None:
+    """Raise a TypeError about the first option that no constructor of some engines has, with what to do instead."""
+    signatures = (inspect.signature(engine).parameters for engine in engines)
+    known = sorted(
+        {"reduction", *(name for names in signatures for name in names)} - {"kwargs", "module", "device_ids"}
+    )
+    refuse_unknown(
+        owner, options, known, {name: why for why, names in _INSTEAD.items() for name in names.split()}, where
+    )
 
 
 def options_of_ddp(given: Mapping[str, Any]) -> dict[str, Any]:

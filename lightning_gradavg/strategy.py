@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -100,7 +100,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         reproducible: True to train to the same bits on any number of ranks that divides `num_replicas`, on any nodes.
             It sets `equivalent_to="data_parallel"`, uses one thread per process and deterministic algorithms, and sums
             the replicas' gradients in a fixed order. See docs/reproducible.md.
-        nonfinite: What to do if a loss or the reduced gradient is NaN or infinite, or `training_step` returns None:
+        nonfinite: What to do if the reduced gradient is NaN or infinite, or `training_step` returns None:
             `"propagate"` steps as stock DDP does, `"raise"` raises on all ranks, `"skip_step"` skips the step on all
             ranks. The latter two wait for the gradients in each step. See docs/faults.md.
         check_replicas_every_n_steps: Compares the ranks' parameters after this many optimizer steps, and when training
@@ -129,6 +129,19 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     """
 
     _given: dict[str, Any]
+    names: ClassVar = {
+        "gradavg": {},
+        "gradavg_sum": {"reduction": "sum"},
+        "gradavg_weighted": {"reduction": "weighted_mean"},
+        "gradavg_data_parallel": {"equivalent_to": "data_parallel"},
+        "gradavg_single_device": {"equivalent_to": "single_device"},
+        "gradavg_spawn": {"start_method": "spawn"},
+        "gradavg_fork": {"start_method": "fork"},
+        "gradavg_notebook": {"start_method": "fork"},
+        # LightningCLI reads `--trainer.strategy=lightning_gradavg.GradAvgStrategy` without options as a name
+        # (https://github.com/Lightning-AI/pytorch-lightning/issues/19682), and the Trainer makes names lower case.
+        "lightning_gradavg.gradavgstrategy": {},
+    }
 
     @by_keyword
     def __init__(
@@ -219,14 +232,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             " lightning.pytorch.Trainer, of the package `lightning`; for Fabric, lightning_gradavg.fabric has another]"
         )
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names of this strategy. Doing it again changes nothing."""
-        for name, options in _NAMES.items():
-            description = f"{cls.__name__} with {options}" if options else cls.__name__
-            strategy_registry.register(name, cls, description=description, override=True, **options)
-
     @property
     def global_batch_size(self) -> int | None:
         """Samples of one optimizer step, over ranks and window; None before `fit`, or if no loader has a batch size."""
@@ -313,7 +318,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        require_launch(self)
+        require_launch(self, self._given.get("start_method", "popen"))
 
     @override
     def setup_distributed(self) -> None:
@@ -538,20 +543,6 @@ _OF_DDP_STRATEGY = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
     *("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "process_group_backend", "timeout", "start_method"),
 )
-
-_NAMES: dict[str, dict[str, Any]] = {
-    "gradavg": {},
-    "gradavg_sum": {"reduction": "sum"},
-    "gradavg_weighted": {"reduction": "weighted_mean"},
-    "gradavg_data_parallel": {"equivalent_to": "data_parallel"},
-    "gradavg_single_device": {"equivalent_to": "single_device"},
-    "gradavg_spawn": {"start_method": "spawn"},
-    "gradavg_fork": {"start_method": "fork"},
-    "gradavg_notebook": {"start_method": "fork"},
-    # LightningCLI reads `--trainer.strategy=lightning_gradavg.GradAvgStrategy` without options as a name
-    # (https://github.com/Lightning-AI/pytorch-lightning/issues/19682), and the Trainer makes names lower case.
-    "lightning_gradavg.gradavgstrategy": {},
-}
 
 
 def _widened(value: Any) -> Any:

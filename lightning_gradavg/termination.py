@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_gradavg.device import Tally
 from lightning_gradavg.faults.last_words import TOGETHER
-from lightning_gradavg.lightning_internals import SignalHooks
+from lightning_gradavg.lightning_internals import signal_hooks
 from lightning_gradavg.part import Part, Run
 
 __all__ = ["Termination"]
@@ -37,7 +37,7 @@ class Termination(Part):
     """Takes the place of Lightning's agreement on termination in one fit, until `teardown`."""
 
     def __init__(self) -> None:
-        self._hooks: SignalHooks | None = None
+        self._hooks: list[tuple[Any, str]] = []
         self._under_way: Tally | None = None
 
     def configure_ddp(self, run: Run) -> None:
@@ -47,37 +47,40 @@ class Termination(Part):
         # Signals that this rank received, and that all ranks have answered.
         self._requeues = self._requeued = 0
         if run.world.size > 1:
-            self._hooks = SignalHooks.of(run.trainer)
-        if self._hooks is not None:
-            self._hooks.replace(self._agree, self._notice, self._notice_requeue)
+            self._hooks = signal_hooks(run.trainer)
+        for (owner, name), ours in zip(self._hooks, (self._agree, self._notice, self._notice_requeue), strict=False):
+            setattr(owner, name, ours)
 
     def teardown(self) -> None:
         """Leave the trainer as it was."""
-        hooks, self._hooks = self._hooks, None
-        if hooks is None:
-            return
-        hooks.restore()
+        hooks, self._hooks = self._hooks, []
+        for owner, name in hooks:
+            vars(owner).pop(name, None)
         # Every rank began it. In a run that failed there may be no answer, and the error is another.
         with suppress(RuntimeError):
-            if dist.is_initialized():
+            if hooks and dist.is_initialized():
                 self._read()
 
     def _agree(self) -> None:
         """Begin a batch, or raise `SIGTERMException` on all ranks."""
-        assert self._hooks is not None
         ends, requeues = self._read()
-        self._under_way = self._send()
+        # The most, and not the sum: all ranks may receive one signal, at different steps.
+        self._under_way = Tally([self._received, self._requeues], max, self.run.device)
         if requeues > self._requeued:
             self._requeued = requeues
-            self._hooks.requeue(signal.SIGUSR1, None)
+            self._requeue(signal.SIGUSR1, None)
         if ends:
-            self._hooks.connector.received_sigterm = True
+            self._end()
             raise SIGTERMException(TOGETHER)
 
-    def _send(self) -> Tally:
-        """Begin to compare what the ranks have received."""
-        # The most, and not the sum: all ranks may receive one signal, at different steps.
-        return Tally([self._received, self._requeues], max, self.run.device)
+    def _end(self) -> None:
+        (connector, _), _ = self._hooks[1:]
+        connector.received_sigterm = True
+
+    def _requeue(self, *signalled: Any) -> None:
+        """Write a checkpoint and have SLURM queue the job again, as Lightning does."""
+        connector, name = self._hooks[2]
+        getattr(type(connector), name)(connector, *signalled)
 
     def _read(self) -> tuple[bool, int]:
         """Return whether any rank was to end at the batch before, and the most signals to queue again that one had."""
@@ -94,14 +97,14 @@ class Termination(Part):
         if launcher is not None and not self._received:
             launcher.kill(number)
         self._received = True
-        if not trainer.training and self._hooks is not None:
+        if not trainer.training and self._hooks:
             # Evaluation knows no agreement, in Lightning neither.
-            self._hooks.connector.received_sigterm = True
+            self._end()
 
     def _notice_requeue(self, number: int, frame: FrameType | None) -> None:
         """Take notice of SLURM's signal: the checkpoint is a matter of all ranks."""
         self._requeues += 1
-        if not self.run.trainer.training and self._hooks is not None:
+        if not self.run.trainer.training and self._hooks:
             # As of SIGTERM; what was answered here is not to be answered again.
             self._requeued = self._requeues
-            self._hooks.requeue(number, frame)
+            self._requeue(number, frame)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -11,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.utilities import imports
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from ranks import make_trainer
@@ -223,7 +223,7 @@ def test_no_fingerprint_before_a_run():
 
 @pytest.mark.parametrize("strategy", [GradAvgStrategy(), "gradavg_weighted"], ids=["instance", "name"])
 def test_a_notebook_has_no_script_to_start(monkeypatch, strategy):
-    monkeypatch.setattr(imports, "_IS_INTERACTIVE", True)
+    monkeypatch.setattr(sys, "ps1", ">>>", raising=False)
     advice = (
         "start_method='popen' starts the script again in every process, which no notebook can."
         " Use GradAvgStrategy(start_method='fork'), or Trainer(strategy='gradavg_notebook')."

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from lightning_gradavg.lightning_internals import MetricInside, neutral_result
+from lightning_gradavg.lightning_internals import COMPUTED, REDUCTIONS, UPDATES, neutral_result
 from lightning_gradavg.ranks import World
 
 __all__ = ["Described", "ListState", "Logged", "complete", "complete_states", "describe"]
@@ -130,14 +130,14 @@ def complete_states(
     """
     put_back = ExitStack()
     for name, states in {name: states for of_rank in of_ranks for name, states in of_rank.items()}.items():
-        metric, inside = metrics[name], MetricInside(metrics[name])
+        metric, reductions = metrics[name], getattr(metrics[name], REDUCTIONS)
         # What it remembers of an earlier evaluation is not what the others compute now, waiting for this rank.
-        inside.forget()
+        setattr(metric, COMPUTED, None)
         if not metric.update_called:  # it warns otherwise, although other ranks have updated it
-            put_back.callback(setattr, inside, "updates", 0)
-            inside.updates = 1
-        reductions = inside.reductions
-        put_back.callback(setattr, inside, "reductions", reductions)
+            put_back.callback(setattr, metric, UPDATES, 0)
+            setattr(metric, UPDATES, 1)
+        put_back.callback(setattr, metric, REDUCTIONS, reductions)
+        reduced_there = dict(reductions)
         for state in states:
             every = [of_rank.get(name, {}).get(state, ListState()) for of_rank in of_ranks]
             own: Any = getattr(metric, state)
@@ -147,5 +147,6 @@ def complete_states(
             elif len({each.length for each in every}) > 1:
                 everything = chain.from_iterable(world.gather_objects(move_data_to_device(own, "cpu")))
                 setattr(metric, state, move_data_to_device(list(everything), metric.device))
-                inside.reductions = {other: how for other, how in inside.reductions.items() if other != state}
+                del reduced_there[state]
+        setattr(metric, REDUCTIONS, reduced_there)
     return put_back

@@ -33,7 +33,6 @@ from lightning_gradavg.evaluation.dealt import EvaluationLoader, compare_streams
 from lightning_gradavg.evaluation.logged import complete, describe
 from lightning_gradavg.lightning_internals import (
     EvaluationPass,
-    MetricInside,
     broadcast_from_first,
     injects_samplers,
     limited_batches,
@@ -155,7 +154,7 @@ class ExactEvaluation(Evaluation):
         if self.run.model is not None:
             self._take_buffers(self.run.model)
         metrics = self._metrics()
-        self._updates = {name: MetricInside(metric).updates for name, metric in metrics.items()}
+        self._updates = {name: metric.update_count for name, metric in metrics.items()}
         for metric in metrics.values():
             if metric.dist_sync_on_step:
                 self._within_step.callback(setattr, metric, "dist_sync_fn", metric.dist_sync_fn)
@@ -239,9 +238,7 @@ class ExactEvaluation(Evaluation):
         self._leave()
         metrics = self._metrics()
         updated = {
-            name: metric
-            for name, metric in metrics.items()
-            if MetricInside(metric).updates != self._updates.get(name, 0)
+            name: metric for name, metric in metrics.items() if metric.update_count != self._updates.get(name, 0)
         }
         results = now.results
         (described,) = self._agreed(now, describe(results, updated))

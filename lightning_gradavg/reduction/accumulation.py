@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_gradavg.lightning_internals import scale_each, stored, version_of
 from lightning_gradavg.place import Place
@@ -33,12 +32,12 @@ class Accumulation:
         window: The window.
         parameters: The parameters that it trains.
         owned_by_user: Whether gradients may be there before the window, and may be changed within it, as in manual
-            optimization.
+            optimization and loops of users.
         apart: Those of the parameters that no rank shares.
+        leaves: What autograd accumulates into; by default the parameters.
+        guards: Whether gradients that arrive by other backwards are an error.
 
     Attributes:
-        leaves: What autograd accumulates into.
-        running: Whether a backward of the window runs.
         pieces: Backwards of the step under way that are not its last.
     """
 
@@ -49,9 +48,11 @@ class Accumulation:
         *,
         owned_by_user: bool,
         apart: Sequence[nn.Parameter] = (),
+        leaves: Sequence[nn.Parameter] = (),
+        guards: bool = False,
     ) -> None:
-        self.window, self.parameters, self.running = window, list(parameters), False
-        self.leaves = self.parameters
+        self.window, self.parameters, self._running = window, list(parameters), False
+        self._leaves, self._inside = leaves or self.parameters, ExitStack()
         self._stopped: float | None = None  # what stands for the gradient of a term that does not count
         self._owned_by_user = owned_by_user
         self._apart = {id(parameter): parameter for parameter in apart}
@@ -60,7 +61,7 @@ class Accumulation:
         self._trained: list[bool] = []
         self._carried: list[Any] = []
         self._last = False
-        self._handles: list[RemovableHandle] = []
+        self._handles = [one.register_hook(self._guard) for one in self._leaves if guards and one.requires_grad]
         self._of_pieces: list[Tensor | None] = []
         self.pieces = 0
 
@@ -76,12 +77,11 @@ class Accumulation:
 
         One that raises gives its window up, and what it added to the gradients. The options are those of `start`.
         """
-        with ExitStack() as inside:
-            if self.pieces > 0 or not final:
-                inside.enter_context(self._piece(final=final))
+        with self._piece(final=final) if self.pieces > 0 or not final else nullcontext():
+            self.start(loss, last=last, **options)
             try:
-                self.start(loss, inside, last=last, **options)
                 yield
+                self._inside.close()
             except BaseException:
                 # A loop may go on with the next batch, as after one that did not fit into memory.
                 self.abandon()
@@ -116,12 +116,11 @@ class Accumulation:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
-    def start(self, loss: WeighedLoss, inside: ExitStack, *, last: bool, missed: int = 0, masks: Any = None) -> None:
-        """Weigh a loss whose backward begins now.
+    def start(self, loss: WeighedLoss, *, last: bool, missed: int = 0, masks: Any = None) -> None:
+        """Weigh a loss whose backward begins now; what surrounds it ends with it, or when the window is given up.
 
         Args:
             loss: The loss.
-            inside: Gets what surrounds the backward.
             last: Whether this backward ends the window.
             missed: Ranks that have no such micro-batch.
             masks: What masks gradients on an accelerator by weights that the host has not read; None to read them.
@@ -129,7 +128,14 @@ class Accumulation:
         Raises:
             ValueError: If the loss does not fit into its window, or on all ranks, if some rank's does not.
         """
-        window, micro_batch, self.running = self.window, loss.micro_batch, True
+        try:
+            self._start(loss, last=last, missed=missed, masks=masks)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _start(self, loss: WeighedLoss, *, last: bool, missed: int, masks: Any) -> None:
+        window, micro_batch, self._running = self.window, loss.micro_batch, True
         if self._owned_by_user and window.micro_batches and self._cleared():
             self._before = []
             window.reset()
@@ -144,15 +150,14 @@ class Accumulation:
         self._carried += carried
         nothing = micro_batch.absent or micro_batch.problem is not None
         if nothing or all(value is None for value in carried):
-            inside.enter_context(gradients_discarded(self.leaves, nan_only=not nothing))
+            self._inside.enter_context(gradients_discarded(self._leaves, nan_only=not nothing))
         if nothing or None in carried:
-            inside.enter_context(nan_stopped(loss, [] if nothing else carried))
+            self._inside.enter_context(nan_stopped(loss, [] if nothing else carried))
         if masks is not None:
-            inside.enter_context(masks(micro_batch))
+            self._inside.enter_context(masks(micro_batch))
 
-    def surrounded(self, gradient: Tensor) -> None:
-        """Raise where a gradient arrives by a backward that this does not surround."""
-        if not self.running:
+    def _guard(self, gradient: Tensor) -> None:
+        if not self._running:
             raise RuntimeError(
                 f"a gradient of shape {tuple(gradient.shape)} reached the model by a backward that bypassed"
                 f" reduction={self.window.rule.name!r}, so it would be averaged. Call self.manual_backward,"
@@ -190,7 +195,8 @@ class Accumulation:
 
     def reduce(self) -> bool:
         """Finish the gradients where the backward that has been ended the window; return whether it did."""
-        self.running = False
+        self._inside.close()
+        self._running = False
         if not self._last:
             if self._owned_by_user:
                 self._left = [(p.grad, 0 if p.grad is None else version_of(p.grad)) for p in self.parameters]
@@ -214,9 +220,19 @@ class Accumulation:
             self._before = []
             self.window.reset()
 
+    def finish(self) -> None:
+        """Finish the gradients of a window that ended, and begin the next."""
+        try:
+            self.reduce()
+        except ValueError:
+            self.abandon()
+            raise
+        self.end()
+
     def abandon(self) -> None:
         """Give the window up, and restore the gradients that it found."""
-        self.running = False
+        self._inside.close()
+        self._running = False
         self._set_gradients(self._before)
         self._before = []
         self.window.reset()

@@ -1,8 +1,8 @@
-"""What becomes of a step in which a rank's loss or the reduced gradient is not finite, or a rank has no loss."""
+"""What becomes of a step in which the reduced gradient is not finite, or a rank has no loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from lightning_gradavg.part import Run
 from lightning_gradavg.ranks import by_value
 from lightning_gradavg.reduction.window import Totals
 
-__all__ = ["NO_LOSS", "NonFinite"]
+__all__ = ["NonFinite"]
 
-NO_LOSS = "training_step returned no loss"
+_NO_LOSS = "training_step returned no loss"
 
 
 class NonFinite:
@@ -32,31 +32,23 @@ class NonFinite:
         """Note the loss of a micro-batch that counts, or None if there is none."""
         self._losses.append(None if loss is None else loss.detach())
 
-    def problem(self) -> str | None:
-        """Return what is wrong with this rank's losses of the window, and forget them."""
-        losses, self._losses = self._losses, []
-        if any(loss is None for loss in losses):
-            return NO_LOSS
-        finite = torch.stack([loss.isfinite().all() for loss in losses if loss is not None]) if losses else None
-        return None if finite is None or bool(finite.all()) else "the loss is not finite"
-
-    def skips(self, totals: Totals, problem: str | None, gradients: Iterable[tuple[str, Tensor]], run: Run) -> bool:
+    def skips(self, totals: Totals, gradients: Iterable[tuple[str, Tensor]], run: Run) -> bool:
         """Return whether all ranks skip the step, or raise a RuntimeError on all ranks under `"raise"`.
 
         Args:
             totals: What all ranks know of the window, on the host.
-            problem: What is wrong with this rank's losses.
-            gradients: The reduced ones, by the parameters' names.
+            gradients: The reduced ones, the same on all ranks, by the parameters' names.
             run: The run.
         """
+        losses, self._losses = self._losses, []
         if totals.without_loss == run.world.size:
             return True  # nothing is lost: Lightning's own way to leave a batch out
-        if totals.bad == 0:
-            problem = _not_finite(gradients)
-            if problem is None:
-                return False
-        problems = by_value(text or "nothing" for text in run.world.gather_objects(problem))
-        what = f"optimizer step {run.trainer.global_step}: {problems}"
+        of_gradients = _not_finite(gradients)
+        if totals.without_loss == 0 and of_gradients is None:
+            return False
+        of_losses = run.world.gather_objects(_problem(losses))
+        found = (text or "nothing" for text in of_losses) if any(of_losses) else [of_gradients] * run.world.size
+        what = f"optimizer step {run.trainer.global_step}: {by_value(found)}"
         if self.policy == "raise":
             raise RuntimeError(
                 f"{what}. With nonfinite='skip_step' all ranks skip such a step; a loss of weight 0 leaves one"
@@ -64,6 +56,12 @@ class NonFinite:
             )
         self._tell(f"GradAvgStrategy: {what}; nonfinite={self.policy!r}: all ranks skip the step")
         return True
+
+
+def _problem(losses: Sequence[Tensor | None]) -> str | None:
+    if any(loss is None for loss in losses):
+        return _NO_LOSS
+    return None if all(bool(loss.isfinite().all()) for loss in losses if loss is not None) else "the loss is not finite"
 
 
 def _not_finite(gradients: Iterable[tuple[str, Tensor]]) -> str | None:

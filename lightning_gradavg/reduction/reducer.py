@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +23,6 @@ from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights
 from lightning_gradavg.reduction.weights import Weights, loss_terms
 from lightning_gradavg.reduction.window import Window
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
-from lightning_gradavg.tree import leaves
 
 __all__ = ["GradAvgReducer"]
 
@@ -58,18 +56,10 @@ class GradAvgReducer:
     def __init__(self, *, reduction: str | RuleFunction | Rule = "mean") -> None:
         self._rule = resolve_rule(reduction)
         self._weighs = self._rule != RULES["mean"]
-        self._accumulation: Accumulation
-        self._ends_window: Callable[[], bool]
-        self._weights: Weights
-        self._registered: list[weakref.ref[Any]] = []
-        self._sparse: list[Tensor] = []
-        self._synced: dict[int, bool] = {}
+        self._accumulation: Accumulation | None = None
+        # Models come and go, as in cross-validation; of each, whether DDP reduces after its last forward.
+        self._models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
-
-    @property
-    def _models(self) -> list[DistributedDataParallel]:
-        """The models that are still in use, which a program may wrap one after another, as in cross-validation."""
-        return [model for model in (reference() for reference in self._registered) if model is not None]
 
     def register(self, model: DistributedDataParallel, *, node: int | None = None) -> None:
         """Reduce the gradients of a model by the rule from now on. A collective operation.
@@ -94,25 +84,23 @@ class GradAvgReducer:
                 "static_graph=True makes DDP treat its first backward as every step's, which those within a window"
                 " are not. Leave it out, or use lightning_gradavg.GradAvgStrategy with Lightning's Trainer."
             )
-        world, models = World.of(model.process_group), [*self._models, model]
-        if self._registered:
+        world, device = World.of(model.process_group), next(model.parameters()).device
+        if self._accumulation is not None:
             window = self._accumulation.window
             if world != window.world:
                 raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
         else:
-            places, device = self._places(world, node), next(model.parameters()).device
+            places = self._places(world, node)
             window = Window(self._rule, places, world, device, compares=self._weighs, afterwards=True)
         # Once each: models may share some.
-        parameters = dict.fromkeys(one for each in models for one in each.module.parameters())
-        self._sparse = [one for each in models for one in sparse_weights(each)]
-        self.watch(model, Accumulation(window, list(parameters), owned_by_user=True), self._reduces_next)
-        if self._weighs:
-            self._handles.append(model.register_forward_hook(self._on_output))
+        parameters = dict.fromkeys(one for each in [*self._models, model] for one in each.parameters())
+        own = Accumulation(window, list(parameters), owned_by_user=True, guards=self._weighs)
+        self.watch(model, own, self._reduces_next)
 
     def _places(self, world: World, node: int | None) -> tuple[Place, ...]:
         """Return the places of all ranks, which reduce equally; their nodes may be unknown if they do not matter."""
         equal = [f"reduction={self._rule.name!r}, {self._rule.formula}"]
-        _, agreed = world.agree("GradAvgReducer cannot reduce", lambda: Contribution(equal, [], 1.0))
+        _, agreed = world.agree("GradAvgReducer cannot reduce", lambda: Contribution(equal))
         if node is not None:
             return world.places(node)
         agreed_factors(self._rule, agreed)
@@ -120,22 +108,18 @@ class GradAvgReducer:
 
     def watch(self, model: nn.Module, accumulation: Accumulation, ends_window: Callable[[], bool]) -> None:
         """Weigh the losses of a model of any engine from its next forward on."""
-        self._accumulation, self._ends_window = accumulation, ends_window
-        if not self._registered:
+        if self._accumulation is None:
             device = accumulation.window.device
             self._weights = Weights(self._rule, device, "weigh was given", warnings.warn, lambda _: None)
-        self._registered.append(weakref.ref(model))
+        else:
+            self._accumulation.close()
+        self._accumulation, self._ends_window = accumulation, ends_window
+        self._models[model] = True
         self._handles.append(model.register_forward_pre_hook(self._on_forward))
 
     def _on_forward(self, model: Any, *_: Any) -> None:
-        self._synced[id(model)] = getattr(model, "require_backward_grad_sync", True)
+        self._models[model] = getattr(model, "require_backward_grad_sync", True)
         weigh_losses_from_here(weighed=True)
-
-    def _on_output(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        del model, inputs
-        for _, leaf in leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._accumulation.surrounded)
 
     def weigh(
         self,
@@ -164,7 +148,7 @@ class GradAvgReducer:
             ValueError: If `divided_by` is not a number > 0; on all ranks, if some rank's weight is missing or not
                 usable: of the same window on a CPU, of the one before on an accelerator, which is not waited for.
         """
-        if not self._registered:
+        if self._accumulation is None:
             raise RuntimeError("there is no model yet whose gradients are reduced: call register first")
         if divided_by is not None and not 0 < divided_by < math.inf:
             raise ValueError(
@@ -179,8 +163,9 @@ class GradAvgReducer:
             )
         micro_batch = self._weights.read(terms, weight, None, samples, problem)
         divisor = divided_by or (1.0 if self._weighs else None)
-        begin = partial(self._begin, last=last, divisor=divisor)
-        return WeighedLoss.of(terms, micro_batch, sparse=self._sparse, begin=begin).value
+        sparse = [weight for model in self._models for weight in sparse_weights(model)]
+        begin = partial(self._begin, self._accumulation, last=last, divisor=divisor)
+        return WeighedLoss.of(terms, micro_batch, sparse=sparse, begin=begin).value
 
     def _reduces_next(self) -> bool:
         """Return whether DDP reduces in the next backward."""
@@ -191,49 +176,37 @@ class GradAvgReducer:
                 " window. Enter it for all models of the loop, or for none."
             )
         (last,) = synced
-        if last and self._synced and not any(self._synced.values()):
+        if last and not any(self._models.values()):
             # Gradients would stay those of each rank, without a word, as with stock DDP.
             raise RuntimeError(
                 "DDP would reduce nothing in this backward: it reduces in the first backward after a forward outside of"
                 " no_sync(). Have the window's last forward outside of it, too; and run one backward for each forward:"
                 " pass several losses as one, their sum, or as named terms with a weight each."
             )
-        return last
+        return bool(last)
 
-    def _begin(self, weighed: WeighedLoss, *, last: bool, divisor: float | None) -> None:
+    def _begin(self, accumulation: Accumulation, loss: WeighedLoss, *, last: bool, divisor: float | None) -> None:
         """Weigh a loss, at the root of its backward."""
-        inside, accumulation = ExitStack(), self._accumulation
         accumulation.window.loss_divisor = divisor
+        accumulation.start(loss, last=last)
 
         def end() -> None:
-            inside.close()
             if last:
-                self._synced = dict.fromkeys(self._synced, False)
-            try:
-                accumulation.reduce()
-            except ValueError:
-                accumulation.abandon()
-                raise
-            accumulation.end()
+                self._models.update(dict.fromkeys(self._models, False))
+            accumulation.finish()
 
-        def fail() -> None:
-            inside.close()
-            accumulation.abandon()
-
-        try:
-            accumulation.start(weighed, inside, last=last)
-        except BaseException:
-            fail()
-            raise
-        after_backward(end, fail)
+        after_backward(end, accumulation.abandon)
 
     def check(self) -> None:
         """Raise if the last window was invalid. Call it at the end of training, and before you save the model."""
-        if self._registered:
+        if self._accumulation is not None:
             self._accumulation.window.check()
 
     def close(self) -> None:
-        """Let the models go: their forwards are no longer watched."""
+        """Let the models go: their forwards and gradients are no longer watched."""
+        if self._accumulation is not None:
+            self._accumulation.close()
         for handle in self._handles:
             handle.remove()
-        self._registered, self._handles = [], []
+        self._accumulation, self._handles = None, []
+        self._models.clear()

@@ -13,7 +13,7 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_gradavg.lightning_internals import flushes_static_graph, reduced_parameters, stored
+from lightning_gradavg.lightning_internals import flushes_static_graph, stored
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.accumulation import Accumulation
@@ -83,7 +83,6 @@ class Reduction(Part):
         self._terms: tuple[str, ...] = (WHOLE_LOSS,)
         self._explicit = self._holding = self._lost = self._pieces = self._reduces_first = False
         self._missing = 0
-        self._problem: str | None = None
         self._frozen: dict[str, nn.Parameter] = {}
         self._parameters: list[nn.Parameter] = []
         self._sparse: list[Tensor] = []
@@ -95,16 +94,15 @@ class Reduction(Part):
         model, manual, named = run.ddp, self.is_manual, dict(run.ddp.module.named_parameters())
         self._refuse(run)
         world = World.of(None)
-        names = {parameter: name for name, parameter in named.items()}
+        # Of the module itself DDP asks for ".weight", and reduces what only "weight" stands for.
+        skipped = {name for name in named if (name if "." in name else f".{name}") in model.parameters_to_ignore}
+        ignored, apart = skipped | (named.keys() & model.parameters_to_ignore), list[nn.Parameter]()
         # Now: a user may toggle which parameters require gradients.
-        self._reduced = [names[parameter] for parameter in reduced_parameters(model)]
+        self._reduced = [name for name, one in named.items() if one.requires_grad and name not in skipped]
         self._parameters, self._sparse = list(named.values()), sparse_weights(model)
-        apart: list[nn.Parameter] = []
         if world.size > 1:
-            # Of the module itself DDP asks for ".weight", and reduces what only "weight" stands for.
-            ignored = {name for name in named if model.parameters_to_ignore & {name, f".{name}"}}
             self._frozen = {n: p for n, p in named.items() if not p.requires_grad and n not in ignored}
-            apart = [p for n, p in named.items() if (n not in self._reduced if p.requires_grad else n in ignored)]
+            apart = [p for n, p in named.items() if n in (skipped if p.requires_grad else ignored)]
         # The very first backward of a static graph must be reduced, or an assertion of torch's reducer fails.
         self._reduces_first = model.static_graph
         self._pieces = self._in_pieces(world.size)
@@ -298,9 +296,6 @@ class Reduction(Part):
                 window.reset()
         else:
             window.loss_divisor = None if self._is_mean else 1.0
-        if last and self._judge is not None:
-            self._problem = self._judge.problem()
-            window.bad = self._problem is not None
         masks = self._hook.masking if self._hook.masks else None
         missed = self._missing if self._is_mean else 0
         with self._accumulation.backward(loss, last=last, final=final, missed=missed, masks=masks):
@@ -324,7 +319,7 @@ class Reduction(Part):
         if self._judge is not None:
             gradients = ((name, p.grad) for name, p in self.run.module.named_parameters() if p.grad is not None)
             known = self.window.known if self.run.device.type == "cpu" else self.window.check()
-            if self._judge.skips(known, self._problem, gradients, self.run):
+            if self._judge.skips(known, gradients, self.run):
                 self._leave_out()
                 return True
         if self._frozen:

@@ -7,18 +7,15 @@ tensor-parallel group compute one loss together, have one place, and give it one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_gradavg.arguments import refuse_unknown
 from lightning_gradavg.lightning_internals import averages_of, sharded_modules
+from lightning_gradavg.options import refuse_unserved
 from lightning_gradavg.place import places_on_nodes
 from lightning_gradavg.ranks import World, by_rank, digest
 from lightning_gradavg.reduction.accumulation import Accumulation
@@ -30,28 +27,11 @@ from lightning_gradavg.rules import Rule, resolve_rule
 __all__ = ["ShardedAccumulation", "sharded_rule"]
 
 _RULES = ("mean", "sum", "weighted_mean", "normalized_sum")
-_OF_DDP = " ".join(signature(DistributedDataParallel.__init__).parameters)
-_REFUSED = {
-    "needs whole gradients, of which a sharded rank holds parts": "equivalent_to num_replicas reproducible",
-    "needs whole gradients: give a loss that is not finite the weight 0": "nonfinite",
-    "cuts loader batches: set the loader's batch_size": "split_batches max_device_batch_size exact_evaluation",
-    "follows the batches of GradAvgStrategy: set the learning rate that `gradavg plan` prints": (
-        "lr_scaling base_batch_size base_world_size lr_warmup_steps allow_recipe_change"
-    ),
-    "compares replicas or averages them, which shards are not": "check_replicas_every_n_steps model_averaging_period",
-    "configures DistributedDataParallel, or what starts it: configure fully_shard instead": (
-        f"{_OF_DDP} ddp_comm_state ddp_comm_hook ddp_comm_wrapper start_method ddp_options"
-    ),
-    "is for GradAvgStrategy: call log_hyperparams of your loggers": "log_hyperparams",
-}
-"""Why options of `GradAvgStrategy` are refused."""
 
 
 def sharded_rule(reduction: str, options: Mapping[str, object], engine: type) -> Rule:
     """Return the rule that `reduction` names, after refusing options that the engine does not have, with the reason."""
-    refused = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
-    known = ["reduction", *signature(engine).parameters]
-    refuse_unknown("GradAvgModelParallelStrategy", options, known, refused, "served where the model is sharded")
+    refuse_unserved("GradAvgModelParallelStrategy", options, "served where the model is sharded", engine)
     rule = resolve_rule(reduction)
     if rule.name not in _RULES:
         raise ValueError(
@@ -93,16 +73,14 @@ class ShardedAccumulation(Accumulation):
             each.reshard()
         leaves += self._outside
         self._require_averaged()
-        trained = [leaf for leaf in leaves if leaf.requires_grad]
-        weighs, half = rule.name != "mean", any(leaf.dtype == torch.float16 for leaf in trained)
+        weighs, half = rule.name != "mean", any(leaf.dtype == torch.float16 and leaf.requires_grad for leaf in leaves)
         # Ranks of one tensor-parallel group stand in one place.
         places = [place for place in places_on_nodes([0] * self._ranks) for _ in range(self._peers.size)]
         device = next(module.parameters()).device
         window = Window(rule, places, world, device, compares=manual and weighs, afterwards=manual or half)
-        super().__init__(window, (), owned_by_user=manual)
+        super().__init__(window, (), owned_by_user=manual, leaves=leaves, guards=weighs)
         # The engine waits for the gradients of all ranks, so one that does not count is 0 instead of undefined.
-        self.leaves, self._optimizers, self._stopped = leaves, optimizers, 0.0
-        self._handles = [leaf.register_hook(self.surrounded) for leaf in trained if weighs]
+        self._optimizers, self._stopped = optimizers, 0.0
 
     def _require_averaged(self) -> None:
         outside = [name for parameter, name in self._outside.items() if parameter.requires_grad]
@@ -112,8 +90,7 @@ class ShardedAccumulation(Accumulation):
                 " ranks would drift apart. Call fully_shard on the root module, too, or freeze it."
             )
 
-    def start(self, loss: WeighedLoss, inside: ExitStack, **options: Any) -> None:
-        """Weigh a loss whose backward begins now: see `Accumulation.start`."""
+    def _start(self, loss: WeighedLoss, **options: Any) -> None:
         if self.window.length == 0:
             of_groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
             self.parameters = list(dict.fromkeys(parameter for group in of_groups for parameter in group))
@@ -124,7 +101,7 @@ class ShardedAccumulation(Accumulation):
             # 0 times NaN is NaN, and an undefined gradient would not be sent to the ranks that wait for it.
             text = f"loss term {name!r} of weight 0 is not finite: select what is finite before you compute it"
             micro_batch = replace(micro_batch, problem=text)
-        super().start(replace(loss, micro_batch=micro_batch), inside, **options)
+        super()._start(replace(loss, micro_batch=micro_batch), **options)
 
     def _agreed(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return it with the problem that ranks of one tensor-parallel group weigh it differently, if they do."""

@@ -53,7 +53,6 @@ class Totals(NamedTuple):
         explicit: Micro-batches whose weight was given.
         signature: A number that stands for the names of a rank's loss terms.
         signatures: The squares of these.
-        bad: Ranks with a loss that is not finite, or without loss.
         without_loss: Ranks without loss.
         normalizers: `Z` of each loss term.
         more: Sums of what `Window.exchange` was given.
@@ -65,7 +64,6 @@ class Totals(NamedTuple):
     explicit: Any
     signature: Any
     signatures: Any
-    bad: Any
     without_loss: Any
     normalizers: Any
     more: Any
@@ -128,7 +126,6 @@ class Window:
         loss_divisor: What the training loop divides every loss of the window by; None for the window's length.
         terms: The names of the loss terms, sorted.
         missed: Pairs that a mean counts and no rank has, because some ranks are out of batches.
-        bad: Whether a loss of this rank is not finite.
         divided_by: What this rank's gradient of the window was divided by, once the window is closed.
         carries_nothing: Whether losses go into their backward as they are, like those of stock DDP.
     """
@@ -167,7 +164,7 @@ class Window:
         self.micro_batches: list[MicroBatch] = []
         self._judged: list[tuple[dict[str, Share], str | None]] = []
         self.terms: tuple[str, ...] = ()
-        self.bad, self.missed, self._lift = False, 0, self._next_lift
+        self.missed, self._lift = 0, self._next_lift
         self._explicit, self._lost = 0, False
 
     def carry(self, micro_batch: MicroBatch, *, last: bool, missed: int = 0, unread: bool = False) -> list[Any]:
@@ -314,8 +311,7 @@ class Window:
         length, judged = self.length, self._judged
         signature = crc32("\0".join(self.terms).encode()) % 2**20
         faults = length - [fault for _, fault in judged].count(None)
-        bad = self.bad or self._lost
-        header = [faults, length, length**2, self._explicit, signature, signature**2, bad, self._lost]
+        header = [faults, length, length**2, self._explicit, signature, signature**2, self._lost]
         sums, unread = [0.0] * MOST_TERMS, None
         for index, term in enumerate(self.terms if self.rule.uses_weight else ()):
             shares = [shares[term] for shares, _ in judged if term in shares]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_gradavg.batches.part import ReplicaSlice
-from lightning_gradavg.lightning_internals import broadcast_from_first, versions_of
+from lightning_gradavg.lightning_internals import broadcast_from_first, version_of
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Run
 from lightning_gradavg.replicas.batch_norm import not_counted
@@ -73,7 +73,7 @@ class ReplicaState:
         copied = {id(buffer): buffer.detach().clone() for buffer in self._originals.values()}
         copies = {label: copied[id(buffer)] for label, buffer in self._originals.items()}
         self._put(copies)
-        versions = versions_of(self._parameters.values())
+        versions = [version_of(parameter) for parameter in self._parameters.values()]
         try:
             with ExitStack() as around:
                 if piece.replica is None:
@@ -86,9 +86,9 @@ class ReplicaState:
         except BaseException:
             self._put(self._originals)
             raise
-        after, written = versions_of(self._parameters.values()), self._buffers()
+        written, pairs = self._buffers(), zip(self._parameters.items(), versions, strict=True)
         _require_none(
-            (name for name, old, new in zip(self._parameters, versions, after, strict=True) if old != new),
+            (name for (name, parameter), version in pairs if version_of(parameter) != version),
             "training_step has written the parameters {}, but it runs once per replica, and of those a rank has"
             " several. Write parameters in on_train_batch_end.",
         )
