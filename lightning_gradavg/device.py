@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["HostCopy", "Tally", "current_stream", "new_stream", "on_device", "rows_of_ranks", "within"]
+__all__ = ["Tally", "current_stream", "new_stream", "on_device", "within"]
 
 _ON_HOST = ("cpu", "meta")
 
@@ -21,23 +21,6 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type in _ON_HOST or tensor.device.type not in _ON_HOST:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-class HostCopy:
-    """A copy of a tensor to the host that begins now, on the current stream, and is read later."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._values, self._event = tensor, None
-        if tensor.device.type not in _ON_HOST:
-            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._values.copy_(tensor, non_blocking=True)
-            self._event = current_stream(tensor.device).record_event()
-
-    def read(self) -> Any:
-        """Return the values as Python numbers, waiting for the copy if it is not there yet."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._values.tolist()
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:
@@ -61,50 +44,58 @@ def within(stream: torch.Stream) -> AbstractContextManager[Any]:
 # One, whoever asks: a backend has few.
 _side_stream = lru_cache(new_stream)
 
-_OPS: dict[Any, Any] = {max: dist.ReduceOp.MAX, sum: dist.ReduceOp.SUM}
-
-
-def rows_of_ranks(row: Tensor, group: dist.ProcessGroup | None = None) -> tuple[Tensor, dist.Work]:
-    """Begin to give all ranks a short row of each, on the CPU. A collective operation.
-
-    Gloo's all-reduce of a few numbers goes round a ring, twice; this takes one step, and a fifth of the time.
-    """
-    ranks = dist.get_world_size(group)
-    given = row.repeat(ranks)
-    found = torch.empty_like(given)
-    return found.view(ranks, -1), dist.all_to_all_single(found, given, group=group, async_op=True)
+_OPS: dict[str, tuple[Any, Any]] = {"max": (dist.ReduceOp.MAX, torch.amax), "sum": (dist.ReduceOp.SUM, torch.sum)}
 
 
 class Tally:
-    """Integers of all ranks, reduced element by element while the ranks go on. A collective operation.
+    """Numbers of all ranks, reduced element by element while the ranks go on. A collective operation.
+
+    On a CPU every rank gets the rows of all: gloo's all-reduce of a few numbers goes round a ring, twice, and this
+    takes one step, and a fifth of the time.
 
     Args:
         row: This rank's.
-        reduce: `max` or `sum`.
+        reduce: `"max"` or `"sum"`.
         device: Where the process group takes tensors from.
+        group: The process group; None for a rank that is alone.
+
+    Attributes:
+        row: On an accelerator the reduced row, for what is launched after `wait`.
     """
 
-    def __init__(self, row: Sequence[int], reduce: Callable[[Sequence[int]], int], device: torch.device) -> None:
-        self._reduce, stream = reduce, _side_stream(device)
-        tensor = on_device(torch.tensor(row, dtype=torch.int64), device)
-        if stream is None:
-            self._tensor, self._work = rows_of_ranks(tensor)
-            self._copy = None
-        else:
-            self._tensor = tensor
-            self._work = dist.all_reduce(tensor, _OPS[reduce], async_op=True)
-            self._copy = self._copied(stream)
+    def __init__(
+        self, row: Tensor | Sequence[Any], reduce: str, device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
+        if not isinstance(row, Tensor):
+            dtype = torch.float64 if isinstance(row[0], float) else torch.int64
+            row = on_device(torch.tensor(row, dtype=dtype), device)
+        operation, self._over_ranks = _OPS[reduce]
+        self.row, self._event, stream = row, None, _side_stream(device)
+        self._work: dist.Work | None = None
+        if stream is None and group is not None:
+            given = row.repeat(dist.get_world_size(group))
+            self.row = torch.empty_like(given)
+            self._work = dist.all_to_all_single(self.row, given, group=group, async_op=True)
+        elif group is not None:
+            self._work = dist.all_reduce(row, operation, group=group, async_op=True)
+        self._length, self._copy = len(row), row
+        if stream is not None:
+            # Not on the stream of the model, which would wait for the other ranks before its forward.
+            stream.wait_stream(current_stream(device))
+            with within(stream):
+                self.wait()
+                self._copy = torch.empty_like(row, device="cpu", pin_memory=True).copy_(row, non_blocking=True)
+                self._event = stream.record_event()
 
-    def _copied(self, stream: torch.Stream) -> HostCopy:
-        # Not on the stream of the model, which would wait for the other ranks before its forward.
-        stream.wait_stream(current_stream(self._tensor.device))
-        with within(stream):
+    def wait(self) -> None:
+        """Have the current stream wait for the other ranks; on a CPU, wait."""
+        if self._work is not None:
             self._work.wait()
-            return HostCopy(self._tensor)
 
-    def read(self) -> list[int]:
+    def read(self) -> list[Any]:
         """Return the reduced row; a step later nobody waits for it."""
-        if self._copy is not None:
-            return list(self._copy.read())
-        self._work.wait()
-        return [self._reduce(column) for column in zip(*self._tensor.tolist(), strict=True)]
+        if self._event is not None:
+            self._event.synchronize()
+            return list(self._copy.tolist())
+        self.wait()
+        return list(self._over_ranks(self.row.view(-1, self._length), 0).tolist())

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from lightning_gradavg.device import current_stream, new_stream, within
 from lightning_gradavg.lightning_internals import timeout_of
-from lightning_gradavg.ranks import Contribution, World, on_ranks
+from lightning_gradavg.ranks import World
 
 __all__ = ["bfloat16", "by_node", "by_node_bfloat16", "by_node_float16", "float16", "float32_sum"]
 
@@ -34,19 +34,15 @@ _Groups = dict[tuple[int, ...], dist.ProcessGroup]
 class _Code(NamedTuple):
     """How numbers are sent.
 
-    Scaled, each row travels times a power of two, which is exact and stands before it. It brings the row's largest
+    With a header, each row travels times a power of two, which is exact and stands there. It brings the row's largest
     finite magnitude into [2**14, 2**15): nothing overflows in float16, and what underflows is below 2**-39 of that.
     """
 
     dtype: torch.dtype
-    scaled: bool = False
-
-    @property
-    def header(self) -> int:
-        return _ALIGNED * self.scaled
+    header: int = 0
 
     def encode(self, rows: Tensor, payload: Tensor) -> None:
-        if self.scaled:
+        if self.header:
             rows = rows.float()
             largest = rows.abs().nan_to_num_(0, 0, 0).amax(1, keepdim=True)
             # The biased exponent b of a float32 stands in bits 23 to 30: 2**(b - 127) <= x < 2**(b - 126).
@@ -57,7 +53,7 @@ class _Code(NamedTuple):
 
     def decode(self, payload: Tensor, rows: Tensor) -> None:
         rows.copy_(payload[:, self.header :])
-        if self.scaled:
+        if self.header:
             rows.mul_(payload[:, :2].view(torch.float32))
 
 
@@ -105,13 +101,6 @@ def _route(nodes: Sequence[int], rank: int, dtype: torch.dtype, wire: _Code | No
 
 def _mean_of(flat: Tensor, route: _Route, size: int, groups: _Groups) -> Iterator[dist.Work]:
     """Replace a row of numbers by its mean over the ranks; yield each collective, and go on when it is done."""
-
-    def exchange(received: Tensor, sent: Tensor, of: list[int], to: list[int]) -> dist.Work:
-        """Receive rows of the first ranks of a hop and send rows to the first, so many as are told."""
-        of, to = (counts + [0] * (len(hop.ranks) - len(counts)) for counts in (of, to))
-        work: dist.Work = dist.all_to_all_single(received, sent, of, to, group=groups[hop.ranks], async_op=True)
-        return work
-
     wide = torch.promote_types(flat.dtype, torch.float32)
     below, width = route.parts, -(-len(flat) // (route.parts * _ALIGNED)) * _ALIGNED
     padding = route.parts * width - len(flat)
@@ -125,7 +114,8 @@ def _mean_of(flat: Tensor, route: _Route, size: int, groups: _Groups) -> Iterato
         code.encode(rows[: hop.place], sent[: hop.place])
         code.encode(rows[hop.place + 1 :], sent[hop.place :])
         others = [int(place != hop.place) for place in range(len(hop.ranks))]
-        yield exchange(received, sent, [holds * count for count in others], others[: hop.holders])
+        of, to = [holds * count for count in others], [n * (place < hop.holders) for place, n in enumerate(others)]
+        yield dist.all_to_all_single(received, sent, of, to, group=groups[hop.ranks], async_op=True)
         if holds:
             addends = rows.new_empty(len(received), rows.shape[1], dtype=wide)
             code.decode(received, addends)
@@ -137,8 +127,9 @@ def _mean_of(flat: Tensor, route: _Route, size: int, groups: _Groups) -> Iterato
     for hop in reversed(route.hops):
         # A rank that holds nothing has no rows, and sends none.
         mine, known = known, known.new_empty(hop.holders * below, known.shape[1])
-        ranks = len(hop.ranks)
-        yield exchange(known, mine.repeat(ranks, 1), [below] * hop.holders, [len(mine)] * ranks)
+        ranks, of = len(hop.ranks), [below * (place < hop.holders) for place in range(len(hop.ranks))]
+        sent, to = mine.repeat(ranks, 1), [len(mine)] * ranks
+        yield dist.all_to_all_single(known, sent, of, to, group=groups[hop.ranks], async_op=True)
         below *= hop.holders
     numbers = flat.new_empty(route.parts, width) if padding else flat.view(route.parts, width)
     code.decode(known, numbers)
@@ -147,30 +138,35 @@ def _mean_of(flat: Tensor, route: _Route, size: int, groups: _Groups) -> Iterato
 
 
 class _Lane:
-    """The process groups in which buckets travel one after another. Making one is a collective operation.
+    """The process groups in which buckets travel one after another. Making them is a collective operation.
 
     Ranks must begin the collectives of a group in one order. One that begins when another is done begins at another
     moment on every rank, so on a CPU the lane has groups of its own. An accelerator begins all collectives in one
     order, so there DDP's group serves those among all ranks.
     """
 
-    def __init__(self, nodes: Sequence[int], world: World, device: torch.device, *, own: bool) -> None:
+    def __init__(self, nodes: Sequence[int], *, own: bool) -> None:
+        self.nodes, self._own = nodes, own
+        self._groups: _Groups | None = None
+        self._last: Future[Any] = _done(torch.empty(0))
+
+    def _open(self, world: World, device: torch.device) -> _Groups:
         assert world.group is not None
-        if own and world.size != dist.get_world_size():
+        if self._own and world.size != dist.get_world_size():
             raise ValueError(
                 f"the hook makes process groups, which takes all {dist.get_world_size()} ranks of the run, but it"
                 f" reduces over {world.size}. Use a group of all ranks, or torch's allreduce_hook."
             )
-        hops = [hop for rank in range(world.size) for hop in _route(nodes, rank, torch.float32, None).hops]
-        timeout = timeout_of(world.group, device)
-        wanted = sorted({hop.ranks for hop in hops if own})
-        self._groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in wanted}
-        self._stream = new_stream(device)
-        self._last: Future[Any] = _done(torch.empty(0))
+        routes = [_route(self.nodes, rank, torch.float32, None) for rank in range(world.size)]
+        wanted = sorted({hop.ranks for route in routes for hop in route.hops if self._own})
+        timeout, self._stream = timeout_of(world.group, device), new_stream(device)
+        return {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in wanted}
 
     def mean(self, flat: Tensor, route: _Route, world: World) -> Future[Any]:
         """Return a future that is done when the numbers are their mean."""
         assert world.group is not None
+        if self._groups is None:
+            self._groups = self._open(world, flat.device)
         steps = _mean_of(flat, route, world.size, {tuple(range(world.size)): world.group} | self._groups)
         if self._stream is not None:
             self._stream.wait_stream(current_stream(flat.device))
@@ -199,17 +195,8 @@ class _Lane:
         return end
 
 
-def _nodes(world: World) -> Sequence[Any]:
-    """Return the node of every rank, as the launcher counts them. A collective operation."""
-    _, agreed = world.agree("the hook cannot reduce node by node", Contribution)
-    unknown = [rank for rank, node in enumerate(agreed.nodes) if node is None]
-    if unknown:
-        raise ValueError(f"{on_ranks(unknown)}: the launcher does not say which node this is: set NODE_RANK")
-    return agreed.nodes
-
-
-_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = WeakKeyDictionary()
-"""Nodes and lanes of a process group, made at the first use. They go with it, so nothing in them may refer to it."""
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[bool, _Lane]] = WeakKeyDictionary()
+"""The lanes of a process group, made at the first use. They go with it, so nothing in them may refer to it."""
 
 
 def _reduce(state: Any, bucket: dist.GradBucket, wire: _Code | None = None, *, by_node: bool = False) -> Future[Tensor]:
@@ -222,19 +209,17 @@ def _reduce(state: Any, bucket: dist.GradBucket, wire: _Code | None = None, *, b
             f"this hook would send gradients of {flat.dtype} in 16 bits, a quarter of their digits or fewer. Train in"
             " float32, or use lightning_gradavg.hooks.by_node or torch's allreduce_hook."
         )
-    made = _MADE.setdefault(world.group, {})
-    if by_node and "nodes" not in made:
-        made["nodes"] = _nodes(world)
-    # Among all ranks each is a node of its own.
-    nodes = made["nodes"] if by_node else range(world.size)
-    route = _route(nodes, world.rank, flat.dtype, wire)
+    lanes = _MADE.setdefault(world.group, {})
+    if by_node not in lanes:
+        # Among all ranks each is a node of its own.
+        nodes = world.nodes("the hook reduces node by node") if by_node else range(world.size)
+        lanes[by_node] = _Lane(nodes, own=flat.device.type == "cpu" or by_node)
+    route = _route(lanes[by_node].nodes, world.rank, flat.dtype, wire)
     if flat.is_sparse or (route.result == _Code(flat.dtype) and not route.twice and flat.dtype not in _HALF):
         future: Future[Any] = dist.all_reduce(flat.div_(world.size), group=world.group, async_op=True).get_future()
-        return future.then(lambda done: done.value()[0] if buffer.is_sparse else (done.value(), buffer)[1])
-    if by_node not in made:
-        made[by_node] = _Lane(nodes, world, flat.device, own=flat.device.type == "cpu" or by_node)
-    ended: Future[Any] = made[by_node].mean(flat, route, world)
-    return ended.then(lambda done: (done.value(), buffer)[1])
+    else:
+        future = lanes[by_node].mean(flat, route, world)
+    return future.then(lambda done: done.value()[0] if buffer.is_sparse else (done.value(), buffer)[1])
 
 
 def _done(buffer: Tensor) -> Future[Tensor]:
@@ -243,7 +228,7 @@ def _done(buffer: Tensor) -> Future[Tensor]:
     return future
 
 
-_BFLOAT16, _FLOAT16 = _Code(torch.bfloat16), _Code(torch.float16, scaled=True)
+_BFLOAT16, _FLOAT16 = _Code(torch.bfloat16), _Code(torch.float16, _ALIGNED)
 
 
 def bfloat16(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:

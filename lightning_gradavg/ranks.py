@@ -59,6 +59,16 @@ class Agreed(NamedTuple):
     weights: list[float | None]
     details: list[list[int]]
 
+    def known_nodes(self, why: str) -> list[int]:
+        """Return every rank's node, or raise a ValueError that begins with why they must be known."""
+        unknown = [rank for rank, node in enumerate(self.nodes) if node is None]
+        if unknown:
+            raise ValueError(
+                f"{why}, and no environment variable of the launcher tells the node {on_ranks(unknown)}. Set NODE_RANK"
+                " there to the index of the node, from 0."
+            )
+        return [node for node in self.nodes if node is not None]
+
 
 @dataclass(frozen=True)
 class World:
@@ -151,6 +161,10 @@ class World:
         values = [value]
         dist.broadcast_object_list(values, dist.get_global_rank(self.group, 0), group=self.group)
         return values[0]
+
+    def nodes(self, why: str) -> list[int]:
+        """Return the node of every rank, as the launcher counts them; see `Agreed.known_nodes`."""
+        return self.agree(f"{why}, but cannot", Contribution)[1].known_nodes(why)
 
     def places(self, node: int) -> tuple[Place, ...]:
         """Return the places of all ranks, each bringing the node that it runs on."""

@@ -178,7 +178,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     ) -> None:
         given: dict[str, Any] = {**locals(), **ddp_options}
         options = Options.of(given)
-        super().__init__(**{name: given[name] for name in _OF_DDP_STRATEGY}, **ddp_options)
+        of_ddp = inspect.signature(DDPStrategy).parameters.keys() & given.keys()
+        super().__init__(**{name: given[name] for name in of_ddp}, **ddp_options)
         self._ddp_kwargs = options_of_ddp(ddp_options)
         self._options, self._plain, self._log_hyperparams = options, plain(given), log_hyperparams
         self._reports = Reports(crosses_ranks=options.replicated, facts=self._facts_of_step)
@@ -421,7 +422,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self._reduction.observer = self._reports.begin_step(self._reduction.window)
         step = Step(forward, self._backward_within_step, self._reduction, self._batches)
         self._rates.begin_step()
-        return self._reduction.agree(self._replicas.run_step(step, *arguments))
+        output = self._replicas.run_step(step, *arguments)
+        return self._reduction.agree(output) if self._reduction.judges else output
 
     @property
     @override
@@ -537,12 +539,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             exception.args = (f"{told}.\n{exception}",)
         if advice is None:
             super().on_exception(exception)
-
-
-_OF_DDP_STRATEGY = (
-    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
-    *("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "process_group_backend", "timeout", "start_method"),
-)
 
 
 def _widened(value: Any) -> Any:

@@ -65,7 +65,7 @@ class Termination(Part):
         """Begin a batch, or raise `SIGTERMException` on all ranks."""
         ends, requeues = self._read()
         # The most, and not the sum: all ranks may receive one signal, at different steps.
-        self._under_way = Tally([self._received, self._requeues], max, self.run.device)
+        self._under_way = Tally([self._received, self._requeues], "max", self.run.device, self.run.world.group)
         if requeues > self._requeued:
             self._requeued = requeues
             self._requeue(signal.SIGUSR1, None)

@@ -326,7 +326,7 @@ ODD: list[tuple[str, int, Any]] = [
     ("empty", 2, []),
     ("sparse", 2, [1.0, 1.5, 0.0]),
     ("float64", 2, "gradients of torch.float64 in 16 bits"),
-    ("nodes", 2, "on ranks 0, 1: the launcher does not say which node this is: set NODE_RANK"),
+    ("nodes", 2, "no environment variable of the launcher tells the node on ranks 0, 1. Set NODE_RANK there"),
     ("number", 2, "on rank 1: the environment variable GROUP_RANK is the index of the node, from 0; got 'one'"),
     ("empty", 1, []),
 ]

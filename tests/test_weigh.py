@@ -84,8 +84,10 @@ def reader(rule: Rule = WEIGHTED, **told: Any) -> Weights:
     ids=str,
 )
 def test_weights_are_read(given: dict[str, Any], weights: dict[str, float]) -> None:
-    options = {"terms": ("cls", "box"), "weight": None, "batch": torch.ones(5, 2)} | given
-    micro_batch = reader(options.pop("rule", WEIGHTED)).read(**options)
+    loss = {"cls": torch.ones(()), "box": torch.zeros(())}
+    options = {"loss": loss, "weight": None, "batch": torch.ones(5, 2)} | given
+    terms, micro_batch = reader(options.pop("rule", WEIGHTED)).read(**options)
+    assert [*sorted(loss)] == [*terms]
     assert weights == micro_batch.weights
     explicit, absent = given.get("weight") is not None and "rule" not in given, given.get("samples") == 0
     assert (explicit, None, absent) == (micro_batch.explicit, micro_batch.problem, micro_batch.absent)
@@ -99,10 +101,10 @@ def test_ignored_targets_are_looked_for_in_eight_batches() -> None:
         weights = reader(warn=warnings.append)
         for number in range(12):
             weights.look_at(ignored if number == index else plain)
-            weights.read(("",), None, plain)
+            weights.read(torch.ones(()), None, plain)
         assert warned == len(warnings)
     weights = reader()
-    weights.read(("",), 1, plain)
+    weights.read(torch.ones(()), 1, plain)
     weights.look_at(None if weights._looks else ignored)
     assert not weights._targets_ignored
 

@@ -62,9 +62,10 @@ def exchange(windows: Sequence[Window]) -> None:
     """Have every window know the sum of what all of them know, as an all-reduce would."""
     for window in windows:
         window.exchange()
-    summaries = [window._summary for window in windows if window._summary is not None]
+    summaries = [window._tally.row for window in windows if window._tally is not None]
     for window in windows if summaries else ():
-        window._summary = torch.stack(summaries).sum(0)
+        assert window._tally is not None
+        window._tally.row = torch.stack(summaries).sum(0)
 
 
 def totals_of(*windows: Window) -> Totals:

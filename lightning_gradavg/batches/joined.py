@@ -50,7 +50,7 @@ class JoinedIterator(Iterator[Any]):
             self._items = iter(())
         lacks = loader.last is _END
         loader.same.compare(batch if own else None, loader.device)
-        tally = Tally([own, lacks], sum, loader.device)
+        tally = Tally([own, lacks], "sum", loader.device, loader.world.group)
         if begins or not own:
             having, lacking = tally.read()
             if having == 0:
@@ -66,7 +66,7 @@ class JoinedLoader(LoaderWrapper):
 
     def __init__(self, loader: Any, world: World, device: torch.device, loop: TrainingLoop, length: int | None) -> None:
         super().__init__(loader, read=loader, shown=loader, shared=False)
-        self.read, self.device, self._world, self._length = loader, device, world, length
+        self.read, self.device, self.world, self._length = loader, device, world, length
         self.behind = Numbers(loop)
         self.last: Any = _END
         dataset = getattr(loader, "dataset", None)
@@ -83,7 +83,7 @@ class JoinedLoader(LoaderWrapper):
 
     def lend(self) -> None:
         """Give ranks that never had a batch the one of a rank that has. A collective operation."""
-        lent = self._world.gather_objects(None if self.last is _END else (self.last,))
+        lent = self.world.gather_objects(None if self.last is _END else (self.last,))
         if self.last is _END:
             (self.last,) = next(one for one in lent if one is not None)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gradavg.arguments import Refusals, refuse
-from lightning_gradavg.ranks import Agreed, Contribution, World, on_ranks
+from lightning_gradavg.ranks import Agreed, Contribution, World
 from lightning_gradavg.reduction.reference import rank_factors
 from lightning_gradavg.reduction.sums import SUM_DTYPES, sum_dense, sum_sparse, writable
 from lightning_gradavg.reduction.weights import as_weight
@@ -123,15 +123,11 @@ def agreed_factors(rule: Rule, agreed: Agreed) -> list[float]:
         ValueError: If a node is unknown that the rule depends on, or the rule fails.
     """
     weights = [1.0 if weight is None else weight for weight in agreed.weights]
-    unknown = [rank for rank, node in enumerate(agreed.nodes) if node is None]
     factors = rank_factors(rule, [node or 0 for node in agreed.nodes], weights)
     # No rule has the same factors on one node, on a node for each rank, and on uneven nodes, but one without nodes.
-    for guess in (range(len(weights)), [0] * (len(weights) - 1) + [1]) if unknown else ():
+    for guess in (range(len(weights)), [0] * (len(weights) - 1) + [1]) if None in agreed.nodes else ():
         if rank_factors(rule, guess, weights) != rank_factors(rule, [0] * len(weights), weights):
-            raise ValueError(
-                f"reduction={rule.name!r} depends on nodes, and no environment variable of the launcher tells the node"
-                f" {on_ranks(unknown)}. Set NODE_RANK there to the index of the node, from 0."
-            )
+            agreed.known_nodes(f"reduction={rule.name!r} depends on nodes")
     return factors
 
 

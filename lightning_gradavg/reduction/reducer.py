@@ -20,7 +20,7 @@ from lightning_gradavg.reduction.accumulation import Accumulation
 from lightning_gradavg.reduction.average import agreed_factors
 from lightning_gradavg.reduction.gather import weigh_losses_from_here
 from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights
-from lightning_gradavg.reduction.weights import Weights, loss_terms
+from lightning_gradavg.reduction.weights import Weights
 from lightning_gradavg.reduction.window import Window
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
 
@@ -155,13 +155,13 @@ class GradAvgReducer:
                 f"divided_by={divided_by!r} is not a finite number > 0: pass what the trainer divides each loss by"
             )
         weigh_losses_from_here(weighed=False)
-        last, terms, problem = self._ends_window(), loss_terms(loss), None
+        last, problem = self._ends_window(), None
         if self._rule.uses_weight and weight is None and samples is None:
             problem = (
                 f"reduction={self._rule.name!r}, {self._rule.formula}, needs a weight: pass weight= with every loss,"
                 " the number of loss terms (samples, tokens, ...) behind it"
             )
-        micro_batch = self._weights.read(terms, weight, None, samples, problem)
+        terms, micro_batch = self._weights.read(loss, weight, None, samples, problem)
         divisor = divided_by or (1.0 if self._weighs else None)
         sparse = [weight for model in self._models for weight in sparse_weights(model)]
         begin = partial(self._begin, self._accumulation, last=last, divisor=divisor)

@@ -21,7 +21,7 @@ from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.comm_hook import CommHook
 from lightning_gradavg.reduction.nonfinite import NonFinite
 from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights, zero_loss
-from lightning_gradavg.reduction.weights import WHOLE_LOSS, MicroBatch, Weights, loss_terms, misspelt_weight
+from lightning_gradavg.reduction.weights import WHOLE_LOSS, MicroBatch, Weights, misspelt_weight
 from lightning_gradavg.reduction.window import Window
 from lightning_gradavg.rules import RULES, Rule
 
@@ -50,6 +50,7 @@ class Reduction(Part):
         window: The window under way.
         pending: The loss whose backward comes next.
         is_manual: Whether the run is one in manual optimization.
+        judges: Whether all ranks leave out a step, or raise, as one of them must.
         observer: Looks at the step under way, if any does.
     """
 
@@ -64,8 +65,8 @@ class Reduction(Part):
     ) -> None:
         self.rule, self._hook, self._in_pieces, self._on_reduced = rule, hook, in_pieces, on_reduced
         self._judge = None if nonfinite == "propagate" else NonFinite(nonfinite, rank_zero_info)
-        self._is_mean = rule == RULES["mean"]
-        self.is_stock = self._is_mean and self._judge is None
+        self._is_mean, self.judges = rule == RULES["mean"], self._judge is not None
+        self.is_stock = self._is_mean and not self.judges
         self._warned: set[str] = set()
 
     def setup(self, run: Run) -> None:
@@ -185,8 +186,7 @@ class Reduction(Part):
 
     def add(self, loss: Any, weight: Any, samples: float | None, problem: str | None = None) -> WeighedLoss:
         """Return a loss, or terms by name, weighed by the backward that runs next; arguments as of `Weights.read`."""
-        terms = loss_terms(loss)
-        micro_batch = self._weights.read(terms, weight, self._batch, samples, problem)
+        terms, micro_batch = self._weights.read(loss, weight, self._batch, samples, problem)
         if micro_batch.is_zero:
             terms = self._without_weight(terms, micro_batch)
         plain = self.window.carries_nothing and not micro_batch.absent
@@ -235,11 +235,11 @@ class Reduction(Part):
         )
 
     def agree(self, output: Any) -> Any:
-        """Return a training step's output; where steps are judged and some rank has no loss, one that adds nothing.
+        """Return the output of a step that is judged; where some rank has no loss, one that adds nothing.
 
         All ranks run the backward of a gather or none does, and a rank without loss has none to run.
         """
-        if self._judge is None or self.run.world.size == 1:
+        if self.run.world.size == 1:
             return output
         mine = self.pending is not None and self.pending.micro_batch.without_loss
         lost, explicit = map(max, zip(*self.run.world.gather_integers([mine, self._explicit]), strict=True))

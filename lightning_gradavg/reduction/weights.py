@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -161,18 +161,24 @@ class Weights:
             self._targets_ignored = holds_ignored_targets(batch)
 
     def read(
-        self, terms: Iterable[str], weight: Any, batch: Any, samples: float | None = None, problem: str | None = None
-    ) -> MicroBatch:
-        """Return the weights of a micro-batch. It notes what is wrong with them, for all ranks to raise together.
+        self, loss: Any, weight: Any, batch: Any, samples: float | None = None, problem: str | None = None
+    ) -> tuple[Mapping[str, Tensor], MicroBatch]:
+        """Return a loss's terms by name and their weights, with what is wrong with these for all ranks to raise.
 
         Args:
-            terms: The names of the loss terms.
+            loss: A tensor, or terms by name; see `loss_terms`.
             weight: None, one number for all terms, or one per term by name.
             batch: Its samples are counted if no weight was given.
             samples: Their number, where it is known; 0 if they do not count.
             problem: What is known to be wrong.
         """
-        explicit, names, named = weight is not None, sorted(terms), isinstance(weight, Mapping)
+        terms = loss_terms(loss)
+        return terms, self._of_terms(sorted(terms), weight, batch, samples, problem)
+
+    def _of_terms(
+        self, names: list[str], weight: Any, batch: Any, samples: float | None, problem: str | None
+    ) -> MicroBatch:
+        explicit, named = weight is not None, isinstance(weight, Mapping)
         if not self._rule.uses_weight:
             if explicit:
                 self._warn(

@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gradavg.device import HostCopy, on_device, rows_of_ranks
+from lightning_gradavg.device import Tally, on_device
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.weights import ALWAYS_OR_NEVER, MOST_TERMS, WHOLE_LOSS, MicroBatch
@@ -153,9 +152,8 @@ class Window:
             self._constant = float(sum(share_of(rule, place, 1.0).normalizer for place in places))
             self._next_lift = 1.0 if afterwards else float(_scaled(1.0, world.size, self._constant))
         self.carries_nothing = not rule.uses_weight and share_of(rule, self._place, 1.0)[0] * self._next_lift == 1
-        self._summary: Tensor | None = None
-        self._work: dist.Work | None = None
-        self._unchecked: tuple[Window, HostCopy] | None = None
+        self._tally: Tally | None = None
+        self._unchecked: tuple[Window, Tally] | None = None
         self.known, self.is_alone = _UNKNOWN, False
         self.reset()
 
@@ -259,11 +257,9 @@ class Window:
             return
         shares = {} if first is None else self._judge(first)[0]
         largest = max((float(share.normalizer) for share in shares.values()), default=0.0)
-        number = on_device(torch.tensor([largest], dtype=torch.float64), self.device)
-        if self.world.group is not None:
-            dist.all_reduce(number, dist.ReduceOp.MAX, group=self.world.group)
+        (number,) = Tally([largest], "max", self.device, self.world.group).read()
         # Where no rank has any weight, the next window asks again.
-        self._lift = self._next_lift = _lift_of(float(number))
+        self._lift = self._next_lift = _lift_of(number)
 
     def held(self) -> list[Any]:
         """Return what each term of the latest micro-batch carries in a longer window; None for no gradient."""
@@ -298,13 +294,7 @@ class Window:
         Args:
             more: Further numbers to sum, as many on all ranks.
         """
-        self._summary = self._work = None
-        if self._exchanges:
-            self._summary = self._summarized(more)
-            if self.world.group is not None and self.device.type == "cpu":
-                self._summary, self._work = rows_of_ranks(self._summary, self.world.group)
-            elif self.world.group is not None:
-                self._work = dist.all_reduce(self._summary, group=self.world.group, async_op=True)
+        self._tally = Tally(self._summarized(more), "sum", self.device, self.world.group) if self._exchanges else None
 
     def _summarized(self, more: Sequence[float] = ()) -> Tensor:
         """Return the float64 vector whose sum over the ranks `Totals` reads."""
@@ -337,14 +327,12 @@ class Window:
         """
         self.check()
         self.known = _UNKNOWN
-        if self._work is not None:
-            self._work.wait()
-        if self._summary is not None and self.device.type == "cpu":
-            rows = self._summary.view(-1, self._summary.shape[-1])
-            self.known = self._checked(Totals.of(rows.sum(0).tolist()))
-        elif self._summary is not None:
-            self._unchecked = copy.copy(self), HostCopy(self._summary)
-            self.known = Totals.of(self._summary)
+        if self._tally is not None and self.device.type == "cpu":
+            self.known = self._checked(Totals.of(self._tally.read()))
+        elif self._tally is not None:
+            self._unchecked = copy.copy(self), self._tally
+            self._tally.wait()
+            self.known = Totals.of(self._tally.row)
         return self.known
 
     def check(self) -> Totals:
