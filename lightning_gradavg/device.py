@@ -84,7 +84,7 @@ class Tally:
             stream.wait_stream(current_stream(device))
             with within(stream):
                 self.wait()
-                self._copy = torch.empty_like(row, device="cpu", pin_memory=True).copy_(row, non_blocking=True)
+                self._copy = torch.empty(row.shape, dtype=row.dtype, pin_memory=True).copy_(row, non_blocking=True)
                 self._event = stream.record_event()
 
     def wait(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,117 +40,72 @@ class _Given(dict[str, Any]):
         return repr(self.rule.name) if isinstance(self.reduction, str) else self.rule.name
 
 
-_Refusal = tuple[Callable[[Any], object], str]
+_AGAINST = "{name}={v} contradicts equivalent_to={o.preset!r}, "
+_BITS = "{name}={v!r} contradicts reproducible=True, which "
+_ONE = " Leave one of them out."
 
-
-def _below_1(name: str, none: str) -> _Refusal:
-    return lambda o: o[name] is not None and o[name] < 1, f"{name} must be 1 or more, or None {none}, got {{o.{name}}}"
-
-
-def _unsplit(name: str) -> _Refusal:
-    return (
-        lambda o: o[name] is not None and not o.splits,
+_REFUSED: Mapping[str, tuple[str, Callable[[Any, Any], object]]] = {
+    "{name}={v!r} is no preset.{hint} Use one of 'data_parallel', 'single_device', or None.": (
+        ("equivalent_to", lambda _, v: v is not None and v not in PRESETS)
+    ),
+    "{name} must be 1 or more, or None for the world size, got {v}": (
+        ("num_replicas", lambda _, v: v is not None and v < 1)
+    ),
+    "{name} must be 1 or more, or None for no limit, got {v}": (
+        ("max_device_batch_size", lambda _, v: v is not None and v < 1)
+    ),
+    "{name}={v} averages weights instead of reducing gradients. Leave it out, or use"
+    " lightning.pytorch.strategies.DDPStrategy.": ("model_averaging_period", lambda _, v: v is not None),
+    "{name}={v!r} is the size of buckets in MiB: give more than 0, or None for DDP's own": (
         (
-            f"{name}={{o.{name}}} cuts the chunks of split_batches=True, not set here. Set it, or choose the loader's"
-            " batch_size and accumulate_grad_batches yourself."
-        ),
-    )
-
-
-def _of_some_ranks(name: str) -> _Refusal:
-    return (
-        lambda o: o.get(name) is not None,
-        (
-            f"{name}={{o.{name}!r}} reduces gradients over some of the run's ranks, and the rule counts them all. Use"
-            " lightning.pytorch.strategies.DDPStrategy, or average_gradients(group=...) in your own loop."
-        ),
-    )
-
-
-def _against(name: str, why: str, *presets: str) -> _Refusal:
-    """Return the refusal of an option that may only be None or True under some presets."""
-    return (
-        lambda o: o.preset in presets and o.get(name) not in (None, True),
-        f"{name}={{o.{name}}} contradicts equivalent_to={{o.preset!r}}, {why}",
-    )
-
-
-def _irreproducible(name: str, given: Callable[[Any], object], why: str) -> _Refusal:
-    return (
-        lambda o: o.reproducible and given(o.get(name)),
-        f"{name}={{o.{name}!r}} contradicts reproducible=True, which {why}. Leave one of them out.",
-    )
-
-
-_SIZE = "is the size of buckets in MiB: give more than 0, or None for DDP's own"
-_BUFFERS = "whose ranks all hold the buffers of one run. Leave one of them out."
-
-_REFUSED: Sequence[_Refusal] = (
-    (
-        lambda o: o.equivalent_to is not None and o.equivalent_to not in PRESETS,
-        "equivalent_to={o.equivalent_to!r} is no preset.{hint} Use one of 'data_parallel', 'single_device', or None.",
+            "bucket_cap_mb bucket_cap_mb_list",
+            lambda _, v: any(size <= 0 for size in (v if isinstance(v, list) else [v]) if size is not None),
+        )
     ),
-    _below_1("num_replicas", "for the world size"),
-    _below_1("max_device_batch_size", "for no limit"),
-    (
-        lambda o: o.model_averaging_period is not None,
-        (
-            "model_averaging_period={o.model_averaging_period} averages weights instead of reducing gradients. Leave it"
-            " out, or use lightning.pytorch.strategies.DDPStrategy."
-        ),
+    "{name}={v!r} reduces gradients over some of the run's ranks, and the rule counts them all. Use"
+    " lightning.pytorch.strategies.DDPStrategy, or average_gradients(group=...) in your own loop.": (
+        ("process_group device_mesh", lambda _, v: v is not None)
     ),
-    (lambda o: o.bucket_cap_mb is not None and o.bucket_cap_mb <= 0, f"bucket_cap_mb={{o.bucket_cap_mb!r}} {_SIZE}"),
-    (lambda o: min(o.bucket_cap_mb_list or [1]) <= 0, f"bucket_cap_mb_list={{o.bucket_cap_mb_list!r}} {_SIZE}"),
-    _of_some_ranks("process_group"),
-    _of_some_ranks("device_mesh"),
-    _irreproducible(
-        "equivalent_to",
-        lambda preset: preset not in (None, _DATA_PARALLEL),
-        "has replicas on any number of ranks. Use equivalent_to='data_parallel'",
+    f"{_BITS}has replicas on any number of ranks. Use equivalent_to='data_parallel'.{_ONE}": (
+        ("equivalent_to", lambda o, v: o.reproducible and v not in (None, _DATA_PARALLEL))
     ),
-    (
-        lambda o: o.reproducible and o.num_replicas is None,
-        (
-            "reproducible=True needs num_replicas, the chunks of each loader batch, got None. Give a number that every"
-            " number of ranks to be used divides, such as num_replicas=8."
-        ),
-    ),
-    _irreproducible("ddp_comm_hook", bool, "sums in its own order"),
-    _irreproducible("ddp_comm_wrapper", bool, "sums in its own order"),
-    _irreproducible("static_graph", bool, "runs one backward for each replica"),
-    _irreproducible("nonfinite", lambda policy: policy != "propagate", "reduces nothing before the last backward"),
-    _unsplit("max_device_batch_size"),
-    _unsplit("num_replicas"),
-    (
-        lambda o: None not in (o.num_replicas, o.max_device_batch_size) and not o.equivalent_to,
-        (
-            "max_device_batch_size={o.max_device_batch_size} cuts the replicas of num_replicas={o.num_replicas}, each"
-            " of which is one forward. Raise num_replicas, or use torch.utils.checkpoint in the model."
-        ),
-    ),
-    (
-        lambda o: o.preset is not None and o.rule.name not in _WHOLE_BATCH,
-        (
-            "reduction={o.reduces} contradicts equivalent_to={o.preset!r}, whose gradient is that of the loss over the"
-            f" whole batch. Use one of {', '.join(map(repr, _WHOLE_BATCH))}, or leave equivalent_to out."
-        ),
-    ),
-    _against("split_batches", "whose global batch is the loader's batch. Leave one of them out.", *PRESETS),
-    _against("exact_evaluation", "which evaluates each sample once. Leave one of them out.", *PRESETS),
-    _against("broadcast_buffers", _BUFFERS, *PRESETS),
-    _against("forward_sync_buffers", _BUFFERS, *PRESETS),
-    _against(
-        "max_device_batch_size",
-        "which computes each replica whole. Raise num_replicas, or use torch.utils.checkpoint in the model.",
-        _DATA_PARALLEL,
-    ),
-    _against(
+    "reproducible=True needs num_replicas, the chunks of each loader batch, got None. Give a number that every number"
+    " of ranks to be used divides, such as num_replicas=8.": (
         "num_replicas",
-        "which has one replica on any number of ranks. Leave it out, or use equivalent_to='data_parallel'.",
-        _SINGLE_DEVICE,
+        lambda o, v: o.reproducible and v is None,
     ),
-)
-"""Options of the strategy that are refused: a predicate and the message, in which `o` has the options."""
+    f"{_BITS}sums in its own order.{_ONE}": ("ddp_comm_hook ddp_comm_wrapper", lambda o, v: o.reproducible and v),
+    f"{_BITS}runs one backward for each replica.{_ONE}": ("static_graph", lambda o, v: o.reproducible and v),
+    f"{_BITS}reduces nothing before the last backward.{_ONE}": (
+        ("nonfinite", lambda o, v: o.reproducible and v != "propagate")
+    ),
+    "{name}={v} cuts the chunks of split_batches=True, not set here. Set it, or choose the loader's batch_size and"
+    " accumulate_grad_batches yourself.": (
+        ("max_device_batch_size num_replicas", lambda o, v: v is not None and not o.splits)
+    ),
+    "{name}={v} cuts the replicas of num_replicas={o.num_replicas}, each of which is one forward. Raise num_replicas,"
+    " or use torch.utils.checkpoint in the model.": (
+        ("max_device_batch_size", lambda o, v: None not in (o.num_replicas, v) and not o.equivalent_to)
+    ),
+    f"{_AGAINST}whose gradient is that of the loss over the whole batch. Use one of"
+    f" {', '.join(map(repr, _WHOLE_BATCH))}, or leave equivalent_to out.": (
+        ("reduction", lambda o, _: o.preset is not None and o.rule.name not in _WHOLE_BATCH)
+    ),
+    f"{_AGAINST}whose global batch is the loader's batch.{_ONE}": (
+        ("split_batches", lambda o, v: o.preset and v is False)
+    ),
+    f"{_AGAINST}which evaluates each sample once.{_ONE}": ("exact_evaluation", lambda o, v: o.preset and v is False),
+    f"{_AGAINST}whose ranks all hold the buffers of one run.{_ONE}": (
+        ("broadcast_buffers forward_sync_buffers", lambda o, v: o.preset and v is False)
+    ),
+    f"{_AGAINST}which computes each replica whole. Raise num_replicas, or use torch.utils.checkpoint in the model.": (
+        ("max_device_batch_size", lambda o, v: o.preset == _DATA_PARALLEL and v is not None)
+    ),
+    f"{_AGAINST}which has one replica on any number of ranks. Leave it out, or use equivalent_to='data_parallel'.": (
+        ("num_replicas", lambda o, v: o.preset == _SINGLE_DEVICE and v is not None)
+    ),
+}
+"""Why options of the strategy are refused: their names, and a predicate of all options and the value."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +139,12 @@ class Options:
             TypeError: If `reduction` is neither a name nor a function.
         """
         given = _Given(options, rule=resolve_rule(options["reduction"]))
-        for holds, message in _REFUSED:
-            if holds(given):
-                raise ValueError(message.format(o=given, hint=did_you_mean(given.equivalent_to, PRESETS)))
+        for message, (names, holds) in _REFUSED.items():
+            for name in names.split():
+                if holds(given, given.get(name)):
+                    value = given.reduces if name == "reduction" else given.get(name)
+                    hint = did_you_mean(given.equivalent_to, PRESETS)
+                    raise ValueError(message.format(name=name, v=value, o=given, hint=hint))
         return cls(
             rule_of_split_batches(given.rule) if given.splits else given.rule,
             given.preset,

@@ -277,11 +277,11 @@ class Window:
         """Return what the reduced gradient of a longer window is multiplied by."""
         ratio, of_z = self._of_length
         self.divided_by = ratio * self.divisor / self.lift
+        scale = self.divisor * self.world.size
         if self.rule.uses_weight:
-            normalizer = self._usable(totals, 0) * of_z
-        else:
-            normalizer = self._constant * self.length ** (1 + self._powers.normalizer) - self.missed
-        return _scaled(ratio, self.divisor * self.world.size, normalizer) / self.lift
+            return _scaled(ratio, scale / of_z, self._usable(totals, 0)) / self.lift
+        normalizer = self._constant * self.length ** (1 + self._powers.normalizer) - self.missed
+        return _scaled(ratio, scale, normalizer) / self.lift
 
     def _usable(self, totals: Totals, index: int) -> Any:
         """Return `Z` of a loss term; 0 where the window is faulty, so that no step is taken on it."""
