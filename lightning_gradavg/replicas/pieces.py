@@ -55,6 +55,7 @@ class Pieces(Part):
 
     def __init__(self, options: Options, *, static_graph: bool = False) -> None:
         self._options, self._static_graph = options, static_graph
+        self._runs_pieces = options.replicated or options.max_device_batch_size is not None
 
     def setup(self, run: Run) -> None:
         """Name what cannot be served, before DDP wraps the module, which has objections of its own."""
@@ -82,7 +83,7 @@ class Pieces(Part):
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Return the output of all pieces of a training step, with the loss of the last to be run."""
         chunk, reproducible = step.batches.chunk, self._options.reproducible
-        if not (self._options.replicated or self._options.max_device_batch_size):
+        if not self._runs_pieces:
             with step.batches.training_step():
                 return self._forward(step, self.weight(chunk), batch, *args)
         assert chunk is not None
