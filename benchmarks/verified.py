@@ -1,18 +1,23 @@
-"""A model of 124 million parameters to verify.
+"""Time and memory of `gradavg verify` for a model of 124 million parameters, and of one process that trains it.
 
-The command and its figures are in docs/verify.md.
+The figures are in docs/verify.md. Linux only: memory is what /proc says of all processes together.
 """
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-__all__ = ["Model", "data"]
+__all__ = ["Model", "data", "main", "train"]
 
 _WORDS, _WIDTH, _LENGTH = 50_257, 768, 64
 
@@ -45,3 +50,43 @@ def data() -> DataLoader[Any]:
     """Return random texts, two in a batch."""
     words = torch.randint(_WORDS, (16, _LENGTH), generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(words), batch_size=2)
+
+
+def train() -> None:
+    """Train two steps in float64 on one process."""
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger"), False)
+    Trainer(max_steps=2, precision="64-true", accelerator="cpu", **quiet).fit(Model(), data())
+
+
+def _memory(root: int) -> int:
+    """Return the bytes that a process and its descendants hold; what they share counts once."""
+    parents, shares = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    for each in parents:
+        chain = [each]
+        while chain[-1] in parents:
+            chain.append(parents[chain[-1]])
+        with contextlib.suppress(OSError, IndexError):
+            if root in chain:
+                shares[each] = int(Path(f"/proc/{each}/smaps_rollup").read_text().split("Pss:")[1].split()[0]) * 1024
+    return sum(shares.values())
+
+
+def main() -> None:
+    """Print what both take."""
+    verify = "-m lightning_gradavg verify benchmarks/verified.py:Model --data benchmarks/verified.py:data --steps 2"
+    alone = ["-c", "from benchmarks.verified import train; train()"]
+    for name, arguments in {"one process trains": alone, "gradavg verify": verify.split()}.items():
+        begun, most = time.perf_counter(), 0
+        with subprocess.Popen([sys.executable, *arguments]) as process:
+            while process.poll() is None:
+                most = max(most, _memory(process.pid))
+                time.sleep(0.2)
+        took = f"{time.perf_counter() - begun:.0f} s, {most / 1e9:.1f} GB"
+        print(f"{name}: exit code {process.returncode}, {took}")  # noqa: T201  # a benchmark prints
+
+
+if __name__ == "__main__":
+    main()

@@ -731,7 +731,11 @@ RUNS = {
     "windows in manual optimization": Run(lambda: Manual(every=2), WINDOWS, steps=1, not_shown="the user's own sum"),
     "padding beyond the steps": Run(data=31, options=SHUFFLED, not_shown="the sampler repeats 1 samples"),
     "a short window beyond the steps": Run(
-        Net, ((4,) * 5, (4,) * 5), options=TWO, steps=1, not_shown="it has 1 of 2 micro-batches"
+        Net,
+        ((4,) * 5, (4,) * 5),
+        options=TWO,
+        steps=1,
+        not_shown="2 micro-batches of 4 samples, whose means DDPStrategy adds up and divides by 4",
     ),
 }
 
@@ -828,7 +832,7 @@ MINE = {
         lambda: m.Step(m.layers, m.classified),
         sizes=((4, 4, 2), (4, 4, 4)),
         steps=1,
-        not_shown="as if they were equal",
+        not_shown="2 micro-batches of 2 and 4 samples",
     ),
 }
 RUNS.update(MINE)

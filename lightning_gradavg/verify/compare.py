@@ -19,6 +19,9 @@ from lightning_gradavg.verify.samples import Read
 __all__ = ["Seen", "difference", "differences", "differences_in_reading", "flat", "gap_between", "multiple_of"]
 
 
+_MOST_BATCHES = 20_000  # of an epoch whose windows are looked at
+
+
 class Seen(NamedTuple):
     """A difference at a stage of a step, and what was compared there."""
 
@@ -149,13 +152,11 @@ class _Reading:
     """Whether the ranks together read what one process reads: each sample as often, in the same order and batches."""
 
     def __init__(self, tapes: Sequence[Tape], alone: Read) -> None:
-        self.tapes, self.alone, self.facts = tapes, alone, tapes[0].facts
+        self.tapes, self.alone = tapes, alone
+        self.facts = tapes[0].facts
         reads = [alone, *(tape.read for tape in tapes)]
-        self.complete, self.chosen, self.shuffled = (
-            all(read.complete for read in reads),
-            any(read.chooses for read in reads),
-            any(read.shuffles for read in reads),
-        )
+        self.complete, self.chosen = all(each.complete for each in reads), any(each.chooses for each in reads)
+        self.shuffled = any(each.shuffles for each in reads)
         self.stream = [one for batch in alone.batches for one in batch]
         self.there = Counter(self.stream)
         self.of_ranks = [tape.read.batches for tape in tapes]
@@ -181,26 +182,25 @@ class _Reading:
                 yield Finding("padding", "samples", text, position)
 
     def lengths(self) -> Iterator[str]:
-        """Yield what the compared steps do not have: a short last batch, or a short window."""
-        facts, steps, window = self.facts, self.tapes[0].steps, max(1, self.facts.accumulation)
-        taken, epoch = sum(len(step.taken) for step in steps), facts.epoch_batches
-        averages = facts.rule.name.startswith("mean") and not facts.rule.uses_weight
-        if averages and all(len({one.size for one in each}) == 1 for each in self.taken):
-            for start in range(-(-taken // window) * window, int(min([*map(len, self.of_ranks), epoch])), window):
-                held = [batch for batches in self.of_ranks for batch in batches[start : start + window]]
-                if len(sizes := dict.fromkeys(map(len, held))) > 1:
-                    yield (
-                        f"the batches from {start} on of an epoch, beyond the steps, hold"
-                        f" {' and '.join(map(str, sizes))} samples: means over them are averaged as if they were equal"
-                    )
-                    break
-        rest = epoch % window if math.isfinite(epoch) else 0
-        seen = any(len(step.taken) < window for step in steps) or taken >= epoch
-        if rest and facts.automatic and not (facts.ours or seen):
-            yield (
-                f"the last window of an epoch was not among the steps: it has {rest:g} of {window} micro-batches, and"
-                f" {facts.strategy} still divides it by {window}; GradAvgStrategy does not"
-            )
+        """Yield a remark on a window beyond the steps in which not every micro-batch counts as its samples do."""
+        facts, window, world = self.facts, max(1, self.facts.accumulation), len(self.tapes)
+        taken, known = sum(len(step.taken) for step in self.tapes[0].steps), min(map(len, self.of_ranks))
+        even = all(len({one.size for one in each}) == 1 for each in self.taken)
+        if not facts.automatic or facts.rule.uses_weight or not facts.rule.name.startswith("mean"):
+            return
+        number = int(min(known or math.inf, facts.epoch_batches, _MOST_BATCHES))
+        for start in range(-(-taken // window) * window, number, window):
+            stop = min(start + window, number)
+            held = [len(batch) for batches in self.of_ranks for batch in batches[start:stop]]
+            held = held if even and known else [1] * (stop - start) * world
+            divisor = len(held) if facts.ours else window * world
+            if any(size * divisor != sum(held) for size in held):
+                sizes = f" of {' and '.join(map(str, sorted(set(held))))} samples" if even and known else ""
+                yield (
+                    f"beyond the compared steps, from batch {start} on, a window has {len(held)} micro-batches{sizes},"
+                    f" whose means {facts.strategy} adds up and divides by {divisor}"
+                )
+                return
 
     def coverage(self) -> Iterator[Finding | str]:
         """Yield what is said of samples that an epoch never reads, or reads more than once."""
@@ -221,6 +221,7 @@ class _Reading:
 
     def order(self) -> Iterator[Finding | str]:
         """Yield the first global batch that is not what one process reads at that place of its epoch."""
+        free = self.shuffled or self.facts.splits_batches
         left, places = self.stream, {one: index for index, one in enumerate(self.stream)}
         for position, batches in enumerate(self.steps):
             here = Counter(one for batch in batches for one in batch)
@@ -231,21 +232,11 @@ class _Reading:
                 continue
             if not self.there.keys() & here.keys():
                 text = "no sample is one that one process reads: they may be transformed at random"
-                yield (
-                    Finding("data order", "samples", text, position, note=True)
-                    if self.shuffled or self.facts.splits_batches
-                    else text
-                )
+                yield Finding("data order", "samples", text, position, note=True) if free else text
                 return
-            of_ranks = [
-                [places.get(one, -1) for step in t.steps for b in step.taken if b.counts for one in b.ids]
-                for t in self.tapes
-            ]
-            rising = all(one < other for of_rank in of_ranks for one, other in pairwise(of_rank))
-            text = (
-                f"at this step, {(here & there).total()} of the {here.total()} samples of the global batch match the"
-                " single-process run"
-            )
+            read = ([one for step in t.steps for batch in step.taken for one in batch.ids] for t in self.tapes)
+            rising = all(places.get(one, -1) < places.get(other, -1) for of in read for one, other in pairwise(of))
+            text = f"{(here & there).total()} of the {here.total()} samples of the step are those of one process there"
             yield Finding("data order", "samples", text, position, note=self.shuffled or rising)
             return
 

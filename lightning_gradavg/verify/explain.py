@@ -129,10 +129,10 @@ class _Judge:
         of_ranks = next(self._between_ranks(), None)
         found = of_ranks if of_ranks is not None and (found is None or of_ranks.step <= found.step) else found
         findings = [] if found is None else [found]
+        if not remarks and (found is None or found.stage != "initial weights"):
+            findings += self._logged(alone, steps)
         of_samples, more = differences_in_reading(self.tapes, alone.read) if order else ([], [])
         findings, remarks = [*findings, *of_samples], [*remarks, *more]
-        if found is None or found.stage != "initial weights":
-            findings += self._logged(alone, steps)
         findings.sort(key=lambda each: (each.note, each.step, STAGES.index(each.stage)))
         used = {"split_batches": facts.splits_batches, "equivalent_to": facts.replicated, "GradAvgStrategy": facts.ours}
         given = [name for name, there in used.items() if there]

@@ -32,6 +32,7 @@ __all__ = ["DrawsBySample", "Loading", "Part", "Read", "first_loader", "is_part"
 
 _MOST_BATCHES, _MOST_SAMPLES = 20_000, 5_000  # of an epoch that is read without training; samples are loaded
 _KEPT_BATCHES = 512  # that are read ahead
+_SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler, type(None))  # that read every sample once
 _LOW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110685705)  # of splitmix64, as signed
 
@@ -145,7 +146,6 @@ class Loading:
     def __init__(self) -> None:
         self.made: dict[int, tuple[Any, Part]] = {}
         self.skims = False
-        self._fingerprints: dict[int, tuple[Any, bytes | None]] = {}
 
     def watching(self) -> AbstractContextManager[None]:
         """Watch every `DataLoader` within."""
@@ -154,10 +154,7 @@ class Loading:
     def _watch(self, fetcher: Any) -> None:
         dataset, known = fetcher.dataset, None
         if not isinstance(dataset, IterableDataset):
-            fetcher.dataset = _Seeded(dataset)
-            if id(dataset) not in self._fingerprints:
-                self._fingerprints[id(dataset)] = dataset, _fingerprint(dataset)
-            _, known = self._fingerprints[id(dataset)]
+            fetcher.dataset, known = _Seeded(dataset), _fingerprint(dataset)
         if not fetcher.auto_collation:
             return
         fetch, collate, indices = fetcher.fetch, fetcher.collate_fn, list[Any]()
@@ -211,10 +208,9 @@ class Loading:
         """Read the first loader of a run once, without training."""
         loader = first_loader(getattr(given, "iterables", given))
         dataset, sampler = getattr(loader, "dataset", None), getattr(loader, "sampler", None)
-        streams = isinstance(dataset, IterableDataset)
-        own = type(getattr(loader, "batch_sampler", None)).__module__.partition(".")[0]
-        plain = isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler, type(None)))
-        own_choice = not plain or own not in ("torch", "lightning_gradavg", "builtins")
+        streams, indexed = isinstance(dataset, IterableDataset), hasattr(dataset, "__len__")
+        dealing = type(getattr(loader, "batch_sampler", None)).__module__.partition(".")[0]
+        own = dealing not in ("torch", "lightning_gradavg", "builtins") or not isinstance(sampler, _SAMPLERS)
         found: list[Any] = []
         self.skims, self.made, loaded = True, {}, 0
         try:
@@ -232,9 +228,7 @@ class Loading:
             tuple(found),
             complete=0 < len(found) < _MOST_BATCHES and loaded < _MOST_SAMPLES,
             shuffles=streams or isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
-            chooses=hasattr(dataset, "__len__")
-            and not streams
-            and (own_choice or bool(getattr(sampler, "replacement", False))),
+            chooses=indexed and not streams and (own or bool(getattr(sampler, "replacement", False))),
             dealt=isinstance(sampler, DistributedSampler),
         )
 
@@ -400,15 +394,12 @@ def _widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
     """Return the arguments of an operator with float64 for lower types, where types are stated or mixed."""
     if kwargs.get("dtype") in _LOW:
         kwargs["dtype"] = torch.float64
-    nested = [each for value in args for each in (value if isinstance(value, (list, tuple)) else [value])]
-    types = {each.dtype for each in nested if isinstance(each, Tensor)}
+    types = {leaf.dtype for _, leaf in leaves(args) if isinstance(leaf, Tensor)}
     if torch.float64 not in types or not types & _LOW:
         return args, kwargs
 
-    def wide(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(wide(each) for each in value)
-        return value.double() if isinstance(value, Tensor) and value.dtype in _LOW else value
+    def wide(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, Tensor) and leaf.dtype in _LOW else leaf
 
     kept = int(writes_in_place(func))  # the first argument stays what it is
-    return (*args[:kept], *map(wide, args[kept:])), kwargs
+    return (*args[:kept], *mapped(args[kept:], wide)), kwargs

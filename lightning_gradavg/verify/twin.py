@@ -9,6 +9,7 @@ anew up to a step that has only those.
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import pickle
 import warnings
@@ -209,6 +210,7 @@ class Twin:
             Refused: If it cannot be computed.
         """
         steps = [*([self.taken(index)] for index in range(position)), [group]]
+        gc.collect()  # the module of the run before, which its Trainer and it hold in a circle
         tape = self.run(steps, variation)
         if tape.problem:
             raise Refused(tape.problem)
