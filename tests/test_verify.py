@@ -18,9 +18,8 @@ from verify_runs import RUNS, Net
 
 from lightning_gradavg.cli import main
 from lightning_gradavg.cli.lightning import read_names
-from lightning_gradavg.verify.compare import difference
 from lightning_gradavg.verify.processes import require_memory
-from lightning_gradavg.verify.record import sketch
+from lightning_gradavg.verify.record import difference, sketch
 from lightning_gradavg.verify.report import (
     CAUSES,
     STAGES,

@@ -119,6 +119,10 @@ def multiplied(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
     return own(batch) * m.world()
 
 
+def multiplied_late(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
+    return own(batch) * (m.world() if batch_idx == 1 else 1)
+
+
 def spread(self: Any, own: Any, batch: Batch, batch_idx: int) -> Any:
     return self(batch[0]).var(dim=0, correction=0).sum()
 
@@ -434,6 +438,11 @@ def sgd(self: Any, **options: Any) -> Any:
     return torch.optim.SGD(self.parameters(), **{"lr": 0.1, **options})
 
 
+def grouped(self: Any, other: float) -> Any:
+    first, *_, last = self.model
+    return torch.optim.SGD([{"params": first.parameters()}, {"params": last.parameters(), "lr": other}], lr=0.1)
+
+
 def one_cycle(self: Any) -> Any:
     """Adam makes much of gradients that are zero but for rounding, as of a bias before batch norm."""
     optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -663,6 +672,9 @@ RUNS = {
         with_step(compensated), UNEVEN, BY_WEIGHT, cause="hand-compensated loss"
     ),
     "a loss multiplied by the ranks, dropout": Run(with_step(multiplied, dropped), cause="hand-compensated loss"),
+    "a loss multiplied by the ranks in the second step": Run(
+        with_step(multiplied_late), ((4,) * 4, (4,) * 4), steps=3, cause="hand-compensated loss"
+    ),
     "a GAN multiplied by the ranks": Run(lambda: Gan(0), strategy=unused, steps=4, cause="hand-compensated loss"),
     "a loss divided by the ranks": Run(with_step(divided), cause="double division"),
     "a communication hook that divides again": Run(
@@ -701,6 +713,9 @@ RUNS = {
         with_optimizer(lambda self: sgd(self, lr=0.1 * self.trainer.world_size, momentum=0.9)),
         cause="learning-rate scale",
     ),
+    "a learning rate of one group times the ranks": Run(
+        with_optimizer(lambda self: grouped(self, 0.1 * self.trainer.world_size)), cause="learning-rate scale"
+    ),
     "weight decay times the ranks": Run(
         with_optimizer(lambda self: sgd(self, weight_decay=0.01 * self.trainer.world_size)),
         cause="optimizer options",
@@ -725,6 +740,10 @@ RUNS = {
     ),
     "spectral norm in windows": Run(
         lambda: _with_spectral_norm(Net()), WINDOWS, GradAvgStrategy, TWO, not_shown="keeps state for every micro-batch"
+    ),
+    "L-BFGS, a sum loss": Run(
+        with_optimizer(lambda self: torch.optim.LBFGS(self.parameters(), max_iter=3), lambda: Net("sum")),
+        cause="sum loss",
     ),
     "L-BFGS": Run(with_optimizer(lambda self: torch.optim.LBFGS(self.parameters(), max_iter=3))),
     "a loss of the positions in a batch": Run(with_step(by_position), not_shown="their positions in the batch"),

@@ -1,4 +1,4 @@
-"""The judgement of a run: where it first differs from one process, and why.
+"""The judgement of a run: what it reads otherwise than one process, where it first differs in training, and why.
 
 `P` are the gradients that one process computes of each micro-batch alone, `F` that of all samples at once, and `G` what
 the run made of them. The combination of `P` that is `F` is *right*, the one that is `G` is what was *done*. Where they
@@ -9,10 +9,12 @@ a hook, or by the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -20,16 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradavg.lightning_internals import BatchNorm, without_gradient_hooks
-from lightning_gradavg.verify.compare import (
+from lightning_gradavg.verify.record import (
+    Refused,
     Seen,
+    Step,
+    Tape,
+    Tensors,
     difference,
     differences,
-    differences_in_reading,
     flat,
     gap_between,
 )
-from lightning_gradavg.verify.record import Refused, Step, Tape, Tensors
 from lightning_gradavg.verify.report import CAUSES, STAGES, Finding, Report, Stage, times
+from lightning_gradavg.verify.samples import Read
 from lightning_gradavg.verify.target import Settings
 from lightning_gradavg.verify.twin import Build, Twin
 
@@ -69,10 +74,11 @@ _SUM = frozenset({"sum"})
 _RIGHT = ("samples", "weights", "sum", "mean")
 _TWICE = ("divided twice", "samples, divided twice", "weights, divided twice")
 _WIRES = {"bf16 wire": torch.bfloat16, "fp16 wire": torch.float16}
+_MOST_BATCHES = 20_000  # of an epoch whose windows are looked at
 _ELEMENTS = 2048  # of a sketch; the others are sums
 
 
-class _Reading(NamedTuple):
+class _Sign(NamedTuple):
     """What a cause shows by: what was done, what would be right, and the detail."""
 
     cause: str
@@ -81,20 +87,20 @@ class _Reading(NamedTuple):
     detail: str
 
 
-_READINGS = (
-    _Reading("sum loss", (*_MEANS, *_WEIGHED, "configured window"), _SUM, "{multiple}: the loss is a sum over samples"),
-    _Reading(
+_SIGNS = (
+    _Sign("sum loss", (*_MEANS, *_WEIGHED, "configured window"), _SUM, "{multiple}: the loss is a sum over samples"),
+    _Sign(
         "short window",
         ("configured window",),
         _OF_TERMS,
         "{multiple}: the window has {length:g} micro-batches on each rank and is divided by {window}",
     ),
-    _Reading("double division", _TWICE, _OF_TERMS, "{multiple}: it is divided by the {ranks} ranks a second time"),
-    _Reading("counts", ("sum",), _OF_TERMS, "{multiple}: the loss is a mean, but the reduction adds up the ranks"),
-    _Reading("counts", _WEIGHED, _OF_TERMS, "{shares}: the weights are not the numbers of terms"),
-    _Reading("mean of means", _MEANS, _OF_TERMS, "{shares} equally: the ranks' losses have different numbers of terms"),
-    _Reading("hand-compensated loss", ("multiplied",), _OF_TERMS, "{multiple}: it is multiplied by the {ranks} ranks"),
-    _Reading("unsynchronised replicas", ("alone",), _OF_TERMS | _SUM, "the gradient is that of one rank alone"),
+    _Sign("double division", _TWICE, _OF_TERMS, "{multiple}: it is divided by the {ranks} ranks a second time"),
+    _Sign("counts", ("sum",), _OF_TERMS, "{multiple}: the loss is a mean, but the reduction adds up the ranks"),
+    _Sign("counts", _WEIGHED, _OF_TERMS, "{shares}: the weights are not the numbers of terms"),
+    _Sign("mean of means", _MEANS, _OF_TERMS, "{shares} equally: the ranks' losses have different numbers of terms"),
+    _Sign("hand-compensated loss", ("multiplied",), _OF_TERMS, "{multiple}: it is multiplied by the {ranks} ranks"),
+    _Sign("unsynchronised replicas", ("alone",), _OF_TERMS | _SUM, "the gradient is that of one rank alone"),
 )
 
 
@@ -131,7 +137,7 @@ class _Judge:
         findings = [] if found is None else [found]
         if not remarks and (found is None or found.stage != "initial weights"):
             findings += self._logged(alone, steps)
-        of_samples, more = differences_in_reading(self.tapes, alone.read) if order else ([], [])
+        of_samples, more = _differences_in_reading(self.tapes, alone.read) if order else ([], [])
         findings, remarks = [*findings, *of_samples], [*remarks, *more]
         findings.sort(key=lambda each: (each.note, each.step, STAGES.index(each.stage)))
         used = {"split_batches": facts.splits_batches, "equivalent_to": facts.replicated, "GradAvgStrategy": facts.ours}
@@ -237,6 +243,108 @@ class _Judge:
         return []
 
 
+class _Reading:
+    """Whether the ranks together read what one process reads: each sample as often, in the same order and batches."""
+
+    def __init__(self, tapes: Sequence[Tape], alone: Read) -> None:
+        self.tapes, self.alone = tapes, alone
+        self.facts = tapes[0].facts
+        reads = [alone, *(tape.read for tape in tapes)]
+        self.complete, self.chosen = all(each.complete for each in reads), any(each.chooses for each in reads)
+        self.shuffled = any(each.shuffles for each in reads)
+        self.stream = [one for batch in alone.batches for one in batch]
+        self.there = Counter(self.stream)
+        self.of_ranks = [tape.read.batches for tape in tapes]
+        of_steps = zip(*(tape.steps for tape in tapes), strict=False)
+        self.taken = [[one for step in steps for one in step.taken if one.counts] for steps in of_steps]
+        self.steps = [[one.ids for one in taken] for taken in self.taken]
+        self.epochs = [step.epoch for step in tapes[0].steps]
+
+    def repeated(self) -> Iterator[Finding]:
+        """Yield a finding of samples that are trained on more often in an epoch than by one process."""
+        world, seen = len(self.tapes), Counter[Hashable]()
+        alike = all(len(each) >= world > 1 and len(set(each)) == 1 and None not in each[0] for each in self.steps)
+        for position, batches in enumerate(self.steps):
+            here = Counter(one for batch in batches for one in batch if one is not None)
+            seen = here + (seen if position and self.epochs[position] == self.epochs[position - 1] else Counter())
+            known = self.alone.complete and not self.chosen
+            more = sum(max(0, count - self.there[one]) for one, count in seen.items() if known and self.there[one])
+            if alike and (more or not known or not here.keys() & self.there.keys()):
+                text = f"all {world} ranks read the same samples in the same order: the global batch is one rank's"
+                yield Finding("duplicated stream", "samples", text, position)
+            elif more and not self.facts.splits_batches:
+                text = f"{more} of {seen.total()} samples are trained on more often than by one process"
+                yield Finding("padding", "samples", text, position)
+
+    def lengths(self) -> Iterator[str]:
+        """Yield a remark on a window beyond the steps in which not every micro-batch counts as its samples do."""
+        facts, window, world = self.facts, max(1, self.facts.accumulation), len(self.tapes)
+        taken, known = sum(len(step.taken) for step in self.tapes[0].steps), min(map(len, self.of_ranks))
+        even = all(len({one.size for one in each}) == 1 for each in self.taken)
+        if not facts.automatic or facts.rule.uses_weight or not facts.rule.name.startswith("mean"):
+            return
+        number = int(min(known or math.inf, facts.epoch_batches, _MOST_BATCHES))
+        for start in range(-(-taken // window) * window, number, window):
+            stop = min(start + window, number)
+            held = [len(batch) for batches in self.of_ranks for batch in batches[start:stop]]
+            held = held if even and known else [1] * (stop - start) * world
+            divisor = len(held) if facts.ours else window * world
+            if any(size * divisor != sum(held) for size in held):
+                sizes = f" of {' and '.join(map(str, sorted(set(held))))} samples" if even and known else ""
+                yield (
+                    f"beyond the compared steps, from batch {start} on, a window has {len(held)} micro-batches{sizes},"
+                    f" whose means {facts.strategy} adds up and divides by {divisor}"
+                )
+                return
+
+    def coverage(self) -> Iterator[Finding | str]:
+        """Yield what is said of samples that an epoch never reads, or reads more than once."""
+        here = Counter(one for batches in self.of_ranks for batch in batches for one in batch)
+        dropped = sum(max(map(len, batches), default=0) for batches in self.of_ranks)  # what drop_last leaves out
+        known, total = here.keys() & self.there.keys(), self.there.total()
+        missing = (self.there - here).total() if known else total - here.total()
+        more = sum(max(0, here[one] - self.there[one]) for one in known)
+        dealt = not self.facts.ours or any(tape.read.dealt for tape in self.tapes)  # else these are stand-ins
+        if self.chosen or not self.complete:
+            return
+        if missing > dropped:
+            text = f"{missing} of the {total} samples of an epoch are never read"
+            yield Finding("unread samples", "samples", text)
+        elif more and not self.facts.splits_batches and (dealt or more >= total):
+            how = "every rank reads all" if more >= total else f"the sampler repeats {more} samples, to fill the ranks"
+            yield f"beyond the compared steps {how}: they are trained on twice in an epoch"
+
+    def order(self) -> Iterator[Finding | str]:
+        """Yield the first global batch that is not what one process reads at that place of its epoch."""
+        free = self.shuffled or self.facts.splits_batches
+        left, places = self.stream, {one: index for index, one in enumerate(self.stream)}
+        for position, batches in enumerate(self.steps):
+            here = Counter(one for batch in batches for one in batch)
+            there, left = Counter(left[: here.total()]), left[here.total() :]
+            if self.chosen or self.epochs[position] != self.epochs[0] or not there:
+                return
+            if here == there:
+                continue
+            if not self.there.keys() & here.keys():
+                text = "no sample is one that one process reads: they may be transformed at random"
+                yield Finding("data order", "samples", text, position, note=True) if free else text
+                return
+            taken = ([one for step in t.steps for one in step.taken if one.counts] for t in self.tapes)
+            read = ([places.get(one, -1) for each in of_rank for one in each.ids] for of_rank in taken)
+            rising = all(one < other for of_rank in read for one, other in pairwise(of_rank))
+            text = f"{(here & there).total()} of the {here.total()} samples of the step are those of one process there"
+            yield Finding("data order", "samples", text, position, note=self.shuffled or rising)
+            return
+
+
+def _differences_in_reading(tapes: Sequence[Tape], alone: Read) -> tuple[list[Finding], list[str]]:
+    """Return what ranks and one process read differently, and remarks on what the compared steps do not show."""
+    reading = _Reading(tapes, alone)
+    told: list[Finding | str] = [*islice(reading.repeated(), 1)]
+    told = told or [*reading.lengths(), *reading.coverage(), *reading.order()]
+    return [one for one in told if isinstance(one, Finding)], [one for one in told if isinstance(one, str)]
+
+
 def _stages(findings: Sequence[Finding], found: Finding | None, steps: int) -> Iterator[Stage]:
     last = STAGES.index(found.stage) if found is not None and found.step == 0 else len(STAGES)
     for index, name in enumerate(STAGES):
@@ -303,7 +411,9 @@ class _Evidence:
             "samples": [one.size for one in self.taken],
             "weights": weights,
         }
-        found = {name: torch.tensor(each).double() / sum(each) for name, each in counts.items() if sum(each) > 0}
+        found = {
+            name: torch.tensor(each, dtype=torch.float64) / sum(each) for name, each in counts.items() if sum(each) > 0
+        }
         scaled = {
             "sum": ("mean", number),
             "multiplied": ("mean", self.world_size),
@@ -374,9 +484,9 @@ def _of_parts(known: _Evidence) -> tuple[str, str]:
     likely, unlikely = (_WEIGHED, _MEANS) if known.facts.rule.uses_weight else (_MEANS, _WEIGHED)
     done -= set(unlikely) if done & set(likely) else set()
     done -= set() if "sum" in known.facts.rule.name else {"sum"}
-    for reading in _READINGS:
-        if done & set(reading.done) and set(known.right) & reading.right:
-            return reading.cause, _detail(known, reading.detail)
+    for sign in _SIGNS:
+        if done & set(sign.done) and set(known.right) & sign.right:
+            return sign.cause, _detail(known, sign.detail)
     return _changed(known) or _by_factor(known.factor, known.world_size)
 
 

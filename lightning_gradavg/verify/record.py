@@ -1,4 +1,4 @@
-"""What both runs write down: samples, gradients, weights, buffers and logs.
+"""What both runs write down: samples, gradients, weights, buffers and logs; and where two of these records differ.
 
 Large tensors are not copied. A *sketch* of 4096 numbers stands for each: half of them are elements, half are signed
 sums over all elements. It is linear, and changes if any element does.
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
@@ -27,6 +28,7 @@ from lightning_gradavg.options import StrategyFacts
 from lightning_gradavg.random_state import random_state, restore_random_state
 from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.tree import batch_samples, leaves
+from lightning_gradavg.verify.report import Difference
 from lightning_gradavg.verify.samples import DrawsBySample, Loading, Read, is_part, seed
 
 __all__ = [
@@ -283,8 +285,8 @@ class Recorder(Callback):
         if before != random_state()[1:]:
             self.mode.shared["a generator of Python or NumPy"] = None
         loss, taken.weight = loss_of(output)
-        if isinstance(loss, Tensor) and loss.numel() == 1:
-            taken.loss = float(loss.detach())
+        if isinstance(loss, Tensor) and loss.numel() == 1 and math.isnan(taken.loss):
+            taken.loss = float(loss.detach())  # the first, where an optimizer asks for several
         return output
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -366,3 +368,130 @@ def _facts_of(trainer: Trainer) -> Facts:
         "epoch_batches": float(trainer.num_training_batches),
     }
     return Facts(**{**told, **own})
+
+
+class Seen(NamedTuple):
+    """A difference at a stage of a step, and what was compared there."""
+
+    stage: str
+    step: int
+    difference: Difference
+    found: Tensors
+    expected: Tensors
+    relative: Mapping[str, float]
+
+
+def difference(
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    tolerance: float,
+    noise: Mapping[str, Tensor] | None = None,
+    *,
+    together: bool = True,
+) -> tuple[Difference | None, dict[str, float]]:
+    """Return the largest difference beyond the tolerance, and the relative size of all. A missing tensor is zero.
+
+    Args:
+        found: The sketches of the run.
+        expected: Those of one process.
+        tolerance: The relative difference that counts as equal.
+        noise: What both were computed from: a hundred-thousandth of the tolerance of that is rounding, as of the
+            largest of all tensors. What is zero but for rounding would otherwise differ by 100 %.
+        together: Whether a factor is that of all tensors.
+    """
+    relative, beyond = dict[str, float](), list[Difference]()
+    largest = max(map(_size, expected.values()), default=0.0)
+    for name in {**expected, **found}:
+        mine, other = _paired(found.get(name), expected.get(name))
+        same = torch.isclose(mine, other, rtol=0.0, atol=0.0, equal_nan=True)
+        gaps = torch.where(same, 0.0, (mine - other).abs().nan_to_num(math.inf, math.inf))
+        at, scale = int(gaps.argmax()), _size(other)
+        gap = float(gaps[at])
+        rounding = 1e-5 * tolerance * (_size(noise[name]) if noise and name in noise else largest)
+        relative[name] = gap / scale if scale else math.inf if gap else 0.0
+        if gap > rounding + tolerance * scale:
+            beyond.append(Difference(name, relative[name], float(mine[at]), float(other[at])))
+        else:
+            relative[name] = min(relative[name], tolerance)
+    if not beyond:
+        return None, relative
+    most = max(beyond, key=lambda one: one.relative)
+    like = {**expected, **found}
+    like = like if together else {most.name: like[most.name]}
+    near = 1e4 * tolerance
+    factor = multiple_of(flat(found, like), flat(expected, like), near)
+    return replace(most, factor=factor if factor and abs(factor - 1) > near else None), relative
+
+
+def _size(tensor: Tensor) -> float:
+    size = float(tensor.abs().max()) if tensor.numel() else 0.0
+    return size if math.isfinite(size) else 0.0
+
+
+def _paired(*tensors: Tensor | None) -> list[Tensor]:
+    """Return two sketches, with zeros for one that is missing, and NaN where one is shorter."""
+    length = max(1, *(0 if each is None else each.numel() for each in tensors))
+    known = [torch.zeros(0).double() if each is None else each.reshape(-1) for each in tensors]
+    return [nn.functional.pad(each, (0, length - len(each)), value=math.nan if len(each) else 0.0) for each in known]
+
+
+def flat(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
+    """Return sketches as one vector in the order of `like`; what is missing is zero."""
+    pieces = [tensors.get(name, torch.zeros_like(tensor)) for name, tensor in like.items()]
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *pieces])
+
+
+def gap_between(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of two vectors over the largest element expected."""
+    if not len(expected):
+        return 0.0
+    gap, largest = float((found - expected).abs().max()), float(expected.abs().max())
+    return gap / largest if largest else math.inf if gap else 0.0
+
+
+def multiple_of(found: Tensor, expected: Tensor, near: float) -> float | None:
+    """Return the factor between two vectors; None if one is no multiple of the other."""
+    norm = float(expected.dot(expected)) if found.shape == expected.shape else 0.0
+    factor = float(found.dot(expected)) / norm if norm else math.nan
+    return factor if math.isfinite(factor) and gap_between(found, factor * expected) <= near else None
+
+
+def differences(
+    run: Tape, alone: Tape, tolerance: float, gradients: dict[str, list[float]] | None = None
+) -> Iterator[Seen]:
+    """Yield where a run differs from another, in its order, and note the relative differences of reduced gradients.
+
+    Raises:
+        Refused: If one takes other steps than the other.
+    """
+    noted = {} if gradients is None else gradients
+    before: Tensors = {}
+    for position, (step, own) in enumerate(zip(run.steps, alone.steps, strict=False)):
+        tiny: Tensors = {}
+        for other, mine in zip_longest(step.moments, own.moments, fillvalue=Moment("", {})):
+            (stage, found), (known, expected), noise = other, mine, {}
+            if stage != known:
+                raise Refused("one process takes other optimizer steps in a batch than the run, or more of them")
+            if stage == "clipped gradient":
+                tiny |= _zero_but_for_rounding(expected)
+            elif stage == "weights":
+                # Optimizers enlarge what is zero but for rounding: it counts as moved as expected.
+                found, expected, noise = _without(found, before), _without(expected, before), expected
+                both = tiny.keys() & found.keys() & expected.keys()
+                found |= {name: torch.where(tiny[name], expected[name], found[name]) for name in both}
+            seen, relative = difference(found, expected, tolerance, noise, together=stage != "optimizer options")
+            before = noise or (expected if stage == "initial weights" else before)
+            for name, each in relative.items() if stage == "reduced gradient" else ():
+                noted.setdefault(name, []).append(each)
+            if seen is not None:
+                yield Seen(stage, position, seen, found, expected, relative)
+
+
+def _without(tensors: Tensors, before: Tensors) -> Tensors:
+    return {name: each - before[name] for name, each in tensors.items() if name in before}
+
+
+def _zero_but_for_rounding(gradients: Tensors) -> Tensors:
+    """Return which elements of gradients are next to nothing beside the largest of all."""
+    least = 1e-10 * max(map(_size, gradients.values()), default=0.0)
+    return {name: (each.abs() < least) & ((each != 0) | (0 < _size(each) < least)) for name, each in gradients.items()}
