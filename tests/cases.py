@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,6 +94,17 @@ def drifting(place: Place, weight: Any) -> Share:
     return Share(weight + place.world_size, 1.0)
 
 
+def picky(place: Place, weight: Any) -> Share:
+    if weight > 3:
+        raise RuntimeError("too heavy")
+    return Share(weight, weight)
+
+
+def uneven(place: Place, weight: Any) -> Share:
+    """Its multiplier follows the length of the window on one rank alone."""
+    return Share(weight / place.ranks_on_node ** (place.rank == 0), weight)
+
+
 def of_rules(name: str, windows: Any, gradients: Mapping[Any, Any], **options: Any) -> list[Case]:
     """Return a row for each rule, of which sharded models know some, and averages have no windows."""
     rows = []
@@ -140,16 +150,12 @@ TWO = [[[(1.0, 1), (3.0, 4)], [(5.0, 1)]], [[(5.0, 9), (8.0, 16)], [(9.0, 3)]]]
 """A window of two, and a short one."""
 LATE = [[[(2.0, 1)]] * 3, [[(4.0, 3)], [(NAN, 0)], [(6.0, 1)]]]
 TYPES: Mapping[str, Any] = {
-    "int": 3,
-    "fraction": Fraction(3),
     "numpy int": np.int64(3),
-    "numpy float": np.float32(3),
-    "int32": torch.tensor(3, dtype=torch.int32),
     "count": torch.ones(3, dtype=torch.bool).sum(),
-    "float16": torch.tensor(3, dtype=torch.float16),
     "bfloat16": torch.tensor([3], dtype=torch.bfloat16),
     "with graph": torch.tensor(3.0, requires_grad=True),
 }
+"""`test_weigh.py` has all others."""
 A, B = {"a": 1.0, "b": 10.0}, {"a": 5.0, "b": NAN}
 NAMED = [[[(A, {"a": 1, "b": 2})]], [[(B, {"a": 3, "b": 0})]]]
 FULL = ({"first": 1.0, "second": 10.0}, {"first": 1, "second": 2})
@@ -383,6 +389,13 @@ CASES: Sequence[Case] = [
         "its weights are named ['a', 'c'], but its loss terms ['a', 'b']",
         OF_DDP,
     ),
+    Case(
+        "with a term of negative weight",
+        "weighted_mean",
+        [[[(A, {"a": 1, "b": 2})]], [[(A, {"a": 1, "b": -2})]]],
+        "rank 1: micro-batch 0 of the window: loss term 'b': weight -2.0 is not a finite number",
+        OF_DDP,
+    ),
     *bad("a negative weight", -1.0, "weight -1.0 is not a finite number >= 0"),
     *bad("a weight that is NaN", NAN, "weight nan is not a finite number >= 0"),
     *bad("an infinite weight", INF, "weight inf is not a finite number >= 0"),
@@ -417,12 +430,13 @@ CASES: Sequence[Case] = [
             (no_share, "'no_share' failed on"),
         )
     ),
-    Case(
-        "in a window",
-        drifting,
-        [[[(1.0, 2), (1.0, 5)]], [[(3.0, 4), (1.0, 1)]]],
-        "'drifting' does not serve windows of several micro-batches",
-        OF_DDP,
+    *(
+        Case("in a window", rule, [[[(1.0, 2), (1.0, 5)]], [[(3.0, 2), (1.0, 1)]]], said, OF_DDP)
+        for rule, said in (
+            (drifting, "'drifting' does not serve windows of several micro-batches"),
+            (uneven, "'uneven' does not serve windows of several micro-batches"),
+            (picky, "rank 0: micro-batch 1 of the window: the reduction rule 'picky' failed on (Place(rank=0,"),
+        )
     ),
 ]
 

@@ -13,4 +13,5 @@ LARGEST_ERROR = {"bfloat16": 2.5e-3, "float16": 3.2e-4, None: 1e-6}
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
     """Return the L2 norm of the difference, relative to that of the exact numbers."""
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
+    wide = torch.promote_types(exact.dtype, torch.float64)
+    return float((found.to(wide) - exact.to(wide)).norm() / exact.to(wide).norm())

@@ -571,21 +571,6 @@ def test_misuse_raises_the_same_error_on_all_ranks(world, name):
     assert re.search(MISUSES[name][2], errors[0].message), errors[0].message
 
 
-def reduce_on_unknown_nodes(reduction: str) -> Gradients:
-    """Body: an MPI launcher's variables, which tell that there are more nodes and not which."""
-    os.environ.update({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2"})
-    return reduce_given([[torch.ones(2)], [torch.ones(2)]], reduction=reduction)
-
-
-def test_unknown_nodes(world):
-    """Where the launcher does not tell the node, rules without nodes work and those with nodes are refused."""
-    (mean,) = same_everywhere(world(2).run(reduce_on_unknown_nodes, "mean"))
-    assert torch.equal(torch.ones(2), mean)
-    errors = world(2).run_expecting_errors(reduce_on_unknown_nodes, "mean_of_node_sums")
-    assert [errors[0]] * 2 == errors
-    assert "tells the node on ranks 0, 1. Set NODE_RANK" in errors[0].message
-
-
 def reduce_nothing(**options: Any) -> None:
     average_gradients([], **options)
 

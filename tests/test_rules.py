@@ -62,14 +62,6 @@ def assert_same(expected: Tensor, actual: Tensor) -> None:
 
 
 @every_rule
-@some
-def test_reduction_is_linear(rule: Rule, pairs: Pairs) -> None:
-    other = replace(pairs, gradients=pairs.gradients.flip(0).square())
-    both = replace(pairs, gradients=2 * pairs.gradients - 3 * other.gradients)
-    assert_same(2 * pairs.combined(rule) - 3 * other.combined(rule), both.combined(rule))
-
-
-@every_rule
 @few
 @given(pairs=drawn_pairs(), data=st.data())
 def test_order_of_ranks_and_nodes_does_not_matter(rule: Rule, pairs: Pairs, data: st.DataObject) -> None:
@@ -128,25 +120,6 @@ def test_node_rules_are_two_levels(name: str, pairs: Pairs) -> None:
         for node in sorted(set(pairs.nodes))
     ]
     assert_same(across(torch.stack([within(g) for g in of_node])), pairs.combined(name))
-
-
-@pytest.mark.parametrize("name", RULES)
-@few
-@given(pairs=drawn_pairs(), parts=st.integers(1, 3))
-def test_micro_batches_are_further_ranks(name: str, parts: int, pairs: Pairs) -> None:
-    """Cutting every pair into micro-batches changes nothing, if their gradients add up as the rule has it."""
-    generator = torch.Generator().manual_seed(3)
-    shape = (len(pairs.nodes), parts, 3)
-    fractions = torch.rand(shape[:2], generator=generator, dtype=torch.float64) + 0.1
-    fractions /= fractions.sum(1, keepdim=True)
-    adds_up = name in ("sum", "normalized_sum", "mean_of_node_sums")
-    counts = fractions if name == "weighted_mean" else torch.ones_like(fractions) / (1 if adds_up else parts)
-    cut = torch.randn(shape, generator=generator, dtype=torch.float64)
-    missing = pairs.gradients - (counts[..., None] * cut).sum(1)
-    cut += (missing / counts.sum(1, keepdim=True))[:, None]
-    weights = (torch.tensor(pairs.weights, dtype=torch.float64)[:, None] * fractions).flatten().tolist()
-    nodes = [node for node in pairs.nodes for _ in range(parts)]
-    assert_same(pairs.combined(name), Pairs(cut.flatten(0, 1), nodes, weights).combined(name))
 
 
 def test_a_rule_that_uses_weights_is_not_asked_for_nothing() -> None:

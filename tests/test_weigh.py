@@ -1,8 +1,7 @@
-"""Weights of every type, the terms of a loss, gradients weighed at the backward, and gradients discarded."""
+"""Weights of every type, the terms of a loss, and gradients weighed at the backward."""
 
 from __future__ import annotations
 
-import math
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gradavg.reduction.weigh import WeighedLoss, gradients_discarded, weigh_terms
+from lightning_gradavg.reduction.weigh import WeighedLoss, weigh_terms
 from lightning_gradavg.reduction.weights import MOST_TERMS, WHOLE_LOSS, MicroBatch, Weights, as_weight, loss_terms
 from lightning_gradavg.rules import RULES, Rule
 
@@ -177,18 +176,3 @@ def test_what_is_no_loss(loss: Any, error: type[Exception], said: str) -> None:
 def test_terms_that_share_a_weight_are_one(weights: dict[str, float], plain: bool, count: int) -> None:
     weighed = WeighedLoss.of({"a": 2 * leaf(1.0), "b": 3 * leaf(1.0)}, MicroBatch(weights), plain=plain)
     assert (5.0, count) == (weighed.value.item(), len(weighed.coefficients))
-
-
-@pytest.mark.parametrize(("nan_only", "kept"), [(False, 0.0), (True, math.inf)])
-def test_gradients_are_discarded(nan_only: bool, kept: float) -> None:
-    """NaN becomes 0, and what else there is does where it is to; what was there before stays; no hook is left."""
-    w, frozen, unused = nn.Parameter(torch.ones(2)), leaf(1.0).requires_grad_(False), leaf(1.0)
-    (w * torch.tensor([2.0, 3.0])).sum().backward()
-    with gradients_discarded([w, frozen, unused], nan_only=nan_only):
-        (weigh_terms([1.0, None], [(w * torch.tensor([math.nan, math.inf])).sum(), unused * 2]) + frozen).backward()
-    assert [2.0, 3.0 + kept] == w.grad.tolist()
-    assert frozen.grad is None
-    assert unused.grad is None or unused.grad.item() == 0
-    with pytest.raises(RuntimeError, match="stopped"), gradients_discarded([w], nan_only=nan_only):
-        raise RuntimeError("stopped")
-    assert not w._backward_hooks
