@@ -235,6 +235,9 @@ CASES: Sequence[Case] = [
         [[[(NAN, 0)], [(1.0, 1)]], [[(NAN, 0)], [(NAN, 0)]]],
         {"weighted_mean": [0.0, 1.0], "normalized_sum": [0.0, 1.0]},
     ),
+    weighted(
+        "whose loss is NaN after one of weight 0", [[[(1.0, 1)]] * 2, [[(NAN, 0)], [(NAN, 1)]]], [1.0, NAN], ways=OF_DDP
+    ),
     weighted("of nothing in a window", [[[(NAN, 0)] * 3], [[(NAN, 0)] * 3]], [0.0]),
     weighted("of weights beyond float32", [[[(0.0, 2**24)]], [[(2.0**24 + 1, 1)]]], [1.0]),
     weighted(

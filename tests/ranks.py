@@ -10,6 +10,12 @@ A *body* is a module-level function of a test module. `RankPool.run(body, ...)` 
 
     def test_every_rank_is_summed(world):
         assert [33, 33, 33] == world(3).run(summed, 10)
+
+A test may be its own body, and assert on every rank what that rank sees:
+
+    @on_ranks(3)
+    def test_every_rank_sees_the_sum():
+        assert summed(10) == 33
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import contextlib
 import faulthandler
 import functools
 import importlib
+import inspect
 import os
 import pickle
 import random
@@ -56,6 +63,7 @@ __all__ = [
     "ensure_forkserver",
     "isolated",
     "make_trainer",
+    "on_ranks",
     "rank_environment",
 ]
 
@@ -135,6 +143,25 @@ def isolated() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+
+def on_ranks(world_size: int = 2) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have a test run on every rank of a world. Its parameters are sent there, so fixtures cannot be among them."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def on_all(world: Callable[[int], RankPool], **given: Any) -> None:
+            world(world_size).run(_on_rank, test.__module__, test.__name__, given)
+
+        of_test, first = inspect.signature(test), inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        vars(on_all)["__signature__"] = of_test.replace(parameters=[first, *of_test.parameters.values()])
+        return on_all
+
+    return decorate
+
+
+def _on_rank(module: str, name: str, given: dict[str, Any]) -> None:
+    vars(importlib.import_module(module))[name].__wrapped__(**given)
 
 
 class RankPool:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from faults import run_ranks
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from roundings import relative_error
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -149,15 +149,12 @@ def test_error_does_not_grow_with_ranks(eight, name, nodes, dtype, bound):
     assert relative_error(found, exact_mean(8, 100_000, dtype)) <= bound
 
 
-def mean_of_large(name: str) -> Tensor:
-    with on_nodes(EVEN):
-        mean: Tensor = begin(name, torch.full((100,), 60000.0, dtype=torch.float16)).wait()
-        return mean
-
-
 @pytest.mark.parametrize("name", ["float16", "float32_sum", "by_node"])
-def test_sums_of_half_precision_do_not_overflow(world, name):
-    assert torch.equal(torch.full((100,), 60000.0, dtype=torch.float16), world(4).run(mean_of_large, name)[2])
+@on_ranks(4)
+def test_sums_of_half_precision_do_not_overflow(name):
+    large = torch.full((100,), 60000.0, dtype=torch.float16)
+    with on_nodes(EVEN):
+        assert torch.equal(large, begin(name, large.clone()).wait())
 
 
 @pytest.mark.parametrize("nodes", [EVEN, UNEVEN], ids=str)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import root
-from ranks import Raised
+from ranks import Raised, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -256,67 +256,53 @@ def test_one_small_exchange_and_all_buckets_in_flight(world, reduction):
     assert [expected] * 2 == world(2).run(record_collectives, of_ranks, **options)
 
 
-def reduce_in_place(case: str, size: int) -> tuple[Gradients, bool]:
-    """Body: reduce gradients of a special memory. Return those in contiguous memory, and whether it was in place."""
-    x = torch.arange(size * size, dtype=torch.float32).reshape(size, size) * (dist.get_rank() + 1)
-    image = x.reshape(1, size, size, 1).expand(1, size, size, 2).clone()
-    gradients = {
-        "contiguous": x,
-        "transposed": x.t().clone().t(),
-        "contiguous on rank 0": x if dist.get_rank() == 0 else x.t().clone().t(),
-        "expanded": x[0].expand(size, size),
-        "one element expanded": x[0, 1].expand(size, size),
-        "every other column": torch.zeros(size, 2 * size)[:, ::2].copy_(x),
-        "half of one tensor": torch.zeros(size, 2 * size)[:, :size].copy_(x),
-        "channels_last": image.to(memory_format=torch.channels_last),
-        "conjugate": torch.complex(x, -x).conj(),
-        "imaginary": torch.complex(x, -x).conj().imag,
-        "graph": x.clone().requires_grad_() * 1,
-    }
-    parameter = nn.Parameter(torch.zeros_like(gradients[case]).contiguous())
-    parameter.grad = gradients[case]
-    average_gradients([parameter], reduction="sum")
-    assert parameter.grad is not None
-    in_place = parameter.grad is gradients[case]
-    return [parameter.grad.detach().resolve_conj().resolve_neg().contiguous()], in_place
-
-
 REPLACED = ("expanded", "one element expanded", "conjugate", "imaginary")
 WRITTEN = ("contiguous", "transposed", "contiguous on rank 0", "every other column", "half of one tensor", "graph")
 
 
 @pytest.mark.parametrize("size", [4, 520], ids=["small", "large"])
 @pytest.mark.parametrize("case", [*WRITTEN, "channels_last", *REPLACED])
-def test_memory_of_a_gradient(world, case, size):
+@on_ranks(3)
+def test_memory_of_a_gradient(case, size):
     """A gradient is reduced in place whatever its strides on any rank; one that cannot be written is replaced."""
-    results = world(3).run(reduce_in_place, case, size)
-    (total,) = same_everywhere([gradients for gradients, _ in results])
-    x = torch.arange(size * size, dtype=torch.float32).reshape(size, size) * 6
-    expected = {
-        "expanded": x[0].expand(size, size),
-        "one element expanded": x[0, 1].expand(size, size),
-        "channels_last": x.reshape(1, size, size, 1).expand(1, size, size, 2),
-        "conjugate": torch.complex(x, x),
-    }
-    assert torch.equal(expected.get(case, x), total)
-    assert [case not in REPLACED] * 3 == [in_place for _, in_place in results]
+
+    def gradients(x: Tensor, rank: int) -> dict[str, Tensor]:
+        image = x.reshape(1, size, size, 1).expand(1, size, size, 2).clone()
+        return {
+            "contiguous": x,
+            "transposed": x.t().clone().t(),
+            "contiguous on rank 0": x if rank == 0 else x.t().clone().t(),
+            "expanded": x[0].expand(size, size),
+            "one element expanded": x[0, 1].expand(size, size),
+            "every other column": torch.zeros(size, 2 * size)[:, ::2].copy_(x),
+            "half of one tensor": torch.zeros(size, 2 * size)[:, :size].copy_(x),
+            "channels_last": image.to(memory_format=torch.channels_last),
+            "conjugate": torch.complex(x, -x).conj(),
+            "imaginary": torch.complex(x, -x).conj().imag,
+            "graph": x.clone().requires_grad_() * 1,
+        }
+
+    x, rank = torch.arange(size * size, dtype=torch.float32).reshape(size, size), dist.get_rank()
+    gradient = gradients(x * (rank + 1), rank)[case]
+    parameter = nn.Parameter(torch.zeros_like(gradient).contiguous())
+    parameter.grad = gradient
+    average_gradients([parameter], reduction="sum")
+    assert (case not in REPLACED) == (parameter.grad is gradient)
+    assert torch.equal(gradients(6 * x, rank)[case], parameter.grad)
 
 
-def reduce_one_memory(size: int) -> Gradients:
-    """Body: two parameters that were given the same gradient, and a third that was given a part of it."""
+@pytest.mark.parametrize("size", [4, 2**19])
+@on_ranks()
+def test_gradients_in_one_memory_are_reduced_once(size):
+    """Two parameters were given the same gradient, and a third a part of it."""
     memory = torch.full((size,), dist.get_rank() + 1.0)
     parameters = [nn.Parameter(torch.zeros(length)) for length in (size, size, size // 2)]
     for parameter in parameters:
         parameter.grad = memory[: parameter.numel()]
     average_gradients(parameters, reduction="sum")
-    return [parameter.grad for parameter in parameters]
-
-
-@pytest.mark.parametrize("size", [4, 2**19])
-def test_gradients_in_one_memory_are_reduced_once(world, size):
-    """Gradients of different parameters that share memory are reduced once."""
-    for gradient in same_everywhere(world(2).run(reduce_one_memory, size)):
-        assert torch.equal(torch.full_like(gradient, 3.0), gradient)
+    for parameter in parameters:
+        assert parameter.grad is not None
+        assert torch.equal(torch.full_like(parameter, 3.0), parameter.grad)
 
 
 SOURCES: dict[str, Callable[[nn.Module], Any]] = {
@@ -327,8 +313,10 @@ SOURCES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def reduce_like_ddp(source: str) -> Gradients:
-    """Body: the gradients of a model with tied weights, given in some way, after checking them against stock DDP's."""
+@pytest.mark.parametrize("source", SOURCES)
+@on_ranks()
+def test_mean_has_the_bits_of_ddp(source):
+    """On two ranks, with parameters in any form, of which tied weights count once."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     vars(model[2])["_parameters"]["weight"] = model[0].weight
@@ -344,32 +332,20 @@ def reduce_like_ddp(source: str) -> Gradients:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert len(stock) == 3
     assert all(torch.equal(*pair) for pair in zip(stock, gradients, strict=True))
-    return gradients
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_mean_has_the_bits_of_ddp(world, source):
-    """On two ranks, with parameters in any form, each counting once."""
-    same_everywhere(world(2).run(reduce_like_ddp, source))
-
-
-def reduce_on_cuda() -> Gradients:
-    """Body: dense, narrow and sparse gradients on an accelerator, weighed by a count that is there, too."""
+@pytest.mark.gpu
+@on_ranks(3)
+def test_gradients_on_an_accelerator():
+    """Dense, narrow and sparse gradients, weighed by counts 1, 0 and 3 that are there, too."""
     rank = dist.get_rank()
     model = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 600), nn.Linear(600, 600)).cuda()
     model.append(nn.Linear(2, 2).cuda().half())
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, nan if rank == 1 else rank + 1.0)
     model[0].weight.grad = coo({rank: rank + 1.0, 5: 4.0}, torch.float32).cuda()
-    weight = torch.tensor(0 if rank == 1 else rank + 1, device="cuda")
-    average_gradients(model, reduction="weighted_mean", weight=weight)
-    return [None if parameter.grad is None else parameter.grad.cpu() for parameter in model.parameters()]
-
-
-@pytest.mark.gpu
-def test_gradients_on_an_accelerator(world):
-    """Gradients and weights on an accelerator give the numbers computed by hand: weights 1, 0 and 3."""
-    sparse, *dense = same_everywhere(world(3).run(reduce_on_cuda))
+    average_gradients(model, reduction="weighted_mean", weight=torch.tensor(0 if rank == 1 else rank + 1).cuda())
+    sparse, *dense = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
     assert [[0, 2, 5]] == sparse.indices().tolist()
     assert pytest.approx([0.25, 2.25, 4.0]) == sparse.values()[:, 0].tolist()
     assert len(dense) == 6
@@ -571,13 +547,9 @@ def test_misuse_raises_the_same_error_on_all_ranks(world, name):
     assert re.search(MISUSES[name][2], errors[0].message), errors[0].message
 
 
-def reduce_nothing(**options: Any) -> None:
-    average_gradients([], **options)
-
-
-def test_no_parameters(world):
+@on_ranks()
+def test_no_parameters():
     """Without parameters nothing is reduced, and a bad weight is an error all the same."""
-    assert [None, None] == world(2).run(reduce_nothing)
-    errors = world(2).run_expecting_errors(reduce_nothing, reduction="weighted_mean", weight=-2)
-    assert [Raised("ValueError", errors[0].message)] * 2 == errors
-    assert "on ranks 0, 1: weight -2.0 is not a finite number" in errors[0].message
+    average_gradients([])
+    with pytest.raises(ValueError, match=r"on ranks 0, 1: weight -2\.0 is not a finite number"):
+        average_gradients([], reduction="weighted_mean", weight=-2)

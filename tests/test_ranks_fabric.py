@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.imports import RequirementCache
 from loops import OfFabric, OfTorch
-from ranks import Raised
+from ranks import Raised, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -55,8 +55,9 @@ def begin(loop: Callable[..., Any] = OfTorch, **options: Any) -> tuple[Any, Line
     return a_loop, module, a_loop.set_up(module), torch.tensor(OF_RANKS[dist.get_rank()], dtype=torch.float64)
 
 
-def stock_and_ours() -> Any:
-    """Body: the bits of two windows under Fabric's own strategy and under ours, and whether ours has a hook."""
+@on_ranks()
+def test_no_option_is_stock():
+    """Without options the strategy is Fabric's DDP: the same bits, and no communication hook."""
     found, loops = [], [OfFabric(strategy="ddp"), OfFabric()]
     for a_loop in loops:
         model = a_loop.set_up(module := Line())
@@ -65,83 +66,63 @@ def stock_and_ours() -> Any:
                 with a_loop.no_sync(model, enabled=index < len(factors)):
                     a_loop.backward(model(factor * torch.tensor(OF_RANKS[dist.get_rank()])).mean())
             found.append(module.gradient)
-    return found[:2], found[2:], loops[1].strategy._reducer
-
-
-def test_no_option_is_stock(world):
-    """Without options the strategy is Fabric's DDP: the same bits, and no communication hook."""
-    for stock, ours, reducer in world(2).run(stock_and_ours):
-        assert stock == ours
-        assert reducer is None
-
-
-def gathered(loop: Callable[..., Any], weight_of_last: int, told: bool) -> Any:
-    """Body: the gradient of a loss over all ranks' rows, of which `gather` is told the rule and the weight or not."""
-    (a_loop, module, model, x), weight = begin(loop), {"weight": [3, weight_of_last][dist.get_rank()]}
-    rows = gather(model(x), **{**WEIGHTED, **weight} if told else {})
-    a_loop.backward((rows**2).mean(), **weight)
-    return module.gradient
+    assert found[:2] == found[2:]
+    assert loops[1].strategy._reducer is None
 
 
 @pytest.mark.parametrize(("weight", "told"), [(2, False), (0, False), (2, True)])
 @either_loop
-def test_a_gather_crosses_ranks(world, loop, weight, told):
-    assert [approx(2 * SQUARES)] * 2 == world(2).run(gathered, loop, weight, told)
+@on_ranks()
+def test_a_gather_crosses_ranks(loop, weight, told):
+    """Whether `gather` is told the rule and the weight or not."""
+    (a_loop, module, model, x), weighs = begin(loop), {"weight": [3, weight][dist.get_rank()]}
+    rows = gather(model(x), **{**WEIGHTED, **weighs} if told else {})
+    a_loop.backward((rows**2).mean(), **weighs)
+    assert approx(2 * SQUARES) == module.gradient
 
 
-def with_embedding(loop: Callable[..., Any], weight_of_last: int) -> Any:
-    """Body: the sparse gradient of an embedding, one row of its own on each rank and one that both have."""
+@pytest.mark.parametrize(("weight", "expected"), [(2, [0.5, 0.5, 0.0, 1.0]), (0, [1.0, 0.0, 0.0, 1.0])])
+@either_loop
+@on_ranks()
+def test_sparse_gradients(loop, weight, expected):
+    """One row of its own on each rank, and one that both have; a weight of 0 leaves a rank none."""
     a_loop, module = loop(**WEIGHTED), nn.Embedding(4, 1, sparse=True)
     model = a_loop.set_up(module)
-    a_loop.backward(model(torch.tensor([dist.get_rank(), 3])).sum(), weight=[2, weight_of_last][dist.get_rank()])
+    a_loop.backward(model(torch.tensor([dist.get_rank(), 3])).sum(), weight=[2, weight][dist.get_rank()])
     assert module.weight.grad is not None
-    return module.weight.grad.to_dense().flatten().tolist()
+    assert expected == module.weight.grad.to_dense().flatten().tolist()
 
 
 @either_loop
-@pytest.mark.parametrize(("weight", "expected"), [(2, [0.5, 0.5, 0.0, 1.0]), (0, [1.0, 0.0, 0.0, 1.0])])
-def test_sparse_gradients(world, loop, weight, expected):
-    """Sparse gradients are reduced, also where a rank's weight of 0 leaves it none."""
-    assert [expected] * 2 == world(2).run(with_embedding, loop, weight)
-
-
-def one_after_another(loop: Callable[..., Any]) -> list[Any]:
-    """Body: train two models, the second once the first is gone, and return what is left of the first."""
+@on_ranks()
+def test_models_one_after_another(loop):
+    """A loop may set up a model after another, as in cross-validation, and nothing of the first is kept."""
     a_loop, first, model, x = begin(loop)
     a_loop.backward(model(x).mean(), weight=len(x))
-    found, left = [first.gradient], weakref.ref(first.weight)
+    found, left = first.gradient, weakref.ref(first.weight)
     del first, model
     gc.collect()
     model = a_loop.set_up(second := Line())
     a_loop.backward(model(x).mean(), weight=len(x))
-    return [*found, second.gradient, left()]
+    assert (approx(3.6), approx(3.6), None) == (found, second.gradient, left())
 
 
+@pytest.mark.parametrize(("once", "left"), [(True, None), pytest.param(False, 3.6, marks=KEEPS_GRAPH)])
 @either_loop
-def test_models_one_after_another(world, loop):
-    """A loop may set up a model after another, as in cross-validation, and nothing of the first is kept."""
-    assert [[approx(3.6), approx(3.6), None]] * 2 == world(2).run(one_after_another, loop)
+@on_ranks()
+def test_a_backward_that_is_not_reduced(loop, once, left):
+    """Where DDP would leave each rank its own gradient an error says which forward, and gradients are as before.
 
-
-def not_reduced(loop: Callable[..., Any], once: bool) -> tuple[str, Any]:
-    """Body: what is raised where DDP reduces nothing: a forward within `no_sync`, or two backwards of one forward."""
+    That is after a forward within `no_sync`, and in a second backward of a forward.
+    """
     a_loop, module, model, x = begin(loop)
     with a_loop.no_sync(model, enabled=once):
         outputs = model(x)
     if not once:
         a_loop.backward(outputs.mean(), weight=len(x), retain_graph=True)
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match="outside of it, too; and run one backward for each forward"):
         a_loop.backward((outputs * 1).mean(), weight=len(x))
-    return str(raised.value), module.gradient
-
-
-@either_loop
-@pytest.mark.parametrize(("once", "left"), [(True, None), pytest.param(False, 3.6, marks=KEEPS_GRAPH)])
-def test_a_backward_that_is_not_reduced(world, loop, once, left):
-    """Where DDP would leave each rank its own gradient an error says which forward, and gradients are as before."""
-    for text, gradient in world(2).run(not_reduced, loop, once):
-        assert "Have the window's last forward outside of it, too; and run one backward for each forward" in text
-        assert (None if left is None else approx(left)) == gradient
+    assert (None if left is None else approx(left)) == module.gradient
 
 
 def before_and_beside_a_model(folder: str) -> tuple[str, float | None]:
@@ -165,22 +146,19 @@ def test_before_and_beside_a_model(world, tmp_path):
         assert approx(3.6) == gradient
 
 
-def shared() -> float | None:
-    """Body: the gradient of a parameter that two models have, on top of one that is there."""
+@on_ranks()
+def test_a_parameter_of_two_models():
+    """What was there before a window is added once to a parameter that two registered models share."""
     loop, module, model, x = begin()
     loop.set_up(nn.Sequential(module))
     module.weight.grad = torch.full((), 100.0, dtype=torch.float64)
     loop.backward(model(x).mean(), weight=len(x))
-    return module.gradient
+    assert approx(103.6) == module.gradient
 
 
-def test_a_parameter_of_two_models(world):
-    """What was there before a window is added once to a parameter that two registered models share."""
-    assert [approx(103.6)] * 2 == world(2).run(shared)
-
-
-def interleaved() -> tuple[float | None, float | None]:
-    """Body: two reducers whose forwards and backwards take turns, and a gather for `average_gradients` after them."""
+@on_ranks()
+def test_reducers_that_take_turns():
+    """What a reducer says of a gather ends with its own loss, whichever other reducer is between."""
     (one, _, of_one, x), (two, module, of_two, _) = begin(), begin()
     first, second = of_one(x).mean(), of_two(x).mean()
     one.backward(first, weight=len(x))
@@ -188,18 +166,14 @@ def interleaved() -> tuple[float | None, float | None]:
     alone, weighs = Line(), {**WEIGHTED, "weight": len(x)}
     (gather(alone(x), **weighs) ** 2).mean().backward()
     lightning_gradavg.average_gradients(alone, **weighs)
+    assert (approx(3.6), approx(2 * SQUARES)) == (module.gradient, alone.gradient)
     with pytest.raises(ValueError, match="divided_by=0 is not a finite number > 0"):
         one.reducer.weigh(of_one(x).mean(), weight=1, divided_by=0)
-    return module.gradient, alone.gradient
 
 
-def test_reducers_that_take_turns(world):
-    """What a reducer says of a gather ends with its own loss, whichever other reducer is between."""
-    assert [(approx(3.6), approx(2 * SQUARES))] * 2 == world(2).run(interleaved)
-
-
-def divided_and_scaled() -> float | None:
-    """Body: what is left after a window of two losses that a trainer divides and a scaler scales."""
+@on_ranks()
+def test_losses_that_a_trainer_divides_and_a_scaler_scales():
+    """What is multiplied into the weighed loss afterwards multiplies the gradient, and `divided_by` takes it back."""
     (loop, module, model, _), scaler = begin(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     for index, micro_batch in enumerate(([1.0, 2.0, 3.0], [4.0])):
         with loop.no_sync(model, enabled=index == 0):
@@ -208,30 +182,20 @@ def divided_and_scaled() -> float | None:
     scaler.unscale_(torch.optim.SGD(module.parameters(), lr=0.0))
     loop.reducer.check()
     loop.reducer.close()
-    return module.gradient
-
-
-def test_losses_that_a_trainer_divides_and_a_scaler_scales(world):
-    """What is multiplied into the weighed loss afterwards multiplies the gradient, and `divided_by` takes it back."""
-    assert [approx(2.5)] * 2 == world(2).run(divided_and_scaled)
-
-
-def two_models(loop: Callable[..., Any]) -> Any:
-    """Body: gradients of two modules that one loss reaches, and what is raised where one is not to be reduced."""
-    a_loop, first, one, x = begin(loop)
-    two = a_loop.set_up(second := Line())
-    a_loop.backward(two(one(x)).mean(), weight=len(x))
-    with pytest.raises(RuntimeError) as raised, a_loop.no_sync(one, enabled=True):
-        a_loop.backward(two(one(x)).mean(), weight=len(x))
-    return [first.gradient, second.gradient], str(raised.value)
+    assert approx(2.5) == module.gradient
 
 
 @either_loop
-def test_a_loss_may_reach_two_models(world, loop):
+@on_ranks()
+def test_a_loss_may_reach_two_models(loop):
     """One loss is weighed for all models that it reaches, which are all reduced with it or none."""
-    for gradients, raised in world(2).run(two_models, loop):
-        assert [approx(3.6)] * 2 == gradients
-        assert "some models are within no_sync() and some are not" in raised
+    a_loop, first, one, x = begin(loop)
+    two = a_loop.set_up(second := Line())
+    a_loop.backward(two(one(x)).mean(), weight=len(x))
+    with pytest.raises(RuntimeError, match=r"some models are within no_sync\(\) and some are not"):  # noqa: SIM117
+        with a_loop.no_sync(one, enabled=True):
+            a_loop.backward(two(one(x)).mean(), weight=len(x))
+    assert (approx(3.6), approx(3.6)) == (first.gradient, second.gradient)
 
 
 def epochs() -> list[tuple[list[float | None], float]]:
@@ -295,18 +259,14 @@ def test_an_evaluation_in_the_middle_of_an_epoch(world):
     assert [[first, 2, first, 2, first, 1], [second, 2, second, 2, second, 0]] == world(2).run(interrupted)
 
 
-def without_use(reduction: str) -> float | None:
-    """Body: the gradient of two terms under a rule that does not use the weight that is given."""
+@pytest.mark.parametrize(("reduction", "expected"), [("mean", 13.0), ("sum", 26.0)])
+@on_ranks()
+def test_a_weight_without_use(reduction, expected):
+    """A rule that uses no weights ignores them, with a warning, and adds named terms up."""
     loop, module, model, x = begin(OfFabric, reduction=reduction)
     with pytest.warns(UserWarning, match='a "weight" was given, but reduction=.* does not use weights: it is ignored'):
         loop.backward({"a": model(x).mean(), "b": model(x).sum()}, weight=3)
-    return module.gradient
-
-
-@pytest.mark.parametrize(("reduction", "expected"), [("mean", 13.0), ("sum", 26.0)])
-def test_a_weight_without_use(world, reduction, expected):
-    """A rule that uses no weights ignores them, with a warning, and adds named terms up."""
-    assert [approx(expected)] * 2 == world(2).run(without_use, reduction)
+    assert approx(expected) == module.gradient
 
 
 def zipped() -> None:
@@ -382,19 +342,6 @@ def test_the_trainer_is_told():
         Trainer(strategy=GradAvgStrategy(), accelerator="cpu", devices=2, logger=False)  # type: ignore[arg-type]  # so
 
 
-def refused_models() -> list[str]:
-    """Body: what is said of models that have no hook, or none that runs in order."""
-    models: list[Any] = [Line(), DistributedDataParallel(Line(), static_graph=True)]
-    texts = []
-    for model in models:
-        with pytest.raises((TypeError, ValueError)) as raised:
-            GradAvgReducer(**WEIGHTED).register(model)
-        texts.append(str(raised.value))
-    with pytest.raises(RuntimeError) as raised:
-        GradAvgReducer().weigh(torch.ones((), requires_grad=True))
-    return [*texts, str(raised.value)]
-
-
 def differing(loop: Callable[..., Any]) -> None:
     """Body: set up a model under another rule on each rank."""
     loop(reduction=["sum", "weighted_mean"][dist.get_rank()]).set_up(Line())
@@ -408,9 +355,12 @@ def test_ranks_that_reduce_differently(world, loop):
     assert "reduction='sum', sum(g) on rank 0; reduction='weighted_mean', " in raised[0].message
 
 
-def test_models_that_cannot_be_served(world):
+@on_ranks(1)
+def test_models_that_cannot_be_served():
     """A module without DDP, a static graph, and a loss of no model are refused with what to do."""
-    for bare, static, none in world(1).run(refused_models):
-        assert "got Line. Wrap the model first" in bare
-        assert "static_graph=True" in static
-        assert "call register first" in none
+    with pytest.raises(TypeError, match=r"got Line\. Wrap the model first"):
+        GradAvgReducer(**WEIGHTED).register(Line())  # type: ignore[arg-type]  # the mistake under test
+    with pytest.raises(ValueError, match="static_graph=True"):
+        GradAvgReducer(**WEIGHTED).register(DistributedDataParallel(Line(), static_graph=True))
+    with pytest.raises(RuntimeError, match="call register first"):
+        GradAvgReducer().weigh(torch.ones((), requires_grad=True))

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import make_trainer
+from ranks import make_trainer, on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from toys import AWARE, Recorded, approx, loader
@@ -31,7 +31,7 @@ pytestmark = AWARE
 
 
 class TwoTowers(nn.Module):
-    """Case 43: one matrix under both towers, and the scale of the logits above them."""
+    """one matrix under both towers, and the scale of the logits above them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,6 +57,10 @@ def ratio_of(gradient: Tensor, right: Tensor) -> float | None:
     """Return by how much a gradient is a multiple of the right one; None if it is no multiple of it."""
     ratio = float((gradient * right).sum() / (right * right).sum())
     return ratio if torch.allclose(gradient, ratio * right, rtol=1e-9, atol=1e-12) else None
+
+
+def assert_single_process(gradients: Sequence[Tensor]) -> None:
+    assert [approx(1.0, 1e-9)] * 2 == [ratio_of(*pair) for pair in zip(gradients, single_process()[1], strict=True)]
 
 
 def starts_of(rows: Sequence[int]) -> list[int]:
@@ -206,7 +210,7 @@ def test_what_goes_wrong_without_gradients(world, own, nodes):
 
 
 def test_single_process_numbers():
-    """Case 43: the loss of the full batch is 0.6918260226, and the gradient of M is as computed by hand."""
+    """the loss of the full batch is 0.6918260226, and the gradient of M is as computed by hand."""
     loss, (m, _) = single_process()
     assert pytest.approx(0.6918260226, abs=1e-10) == loss.item()
     expected = torch.tensor([[-0.34945875, -0.21453436], [0.00286419, -0.34827028]], dtype=torch.float64)
@@ -214,7 +218,7 @@ def test_single_process_numbers():
 
 
 class Cached(Contrastive):
-    """Case 44: features first without graph, then recomputed chunk by chunk, each loss that of the full batch."""
+    """features first without graph, then recomputed chunk by chunk, each loss that of the full batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         everything, start = batch
@@ -239,7 +243,7 @@ def train_cached(reduction: str, chunks: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_chunks_are_summed(world, world_size):
-    """Case 44: the gradients of 2 chunks per rank add up to that of the full batch; averaging halves on one rank."""
+    """the gradients of 2 chunks per rank add up to that of the full batch; averaging halves on one rank."""
     _, (m, scale) = single_process()
     for reduction, ratio in (("sum", 1.0), ("mean", 1 / (2 * world_size))):
         for seen in world(world_size).run(train_cached, reduction, 2):
@@ -260,7 +264,7 @@ def several_gathers(rows: Sequence[int]) -> list[Tensor]:
 def test_several_gathers_in_a_plain_loop(world, rows):
     """Each gather has its own backward, and `average_gradients` reduces like the strategy."""
     for seen in world(len(rows)).run(several_gathers, rows):
-        assert [approx(1.0, 1e-9)] * 2 == [ratio_of(*pair) for pair in zip(seen, single_process()[1], strict=True)]
+        assert_single_process(seen)
 
 
 class UnequalRows(Contrastive):
@@ -273,17 +277,11 @@ class UnequalRows(Contrastive):
         return {"loss": self.towers.loss(a, gather(b), int(start), how), "weight": len(a)}
 
 
-def train_unequal_rows(reduction: str) -> list[Tensor]:
-    """Body: a window of two micro-batches with (3, 1) rows of the full batch and (2, 2) of it."""
-    rank = dist.get_rank()
-    model = UnequalRows(reduction, (2, 2), [0, 0])
-    cuts = [[(0, 3), (0, 2)], [(3, 4), (2, 4)]][rank]
-    batches = [(A[start:stop], B[start:stop], torch.tensor(start)) for start, stop in cuts]
-    return fit(model, batches, accumulate_grad_batches=2)
-
-
 @pytest.mark.parametrize("reduction", ["normalized_sum", "weighted_mean"])
-def test_accumulation_of_unequal_rows(world, reduction):
-    """Sums and means are exact in a window whose weights differ between micro-batches and ranks."""
-    for seen in world(2).run(train_unequal_rows, reduction):
-        assert [approx(1.0, 1e-9)] * 2 == [ratio_of(*pair) for pair in zip(seen, single_process()[1], strict=True)]
+@on_ranks()
+def test_accumulation_of_unequal_rows(reduction):
+    """Sums and means are exact in a window of two micro-batches with (3, 1) rows of the full batch and (2, 2) of it."""
+    model = UnequalRows(reduction, (2, 2), [0, 0])
+    cuts = [[(0, 3), (0, 2)], [(3, 4), (2, 4)]][dist.get_rank()]
+    batches = [(A[start:stop], B[start:stop], torch.tensor(start)) for start, stop in cuts]
+    assert_single_process(fit(model, batches, accumulate_grad_batches=2))

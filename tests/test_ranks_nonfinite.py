@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, make_trainer
+from ranks import RankError, make_trainer, on_ranks
 from torch.utils.data import DataLoader
 from toys import DEPRECATED, GATHERS, WEIGHTED, Recorded, approx, gathers, loader, train
 
@@ -124,18 +124,14 @@ class Interrupted(Faulty):
             raise KeyError("the first run")
 
 
-def train_interrupted() -> Any:
-    model = Interrupted("loss", (1,), (0,))
+@on_ranks()
+def test_what_was_noted_of_a_step_does_not_outlive_its_run():
+    model, data = Interrupted("loss", (1,), (0,)), loader(FIVE[dist.get_rank()])
     trainer = make_trainer(GradAvgStrategy(nonfinite="skip_step"), max_epochs=1, use_distributed_sampler=False)
-    data = loader(FIVE[dist.get_rank()])
     with pytest.raises(KeyError, match="the first run"):
         trainer.fit(model, data)
     trainer.fit(model, data)
-    return model.w.item()
-
-
-def test_what_was_noted_of_a_step_does_not_outlive_its_run(world):
-    assert [approx(-1.5)] * 2 == world(2).run(train_interrupted)
+    assert approx(-1.5) == model.w.item()
 
 
 @pytest.mark.parametrize("strategy", RULES[:2], ids=str)
@@ -143,19 +139,15 @@ def test_propagate(world, strategy):
     assert math.isnan(trained(world, "propagate", {"fault": "loss"}, strategy)[0])
 
 
-def test_the_monitor_waits_for_a_step_that_is_taken(world):
-    assert [3.0, 3.0] == world(2).run(observed_norm)
-
-
-def observed_norm() -> float:
-    """Body: observe a step that is left out; return the norm that is reported."""
+@on_ranks()
+def test_the_monitor_waits_for_a_step_that_is_taken():
+    """Of the step that is left out no norm is reported."""
     strategy: Any = GradAvgStrategy(nonfinite="skip_step")
     monitor = GradAvgMonitor(100, check_data=False)
     trainer = make_trainer(strategy, max_epochs=1, callbacks=[monitor], use_distributed_sampler=False)
     strategy.observe_next_step()
     trainer.fit(Faulty("loss", (1,), (0,)), loader(FIVE[dist.get_rank()][:2]))
-    norm: float = strategy.report().gradient_norm
-    return norm
+    assert strategy.report().gradient_norm == 3
 
 
 class ByHand(Faulty):
@@ -174,14 +166,6 @@ class OfOneSample(Faulty):
         return self.loss(batch) * (math.nan if bool((batch == 5).any()) else 1)
 
 
-def train_split(strategy: dict[str, Any]) -> Any:
-    """Body: train on the batches 1 to 4 and 5 to 8, shared out over the ranks; return the weight."""
-    model, data = OfOneSample(""), torch.arange(1, 9, dtype=torch.float64)
-    trainer = make_trainer(GradAvgStrategy(nonfinite="skip_step", **strategy), max_epochs=1)
-    trainer.fit(model, DataLoader(data, batch_size=4))  # type: ignore[arg-type]  # a tensor is a dataset
-    return model.w.item()
-
-
 SPLITS: list[dict[str, Any]] = [
     {"split_batches": True},
     {"split_batches": True, "max_device_batch_size": 1},
@@ -191,5 +175,10 @@ SPLITS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("strategy", SPLITS, ids=str)
-def test_split_batches(world, strategy):
-    assert [approx(-0.25)] * 2 == world(2).run(train_split, strategy)
+@on_ranks()
+def test_split_batches(strategy):
+    """The batches 1 to 4 and 5 to 8 are shared out over the ranks."""
+    model, data = OfOneSample(""), torch.arange(1, 9, dtype=torch.float64)
+    trainer = make_trainer(GradAvgStrategy(nonfinite="skip_step", **strategy), max_epochs=1)
+    trainer.fit(model, DataLoader(data, batch_size=4))  # type: ignore[arg-type]  # a tensor is a dataset
+    assert approx(-0.25) == model.w.item()

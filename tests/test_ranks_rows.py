@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Raised
+from ranks import Raised, on_ranks
 from torch import Tensor
+from toys import approx
 
 from lightning_gradavg.reduction.gather import gather, losses_weighed
 
@@ -96,15 +97,6 @@ def test_half_precision_is_summed_in_float32(world, dtype, of_ranks, total):
         assert torch.equal(torch.full((1, 2), total, dtype=dtype), gradient)
 
 
-def narrow_weighted(weights: Sequence[float], weighed: bool) -> float:
-    """Body: a float16 gradient of 20 per rank under a rule of unequal weights, of losses that are weighed or not."""
-    x = torch.ones(1, dtype=torch.float16, requires_grad=True)
-    with losses_weighed() if weighed else nullcontext():
-        gather(x, reduction="weighted_mean", weight=weights[dist.get_rank()]).sum().mul(20).backward()
-    assert x.grad is not None
-    return x.grad.item()
-
-
 @pytest.mark.parametrize(
     ("weights", "weighed", "expected"),
     [
@@ -114,60 +106,53 @@ def narrow_weighted(weights: Sequence[float], weighed: bool) -> float:
     ],
     ids=str,
 )
-def test_weights_do_not_overflow_half_precision(world, weights, weighed, expected):
+@on_ranks()
+def test_weights_do_not_overflow_half_precision(weights, weighed, expected):
     """Weights of thousands multiply a float16 gradient by their ratios, in float32, unless the loss is weighed."""
-    assert expected == world(2).run(narrow_weighted, weights, weighed)
+    x, rank = torch.ones(1, dtype=torch.float16, requires_grad=True), dist.get_rank()
+    with losses_weighed() if weighed else nullcontext():
+        gather(x, reduction="weighted_mean", weight=weights[rank]).sum().mul(20).backward()
+    assert x.grad is not None
+    assert expected[rank] == x.grad.item()
 
 
-def structure_with_labels() -> tuple[list[Tensor], list[bool], Tensor]:
-    """Body: features and labels in one call; the loss uses one of two features."""
+@on_ranks()
+def test_structure_has_one_backward():
+    """Of features and labels in one call, of which the loss uses some."""
     rank = dist.get_rank()
     x = torch.full((rank + 1, 1), 2.0, requires_grad=True)
     y = torch.full((1, 3), 5.0, requires_grad=True)
     labels, targets = torch.full((rank + 1,), rank), torch.full((1,), float(rank))
-    tensors: dict[str, Any] = {"x": x, "labels": labels, "y": [y, targets]}
-    result = gather(tensors)
+    result: Any = gather({"x": x, "labels": labels, "y": [y, targets]})
+    assert [True, False, True, False] == [
+        tensor.requires_grad for tensor in (result["x"], result["labels"], *result["y"])
+    ]
+    assert ([0, 1, 1], [0.0, 1.0]) == (result["labels"].tolist(), result["y"][1].tolist())
     result["x"].square().sum().backward()
-    flat = [result["x"], result["labels"], *result["y"]]
     assert x.grad is not None
     assert y.grad is not None
+    assert torch.equal(torch.full((rank + 1, 1), 8.0), x.grad)
     assert torch.equal(torch.zeros(1, 3), y.grad)
-    return [tensor.detach() for tensor in flat], [tensor.requires_grad for tensor in flat], x.grad
 
 
-def test_structure_has_one_backward(world):
-    for rank, (tensors, require_grad, gradient) in enumerate(world(2).run(structure_with_labels)):
-        assert [True, False, True, False] == require_grad
-        assert [0, 1, 1] == tensors[1].tolist()
-        assert [0.0, 1.0] == tensors[3].tolist()
-        assert torch.equal(torch.full((rank + 1, 1), 8.0), gradient)
-
-
-def gradient_on_one_rank() -> tuple[bool, Tensor | None]:
-    """Body: only the tensor of rank 1 requires grad; every rank runs the same backward."""
+@on_ranks(3)
+def test_all_ranks_join_the_backward_of_one():
+    """The result requires grad on every rank if any rank's tensor does, so that no rank waits: 3 * 9 = 27."""
     x = torch.tensor([3.0], requires_grad=dist.get_rank() == 1)
     result = gather(x)
     result.prod().backward()
-    return result.requires_grad, x.grad
+    assert result.requires_grad
+    assert (torch.tensor([27.0]) if dist.get_rank() == 1 else None) == x.grad
 
 
-def test_all_ranks_join_the_backward_of_one(world):
-    """The result requires grad on every rank if any rank's tensor does, so that no rank waits: 3 * 9 = 27."""
-    assert [(True, None), (True, torch.tensor([27.0])), (True, None)] == world(3).run(gradient_on_one_rank)
-
-
-def without_grad() -> bool:
+@on_ranks()
+def test_plain_gather():
     x = torch.ones(1, requires_grad=True)
     with torch.no_grad():
-        plain = gather(x)
-    assert not plain.requires_grad
+        assert not gather(x).requires_grad
     with torch.inference_mode():
         assert [2.0, 2.0] == gather(x + 1).tolist()
-    return gather(x.detach()).requires_grad
-
-
-def test_plain_gather(world):
-    assert [False, False] == world(2).run(without_grad)
+    assert not gather(x.detach()).requires_grad
 
 
 def penalty(numbers: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
@@ -196,26 +181,34 @@ def test_double_backward(world, numbers):
     torch.testing.assert_close(W**3 * second, torch.cat([answer[1] for answer in answers]), rtol=1e-12, atol=0)
 
 
-def weighted_twice(weights: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Body: the second derivative of a quadratic form under unequal weights, as a column of the weighted Hessian."""
-    rank = dist.get_rank()
-    x = torch.tensor([1.0 + rank], dtype=torch.float64, requires_grad=True)
-    result = gather(x, reduction="weighted_mean", weight=weights[rank])
-    (first,) = torch.autograd.grad((rank + 1) * result.prod(), x, create_graph=True)
+def derivatives(x: Tensor, loss: Callable[[Tensor], Tensor], weight: float) -> tuple[Tensor, Tensor]:
+    """Return the first and the second derivative of a loss over all rows, which is weighed."""
+    (first,) = torch.autograd.grad(loss(gather(x, reduction="weighted_mean", weight=weight)), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     return first.detach(), second
 
 
-def test_double_backward_of_weighted_rows(world):
+@on_ranks()
+def test_double_backward_of_weighted_rows():
     """The derivative of the weighted gradients is their own: 3 * 2 * l' on rank 0, and its adjoint back."""
+    rank, weights = dist.get_rank(), (3.0, 1.0)
+    x = torch.tensor([1.0 + rank], dtype=torch.float64, requires_grad=True)
     # l_q = (q + 1) x_0 x_1 at (1, 2), weights (3, 1): f_0 = l_0' + l_1'/3 = 2 + 4/3, f_1 = 3 l_0' + l_1' = 3 + 2.
     # d(f_0 + f_1): rank q passes its l_q on to all f, so what comes back is again weighed by the rule.
-    (f_0, s_0), (f_1, s_1) = world(2).run(weighted_twice, (3.0, 1.0))
-    assert [pytest.approx(10 / 3), pytest.approx(5.0)] == [f_0.item(), f_1.item()]
+    first, second = derivatives(x, lambda rows: (rank + 1) * rows.prod(), weights[rank])
+    assert approx([10 / 3, 5.0][rank]) == first.item()
     # dL/dg_q[r] = w_q / w_r for S = sum of f; as a function of x, g_q[0] = (q+1) x_1 and g_q[1] = (q+1) x_0.
     # Rank q: d/dx_0 = (q+1) w_q / w_1, d/dx_1 = (q+1) w_q / w_0; home to rank r as sum of w_q / w_r times that.
-    assert pytest.approx(1 * 3 * 1 + 2 * 1 * (1 / 3)) == s_0.item()
-    assert pytest.approx(1 * 1 * 3 + 2 * (1 / 3) * 1) == s_1.item()
+    assert approx([1 * 3 * 1 + 2 * 1 * (1 / 3), 1 * 1 * 3 + 2 * (1 / 3) * 1][rank]) == second.item()
+
+
+@on_ranks()
+def test_nan_of_a_rank_of_weight_0_stays_there():
+    """A NaN gradient for others' rows is not multiplied by the weight 0 of its rank, which would be NaN."""
+    rank = dist.get_rank()
+    x = torch.full((1 - rank,), 3.0, requires_grad=True)
+    first, second = derivatives(x, lambda rows: rows.square().sum() * (torch.nan if rank else 1.0), 1 - rank)
+    assert (([], []) if rank else ([6.0], [2.0])) == (first.tolist(), second.tolist())
 
 
 def gather_in_group() -> Any:
@@ -281,8 +274,8 @@ def node_rules(known: bool) -> Tensor:
     os.environ.update({"MPI_LOCALNRANKS": "1", "PMI_SIZE": "3"})
     if known:
         os.environ["NODE_RANK"] = str([0, 0, 1][dist.get_rank()])
-    gather(torch.ones(1))  # a rule without nodes does not ask
     x = torch.ones(1, requires_grad=True)
+    gather(x)  # a rule without nodes does not ask
     gather(x, reduction="mean_of_node_means").sum().backward()
     assert x.grad is not None
     return x.grad
@@ -293,23 +286,5 @@ def test_nodes(world):
     assert [4.0, 4.0, 2.0] == [gradient.item() for gradient in world(3).run(node_rules, True)]
     raised = world(3).run_expecting_errors(node_rules, False)
     assert len({tuple(one) for one in raised}) == 1
-    assert "depends on nodes" in raised[0].message
+    assert "reduction='mean_of_node_means' depends on nodes" in raised[0].message
     assert "on ranks 0, 1, 2. Set NODE_RANK there" in raised[0].message
-
-
-def poisoned() -> tuple[Tensor, Tensor]:
-    """Body: rank 1 has no rows, weight 0, and a loss whose gradient is NaN; first and second derivative."""
-    rank = dist.get_rank()
-    x = torch.full((1 - rank,), 3.0, requires_grad=True)
-    result = gather(x, reduction="weighted_mean", weight=1 - rank)
-    loss = result.square().sum() * (torch.nan if rank else 1.0)
-    (first,) = torch.autograd.grad(loss, x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    return first.detach(), second
-
-
-def test_nan_of_a_rank_of_weight_0_stays_there(world):
-    """A NaN gradient for others' rows is not multiplied by the weight 0 of its rank, which would be NaN."""
-    (first, second), nothing = world(2).run(poisoned)
-    assert [6.0, 2.0] == [first.item(), second.item()]
-    assert [(0,), (0,)] == [tensor.shape for tensor in nothing]

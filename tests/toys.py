@@ -42,7 +42,7 @@ DEPRECATED = pytest.mark.filterwarnings(r"ignore:torch.distributed.nn.functional
 
 
 def approx(value: Any, tolerance: float = 1e-12) -> Any:
-    return pytest.approx(value, rel=tolerance, abs=tolerance)
+    return pytest.approx(value, rel=tolerance, abs=tolerance, nan_ok=True)
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
