@@ -94,6 +94,24 @@ def test_loss_that_is_no_tensor_is_quoted(world):
     assert all(one.type_name == "TypeError" and "a tensor with a graph, got 0.5" in one.message for one in raised)
 
 
+class Newton(Toy):
+    """LBFGS evaluates the closure several times in a step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return (0.5 * (self.w * batch - 3).square()).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=10)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
+def test_optimizer_with_a_closure(world, reduction):
+    """Every step ends in the minimum of the mean over all samples, at 33/39."""
+    rows = [[[1.0, 2.0]] * 3, [[3.0, 5.0]] * 3]
+    seen = same_everywhere(world(2).run(train, rows, {}, {"reduction": reduction}, module=Newton))
+    assert [approx(33 / 39, 1e-9)] * 3 == [weight.item() for weight in seen.weights]
+
+
 def steep(rows: Tensor) -> Tensor:
     """Return 0, with a gradient of infinity times 0."""
     return (0 * rows).sqrt()
