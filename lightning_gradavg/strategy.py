@@ -402,7 +402,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     def _start_line(self) -> str:
         run, rule, size = self._reduction.run, self._options.rule, self.global_batch_size
-        ranks, nodes, window = len(run.places), run.num_nodes, run.trainer.accumulate_grad_batches
+        ranks, nodes, window = len(run.places), run.num_nodes, self._batches.accumulation
         return (
             f"GradAvgStrategy: reduction={rule.name!r}, g = {rule.formula};"
             f" {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"

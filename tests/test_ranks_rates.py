@@ -354,17 +354,22 @@ def test_a_scheduler_within_a_step_is_refused(world):
         assert "Step it after the optimizer, as in on_train_batch_end" in error.message
 
 
-def run_scheduled_window() -> Any:
+def run_scheduled_window(schedule: dict[int, int]) -> Any:
     module = Scheduled(batch=2, size=8)
     strategy = GradAvgStrategy(lr_scaling="linear", base_batch_size=4)
-    callbacks = [GradientAccumulationScheduler({0: 1, 1: 2})]
+    callbacks = [GradientAccumulationScheduler(schedule)]
     make_trainer(strategy, **{**TRAINER, "max_epochs": 2}, callbacks=callbacks).fit(module)
     return [rate[0] for rate in module.rates], strategy.global_batch_size
 
 
 @pytest.mark.filterwarnings("ignore:lr_scaling='linear' changes nothing")
 def test_scale_follows_a_scheduled_window(world):
-    assert [([approx(0.1)] * 4 + [approx(0.2)] * 2, 8)] * 2 == world(2).run(run_scheduled_window)
+    assert [([approx(0.1)] * 4 + [approx(0.2)] * 2, 8)] * 2 == world(2).run(run_scheduled_window, {0: 1, 1: 2})
+
+
+def test_the_first_window_may_be_scheduled(world):
+    """The start warns of nothing: the Trainer's own value, which the schedule replaces, would change no rate."""
+    assert [([approx(0.2)] * 2 + [approx(0.1)] * 4, 4)] * 2 == world(2).run(run_scheduled_window, {0: 2, 1: 1})
 
 
 class Found(Toy):

@@ -57,7 +57,12 @@ class Batches(Part):
     @property
     def accumulation(self) -> int:
         """Loader batches per optimizer step, which is what the user's `accumulate_grad_batches` counts."""
-        return self.run.trainer.accumulate_grad_batches
+        trainer: Any = self.run.trainer
+        schedules = (each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler))
+        schedule = next(schedules, None)  # it writes the Trainer's value when the epoch begins
+        if schedule is not None:
+            return int(schedule.get_accumulate_grad_batches(trainer.current_epoch))
+        return int(trainer.accumulate_grad_batches)
 
     @property
     def chunk(self) -> Chunk | None:
@@ -130,21 +135,12 @@ class SplitBatches(Batches):
         )
         self._loop = TrainingLoop(trainer.fit_loop)
         self._progress = Progress(self._loop, lambda: self.accumulation)
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        self._schedule = next((each for each in callbacks if isinstance(each, GradientAccumulationScheduler)), None)
         self._injects_samplers = injects_samplers(trainer)
         resumed, self._saved = self._saved, {}
         self._states: list[Any] | None = resumed.get("loaders")
         # Of an earlier version, which had Lightning count parts of batches.
         self._parts_before = resumed.get("micro_batches", 1)
         self._loaders: list[NumberedLoader] = []
-
-    @property
-    def accumulation(self) -> int:
-        """Loader batches per optimizer step, which is what the user's `accumulate_grad_batches` counts."""
-        if self._schedule is not None:  # which writes it at the start of an epoch
-            return self._schedule.get_accumulate_grad_batches(self.run.trainer.current_epoch)
-        return super().accumulation
 
     @property
     def chunk(self) -> Chunk | None:
