@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -65,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = did_you_mean(command, commands)
         print(f"gradavg: error: {wrong}; choose from {', '.join(commands)}.{hint}", file=sys.stderr)
         return 2
+    if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
     # A command imports only what it needs.
     module = importlib.import_module(f"lightning_gradavg.cli.{command if command in _OWN else 'fit'}")
     code: int = module.main(arguments if command in _OWN else [command, *arguments])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import sys
 import traceback
@@ -71,8 +70,6 @@ def main(arguments: Sequence[str]) -> int:
         arguments: The subcommand and its options. `--model` and `--data` may name classes as `file.py:Name`. Processes
             that Lightning starts get them, too.
     """
-    if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
     given, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
         read = with_class_paths(arguments)

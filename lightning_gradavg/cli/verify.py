@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -104,8 +103,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.explain is not None:
         print(explanation(args.explain))
         return 0
-    if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
     try:
         settings = Settings(args.devices, args.steps, args.accelerator, args.single, tolerance=args.tolerance)
         report = verify_target(_target(args, further), settings, args.ignore)
