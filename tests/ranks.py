@@ -42,7 +42,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, forkserver, get_context
+from multiprocessing import connection, forkserver, get_context, set_start_method
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -384,6 +384,9 @@ def _serve(
     os.environ.clear()
     os.environ.update(environ)
     faulthandler.enable()
+    if sys.platform == "linux":
+        # As outside of the fork server, of which each rank's data loaders would start one that imports everything anew.
+        set_start_method("fork", force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends its ranks
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
