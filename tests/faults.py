@@ -387,7 +387,7 @@ _TASKS = ("SLURM_NTASKS=1 processes, but Trainer(devices=2, num_nodes=1) trains 
 _SLURM = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
 _SLURM |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
 _TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
-_GRADIENT = "optimizer step 2: nothing on rank 0; the gradient of parameter 'w' is not finite on rank 1"
+_GRADIENT = "optimizer step 2: the gradient of parameter 'w' is not finite on ranks 0, 1"
 _WEIGHTED = {"reduction": "weighted_mean"}
 
 # By hand: without a fault the means are 6, 7, 8, 9, 10, so w ends at -4; step 2 is that of the mean 8.
