@@ -15,14 +15,15 @@ from lightning_gradavg.tree import data_digest
 
 __all__ = ["SameData", "drifted", "require_replicas"]
 
+_PART, _ODD = 2**16, 6364136223846793005  # elements at once; Knuth's multiplier, which tells parts apart
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def drifted(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> tuple[str, list[int]] | None:
     """Return the first tensor whose bits differ between ranks, and the ranks in the minority; the same on all ranks.
 
-    It sums each tensor's bits as integers: a change of one element always changes the sum, no order of additions does.
-    A collective operation, of two integers per tensor.
+    It sums each tensor's bits as integers, times numbers that tell places apart: a change of one element always changes
+    the sum, no order of additions does. A collective operation, of two integers per tensor.
     """
     sums = {name: _sum_of_bits(tensor.detach()).to(device) for name, tensor in tensors}
     if not sums:
@@ -58,7 +59,14 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor)
     if tensor.is_floating_point():
         tensor = tensor.view(_BITS[tensor.element_size()])
-    return tensor.sum(dtype=torch.int64)
+    places = torch.arange(1, 2 * _PART, 2, device=tensor.device)  # odd: no bit of an element is shifted out of the sum
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in tensor.flatten().split(_PART):
+        bits = part.long()
+        # Differences of places are even, so a sign that only the highest bit holds would move unseen.
+        mixed = bits ^ ((bits >> 32) & 0xFFFFFFFF)
+        total = total * _ODD + (mixed * places[: len(bits)]).sum()
+    return total
 
 
 class SameData:
