@@ -59,6 +59,7 @@ class GradAvgReducer:
         self._accumulation: Accumulation | None = None
         # Models come and go, as in cross-validation; of each, whether DDP reduces after its last forward.
         self._models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self._sparse: list[Tensor] = []
         self._handles: list[RemovableHandle] = []
 
     def register(self, model: DistributedDataParallel, *, node: int | None = None) -> None:
@@ -115,6 +116,7 @@ class GradAvgReducer:
             self._accumulation.close()
         self._accumulation, self._ends_window = accumulation, ends_window
         self._models[model] = True
+        self._sparse = [weight for each in self._models for weight in sparse_weights(each)]
         self._handles.append(model.register_forward_pre_hook(self._on_forward))
 
     def _on_forward(self, model: Any, *_: Any) -> None:
@@ -163,9 +165,8 @@ class GradAvgReducer:
             )
         terms, micro_batch = self._weights.read(loss, weight, None, samples, problem)
         divisor = divided_by or (1.0 if self._weighs else None)
-        sparse = [weight for model in self._models for weight in sparse_weights(model)]
         begin = partial(self._begin, self._accumulation, last=last, divisor=divisor)
-        return WeighedLoss.of(terms, micro_batch, sparse=sparse, begin=begin).value
+        return WeighedLoss.of(terms, micro_batch, sparse=self._sparse, begin=begin).value
 
     def _reduces_next(self) -> bool:
         """Return whether DDP reduces in the next backward."""
@@ -210,3 +211,4 @@ class GradAvgReducer:
             handle.remove()
         self._accumulation, self._handles = None, []
         self._models.clear()
+        self._sparse = []
