@@ -151,7 +151,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     notebook = nbformat.read(EXAMPLES / "demo.ipynb", as_version=4)
     for cell in notebook.cells:
         cell.get("outputs", []).clear()
-    NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
     assert_shows(notebook)
 
 

@@ -1,14 +1,17 @@
 """Handwritten digits with a small CNN.
 
-The 1797 images of 8 x 8 pixels are the test part of the UCI "Optical Recognition of Handwritten Digits" set, which
-scikit-learn ships.
+The 1797 images of 8 x 8 pixels are the test part of "Optical Recognition of Handwritten Digits" by E. Alpaydin and
+C. Kaynak (UCI Machine Learning Repository, https://doi.org/10.24432/C50P49, CC BY 4.0). A line of the file has the
+pixels, 0 to 16, and the digit.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -40,10 +43,10 @@ class DigitsData(LightningDataModule):
         self.samples: list[Sample] = []
 
     def setup(self, stage: str) -> None:
-        bunch = load_digits()
-        images = torch.as_tensor(bunch.images, dtype=torch.float32) / 16 - 0.5  # pixels are 0 to 16
+        rows = torch.from_numpy(np.loadtxt(Path(__file__).with_name("digits.csv.gz"), delimiter=",")).float()
+        images = rows[:, :-1].view(-1, 8, 8) / 16 - 0.5
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(self.seed)).tolist()
-        self.samples = [(images[i], int(bunch.target[i])) for i in order]
+        self.samples = [(images[i], int(rows[i, -1])) for i in order]
 
     def train_dataloader(self) -> DataLoader[Sample]:
         train = self.samples[:NUM_TRAIN]
