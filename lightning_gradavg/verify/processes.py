@@ -1,8 +1,7 @@
 """The processes of a verification, and `verify`.
 
 One process per rank, with the variables that a launcher sets, records; then one more is the twin. Each builds module
-and data anew, and leads a session of its own, which ends with everything that it started. None imports the main module
-of the script that asks: if a class of it is needed, the script runs up to where it trains.
+and data anew, and leads a session of its own, which ends with everything that it started.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,14 +35,12 @@ from lightning_gradavg.verify.explain import judge
 from lightning_gradavg.verify.record import Recorder, Tape
 from lightning_gradavg.verify.report import CAUSES, Report
 from lightning_gradavg.verify.target import (
-    MainModule,
     Settings,
     Target,
-    TrainsOnImport,
-    is_refused,
     of_values,
     quiet_options,
     resolve_strategy,
+    trains_on_import,
 )
 
 __all__ = ["in_processes", "record_run", "require_memory", "verify", "verify_target"]
@@ -55,6 +50,7 @@ _ON_GPUS = (
     "sync_batchnorm=True runs on GPUs only: verify with --accelerator cuda, or use"
     ' GradAvgStrategy(equivalent_to="single_device"), which synchronizes batch norm on any device'
 )
+_UNSAID = 'see standard error, and call verify under `if __name__ == "__main__":` in a script'
 _COPIES = 5  # weights, gradients, DDP's buckets, and two numbers of an optimizer such as Adam
 
 
@@ -146,8 +142,8 @@ def verify(
         ValueError: If an option is out of range.
         RuntimeError: If one of the processes failed, with the last line of the user's code.
     """
-    if is_refused():
-        raise TrainsOnImport
+    if Trainer.fit is trains_on_import:
+        trains_on_import()
     settings = Settings(devices, steps, accelerator, single, compare_order, tolerance)
     target = Target(partial(of_values, module, data), {**trainer_options, "strategy": strategy}, seed)
     return verify_target(target, settings, ignore)
@@ -189,17 +185,13 @@ def in_processes(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) ->
     context: Any = multiprocessing.get_context("forkserver")
     # One import instead of one per process. What a process inherits is the same as with spawn.
     context.set_forkserver_preload(["lightning.pytorch", "lightning_gradavg"])
-    main = getattr(sys.modules["__main__"], "__file__", None)
-    # The main module may train when it is imported, which multiprocessing does in every process that it starts.
-    no_main = mock.patch.dict(sys.modules, __main__=ModuleType("__main__"))
     with tempfile.TemporaryDirectory(prefix="gradavg-verify-") as name, ExitStack() as ending:
         waiting = dict[Any, tuple[int, Any]]()
         for rank, call in enumerate(calls):
             # As a process argument each tensor would be a shared piece of memory with a file descriptor of its own.
             torch.save(call, Path(name, f"{rank}.in"))
-            process = context.Process(target=_call, args=(Path(name), rank, _environ(rank, len(calls)), main))
-            with no_main:
-                process.start()
+            process = context.Process(target=_call, args=(Path(name), rank, _environ(rank, len(calls))))
+            process.start()
             ending.callback(_end, process)
             waiting[process.sentinel] = rank, process
         while waiting:
@@ -207,7 +199,7 @@ def in_processes(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) ->
                 process.join()
                 if process.exitcode != 0:
                     told = Path(name, f"{rank}.error")
-                    unknown = RuntimeError(f"exit code {process.exitcode}")
+                    unknown = RuntimeError(f"exit code {process.exitcode}: {_UNSAID}")
                     error = pickle.loads(told.read_bytes()) if told.exists() else unknown
                     who = f"rank {rank}" if len(calls) > 1 else "the twin"
                     raise RuntimeError(f"{who} failed: {error}") if isinstance(error, RuntimeError) else error
@@ -238,7 +230,7 @@ def _environ(rank: int, world_size: int) -> dict[str, str]:
     return {**gloo, **kept, **{name: str(value) for name, value in of_rank.items()}}
 
 
-def _call(folder: Path, rank: int, environ: Mapping[str, str], main: str | None) -> None:
+def _call(folder: Path, rank: int, environ: Mapping[str, str]) -> None:
     """Make one call in this process, whose result or failure is written to a file."""
     os.setsid()
     os.environ.clear()
@@ -253,7 +245,6 @@ def _call(folder: Path, rank: int, environ: Mapping[str, str], main: str | None)
     # Who failed first is the report's to say: a run that has shown enough steps ends by an exception, too.
     logging.getLogger("lightning_gradavg.faults.part").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", module="lightning")  # advice for a longer run
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = MainModule(main)
     try:
         function, arguments = torch.load(Path(folder, f"{rank}.in"), weights_only=False)
         torch.save(function(*arguments), Path(folder, f"{rank}.out"))

@@ -9,9 +9,7 @@ import inspect
 import math
 import operator
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -30,17 +28,15 @@ from lightning_gradavg.arguments import nearest
 from lightning_gradavg.lightning_internals import start_no_processes
 
 __all__ = [
-    "MainModule",
     "Read",
     "Settings",
     "Target",
-    "TrainsOnImport",
     "as_list",
     "imported",
-    "is_refused",
     "of_values",
     "quiet_options",
     "resolve_strategy",
+    "trains_on_import",
 ]
 
 # Plugins of the cluster and of precision are ours; the callbacks search, stop, write or watch, and need a longer run.
@@ -60,24 +56,9 @@ _QUIET: Mapping[str, Any] = {
 }
 
 
-class TrainsOnImport(BaseException):
-    """An imported module begins to train. No `except Exception` in it may stop this."""
-
-
-def _refuse(*_: Any, **__: Any) -> Any:
-    raise TrainsOnImport
-
-
-@contextmanager
-def _training_refused() -> Iterator[None]:
-    """Let all training, and `verify`, raise `TrainsOnImport`."""
-    with mock.patch.multiple(Trainer, fit=_refuse, validate=_refuse, test=_refuse, predict=_refuse):
-        yield
-
-
-def is_refused() -> bool:
-    """Return whether a module is being imported, which may not train."""
-    return Trainer.fit is _refuse
+def trains_on_import(*_: Any, **__: Any) -> None:
+    """Stand for `Trainer.fit`, and `verify`, while a module is imported."""
+    raise ImportError('it trains when it is imported: put that under `if __name__ == "__main__":`')
 
 
 def imported(path: str) -> Any:
@@ -90,18 +71,11 @@ def imported(path: str) -> Any:
     if not module or not name:
         raise ValueError(f"{path!r} must be written package.module:Name or file.py:Name")
     try:
-        with _training_refused():
+        with mock.patch.object(Trainer, "fit", trains_on_import):
             found: Any = _module_of_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
         return operator.attrgetter(name)(found)
     except (ImportError, AttributeError, OSError) as error:
         raise ValueError(f"{path!r} cannot be imported: {error}") from error
-    except TrainsOnImport as error:
-        own = str(Path(__file__).parent)
-        last = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(own)][-1]
-        raise ValueError(
-            f"{module!r} trains when it is imported (line {last.lineno}: {last.line})."
-            ' Put that under `if __name__ == "__main__":`'
-        ) from None
 
 
 def _module_of_file(file: Path) -> ModuleType:
@@ -113,23 +87,6 @@ def _module_of_file(file: Path) -> ModuleType:
         module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[file.stem]
-
-
-class MainModule(ModuleType):
-    """Stands for the script that asked. If a class of it is needed, the script runs up to where it trains."""
-
-    def __init__(self, file: str | None) -> None:
-        super().__init__("__main__")
-        vars(self)["_script"] = file
-
-    def __getattr__(self, name: str) -> Any:
-        file = None if name.startswith("__") else vars(self).pop("_script", None)
-        if file is None:
-            raise AttributeError(name)
-        self.__file__, self.__name__ = file, "__mp_main__"  # the name that multiprocessing imports it by
-        with _training_refused(), suppress(TrainsOnImport):
-            exec(compile(Path(file).read_bytes(), file, "exec"), vars(self))  # as multiprocessing does
-        return getattr(self, name)
 
 
 def resolve_strategy(strategy: Any) -> DDPStrategy:
@@ -203,7 +160,7 @@ class Target:
             ValueError: If there are no data.
         """
         seed_everything(self.seed, workers=True, verbose=False)
-        with _training_refused():
+        with mock.patch.object(Trainer, "fit", trains_on_import):
             module, data, options = self.read()
         data = data() if callable(data) and not hasattr(data, "__iter__") else data
         if not isinstance(module, LightningModule):
