@@ -19,7 +19,7 @@ from verify_runs import RUNS, Net
 from lightning_gradavg.cli import main
 from lightning_gradavg.cli.lightning import read_names
 from lightning_gradavg.verify.processes import require_memory
-from lightning_gradavg.verify.record import difference, sketch
+from lightning_gradavg.verify.record import DrawsBySample, sketch
 from lightning_gradavg.verify.report import (
     CAUSES,
     STAGES,
@@ -31,8 +31,8 @@ from lightning_gradavg.verify.report import (
     plot_report,
     times,
 )
-from lightning_gradavg.verify.samples import DrawsBySample
 from lightning_gradavg.verify.target import Settings, Target, imported, of_values, quiet_options, resolve_strategy
+from lightning_gradavg.verify.twin import difference
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,7 +44,7 @@ def keys_of(*sizes):
 def drawn(function, keys):
     torch.manual_seed(3)
     mode = DrawsBySample(double=False)
-    mode.begin(keys)
+    mode.keys = keys
     with mode:
         return function(len(keys)), mode
 
@@ -55,7 +55,6 @@ DRAWING = {
     "in place": lambda size: torch.empty(size).exponential_(),
     "dropout": lambda size: nn.functional.dropout(torch.ones(size, 5), 0.5),
     "dropout of channels": lambda size: nn.functional.dropout2d(torch.ones(size, 4, 2, 2), 0.5),
-    "a class of each": lambda size: torch.multinomial(torch.ones(size, 9), 1),
     "a coin of each": lambda size: torch.bernoulli(torch.full((size, 2), 0.5)),
     "around a mean": lambda size: torch.normal(torch.full((size,), 7.0), 1.0),
     "several rows of each": lambda size: torch.rand(3 * size, 2),

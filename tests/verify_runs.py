@@ -5,7 +5,8 @@ The names of `RUNS` are the lines of the tables in docs/verify.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -479,20 +480,6 @@ def batches(sizes: Sequence[int], seed: int = 0) -> list[Batch]:
     return list(zip(x.split(list(sizes)), y.split(list(sizes)), strict=True))
 
 
-def boxes(rank: int) -> Iterator[Any]:
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(2):
-        records = [{"boxes": torch.randn(1 + index % 3, CLASSES, generator=generator)} for index in range(4)]
-        yield torch.randn(4, FEATURES, generator=generator), records
-
-
-def graphs(rank: int) -> Iterator[m.Graph]:
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(2):
-        nodes = torch.randn(5 + rank, FEATURES, generator=generator)
-        yield m.Graph(nodes, torch.randint(4, (5 + rank,), generator=generator), 4)
-
-
 def of_rank(*rows: Any) -> Callable[[int], Any]:
     """Return what makes the batches of a rank: tensors of the given rows."""
     return lambda rank: [torch.tensor(batch) for batch in rows[rank]]
@@ -502,8 +489,8 @@ def of_rank(*rows: Any) -> Callable[[int], Any]:
 class Run:
     """A run, and what is to be found.
 
-    `data` is the number of samples of one data set, a function of the rank that returns its batches, "one stream" for
-    the same batches on all ranks, or None for batches of the given `sizes` on each.
+    `data` is the number of samples of one data set, a function of the rank that returns its batches, or None for
+    batches of the given `sizes` on each.
     """
 
     module: Callable[[], LightningModule] = Net
@@ -511,7 +498,7 @@ class Run:
     strategy: Callable[[], Any] = DDPStrategy
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = 2
-    data: int | str | Callable[[int], Any] | None = None
+    data: int | Callable[[int], Any] | None = None
     batch_size: int = 4
     cause: str = ""
     not_shown: str = ""
@@ -531,13 +518,21 @@ class Run:
             return self.reads()
         if isinstance(self.data, int):
             return DataLoader(TensorDataset(*samples(self.data)), batch_size=self.batch_size)
-        if self.data == "one stream":
-            return DataLoader(batches(self.sizes[0]), batch_size=None)  # type: ignore[arg-type]  # a list is a data set
         make: Any = self.data or (lambda rank: batches(self.sizes[rank], seed=rank))
-        if m.world() > 1:
-            return DataLoader(list(make(dist.get_rank())), batch_size=None)
         of_ranks = [list(make(rank)) for rank in range(len(self.sizes))]
-        return DataLoader([batch for of_step in zip(*of_ranks, strict=True) for batch in of_step], batch_size=None)
+        return dealt([batch for of_step in zip(*of_ranks, strict=True) for batch in of_step], len(of_ranks))
+
+
+def dealt(every: Sequence[Any], ranks: int, order: int = 1) -> DataLoader[Any]:
+    """Return a loader of these batches, of which one process reads all, and each rank its own in this order."""
+    rows: list[Any] = []
+    indices = []
+    for batch in every:
+        held = list(zip(*batch, strict=True)) if isinstance(batch, tuple) else list(batch)
+        indices.append(range(len(rows), len(rows) + len(held)))
+        rows += held
+    mine = indices[m.rank() :: ranks][::order] if m.world() > 1 else indices
+    return DataLoader(rows, batch_sampler=[list(each) for each in mine])  # type: ignore[arg-type]  # a list is a data set
 
 
 def options_of(run: Run) -> dict[str, Any]:
@@ -557,7 +552,9 @@ def recorded(name: str) -> Tape:
 def judged(name: str, tapes: Sequence[Tape]) -> Report:
     """Return what one process makes of a recorded run."""
     run = RUNS[name]
-    return judge(tapes, lambda: (run.build(), {"train_dataloaders": run.loader()}, options_of(run)), Settings())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="lightning")  # advice for a longer run
+        return judge(tapes, lambda: (run.build(), {"train_dataloaders": run.loader()}, options_of(run)), Settings())
 
 
 def gradavg(**options: Any) -> Callable[[], GradAvgStrategy]:
@@ -573,10 +570,6 @@ WINDOWS = ((4, 4, 4), (4, 4, 4))
 TWO: dict[str, Any] = {"accumulate_grad_batches": 2}
 BY_WEIGHT, BY_SUM, SPLIT = gradavg(reduction="weighted_mean"), gradavg(reduction="sum"), gradavg(split_batches=True)
 SINGLE, PARALLEL = gradavg(equivalent_to="single_device"), gradavg(equivalent_to="data_parallel")
-PADDED = of_rank(
-    ([[1, 2, 3, 4], [5, 6, 0, 0], [3, 1, 2, 0]], [[1, 2, 3], [5, 6, 0], [4, 4, 4]]),
-    ([[3, 2], [1, 0], [4, 5]], [[3, 2, 1, 1, 1], [1, 0, 0, 0, 0], [2, 2, 2, 0, 0]]),
-)
 SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
 SHUFFLED: dict[str, Any] = {"use_distributed_sampler": True}
 UNDEALT: dict[str, Any] = {"use_distributed_sampler": False}
@@ -614,7 +607,10 @@ RUNS = {
     "`single_device`, batch norm": Run(normed, strategy=SINGLE, data=14, batch_size=5),
     "`single_device`, `training_step_end`": Run(SpreadOfAll, strategy=SINGLE, data=14, batch_size=5),
     "a learning rate scaled by `lr_scaling`": Run(
-        strategy=gradavg(lr_scaling="linear", base_batch_size=4, split_batches=True), data=16, batch_size=8
+        strategy=gradavg(lr_scaling="linear", base_batch_size=4, split_batches=True),
+        data=16,
+        batch_size=8,
+        not_shown="verify the run without lr_scaling=",
     ),
     "unused parameters, bucket views": Run(
         lambda: Net("mean", nn.PReLU(8, device="cpu")),
@@ -642,7 +638,7 @@ RUNS = {
     "bfloat16 weights": Run(options={"precision": "bf16-true"}),
     # Different.
     "other initial weights on several processes": Run(OtherStart, cause="initial weights"),
-    "one stream on all ranks": Run(data="one stream", cause="duplicated stream"),
+    "one stream on all ranks": Run(data=16, cause="duplicated stream"),
     "samples repeated to fill the ranks": Run(data=15, options=SHUFFLED, cause="padding"),
     "batch norm": Run(normed, cause="batch norm"),
     "batch norm, dropout": Run(lambda: Net("mean", nn.BatchNorm1d(8), nn.Dropout(0.5)), cause="batch norm"),
@@ -724,14 +720,11 @@ RUNS = {
     "a queue of one rank's keys": Run(lambda: Moco(gathers=False), cause="buffers of one rank"),
     "clipping to a part for every rank": Run(ClippedByRanks, cause="unexplained"),
     # Not shown.
-    "padded texts that no `collate_fn` made": Run(Texts, data=PADDED, not_shown="cannot be joined"),
+    "batches that no `collate_fn` made": Run(
+        reads=lambda: DataLoader(batches((4, 4)), batch_size=None),  # type: ignore[arg-type]  # a list is a data set
+        not_shown="no collate_fn makes the loader's batches",
+    ),
     "a mean over tokens of padded texts": Run(Texts, **TEXTS, cause="mean of means"),
-    "images with a list of records": Run(
-        lambda: m.Step(m.layers, m.detected), data=boxes, not_shown="which samples a batch of type list holds"
-    ),
-    "graphs": Run(
-        lambda: m.Step(m.layers, m.of_graphs), data=graphs, not_shown="which samples a batch of type Graph holds"
-    ),
     "a moving average of the loss in an attribute": Run(with_step(by_average), cause="hand-compensated loss"),
     "a counter outside of the module": Run(with_step(by_global)),
     "an iterator in an attribute": Run(with_step(by_iterator)),
@@ -818,8 +811,8 @@ MINE = {
     "`x.float()`": on(step=m.in_float),
     "samples along dimension 1, dropout": on(m.sequences, m.sequence_first),
     "logged with `sync_dist`": on(step=m.logs()),
-    "random masks in `collate_fn`": on(reads=m.masking),
-    "two loaders": on(step=of_both, reads=m.two_loaders),
+    "random masks in `collate_fn`": on(reads=m.masking, not_shown="collate_fn draws random numbers"),
+    "two loaders": on(step=of_both, reads=m.two_loaders, not_shown="use one DataLoader"),
     "padded texts, attention, dropout, `single_device`": on(
         **ATTENTION, reads=lambda: m.texts(batch_size=8), strategy=SINGLE, options=UNDEALT
     ),
@@ -863,10 +856,6 @@ THREE = {
 }
 
 
-def backwards(rank: int) -> Any:
-    return batches((4, 4), seed=rank)[:: -1 if m.world() > 1 else 1]
-
-
 class Medium(Net):
     """Computes products of matrices in a lower precision."""
 
@@ -882,7 +871,7 @@ OTHERS = {
         cause="learning-rate scale",
     ),
     "a sum loss, shuffled": Run(lambda: Net("sum"), data=16, options=SHUFFLED, cause="sum loss"),
-    "ranks that read backwards": Run(data=backwards, cause="data order"),
+    "ranks that read backwards": Run(reads=lambda: dealt(batches((4,) * 4), 2, order=-1), cause="data order"),
     "samples of their own on several processes": Run(
         data=lambda rank: batches((4, 4), seed=rank + 10 * (m.world() > 1)), not_shown="transformed at random"
     ),

@@ -22,21 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradavg.lightning_internals import BatchNorm, without_gradient_hooks
-from lightning_gradavg.verify.record import (
-    Refused,
-    Seen,
-    Step,
-    Tape,
-    Tensors,
-    difference,
-    differences,
-    flat,
-    gap_between,
-)
+from lightning_gradavg.verify.record import Read, Refused, Step, Tape, Tensors
 from lightning_gradavg.verify.report import CAUSES, STAGES, Finding, Report, Stage, times
-from lightning_gradavg.verify.samples import Read
 from lightning_gradavg.verify.target import Settings
-from lightning_gradavg.verify.twin import Build, Twin
+from lightning_gradavg.verify.twin import Build, Seen, Twin, difference, differences, flat, gap_between
 
 __all__ = ["judge"]
 
@@ -223,15 +212,14 @@ class _Judge:
                         yield Finding(cause, seen.stage, text, seen.step, seen.difference)
 
     def _logged(self, alone: Tape, steps: int) -> list[Finding]:
-        """Return the first value that was logged over all ranks, or equally by all, and differs."""
-        synced = {f"{name}{end}" for tape in self.tapes for name in tape.synced for end in ("", "_step", "_epoch")}
+        """Return the first value that all ranks logged alike, as with `sync_dist`, and that differs."""
         of_steps = zip(alone.steps[:steps], *(tape.steps for tape in self.tapes), strict=False)
         for position, (mine, *of_ranks) in enumerate(of_steps):
             if any(len(step.taken) > 1 for step in of_ranks):
                 continue
             first = of_ranks[0].logged
             alike = {name for name in first if all(step.logged.get(name) == first[name] for step in of_ranks)}
-            names = [name for name in mine.logged if name in alike | (synced & first.keys())]
+            names = [name for name in mine.logged if name in alike]
             found, expected = (
                 {name: torch.tensor([values[name]], dtype=torch.float64) for name in names}
                 for values in (first, mine.logged)

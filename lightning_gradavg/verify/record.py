@@ -1,4 +1,10 @@
-"""What both runs write down: samples, gradients, weights, buffers and logs; and where two of these records differ.
+"""What both runs write down: the samples of their batches, gradients, weights, buffers and logs.
+
+Loaders load in this process, so that the samples of a batch are known by the batch itself. A draw for a whole batch,
+such as one dropout mask of shape `(8, 64)`, consists of the draws of its samples. A number depends on the sample and on
+its place in what the sample draws, and not on the batch, nor on the length to which the sample is padded. So N
+processes and one process draw the same for the same samples. Draws that belong to no sample are noted: what depends on
+them cannot be shown.
 
 Large tensors are not copied. A *sketch* of 4096 numbers stands for each: half of them are elements, half are signed
 sums over all elements. It is linear, and changes if any element does.
@@ -7,12 +13,17 @@ sums over all elements. It is linear, and changes if any element does.
 from __future__ import annotations
 
 import functools
+import hashlib
+import io
 import math
+import pickle
+import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
@@ -22,47 +33,44 @@ from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_gradavg.lightning_internals import BatchNorm
+from lightning_gradavg.batches.collate import PartCollator
+from lightning_gradavg.lightning_internals import BatchNorm, TorchDispatchMode, fetched_here, writes_in_place
+from lightning_gradavg.loaders import user_loader
 from lightning_gradavg.options import StrategyFacts
-from lightning_gradavg.random_state import random_state, restore_random_state
+from lightning_gradavg.random_state import random_state, restore_random_state, same_random_state
 from lightning_gradavg.rules import RULES, Rule
-from lightning_gradavg.tree import batch_samples, leaves
-from lightning_gradavg.verify.report import Difference
-from lightning_gradavg.verify.samples import DrawsBySample, Loading, Read, is_part, seed
+from lightning_gradavg.tree import batch_samples, bits, leaves, mapped
 
-__all__ = [
-    "Enough",
-    "Facts",
-    "Moment",
-    "Recorder",
-    "Refused",
-    "Step",
-    "Taken",
-    "Tape",
-    "Tensors",
-    "loss_of",
-    "of_group",
-    "sketch",
-]
+__all__ = ["DrawsBySample", "Facts", "Moment", "Read", "Recorder", "Refused", "Step", "Taken", "Tape", "Tensors"]
+__all__ += ["UNMADE", "loss_of", "sketch"]
 
 Tensors: TypeAlias = dict[str, Tensor]
 """Sketches by the name of their parameter, buffer, option or value."""
 
+UNMADE = "no collate_fn makes the loader's batches, so their samples are unknown: use one DataLoader with a batch_size"
+
 _KEPT = 4096
+_KEPT_BATCHES = 512  # that are read ahead
+_MOST_BATCHES, _MOST_SAMPLES = 20_000, 5_000  # of an epoch that is read without training; a stream loads samples
+_SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)  # that read every sample once
 _TYPES = re.compile(
     r"dtype|scalar type|double|float64|float32|not implemented for|expected .* but (got|found)", re.IGNORECASE
 )
 _IN_FLOAT32 = "the run does not compute in float64 (after {operator}: {error}): verify with --single, in float32"
+_MANUAL = "in manual optimization a window of several batches is the user's own sum of them"
 _NO_OPTIONS = ("params", "initial_lr", "foreach", "fused")  # of the mathematics
+_LOW = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110685705)  # of splitmix64, as signed
 
 
-class Enough(Exception):  # noqa: N818  # no error: everything that was asked for is there
-    """Ends a run early."""
-
-
-class Refused(Exception):  # noqa: N818  # likewise
+class Refused(Exception):  # noqa: N818  # no error of the run
     """Says why a run cannot be compared."""
+
+
+class _Enough(Exception):  # noqa: N818  # likewise: everything that was asked for is there
+    """Ends a run early."""
 
 
 def sketch(tensor: Tensor) -> Tensor:
@@ -73,11 +81,9 @@ def sketch(tensor: Tensor) -> Tensor:
         return flat.to(device="cpu", dtype=torch.float64, copy=True)
     half = _KEPT // 2
     positions, signs = (each.to(flat.device) for each in _pattern(flat.numel(), half))
-    table, rest = flat[: len(signs) * half].view(-1, half), flat[len(signs) * half :]
     sums = flat.new_zeros(half, dtype=torch.float64)
-    for start in range(0, len(signs), half):  # a float64 copy of a part at a time
-        sums += signs[start : start + half] @ table[start : start + half].double()
-    sums[: len(rest)] += rest.double()
+    for part, of_rows in zip(flat.split(half * half), signs.split(half), strict=True):  # a float64 copy of one part
+        sums += of_rows @ nn.functional.pad(part.double(), (0, -len(part) % half)).view(-1, half)
     return torch.cat([flat[positions].double(), sums / math.sqrt(len(signs))]).cpu()
 
 
@@ -85,29 +91,33 @@ def sketch(tensor: Tensor) -> Tensor:
 def _pattern(size: int, half: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(size)
     positions = torch.randint(size, (half,), generator=generator).sort().values
-    return positions, torch.randint(2, (size // half,), generator=generator).double() * 2 - 1
+    return positions, torch.randint(2, (-(-size // half),), generator=generator).double() * 2 - 1
 
 
-def _sketches(tensors: Iterable[tuple[str, Tensor | None]]) -> Tensors:
-    return {name: sketch(tensor) for name, tensor in tensors if tensor is not None}
+@dataclass(frozen=True)
+class Read:
+    """What one pass over the training data reads on this rank."""
+
+    batches: Sequence[Sequence[Hashable]] = ()  # the ids of each
+    complete: bool = False
+    shuffles: bool = False  # a sampler, or whatever a stream does
+    chooses: bool = False  # a sampler of the user's own, which may leave out or repeat samples
+    dealt: bool = False  # by a DistributedSampler
 
 
 @dataclass
 class Taken:
     """One micro-batch on one rank."""
 
-    parts: Any  # a `Part`, or a structure of them
-    size: int
+    samples: Sequence[bytes] = ()  # as `collate_fn` was given them
+    ids: Sequence[Hashable] = ()  # of the samples: equal on all processes; None where they are not known
+    size: int = 1
+    why: str = UNMADE  # its samples are not known
+    keys: Sequence[tuple[int, ...]] = ()  # of the samples, on one process
     counts: bool = True  # not if the strategy only kept the rank busy
     loss: float = math.nan
     weight: float | None = None
     trace: list[Any] = field(default_factory=list)
-
-    @property
-    def ids(self) -> tuple[Any, ...]:
-        """What its samples are known by."""
-        (_, part), *_ = leaves(self.parts, is_leaf=is_part)
-        return tuple(part.ids)
 
 
 class Moment(NamedTuple):
@@ -145,7 +155,6 @@ class Tape:
     rank: int = 0
     facts: Facts = field(default_factory=Facts)
     steps: list[Step] = field(default_factory=list)
-    synced: set[str] = field(default_factory=set)  # values that were logged with sync_dist
     shared: dict[str, None] = field(default_factory=dict)
     collectives: set[str] = field(default_factory=set)
     read: Read = field(default_factory=Read)
@@ -162,26 +171,288 @@ def loss_of(output: Any) -> tuple[Any, float | None]:
     return loss, None if weight is None or isinstance(weight, Mapping) else float(weight)
 
 
+def _number_of(*what: Any, size: int = 7) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=size).digest(), "big")
+
+
+def _seed(text: str) -> None:
+    """Seed the generators of torch, Python and NumPy by a text."""
+    number = _number_of(text, size=4)
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+
+
+class _Packer(pickle.Pickler):
+    """Writes equal samples as equal bytes, and of a view not the storage behind it."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.layout != torch.strided:
+            return NotImplemented
+        return _unpacked, (bytearray(bits(value)), value.dtype, tuple(value.shape))
+
+
+def _unpacked(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def _packed(sample: Any) -> bytes:
+    _Packer(stream := io.BytesIO()).dump(sample)
+    return stream.getvalue()
+
+
+def _digest(*packed: bytes) -> bytes:
+    return hashlib.blake2b(b"".join(packed), digest_size=12).digest()
+
+
+class _Seeded:
+    """A dataset whose random numbers depend on the index alone, so that a sample is the same wherever it is read."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.read: list[Any] = []
+
+    def __getitem__(self, index: Any) -> Any:
+        state = random_state()
+        _seed(f"sample {index}")
+        self.read.append(index)
+        try:
+            return self._dataset[index]
+        finally:
+            restore_random_state(state)
+
+
+def _fingerprint(dataset: Any) -> bytes | None:
+    """Return what equal datasets share: a digest of the length and of some samples; None where it is not known."""
+    with suppress(Exception):
+        size, seeded = len(dataset), _Seeded(dataset)
+        return _digest(_packed(size), *(_packed(seeded[place]) for place in range(0, size, size // 2 or 1)))
+    return None
+
+
+class _Loading:
+    """Lets the loaders of a process load in it, and knows what the batches that were not trained on yet are made of."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, Taken]] = {}
+
+    def watch(self, fetcher: Any) -> None:
+        """Note the batches of a pass of a `DataLoader`."""
+        if not fetcher.auto_collation:
+            return
+        own, known, seeded = fetcher.collate_fn, None, _Seeded(fetcher.dataset)
+        if not isinstance(fetcher.dataset, IterableDataset):
+            known, fetcher.dataset = _fingerprint(fetcher.dataset), seeded
+
+        def collated(samples: list[Any]) -> Any:
+            cut = own.split.cut(len(samples)) if isinstance(own, PartCollator) else None
+            mine = slice(cut.start, cut.stop) if cut else slice(None)  # of this rank, of those that all ranks read
+            indices, seeded.read = seeded.read[mine], []
+            why = "a sample cannot be copied"
+            packed = list[bytes]()
+            with suppress(Exception):  # pickle raises nearly anything
+                packed, why = [_packed(sample) for sample in samples[mine]], ""
+            before = random_state()
+            batch = own(samples)
+            if not same_random_state(before, random_state()):
+                why = "collate_fn draws random numbers"
+            ids: Iterable[Any] = ((known, index) for index in indices) if known else map(_digest, packed)
+            self.note(batch.part if cut else batch, Taken(packed, tuple(ids), len(samples[mine]), why))
+            return batch
+
+        fetcher.collate_fn = collated
+
+    def note(self, batch: Any, taken: Taken) -> Any:
+        """Remember what a batch is made of, and return it."""
+        self._made[id(batch)] = (batch, taken)
+        for oldest in list(islice(self._made, max(0, len(self._made) - _KEPT_BATCHES))):
+            del self._made[oldest]
+        return batch
+
+    def taken(self, batch: Any) -> Taken:
+        """Return what a batch is made of."""
+        return self._made.pop(id(batch), (batch, Taken()))[1]
+
+    def _ids(self, loader: DataLoader[Any]) -> Iterator[Sequence[Hashable]]:
+        if isinstance(loader.dataset, IterableDataset):
+            yield from (self.taken(batch).ids for batch in loader)
+        elif known := _fingerprint(loader.dataset):
+            batches: Any = loader.batch_sampler
+            yield from (tuple((known, index) for index in batch) for batch in batches)
+
+    def read(self, loader: Any) -> Read:
+        """Read the loader of a run once, without training; of a map-style one the indices alone."""
+        sampler, streams = loader.sampler, isinstance(loader.dataset, IterableDataset)
+        deals = type(loader.batch_sampler).__module__.partition(".")[0] in ("torch", "builtins")
+        chooses = not (deals and isinstance(sampler, _SAMPLERS)) or bool(getattr(sampler, "replacement", False))
+        most = _MOST_SAMPLES // (loader.batch_size or 1) if streams else _MOST_BATCHES
+        try:
+            found = list(islice(self._ids(loader), most))
+        except Exception:  # noqa: BLE001  # a loader that can be read once only
+            found = []
+        return Read(
+            tuple(found),
+            complete=0 < len(found) < most,
+            shuffles=streams or isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
+            chooses=chooses and not streams,
+            dealt=isinstance(sampler, DistributedSampler),
+        )
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """Return well mixed 64-bit integers, as splitmix64 makes them."""
+    mixed: Tensor = values * _MULTIPLIERS[0]
+    for shift, multiplier in ((30, _MULTIPLIERS[1]), (27, _MULTIPLIERS[2]), (31, 1)):
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
+    return torch.as_tensor(mixed)
+
+
+def _uniform(shape: Sequence[int], rows: int, each: int, seeds: Sequence[int], device: torch.device) -> Tensor:
+    """Return numbers between 0 and 1 of the samples along dimension `rows`, of which each has `each` positions."""
+
+    def along(dim: int, values: Tensor) -> Tensor:
+        return values.reshape([-1 if other == dim else 1 for other in range(len(shape))])
+
+    place = torch.arange(shape[rows], device=device)
+    mixed = along(rows, _mixed(torch.tensor(seeds, device=device)[place // each] + _mixed(place % each)))
+    for dim in (dim for dim in range(len(shape)) if dim != rows):
+        mixed = _mixed(mixed + along(dim, torch.arange(1, shape[dim] + 1, device=device)))
+    return (((mixed >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
+
+
+def _normal(uniform: Tensor, mean: Any = 0.0, deviation: Any = 1.0, *_: Any) -> Tensor:
+    drawn: Tensor = mean + deviation * torch.special.ndtri(uniform)
+    return drawn
+
+
+def _dropped(uniform: Tensor, given: Tensor, part: float, *_: Any) -> tuple[Tensor, Tensor]:
+    mask = uniform < 1 - part
+    return given * mask / (1 - part if part < 1 else 1), mask
+
+
+def _integers(uniform: Tensor, *bounds: int) -> Tensor | None:
+    low, high = (0, *bounds)[-2:] if bounds else (0, 0)
+    return (low + uniform * (high - low)).floor() if bounds else None
+
+
+_FORMS: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys(("aten.rand", "aten.rand_like"), lambda u, *_: u),
+    **dict.fromkeys(("aten.randn", "aten.randn_like"), lambda u, *_: _normal(u)),
+    "aten.uniform_": lambda u, _, low=0.0, high=1.0: low + (high - low) * u,
+    "aten.normal_": lambda u, _, *given: _normal(u, *given),
+    "aten.normal": _normal,
+    "aten.exponential_": lambda u, _, rate=1.0: -torch.log1p(-u) / rate,
+    "aten.bernoulli_": lambda u, _, part=0.5: u < part,
+    "aten.bernoulli": lambda u, given, part=None: u < (given if part is None else part),
+    "aten.native_dropout": _dropped,
+    "aten.randint": lambda u, *given: _integers(u, *given[:-1]),
+    **dict.fromkeys(("aten.randint_like", "aten.random_"), lambda u, _, *bounds: _integers(u, *bounds)),
+}
+"""What operators make of uniform numbers, the same at every length. What others draw belongs to no sample."""
+
+
+class DrawsBySample(TorchDispatchMode):
+    """Lets operators compute in float64 if `double`, and draw for each sample separately."""
+
+    def __init__(self, *, double: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.double, self.paused, self.last = double, False, ""  # the operator that ran last
+        self.keys: Sequence[tuple[int, ...]] = [(0, 0, 0)]  # of the samples, in order: micro-batch, rank, place
+        self.first = 0  # the dimension that more likely is that of the samples, 0 or 1
+        self.shared: dict[str, None] = {}  # operators that drew for no single sample
+        self.trace: list[tuple[str, int]] = []  # the draws of the batch, and the dimension of the samples
+        self.collectives: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator."""
+        kwargs = dict(kwargs or {})
+        if self.paused:
+            return func(*args, **kwargs)
+        self.last = str(func)
+        if func.namespace == "c10d":
+            self.collectives.add(func.name().removeprefix("c10d::").strip("_"))
+        elif self.double:
+            args, kwargs = _widened(func, args, kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        return self._draw(func, args, kwargs) if draws else func(*args, **kwargs)
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name, before = str(func.overloadpacket), _states(args, kwargs)
+        result = func(*args, **kwargs)
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            self.shared[f"{name}, with a generator of its own"] = None
+            return result
+        if all(map(torch.equal, before, _states(args, kwargs))):
+            return result  # as attention without dropout
+        chain = hashlib.blake2b(before[0].numpy().tobytes(), digest_size=8).hexdigest()
+        first = result[0] if isinstance(result, tuple) else result
+        rows, each = self._place(first.shape)
+        self.trace.append((name, rows))
+        drawn = None
+        if rows >= 0 and name in _FORMS:
+            seeds = [_number_of(chain, key) for key in self.keys]
+            drawn = _FORMS[name](_uniform(first.shape, rows, each, seeds, first.device), *args)
+        torch.default_generator.manual_seed(_number_of(chain, "next"))
+        if drawn is None:
+            self.shared[name] = None
+            return result
+        if isinstance(drawn, tuple):
+            return drawn
+        return result.copy_(drawn) if writes_in_place(func) else drawn.to(first.dtype)
+
+    def _place(self, shape: torch.Size) -> tuple[int, int]:
+        """Return the dimension of the samples, -1 where there is none, and the positions of each along it."""
+        size, ndim = len(self.keys), len(shape)
+        dims = (1, 0) if self.first else (0, 1)[: max(1, ndim - 1)]  # of a matrix the columns are no samples
+        found = next((dim for dim in dims if dim < ndim and shape[dim] == size), -1)
+        several = found < 0 < ndim and shape[0] > 0 and shape[0] % size == 0
+        return (0, shape[0] // size) if several else (found, 1)
+
+
+def _states(args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the states of the generators that an operator may draw from, that of the CPU first."""
+    devices = [each.device for each in args if isinstance(each, Tensor)] + [torch.device(kwargs.get("device") or "cpu")]
+    others: Any = [getattr(torch, type_) for type_ in sorted({each.type for each in devices} - {"cpu", "meta"})]
+    return [torch.get_rng_state(), *(each.get_rng_state() for each in others)]
+
+
+def _widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of an operator with float64 for lower types, where types are stated or mixed."""
+    if kwargs.get("dtype") in _LOW:
+        kwargs["dtype"] = torch.float64
+    types = {leaf.dtype for _, leaf in leaves(args) if isinstance(leaf, Tensor)}
+    if torch.float64 not in types or not types & _LOW:
+        return args, kwargs
+
+    def wide(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, Tensor) and leaf.dtype in _LOW else leaf
+
+    kept = int(writes_in_place(func))  # the first argument stays what it is
+    return (*args[:kept], *mapped(args[kept:], wide)), kwargs
+
+
 class Recorder(Callback):
     """Records the first steps of a run, and ends it.
 
     Args:
         steps: How many.
         double: Whether the run computes in float64.
-        reads: Whether an epoch of the Trainer's loaders is read at the end.
+        reads: Whether an epoch of the Trainer's loader is read at the end.
 
     Attributes:
-        given: The loaders that are read at the end, if any.
+        given: The loader that is read at the end, if any.
         keys: Those of the samples of the batch.
     """
 
     def __init__(self, steps: int, *, double: bool = True, reads: bool = True) -> None:
         self.most, self._reads = steps, reads
         self.given: Any = None
-        self.loading, self.mode, self.tape = Loading(), DrawsBySample(double=double), Tape()
+        self.loading, self.mode = _Loading(), DrawsBySample(double=double)
+        self.tape = Tape(shared=self.mode.shared, collectives=self.mode.collectives)
         self.window: list[Taken] = []
         self.moments: list[Moment] = []
-        self.keys: list[tuple[int, ...]] = []
+        self.keys: Sequence[tuple[int, ...]] = []
         self._counted, self._epoch, self._batch = 0, 0, ExitStack()
         # The plugin is the first to be given a batch as the loader made it.
         self.plugin: Any = DoublePrecision() if double else Precision()
@@ -191,42 +462,42 @@ class Recorder(Callback):
     @contextmanager
     def watching(self, module: LightningModule) -> Iterator[None]:
         """Watch a module, which is for this run alone, in training, and end with the record."""
-        step, log, register = module.training_step, module.log, DistributedDataParallel.register_comm_hook
+        step, register = module.training_step, DistributedDataParallel.register_comm_hook
 
         @functools.wraps(step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
             return self._stepped(step, args, kwargs)
 
-        @functools.wraps(log)
-        def logs(name: str, *args: Any, **kwargs: Any) -> None:
-            if kwargs.get("sync_dist"):
-                self.tape.synced.add(name)
-            log(name, *args, **kwargs)
-
         def register_paused(model: Any, state: object, hook: Callable[..., Any]) -> None:
-            register(model, state, self.mode.pausing(hook))  # it computes in the types that it states
+            @functools.wraps(hook)
+            def paused(*given: Any) -> Any:
+                with mock.patch.object(self.mode, "paused", new=True):  # it computes in the types that it states
+                    return hook(*given)
 
-        vars(module).update(training_step=training_step, log=logs)
+            register(model, state, paused)
+
+        vars(module)["training_step"] = training_step
         in_type = mock.patch.object(DistributedDataParallel, "register_comm_hook", register_paused)
         # A compiled function draws and rounds where nobody sees it; the stance is there from torch 2.6 on.
         eager: Any = getattr(torch.compiler, "set_stance", nullcontext)
-        with self.loading.watching(), eager("force_eager"), in_type, self._batch:
+        with fetched_here(self.loading.watch), eager("force_eager"), in_type, self._batch:
             try:
                 yield
-            except Enough:
+            except _Enough:
                 pass
-            except (Refused, RuntimeError, NotImplementedError) as error:
-                first, refused = str(error).partition("\n")[0], isinstance(error, Refused)
-                if not (refused or (self.mode.double and _TYPES.search(str(error)))):
+            except Refused as error:
+                self.tape.problem = str(error)
+            except RuntimeError as error:
+                if not (self.mode.double and _TYPES.search(str(error))):
                     raise
-                self.tape.problem = first if refused else _IN_FLOAT32.format(operator=self.mode.last, error=first)
-                if not self._reads:  # an epoch of several ranks is read by all of them, or by none
-                    self._finish()
+                first = str(error).partition("\n")[0]
+                self.tape.problem = _IN_FLOAT32.format(operator=self.mode.last, error=first)
+            self._finish()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note how the run is set up, and what it starts from."""
         self.trainer, self.module = trainer, pl_module
-        self.given = trainer.train_dataloader if self._reads else self.given
+        self.given = user_loader(trainer.train_dataloader) if self._reads else self.given
         for config in trainer.lr_scheduler_configs:
             config.strict = False  # nothing is validated, and a plateau may be watched on that
         self.tape.rank, self.tape.facts = trainer.global_rank, _facts_of(trainer)
@@ -234,40 +505,33 @@ class Recorder(Callback):
         self.tape.batch_norms = {name for name, part in pl_module.named_modules() if isinstance(part, BatchNorm)}
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(self._updated)
-
-        def put_first(dimension: int, *_: Any) -> None:
-            self.mode.first = dimension
-
         # Recurrent layers keep time steps along dimension 0, and draw for samples along dimension 1.
         for part in (part for part in pl_module.modules() if isinstance(part, nn.RNNBase)):
-            part.register_forward_pre_hook(functools.partial(put_first, 1))
-            part.register_forward_hook(functools.partial(put_first, 0))
+            part.register_forward_pre_hook(lambda *_: setattr(self.mode, "first", 1))
+            part.register_forward_hook(lambda *_: setattr(self.mode, "first", 0))
 
     def _note(self, stage: str, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
-        self.moments.append(Moment(stage, _sketches(tensors)))
+        self.moments.append(Moment(stage, {name: sketch(each) for name, each in tensors if each is not None}))
 
     def _arrived(self, batch: Any) -> Any:
         """Begin with a batch, as the loader made it, and return it in the run's type."""
         converted = self._converts(batch)
         self._close()
         if len(self.tape.steps) >= self.most:
-            self._finish()
-            raise Enough
-        parts, self._epoch = self.loading.parts(batch), self.trainer.current_epoch
-        known = [part for _, part in leaves(parts, is_leaf=is_part)]
-        size = max(part.size or 1 for part in known)
-        self.window.append(Taken(parts, size))
+            raise _Enough
+        taken, self._epoch = self.loading.taken(batch), self.trainer.current_epoch
+        self.window.append(taken)
         self._batch.close()
         self._batch.callback(restore_random_state, random_state())
-        self._counted = 0
-        self.keys = list(known[0].keys) or [(len(self.window) - 1, self.tape.rank, index) for index in range(size)]
-        self.mode.begin(self.keys)
+        place = len(self.window) - 1, self.tape.rank
+        self.keys = self.mode.keys = taken.keys or [(*place, index) for index in range(taken.size)]
+        self._counted, self.mode.trace = 0, []
         self._reseed()
         self._batch.enter_context(self.mode)
         return converted
 
     def _reseed(self) -> None:
-        seed(f"step {len(self.tape.steps)}")
+        _seed(f"step {len(self.tape.steps)}")
 
     def _stepped(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `training_step`, on a whole batch or on the next piece of it."""
@@ -318,47 +582,46 @@ class Recorder(Callback):
         self.window, self.moments = [], []
 
     def on_train_end(self, *_: Any) -> None:
-        """End with the run."""
-        self._batch.close()
+        """End with the last step."""
         self._close()
-        self._finish()
 
     def _finish(self) -> None:
         """Note what there is to say of the whole."""
         self._batch.close()
-        tape, mode = self.tape, self.mode
-        tape.shared, tape.collectives = dict(mode.shared), set(mode.collectives)
-        if not tape.facts.automatic and any(len(step.taken) > 1 for step in tape.steps):
-            tape.problem = "in manual optimization a window of several batches is the user's own sum of them"
-        tape.read = tape.read if self.given is None else self.loading.read(self.given)
+        tape, steps = self.tape, [step.taken for step in self.tape.steps]
+        unknown = [one.why for taken in [*steps, self.window] for one in taken if one.counts and one.why]
+        summed = not tape.facts.automatic and any(len(taken) > 1 for taken in steps)
+        tape.problem = next(filter(None, [tape.problem, *unknown, _MANUAL * summed]), "")
+        if isinstance(self.given, DataLoader) and not tape.problem:
+            tape.read = self.loading.read(self.given)
 
 
 def _options(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Yield the options of an optimizer's groups: numbers as such, and words, which are in the name, as 1."""
     yield f"type={type(optimizer).__name__}", torch.ones(1)
     for index, group in enumerate(optimizer.param_groups):
-        for name, value in group.items():
-            if name not in _NO_OPTIONS and isinstance(value, (str, type(None))):
-                yield f"{name}={value}{of_group(index)}", torch.ones(1)
-            elif name not in _NO_OPTIONS and isinstance(value, (bool, int, float, tuple, list, Tensor)):
-                with suppress(TypeError, ValueError):
-                    yield f"{name}{of_group(index)}", torch.as_tensor(value, dtype=torch.float64)
-
-
-def of_group(index: int) -> str:
-    """Return what the names of an optimizer's options end with, for one of its groups."""
-    return f" of group {index}" * bool(index)
+        end = f" of group {index}" * bool(index)
+        for name, value in ((name, value) for name, value in group.items() if name not in _NO_OPTIONS):
+            if isinstance(value, (str, type(None))):
+                yield f"{name}={value}{end}", torch.ones(1)
+                continue
+            with suppress(TypeError, ValueError, RuntimeError):  # what is no number
+                yield f"{name}{end}", torch.as_tensor(value, dtype=torch.float64)
 
 
 def _facts_of(trainer: Trainer) -> Facts:
     strategy: Any = trainer.strategy
     ours, name = hasattr(strategy, "facts"), type(strategy).__name__
     told = vars(strategy.facts() if ours else Facts())
-    if told["replicas"] is not None:
-        raise Refused(
-            f"{name} trains replicas with batch statistics of their own, which one process does not have: verify the"
-            " run without num_replicas= and equivalent_to='data_parallel'"
-        )
+    refused = {
+        f"{name} trains replicas with batch statistics of their own, which one process does not have: verify the run"
+        " without num_replicas= and equivalent_to='data_parallel'": told["replicas"] is not None,
+        "the learning rate follows the number of ranks, which is meant: verify the run without lr_scaling=": (
+            told["scales_rates"]
+        ),
+    }
+    for reason in (reason for reason, applies in refused.items() if applies):
+        raise Refused(reason)
     own = {
         "rule": replace(told["rule"], share=RULES["mean"].share),  # a function may have no pickle
         "accumulation": trainer.accumulate_grad_batches,
@@ -368,130 +631,3 @@ def _facts_of(trainer: Trainer) -> Facts:
         "epoch_batches": float(trainer.num_training_batches),
     }
     return Facts(**{**told, **own})
-
-
-class Seen(NamedTuple):
-    """A difference at a stage of a step, and what was compared there."""
-
-    stage: str
-    step: int
-    difference: Difference
-    found: Tensors
-    expected: Tensors
-    relative: Mapping[str, float]
-
-
-def difference(
-    found: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    tolerance: float,
-    noise: Mapping[str, Tensor] | None = None,
-    *,
-    together: bool = True,
-) -> tuple[Difference | None, dict[str, float]]:
-    """Return the largest difference beyond the tolerance, and the relative size of all. A missing tensor is zero.
-
-    Args:
-        found: The sketches of the run.
-        expected: Those of one process.
-        tolerance: The relative difference that counts as equal.
-        noise: What both were computed from: a hundred-thousandth of the tolerance of that is rounding, as of the
-            largest of all tensors. What is zero but for rounding would otherwise differ by 100 %.
-        together: Whether a factor is that of all tensors.
-    """
-    relative, beyond = dict[str, float](), list[Difference]()
-    largest = max(map(_size, expected.values()), default=0.0)
-    for name in {**expected, **found}:
-        mine, other = _paired(found.get(name), expected.get(name))
-        same = torch.isclose(mine, other, rtol=0.0, atol=0.0, equal_nan=True)
-        gaps = torch.where(same, 0.0, (mine - other).abs().nan_to_num(math.inf, math.inf))
-        at, scale = int(gaps.argmax()), _size(other)
-        gap = float(gaps[at])
-        rounding = 1e-5 * tolerance * (_size(noise[name]) if noise and name in noise else largest)
-        relative[name] = gap / scale if scale else math.inf if gap else 0.0
-        if gap > rounding + tolerance * scale:
-            beyond.append(Difference(name, relative[name], float(mine[at]), float(other[at])))
-        else:
-            relative[name] = min(relative[name], tolerance)
-    if not beyond:
-        return None, relative
-    most = max(beyond, key=lambda one: one.relative)
-    like = {**expected, **found}
-    like = like if together else {most.name: like[most.name]}
-    near = 1e4 * tolerance
-    factor = multiple_of(flat(found, like), flat(expected, like), near)
-    return replace(most, factor=factor if factor and abs(factor - 1) > near else None), relative
-
-
-def _size(tensor: Tensor) -> float:
-    size = float(tensor.abs().max()) if tensor.numel() else 0.0
-    return size if math.isfinite(size) else 0.0
-
-
-def _paired(*tensors: Tensor | None) -> list[Tensor]:
-    """Return two sketches, with zeros for one that is missing, and NaN where one is shorter."""
-    length = max(1, *(0 if each is None else each.numel() for each in tensors))
-    known = [torch.zeros(0).double() if each is None else each.reshape(-1) for each in tensors]
-    return [nn.functional.pad(each, (0, length - len(each)), value=math.nan if len(each) else 0.0) for each in known]
-
-
-def flat(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
-    """Return sketches as one vector in the order of `like`; what is missing is zero."""
-    pieces = [tensors.get(name, torch.zeros_like(tensor)) for name, tensor in like.items()]
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *pieces])
-
-
-def gap_between(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of two vectors over the largest element expected."""
-    if not len(expected):
-        return 0.0
-    gap, largest = float((found - expected).abs().max()), float(expected.abs().max())
-    return gap / largest if largest else math.inf if gap else 0.0
-
-
-def multiple_of(found: Tensor, expected: Tensor, near: float) -> float | None:
-    """Return the factor between two vectors; None if one is no multiple of the other."""
-    norm = float(expected.dot(expected)) if found.shape == expected.shape else 0.0
-    factor = float(found.dot(expected)) / norm if norm else math.nan
-    return factor if math.isfinite(factor) and gap_between(found, factor * expected) <= near else None
-
-
-def differences(
-    run: Tape, alone: Tape, tolerance: float, gradients: dict[str, list[float]] | None = None
-) -> Iterator[Seen]:
-    """Yield where a run differs from another, in its order, and note the relative differences of reduced gradients.
-
-    Raises:
-        Refused: If one takes other steps than the other.
-    """
-    noted = {} if gradients is None else gradients
-    before: Tensors = {}
-    for position, (step, own) in enumerate(zip(run.steps, alone.steps, strict=False)):
-        tiny: Tensors = {}
-        for other, mine in zip_longest(step.moments, own.moments, fillvalue=Moment("", {})):
-            (stage, found), (known, expected), noise = other, mine, {}
-            if stage != known:
-                raise Refused("one process takes other optimizer steps in a batch than the run, or more of them")
-            if stage == "clipped gradient":
-                tiny |= _zero_but_for_rounding(expected)
-            elif stage == "weights":
-                # Optimizers enlarge what is zero but for rounding: it counts as moved as expected.
-                found, expected, noise = _without(found, before), _without(expected, before), expected
-                both = tiny.keys() & found.keys() & expected.keys()
-                found |= {name: torch.where(tiny[name], expected[name], found[name]) for name in both}
-            seen, relative = difference(found, expected, tolerance, noise, together=stage != "optimizer options")
-            before = noise or (expected if stage == "initial weights" else before)
-            for name, each in relative.items() if stage == "reduced gradient" else ():
-                noted.setdefault(name, []).append(each)
-            if seen is not None:
-                yield Seen(stage, position, seen, found, expected, relative)
-
-
-def _without(tensors: Tensors, before: Tensors) -> Tensors:
-    return {name: each - before[name] for name, each in tensors.items() if name in before}
-
-
-def _zero_but_for_rounding(gradients: Tensors) -> Tensors:
-    """Return which elements of gradients are next to nothing beside the largest of all."""
-    least = 1e-10 * max(map(_size, gradients.values()), default=0.0)
-    return {name: (each.abs() < least) & ((each != 0) | (0 < _size(each) < least)) for name, each in gradients.items()}

@@ -1,9 +1,8 @@
-"""One process that trains freely on the samples that the ranks took.
+"""One process that trains freely on the samples that the ranks took, and where its record differs from that of a run.
 
-A global batch is what the user's own `collate_fn` makes of the samples of all ranks. Where there are none, the ranks'
-batches are joined leaf by leaf. Nothing but the samples comes from the run: up to the first difference both have the
-same state, so what differs first is the culprit. What one process makes of some of the samples is found by training
-anew up to a step that has only those.
+A global batch is what the user's own `collate_fn` makes of the samples of all ranks. Nothing but the samples comes from
+the run: up to the first difference both have the same state, so what differs first is the culprit. What one process
+makes of some of the samples is found by training anew up to a step that has only those.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import functools
 import gc
 import math
 import pickle
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from itertools import chain, groupby, repeat
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from itertools import chain, groupby, repeat, zip_longest
+from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
@@ -26,16 +24,14 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_gradavg.loaders import Shows
-from lightning_gradavg.tree import is_array, leaves, rebuilt
-from lightning_gradavg.verify.record import Recorder, Refused, Step, Taken, Tape, loss_of, of_group
-from lightning_gradavg.verify.samples import Part, first_loader, is_part
+from lightning_gradavg.verify.record import UNMADE, Moment, Recorder, Refused, Step, Taken, Tape, Tensors, loss_of
+from lightning_gradavg.verify.report import Difference
 
-__all__ = ["Build", "Group", "Twin"]
+__all__ = ["Build", "Group", "Seen", "Twin", "difference", "differences", "flat", "gap_between"]
 
 Build: TypeAlias = Callable[[], tuple[LightningModule, dict[str, Any], dict[str, Any]]]
 """Returns module, data and options of the Trainer, as of a new run."""
@@ -50,60 +46,11 @@ _OF_SEVERAL = (
 """Options of devices, windows and lengths, which one process sets differently."""
 
 
-def _joined(collate: Callable[[Any], Any], taken: Sequence[Taken]) -> Any:
-    """Return one batch of the samples of several, collated by the user's `collate_fn`.
-
-    Raises:
-        Refused: If their samples are not known.
-    """
-    of_loaders = zip(*([part for _, part in leaves(one.parts, is_leaf=is_part)] for one in taken), strict=True)
-    sizes = [one.size for one in taken]
-    return rebuilt(taken[0].parts, (_joined_parts(collate, each, sizes) for each in of_loaders), is_leaf=is_part)
-
-
-def _joined_parts(collate: Callable[[Any], Any], parts: Sequence[Part], sizes: list[int]) -> Any:
-    held, why = [pickle.loads(part.packed) for part in parts if part.packed], max(part.why for part in parts)
-    if len(held) < len(parts):
-        raise Refused("a batch cannot be copied")
-    if not why:
-        return collate([sample for samples in held for sample in samples])
-    if len(held) == 1:
-        return held[0]
-    if any(part.size is None for part in parts):
-        raise Refused(f"{why}, and which samples a batch of type {type(held[0]).__name__} holds is not known")
-    columns = [dict(leaves(batch, is_leaf=_is_column)) for batch in held]
-    if any(each.keys() != columns[0].keys() for each in columns):
-        raise Refused(f"{why}, and batches of different lengths cannot be joined")
-    whole = (_concatenated([each[place] for each in columns], sizes, why) for place in columns[0])
-    return rebuilt(held[0], whole, is_leaf=_is_column)
-
-
-def _is_column(value: Any) -> bool:
-    of_scalars = isinstance(value, (list, tuple)) and all(isinstance(e, (int, float, str, bytes)) for e in value)
-    return of_scalars and bool(value)
-
-
-def _concatenated(values: Sequence[Any], sizes: list[int], why: str) -> Any:
-    """Return as one what batches hold at one place: rows, a list of a value per sample, or what they share."""
-    first, is_rows = values[0], all(is_array(value) and len(value.shape) > 0 for value in values)
-    if is_rows and len({tuple(value.shape[1:]) for value in values}) > 1:
-        shapes = " and ".join(dict.fromkeys(str(tuple(value.shape)) for value in values))
-        raise Refused(f"{why}, and batches of the shapes {shapes} cannot be joined")
-    if (is_rows or _is_column(first)) and [len(value) for value in values] == sizes:
-        if not is_rows:
-            return type(first)(chain(*values))
-        whole = torch.cat([torch.as_tensor(value) for value in values])
-        return whole if isinstance(first, Tensor) else whole.numpy()
-    if any(pickle.dumps(value) != pickle.dumps(first) for value in values):
-        raise Refused(f"{why}, and its batches hold different values that belong to no sample")
-    return first
-
-
 class _OneProcess(SingleDeviceStrategy):
     """One device, with what a module may ask of a strategy of several."""
 
-    tape: Tape  # of the run
     recorder: Recorder
+    rule: str  # of the run
     lr_scale = 1.0
 
     @property
@@ -118,7 +65,7 @@ class _OneProcess(SingleDeviceStrategy):
         loss, weight = loss_of(output)
         if loss is None:
             return output
-        if self.tape.facts.rule.name == "normalized_sum":
+        if self.rule == "normalized_sum":
             loss = loss / (weight if weight is not None else len(self.recorder.mode.keys))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
@@ -131,28 +78,10 @@ class _OneProcess(SingleDeviceStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return tensor.unsqueeze(0)  # with its gradient, as one device has it
 
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step with the run's learning rate where its strategy scales that."""
-        recorder, groups = self.recorder, optimizer.param_groups
-        of_run, done = (
-            [moment.tensors for moment in moments if moment.stage == "optimizer options"]
-            for moments in (self.tape.steps[len(recorder.tape.steps)].moments, recorder.moments)
-        )
-        options = of_run[len(done)] if self.tape.facts.scales_rates and len(done) < len(of_run) else {}
-        own = [group["lr"] for group in groups]
-        for index, group in enumerate(groups if options else ()):
-            group["lr"] = type(own[index])(options[f"lr{of_group(index)}"])
-        try:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        finally:
-            for group, rate in zip(groups, own if options else (), strict=False):
-                group["lr"] = rate
-
 
 @contextmanager
 def _world_of_one() -> Iterator[None]:
-    """Give the user's code a process group to ask, and suppress Lightning's advice."""
+    """Give the user's code a process group to ask."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def all_gather(tensor_list: list[Tensor], tensor: Tensor, *_: Any, **__: Any) -> None:
@@ -162,11 +91,7 @@ def _world_of_one() -> Iterator[None]:
         output_tensor.copy_(input_tensor.reshape(output_tensor.shape))
 
     try:
-        with (
-            warnings.catch_warnings(),
-            mock.patch.multiple(dist, all_gather=all_gather, all_gather_into_tensor=all_gather_into_tensor),
-        ):
-            warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
+        with mock.patch.multiple(dist, all_gather=all_gather, all_gather_into_tensor=all_gather_into_tensor):
             yield
     finally:
         dist.destroy_process_group()
@@ -238,23 +163,24 @@ class Twin:
 
         def epoch(loader: Any) -> Iterator[Any]:
             """Yield the batches of an epoch, and the last again for a run that ended within it."""
-            now, collate = trainer.current_epoch, getattr(loader, "collate_fn", lambda samples: samples)
+            if not hasattr(loader, "collate_fn"):
+                raise Refused(UNMADE)
+            now = trainer.current_epoch
             found = [
                 group for step, groups in zip(of_run, steps, strict=False) if step.epoch == now for group in groups
             ]
             more = repeat(steps[-1][-1]) if now >= of_run[len(steps) - 1].epoch else ()
             for group in chain(found, more):
                 keys = [(index, rank, place) for index, rank, one in group for place in range(one.size)]
-                batch = _joined(collate, [one for *_, one in group])
-                yield recorder.loading.note(batch, Part(len(keys), why="", keys=keys))
+                batch = loader.collate_fn([pickle.loads(packed) for *_, one in group for packed in one.samples])
+                yield recorder.loading.note(batch, Taken(size=len(keys), why="", keys=keys))
 
         def stand_in(given: Any) -> Any:
-            recorder.given, loader = given if reads else None, first_loader(given)
-            length = facts.epoch_batches / facts.accumulation * window
-            return _TakenAgain(loader, lambda: epoch(loader), length)
+            recorder.given = given if reads else None
+            return _TakenAgain(given, lambda: epoch(given), facts.epoch_batches / facts.accumulation * window)
 
         strategy = _OneProcess(torch.device(self.device))
-        strategy.tape, strategy.recorder = self.tapes[0], recorder
+        strategy.recorder, strategy.rule = recorder, facts.rule.name
         callbacks = options.get("callbacks") or []
         trainer = Trainer(
             strategy=strategy,
@@ -274,3 +200,130 @@ class Twin:
         short = len(recorder.tape.steps) < len(steps)
         recorder.tape.problem = recorder.tape.problem or "one process takes fewer steps than the run" * short
         return recorder.tape
+
+
+class Seen(NamedTuple):
+    """A difference at a stage of a step, and what was compared there."""
+
+    stage: str
+    step: int
+    difference: Difference
+    found: Tensors
+    expected: Tensors
+    relative: Mapping[str, float]
+
+
+def difference(
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    tolerance: float,
+    noise: Mapping[str, Tensor] | None = None,
+    *,
+    together: bool = True,
+) -> tuple[Difference | None, dict[str, float]]:
+    """Return the largest difference beyond the tolerance, and the relative size of all. A missing tensor is zero.
+
+    Args:
+        found: The sketches of the run.
+        expected: Those of one process.
+        tolerance: The relative difference that counts as equal.
+        noise: What both were computed from: a hundred-thousandth of the tolerance of that is rounding, as of the
+            largest of all tensors. What is zero but for rounding would otherwise differ by 100 %.
+        together: Whether a factor is that of all tensors.
+    """
+    relative, beyond = dict[str, float](), list[Difference]()
+    largest = max(map(_size, expected.values()), default=0.0)
+    for name in {**expected, **found}:
+        mine, other = _paired(found.get(name), expected.get(name))
+        same = torch.isclose(mine, other, rtol=0.0, atol=0.0, equal_nan=True)
+        gaps = torch.where(same, 0.0, (mine - other).abs().nan_to_num(math.inf, math.inf))
+        at, scale = int(gaps.argmax()), _size(other)
+        gap = float(gaps[at])
+        rounding = 1e-5 * tolerance * (_size(noise[name]) if noise and name in noise else largest)
+        relative[name] = gap / scale if scale else math.inf if gap else 0.0
+        if gap > rounding + tolerance * scale:
+            beyond.append(Difference(name, relative[name], float(mine[at]), float(other[at])))
+        else:
+            relative[name] = min(relative[name], tolerance)
+    if not beyond:
+        return None, relative
+    most = max(beyond, key=lambda one: one.relative)
+    like = {**expected, **found}
+    like = like if together else {most.name: like[most.name]}
+    near = 1e4 * tolerance
+    factor = multiple_of(flat(found, like), flat(expected, like), near)
+    return replace(most, factor=factor if factor and abs(factor - 1) > near else None), relative
+
+
+def _size(tensor: Tensor) -> float:
+    size = float(tensor.abs().max()) if tensor.numel() else 0.0
+    return size if math.isfinite(size) else 0.0
+
+
+def _paired(*tensors: Tensor | None) -> list[Tensor]:
+    """Return two sketches, with zeros for one that is missing, and NaN where one is shorter."""
+    length = max(1, *(0 if each is None else each.numel() for each in tensors))
+    known = [torch.zeros(0).double() if each is None else each.reshape(-1) for each in tensors]
+    return [nn.functional.pad(each, (0, length - len(each)), value=math.nan if len(each) else 0.0) for each in known]
+
+
+def flat(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
+    """Return sketches as one vector in the order of `like`; what is missing is zero."""
+    pieces = [tensors.get(name, torch.zeros_like(tensor)) for name, tensor in like.items()]
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *pieces])
+
+
+def gap_between(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of two vectors over the largest element expected."""
+    if not len(expected):
+        return 0.0
+    gap, largest = float((found - expected).abs().max()), float(expected.abs().max())
+    return gap / largest if largest else math.inf if gap else 0.0
+
+
+def multiple_of(found: Tensor, expected: Tensor, near: float) -> float | None:
+    """Return the factor between two vectors; None if one is no multiple of the other."""
+    norm = float(expected.dot(expected)) if found.shape == expected.shape else 0.0
+    factor = float(found.dot(expected)) / norm if norm else math.nan
+    return factor if math.isfinite(factor) and gap_between(found, factor * expected) <= near else None
+
+
+def differences(
+    run: Tape, alone: Tape, tolerance: float, gradients: dict[str, list[float]] | None = None
+) -> Iterator[Seen]:
+    """Yield where a run differs from another, in its order, and note the relative differences of reduced gradients.
+
+    Raises:
+        Refused: If one takes other steps than the other.
+    """
+    noted = {} if gradients is None else gradients
+    before: Tensors = {}
+    for position, (step, own) in enumerate(zip(run.steps, alone.steps, strict=False)):
+        tiny: Tensors = {}
+        for other, mine in zip_longest(step.moments, own.moments, fillvalue=Moment("", {})):
+            (stage, found), (known, expected), noise = other, mine, {}
+            if stage != known:
+                raise Refused("one process takes other optimizer steps in a batch than the run, or more of them")
+            if stage == "clipped gradient":
+                tiny |= _zero_but_for_rounding(expected)
+            elif stage == "weights":
+                # Optimizers enlarge what is zero but for rounding: it counts as moved as expected.
+                found, expected, noise = _without(found, before), _without(expected, before), expected
+                both = tiny.keys() & found.keys() & expected.keys()
+                found |= {name: torch.where(tiny[name], expected[name], found[name]) for name in both}
+            seen, relative = difference(found, expected, tolerance, noise, together=stage != "optimizer options")
+            before = noise or (expected if stage == "initial weights" else before)
+            for name, each in relative.items() if stage == "reduced gradient" else ():
+                noted.setdefault(name, []).append(each)
+            if seen is not None:
+                yield Seen(stage, position, seen, found, expected, relative)
+
+
+def _without(tensors: Tensors, before: Tensors) -> Tensors:
+    return {name: each - before[name] for name, each in tensors.items() if name in before}
+
+
+def _zero_but_for_rounding(gradients: Tensors) -> Tensors:
+    """Return which elements of gradients are next to nothing beside the largest of all."""
+    least = 1e-10 * max(map(_size, gradients.values()), default=0.0)
+    return {name: (each.abs() < least) & ((each != 0) | (0 < _size(each) < least)) for name, each in gradients.items()}
