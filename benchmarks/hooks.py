@@ -34,10 +34,15 @@ class Bucket:
     """What a hook reads of a bucket of DDP."""
 
     gradients: Tensor
+    last: bool = True
 
     def buffer(self) -> Tensor:
         """Return the gradients, in one dimension."""
         return self.gradients
+
+    def is_last(self) -> bool:
+        """Return whether no bucket of this backward follows."""
+        return self.last
 
 
 def _error(hook: Any, dtype: torch.dtype) -> float:
@@ -50,7 +55,7 @@ def _error(hook: Any, dtype: torch.dtype) -> float:
 
 
 def _milliseconds(hook: Any, rounds: int) -> list[float]:
-    buckets, taken = [Bucket(torch.randn(size)) for size in BUCKETS], []
+    buckets, taken = [Bucket(torch.randn(size), size == BUCKETS[-1]) for size in BUCKETS], []
     for _ in range(rounds + 2):
         dist.barrier()
         begun = time.perf_counter()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Tally", "current_stream", "new_stream", "on_device", "within"]
+__all__ = ["Tally", "current_stream", "on_device", "side_stream", "within"]
 
 _ON_HOST = ("cpu", "meta")
 
@@ -23,8 +23,9 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def new_stream(device: torch.device) -> torch.Stream | None:
-    """Return a stream of an accelerator, if the device is one."""
+@lru_cache  # one, whoever asks: a backend has few
+def side_stream(device: torch.device) -> torch.Stream | None:
+    """Return a stream of an accelerator beside the current one, if the device is one."""
     return None if device.type in _ON_HOST else torch.Stream(device)
 
 
@@ -40,9 +41,6 @@ def within(stream: torch.Stream) -> AbstractContextManager[Any]:
     older: Any = torch.cuda.stream
     return stream if hasattr(stream, "__enter__") else older(stream)
 
-
-# One, whoever asks: a backend has few.
-_side_stream = lru_cache(new_stream)
 
 _OPS: dict[str, tuple[Any, Any]] = {"max": (dist.ReduceOp.MAX, torch.amax), "sum": (dist.ReduceOp.SUM, torch.sum)}
 
@@ -70,7 +68,7 @@ class Tally:
             dtype = torch.float64 if isinstance(row[0], float) else torch.int64
             row = on_device(torch.tensor(row, dtype=dtype), device)
         operation, self._over_ranks = _OPS[reduce]
-        self.row, self._event, stream = row, None, _side_stream(device)
+        self.row, self._event, stream = row, None, side_stream(device)
         self._work: dist.Work | None = None
         if stream is None and group is not None:
             given = row.repeat(dist.get_world_size(group))

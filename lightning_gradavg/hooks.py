@@ -3,15 +3,15 @@
 They have torch's own signature. Pass one as `ddp_comm_hook=` of `GradAvgStrategy` or of Lightning's `DDPStrategy`, by
 import path in YAML, or to `DistributedDataParallel.register_comm_hook`. See docs/performance.md.
 
-A bucket is cut into parts. One rank sums each part in float32, divides, rounds once, and sends the result to all. So
-all ranks get the same bits, and the error does not grow with their number.
+A bucket is cut into one part per rank. Each rank sums its part in float32, divides, rounds once, and sends the result
+to all. So all ranks get the same bits, and the error does not grow with their number.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with types.
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from lightning_gradavg.device import current_stream, new_stream, within
+from lightning_gradavg.device import current_stream, side_stream, within
 from lightning_gradavg.lightning_internals import timeout_of
 from lightning_gradavg.ranks import World
 
@@ -27,8 +27,6 @@ __all__ = ["bfloat16", "by_node", "by_node_bfloat16", "by_node_float16", "float1
 
 _ALIGNED = 8  # numbers: NCCL moves packs of 16 bytes where every row begins at a multiple of that
 _HALF = (torch.float16, torch.bfloat16)
-
-_Groups = dict[tuple[int, ...], dist.ProcessGroup]
 
 
 class _Code(NamedTuple):
@@ -41,20 +39,20 @@ class _Code(NamedTuple):
     dtype: torch.dtype
     header: int = 0
 
-    def encode(self, rows: Tensor, payload: Tensor) -> None:
-        if self.header:
-            rows = rows.float()
-            largest = rows.abs().nan_to_num_(0, 0, 0).amax(1, keepdim=True)
-            # The biased exponent b of a float32 stands in bits 23 to 30: 2**(b - 127) <= x < 2**(b - 126).
-            power = (141 - (largest.view(torch.int32) >> 23)).clamp_(max=126)
-            payload[:, :2].view(torch.float32).copy_(_power_of_two(-power))
-            rows = rows * _power_of_two(power)
-        payload[:, self.header :].copy_(rows)
+    def encode(self, rows: Tensor) -> Tensor:
+        if not self.header:
+            return rows.to(self.dtype)
+        largest = rows.abs().nan_to_num_(0, 0, 0).amax(1, keepdim=True).float()
+        # The biased exponent b of a float32 stands in bits 23 to 30: 2**(b - 127) <= x < 2**(b - 126).
+        power = (141 - (largest.view(torch.int32) >> 23)).clamp_(max=126)
+        payload = rows.new_empty(len(rows), self.header + rows.shape[1], dtype=self.dtype)
+        payload[:, :2].view(torch.float32).copy_(_power_of_two(-power))
+        payload[:, self.header :] = rows * _power_of_two(power)
+        return payload
 
-    def decode(self, payload: Tensor, rows: Tensor) -> None:
+    def decode(self, payload: Tensor, rows: Tensor) -> Tensor:
         rows.copy_(payload[:, self.header :])
-        if self.header:
-            rows.mul_(payload[:, :2].view(torch.float32))
+        return rows.mul_(payload[:, :2].view(torch.float32)) if self.header else rows
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -64,144 +62,96 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 class _Hop(NamedTuple):
-    """Ranks that add up parts among them: the first `holders` of them hold one each; this rank is at `place`."""
+    """An exchange among the ranks of a group, each of which holds one part."""
 
-    ranks: tuple[int, ...]
-    place: int
-    holders: int
+    group: dist.ProcessGroup
     code: _Code
 
 
-class _Route(NamedTuple):
-    """The hops of this rank; for all ranks the number of parts, the code of the mean, and whether it takes two hops."""
-
-    hops: list[_Hop]
-    parts: int
-    result: _Code
-    twice: bool
+_Steps: TypeAlias = Iterator[None]
 
 
-def _route(nodes: Sequence[int], rank: int, dtype: torch.dtype, wire: _Code | None) -> _Route:
-    """Return the way of numbers of a type, first within each node and then, as `wire` if it is given, across nodes."""
-    members: dict[int, list[int]] = defaultdict(list)
-    for other, node in enumerate(nodes):
-        members[node].append(other)
-    # The ranks of one place on their nodes add up one part, so there are as many as on the smallest node.
-    sizes, mine, own = [len(ranks) for ranks in members.values()], members[nodes[rank]], _Code(dtype)
-    place, holders, twice = mine.index(rank), min(sizes), len(sizes) > 1 and max(sizes) > 1
-    # Nothing shorter than 16 bits is exact, so these are sent as they are, but for sums.
-    result = own if wire is None or dtype in _HALF or len(sizes) == 1 else wire
-    hops = [_Hop(tuple(mine), place, holders, own)]
-    if place < holders:
-        across = tuple(sorted(ranks[place] for ranks in members.values()))
-        sums = wire or _Code(torch.promote_types(dtype, torch.float32))
-        hops.append(_Hop(across, across.index(rank), len(across), sums if twice else result))
-    return _Route([hop for hop in hops if len(hop.ranks) > 1], holders * len(sizes), result, twice)
+def _mean(flat: Tensor, hops: list[_Hop], divisor: int) -> _Steps:
+    """Replace numbers by their sum over the ranks, divided; pause while an exchange runs.
 
-
-def _mean_of(flat: Tensor, route: _Route, size: int, groups: _Groups) -> Iterator[dist.Work]:
-    """Replace a row of numbers by its mean over the ranks; yield each collective, and go on when it is done."""
-    wide = torch.promote_types(flat.dtype, torch.float32)
-    below, width = route.parts, -(-len(flat) // (route.parts * _ALIGNED)) * _ALIGNED
-    padding = route.parts * width - len(flat)
-    total, holds = nn.functional.pad(flat, (0, padding)) if padding else flat, True
-    for hop in route.hops:
-        below, holds, code = below // hop.holders, hop.place < hop.holders, hop.code
-        rows = total.view(hop.holders, -1)
-        sent = rows.new_empty(hop.holders - holds, code.header + rows.shape[1], dtype=code.dtype)
-        received = sent.new_empty((len(hop.ranks) - 1) * holds, sent.shape[1])
-        # What a rank holds itself is not rounded.
-        code.encode(rows[: hop.place], sent[: hop.place])
-        code.encode(rows[hop.place + 1 :], sent[hop.place :])
-        others = [int(place != hop.place) for place in range(len(hop.ranks))]
-        of, to = [holds * count for count in others], [n * (place < hop.holders) for place, n in enumerate(others)]
-        yield dist.all_to_all_single(received, sent, of, to, group=groups[hop.ranks], async_op=True)
-        if holds:
-            addends = rows.new_empty(len(received), rows.shape[1], dtype=wide)
-            code.decode(received, addends)
-            total = addends.sum(0).add_(rows[hop.place])
-    code = route.result
-    known = flat.new_empty(int(holds), code.header + width, dtype=code.dtype)
-    if holds:
-        code.encode(total.div_(size)[None], known)
-    for hop in reversed(route.hops):
-        # A rank that holds nothing has no rows, and sends none.
-        mine, known = known, known.new_empty(hop.holders * below, known.shape[1])
-        ranks, of = len(hop.ranks), [below * (place < hop.holders) for place in range(len(hop.ranks))]
-        sent, to = mine.repeat(ranks, 1), [len(mine)] * ranks
-        yield dist.all_to_all_single(known, sent, of, to, group=groups[hop.ranks], async_op=True)
-        below *= hop.holders
-    numbers = flat.new_empty(route.parts, width) if padding else flat.view(route.parts, width)
-    code.decode(known, numbers)
+    The hops after the first add up the part that this rank holds.
+    """
+    (group, code), *further = hops
+    ranks, wide = group.size(), torch.promote_types(flat.dtype, torch.float32)
+    width = -(-len(flat) // (ranks * _ALIGNED)) * _ALIGNED
+    padding = ranks * width - len(flat)
+    rows = (nn.functional.pad(flat, (0, padding)) if padding else flat).view(ranks, width)
+    sent = code.encode(rows)
+    received = torch.empty_like(sent)
+    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    yield
+    work.wait()
+    addends = code.decode(received, torch.empty_like(rows, dtype=wide))
+    addends[group.rank()] = rows[group.rank()]  # What a rank holds itself is not rounded.
+    total = addends.sum(0)
+    if further:
+        yield from _mean(total, further, divisor)
+    else:
+        total.div_(divisor)
+    sent = code.encode(total.to(flat.dtype)[None]).repeat(ranks, 1)
+    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    yield
+    work.wait()
+    numbers = code.decode(received, rows)
     if padding:
         flat.copy_(numbers.view(-1)[: len(flat)])
 
 
-class _Lane:
-    """The process groups in which buckets travel one after another. Making them is a collective operation.
+class _Nodes(NamedTuple):
+    """The groups in which this rank reduces node by node; None where all ranks do at once, as on nodes that differ."""
 
-    Ranks must begin the collectives of a group in one order. One that begins when another is done begins at another
-    moment on every rank, so on a CPU the lane has groups of its own. An accelerator begins all collectives in one
-    order, so there DDP's group serves those among all ranks.
-    """
+    number: int
+    within: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
 
-    def __init__(self, nodes: Sequence[int], *, own: bool) -> None:
-        self.nodes, self._own = nodes, own
-        self._groups: _Groups | None = None
-        self._last: Future[Any] = _done(torch.empty(0))
-
-    def _open(self, world: World, device: torch.device) -> _Groups:
-        assert world.group is not None
-        if self._own and world.size != dist.get_world_size():
+    @classmethod
+    def of(cls, world: World, group: dist.ProcessGroup, device: torch.device) -> "_Nodes":
+        """Make them. A collective operation."""
+        members: dict[int, list[int]] = defaultdict(list)
+        for rank, node in enumerate(world.nodes("the hook reduces node by node")):
+            members[node].append(rank)
+        sizes = {len(ranks) for ranks in members.values()}
+        if len(members) == 1 or len(sizes) > 1 or sizes == {1}:
+            return cls(len(members))
+        if world.size != dist.get_world_size():
             raise ValueError(
                 f"the hook makes process groups, which takes all {dist.get_world_size()} ranks of the run, but it"
                 f" reduces over {world.size}. Use a group of all ranks, or torch's allreduce_hook."
             )
-        routes = [_route(self.nodes, rank, torch.float32, None) for rank in range(world.size)]
-        wanted = sorted({hop.ranks for route in routes for hop in route.hops if self._own})
-        timeout, self._stream = timeout_of(world.group, device), new_stream(device)
-        return {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in wanted}
-
-    def mean(self, flat: Tensor, route: _Route, world: World) -> Future[Any]:
-        """Return a future that is done when the numbers are their mean."""
-        assert world.group is not None
-        if self._groups is None:
-            self._groups = self._open(world, flat.device)
-        steps = _mean_of(flat, route, world.size, {tuple(range(world.size)): world.group} | self._groups)
-        if self._stream is not None:
-            self._stream.wait_stream(current_stream(flat.device))
-            # The host waits for nothing. What is allocated on this stream is freed on it.
-            with within(self._stream):
-                for work in steps:
-                    work.wait()
-                return _done(flat)
-        before, end = self._last, Future[Any]()
-        self._last = end
-
-        def proceed(done: Future[Any]) -> None:
-            try:
-                done.value()  # raises what broke it
-                while (work := next(steps, None)) is not None:
-                    future = work.get_future()
-                    if not future.done():
-                        future.then(proceed)
-                        return
-                    future.value()
-                end.set_result(flat)
-            except Exception as error:  # noqa: BLE001  # whatever it is belongs to the backward that waits
-                end.set_exception(error)
-
-        before.then(proceed)
-        return end
+        timeout, own = timeout_of(group, device), []
+        for several in (list(members.values()), [list(ranks) for ranks in zip(*members.values(), strict=True)]):
+            groups = [dist.new_group(ranks, timeout=timeout) for ranks in several]
+            own += [one for one, ranks in zip(groups, several, strict=True) if world.rank in ranks]
+        return cls(len(members), *own)
 
 
-_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[bool, _Lane]] = WeakKeyDictionary()
-"""The lanes of a process group, made at the first use. They go with it, so nothing in them may refer to it."""
+# They go with their process group, so nothing in them may refer to it for long.
+_NODES: WeakKeyDictionary[dist.ProcessGroup, _Nodes] = WeakKeyDictionary()
+_UNDER_WAY: WeakKeyDictionary[dist.ProcessGroup, list[_Steps]] = WeakKeyDictionary()
+"""What is left to do for buckets, the newest first: its exchange begins before this rank waits for another."""
+
+_ENDED = object()
 
 
-def _reduce(state: Any, bucket: dist.GradBucket, wire: _Code | None = None, *, by_node: bool = False) -> Future[Tensor]:
-    buffer, world = bucket.buffer(), World.of(state)
-    if world.group is None or (buffer.numel() == 0 and not buffer.is_sparse):
+def _hops(world: World, group: dist.ProcessGroup, flat: Tensor, wire: _Code | None, *, by_node: bool) -> list[_Hop]:
+    if by_node and group not in _NODES:
+        _NODES[group] = _Nodes.of(world, group, flat.device)
+    nodes, own = _NODES[group] if by_node else _Nodes(world.size), _Code(flat.dtype)
+    if nodes.within is not None and nodes.across is not None:
+        sums = wire or _Code(torch.promote_types(flat.dtype, torch.float32))
+        return [_Hop(nodes.within, own), _Hop(nodes.across, sums)]
+    # Nothing shorter than 16 bits is exact, so these are sent as they are.
+    return [_Hop(group, own if wire is None or nodes.number == 1 or flat.dtype in _HALF else wire)]
+
+
+def _begun(world: World, bucket: dist.GradBucket, wire: _Code | None, *, by_node: bool) -> Future[Tensor]:
+    buffer, group = bucket.buffer(), world.group
+    if group is None or (buffer.numel() == 0 and not buffer.is_sparse):
         return _done(buffer)
     flat = buffer if buffer.is_sparse else (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
     if wire is not None and flat.dtype not in (torch.float32, *_HALF):
@@ -209,17 +159,39 @@ def _reduce(state: Any, bucket: dist.GradBucket, wire: _Code | None = None, *, b
             f"this hook would send gradients of {flat.dtype} in 16 bits, a quarter of their digits or fewer. Train in"
             " float32, or use lightning_gradavg.hooks.by_node or torch's allreduce_hook."
         )
-    lanes = _MADE.setdefault(world.group, {})
-    if by_node not in lanes:
-        # Among all ranks each is a node of its own.
-        nodes = world.nodes("the hook reduces node by node") if by_node else range(world.size)
-        lanes[by_node] = _Lane(nodes, own=flat.device.type == "cpu" or by_node)
-    route = _route(lanes[by_node].nodes, world.rank, flat.dtype, wire)
-    if flat.is_sparse or (route.result == _Code(flat.dtype) and not route.twice and flat.dtype not in _HALF):
-        future: Future[Any] = dist.all_reduce(flat.div_(world.size), group=world.group, async_op=True).get_future()
-    else:
-        future = lanes[by_node].mean(flat, route, world)
-    return future.then(lambda done: done.value()[0] if buffer.is_sparse else (done.value(), buffer)[1])
+    hops = _hops(world, group, flat, wire, by_node=by_node)
+    if flat.is_sparse or (hops == [_Hop(group, _Code(flat.dtype))] and flat.dtype not in _HALF):
+        reduced: Future[Any] = dist.all_reduce(flat.div_(world.size), group=group, async_op=True).get_future()
+        return reduced.then(lambda done: done.value()[0] if buffer.is_sparse else (done.value(), buffer)[1])
+    steps, stream = _mean(flat, hops, world.size), side_stream(flat.device)
+    if stream is not None:
+        # There all collectives begin in one order, and the host waits for none.
+        stream.wait_stream(current_stream(flat.device))
+        with within(stream):
+            for _ in steps:
+                pass
+            return _done(buffer)
+    future: Future[Tensor] = Future()
+    _UNDER_WAY.setdefault(group, []).insert(0, _ending(steps, buffer, future))
+    return future
+
+
+def _ending(steps: _Steps, buffer: Tensor, future: Future[Tensor]) -> _Steps:
+    yield from steps
+    future.set_result(buffer)
+
+
+def _reduce(state: Any, bucket: dist.GradBucket, wire: _Code | None = None, *, by_node: bool = False) -> Future[Tensor]:
+    world = World.of(state)
+    future = _begun(world, bucket, wire, by_node=by_node)
+    under_way: list[_Steps] = _UNDER_WAY.get(world.group, []) if world.group else []
+    # Ranks must begin the collectives of a group in one order. So all begin here, as buckets come in one order, and
+    # none when another is done, which is at another moment on every rank.
+    while under_way:
+        under_way[:] = [steps for steps in under_way if next(steps, _ENDED) is not _ENDED]
+        if not bucket.is_last():
+            break
+    return future
 
 
 def _done(buffer: Tensor) -> Future[Tensor]:
@@ -247,7 +219,7 @@ def float32_sum(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Fut
 
 
 def by_node(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Return the mean, summed within each node first, then between nodes. Nodes may differ in size."""
+    """Return the mean, summed within each node first, then between nodes."""
     return _reduce(state, bucket, by_node=True)
 
 
