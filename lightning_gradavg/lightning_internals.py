@@ -407,19 +407,6 @@ def writes_in_place(operator: Any) -> bool:
 
 
 @contextmanager
-def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
-    """Take the hooks off a module's parameters inside: only the user has the handles."""
-    hooks = [(parameter, parameter._backward_hooks) for parameter in module.parameters()]
-    try:
-        for parameter, _ in hooks:
-            parameter._backward_hooks = None
-        yield
-    finally:
-        for parameter, own in hooks:
-            parameter._backward_hooks = own
-
-
-@contextmanager
 def fetched_here(watch: Callable[[Any], None]) -> Iterator[None]:
     """Have every `DataLoader` load in this process, and call `watch` with the fetcher of every pass that begins."""
     own = DataLoader._get_iterator

@@ -23,7 +23,7 @@ import lightning_gradavg
 import lightning_gradavg.fabric
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.cli import main
-from lightning_gradavg.verify.report import EXIT_CODES, SCHEMA, Finding, Report, Stage
+from lightning_gradavg.verify.report import EXIT_CODES, SCHEMA, Difference, Finding, Report
 
 
 def words(text: str) -> list[str]:
@@ -237,17 +237,17 @@ def test_the_json_of_plan(capsys):
 
 
 def test_the_json_of_verify():
-    """The keys of `gradavg verify --json`, schema 2."""
-    finding = Finding("sum loss", "reduced gradient", "detail")
-    read = Report("", "", 2, 1, 1e-8, [Stage("reduced gradient", "differs")], [finding]).as_dict()
-    assert 2 == SCHEMA == read["schema"]
+    """The keys of `gradavg verify --json`, schema 3."""
+    difference = Difference("weight", 0.5, 1.0, 2.0, 0.5)
+    finding = Finding("sum loss", "reduced gradient", "detail", difference=difference)
+    read = Report("", "", 2, 1, 1e-8, [finding]).as_dict()
+    assert 3 == SCHEMA == read["schema"]
     assert words(
-        "schema equal verdict strategy reduction world_size steps tolerance stages findings gradients remarks precision"
+        "schema equal verdict stages strategy reduction world_size steps tolerance findings remarks precision"
     ) == list(read)
-    assert words("name status step note") == list(read["stages"][0])
-    assert {*words("cause stage detail step difference advice diff is_difference factor text")} < set(
-        read["findings"][0]
-    )
+    assert "differs" == read["stages"]["reduced gradient"]
+    assert words("cause stage detail step difference advice diff note") == list(read["findings"][0])
+    assert words("name relative found expected factor") == list(read["findings"][0]["difference"])
 
 
 class Kept(Toy):

@@ -93,7 +93,7 @@ def test_the_wheel(installed):
         name.split("/")[0] for name in files
     }
     assert {"gradavg": "lightning_gradavg.cli:main"} == {entry.name: entry.value for entry in metadata.entry_points}
-    assert {"plot", "dev"} <= set(metadata.metadata.get_all("Provides-Extra") or ())
+    assert {"docs", "dev"} <= set(metadata.metadata.get_all("Provides-Extra") or ())
     page = metadata.metadata.get_payload()  # PyPI shows the README without the files that it links to
     assert "# lightning-gradavg" in page
     assert [] == re.findall(r"\]\((?!\w+:)[^)]*\)", page)

@@ -8,14 +8,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lightning_gradavg.cli import OneLineParser
 from lightning_gradavg.cli.lightning import read_config, read_names
 from lightning_gradavg.verify.processes import verify_target
-from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, explanation, plot_report
+from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, explanation
 from lightning_gradavg.verify.target import Settings, Target, resolve_strategy
 
 __all__ = ["main"]
@@ -51,10 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     accepted = "a cause that you accept, such as 'data order'; repeatable"
     how("--ignore", **several, choices=tuple(CAUSES), metavar="CAUSE", help=accepted)
     output = parser.add_argument_group("output").add_argument
-    output("--json", action="store_true", help="print the report as JSON; docs/api.md has the fields")
+    output("--json", action="store_true", help="print the report as JSON")
     explain = "print only what a cause means, and what to do about it"
     output("--explain", choices=tuple(CAUSES), metavar="CAUSE", help=explain)
-    output("--plot", metavar="FILE", help="draw the difference per parameter and step; needs matplotlib")
     return parser
 
 
@@ -70,16 +68,12 @@ def _assignment(text: str) -> tuple[str, Any]:
 def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
     module = args.model or args.module
     missing = [file for file in args.config if not Path(file).is_file()]
-    folder = Path(args.plot or ".").absolute().parent
     refused = {
         "nothing to verify: give --config FILE, or module:LightningModule": not (args.config or module),
         "--init is for a module without --config; beside it write --model.NAME=VALUE": args.config and args.init,
         f"--config {''.join(missing[:1])!r}: there is no such file": missing,
         f"{''.join(further[:1])!r} is not an option; further options of LightningCLI need --config": further
         and not args.config,
-        f"--plot {args.plot!r}: there is no folder {str(folder)!r}": not folder.is_dir(),
-        "--plot needs matplotlib, which is not installed: pip install matplotlib": args.plot
-        and find_spec("matplotlib") is None,
     }
     for message in (message for message, wrong in refused.items() if wrong):
         raise ValueError(message)
@@ -106,8 +100,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = Settings(args.devices, args.steps, args.accelerator, args.single, tolerance=args.tolerance)
         report = verify_target(_target(args, further), settings, args.ignore)
-        if args.plot is not None:
-            plot_report(report, args.plot)
         print(json.dumps(report.as_dict(), indent=2) if args.json else report)
     except Exception as error:  # noqa: BLE001  # no failure may look like a verdict
         print(f"gradavg verify: error: {error}", file=sys.stderr)

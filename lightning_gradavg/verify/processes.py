@@ -112,7 +112,6 @@ def verify(
     single: bool = False,
     tolerance: float | None = None,
     ignore: Sequence[str] = (),
-    compare_order: bool = True,
     seed: int = 0,
     **trainer_options: Any,
 ) -> Report:
@@ -129,8 +128,7 @@ def verify(
         accelerator: "cpu", or a type of device such as "cuda", with one for each process.
         single: True to compute in float32, for models that cannot compute in float64, and to compare at 1e-4.
         tolerance: The largest relative difference that counts as equal; default: 1e-8, in float32 1e-4.
-        ignore: Causes to leave out of the report.
-        compare_order: Whether to compare the samples and their order with one process, too.
+        ignore: Causes that you accept: they are notes in the report.
         seed: The seed that every process sets before it builds the model.
         **trainer_options: Further options of the Trainer.
 
@@ -144,7 +142,7 @@ def verify(
     """
     if Trainer.fit is trains_on_import:
         trains_on_import()
-    settings = Settings(devices, steps, accelerator, single, compare_order, tolerance)
+    settings = Settings(devices, steps, accelerator, single, tolerance)
     target = Target(partial(of_values, module, data), {**trainer_options, "strategy": strategy}, seed)
     return verify_target(target, settings, ignore)
 

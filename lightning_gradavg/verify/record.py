@@ -158,7 +158,7 @@ class Tape:
     shared: dict[str, None] = field(default_factory=dict)
     collectives: set[str] = field(default_factory=set)
     read: Read = field(default_factory=Read)
-    batch_norms: set[str] = field(default_factory=set)
+    batch_norms: list[str] = field(default_factory=list)  # whose statistics are those of one rank
     problem: str = ""
 
 
@@ -502,7 +502,7 @@ class Recorder(Callback):
             config.strict = False  # nothing is validated, and a plateau may be watched on that
         self.tape.rank, self.tape.facts = trainer.global_rank, _facts_of(trainer)
         self._note("initial weights", pl_module.named_parameters())
-        self.tape.batch_norms = {name for name, part in pl_module.named_modules() if isinstance(part, BatchNorm)}
+        self.tape.batch_norms = [name for name, part in pl_module.named_modules() if _is_of_one_rank(part)]
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(self._updated)
         # Recurrent layers keep time steps along dimension 0, and draw for samples along dimension 1.
@@ -594,6 +594,11 @@ class Recorder(Callback):
         tape.problem = next(filter(None, [tape.problem, *unknown, _MANUAL * summed]), "")
         if isinstance(self.given, DataLoader) and not tape.problem:
             tape.read = self.loading.read(self.given)
+
+
+def _is_of_one_rank(part: nn.Module) -> bool:
+    normalizes = isinstance(part, BatchNorm) and (part.training or not part.track_running_stats)
+    return normalizes and not isinstance(part, nn.SyncBatchNorm)
 
 
 def _options(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -185,7 +185,6 @@ class Settings:
     steps: int = 3
     accelerator: str = "cpu"
     single: bool = False
-    compare_order: bool = True
     tolerance: float | None = None  # None for what the precision needs
 
     @property

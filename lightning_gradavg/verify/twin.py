@@ -12,7 +12,7 @@ import gc
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, repeat, zip_longest
 from typing import Any, NamedTuple, TypeAlias
@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_gradavg.loaders import Shows
-from lightning_gradavg.verify.record import UNMADE, Moment, Recorder, Refused, Step, Taken, Tape, Tensors, loss_of
+from lightning_gradavg.verify.record import UNMADE, Moment, Recorder, Refused, Taken, Tape, Tensors, loss_of
 from lightning_gradavg.verify.report import Difference
 
-__all__ = ["Build", "Group", "Seen", "Twin", "difference", "differences", "flat", "gap_between"]
+__all__ = ["Build", "Group", "Seen", "Twin", "difference", "differences", "flat", "gap_between", "multiple_of"]
 
 Build: TypeAlias = Callable[[], tuple[LightningModule, dict[str, Any], dict[str, Any]]]
 """Returns module, data and options of the Trainer, as of a new run."""
@@ -128,31 +128,32 @@ class Twin:
         every = [(index, rank, one) for rank, taken in of_ranks for index, one in enumerate(taken) if one.counts]
         return sorted(every, key=lambda one: one[:2])
 
-    def step_with(self, group: Group, position: int, variation: Any = nullcontext) -> Step:
-        """Return what a step is if one process takes these micro-batches alone, after the steps before it.
+    def step_with(self, group: Group, position: int) -> tuple[Tensors, float]:
+        """Return gradient and loss of a step of these micro-batches alone, after the steps before it.
 
         Raises:
             Refused: If it cannot be computed.
         """
         steps = [*([self.taken(index)] for index in range(position)), [group]]
         gc.collect()  # the module of the run before, which its Trainer and it hold in a circle
-        tape = self.run(steps, variation)
+        tape = self.run(steps)
         if tape.problem:
             raise Refused(tape.problem)
-        return tape.steps[position]
+        step = tape.steps[position]
+        gradient = next(moment.tensors for moment in step.moments if moment.stage == "reduced gradient")
+        return gradient, step.taken[-1].loss
 
     def windowed(self) -> Tape:
         """Train on windows, as the ranks do, of which each micro-batch holds those of all ranks."""
         of_steps = [self.taken(position) for position in range(len(self.tapes[0].steps))]
         return self.run([[list(each) for _, each in groupby(taken, lambda one: one[0])] for taken in of_steps])
 
-    def run(self, steps: Sequence[Sequence[Group]] = (), variation: Any = nullcontext) -> Tape:
+    def run(self, steps: Sequence[Sequence[Group]] = ()) -> Tape:
         """Train, and return the record.
 
         Args:
             steps: The groups that are the micro-batches of each step. Without any these are all that the ranks took,
                 and what one process reads in an epoch is noted, too.
-            variation: A function of the module whose context changes it.
         """
         reads = not steps
         of_run, facts = self.tapes[0].steps, self.tapes[0].facts
@@ -195,7 +196,7 @@ class Twin:
             if isinstance(owner, (LightningModule, LightningDataModule)) and is_overridden("train_dataloader", owner):
                 own = owner.train_dataloader
                 vars(owner)["train_dataloader"] = functools.wraps(own)(lambda own=own: stand_in(own()))
-        with _world_of_one(), recorder.watching(module), variation(module):
+        with _world_of_one(), recorder.watching(module):
             trainer.fit(module, **given)
         short = len(recorder.tape.steps) < len(steps)
         recorder.tape.problem = recorder.tape.problem or "one process takes fewer steps than the run" * short
@@ -288,15 +289,12 @@ def multiple_of(found: Tensor, expected: Tensor, near: float) -> float | None:
     return factor if math.isfinite(factor) and gap_between(found, factor * expected) <= near else None
 
 
-def differences(
-    run: Tape, alone: Tape, tolerance: float, gradients: dict[str, list[float]] | None = None
-) -> Iterator[Seen]:
-    """Yield where a run differs from another, in its order, and note the relative differences of reduced gradients.
+def differences(run: Tape, alone: Tape, tolerance: float) -> Iterator[Seen]:
+    """Yield where a run differs from another, in its order.
 
     Raises:
         Refused: If one takes other steps than the other.
     """
-    noted = {} if gradients is None else gradients
     before: Tensors = {}
     for position, (step, own) in enumerate(zip(run.steps, alone.steps, strict=False)):
         tiny: Tensors = {}
@@ -313,8 +311,6 @@ def differences(
                 found |= {name: torch.where(tiny[name], expected[name], found[name]) for name in both}
             seen, relative = difference(found, expected, tolerance, noise, together=stage != "optimizer options")
             before = noise or (expected if stage == "initial weights" else before)
-            for name, each in relative.items() if stage == "reduced gradient" else ():
-                noted.setdefault(name, []).append(each)
             if seen is not None:
                 yield Seen(stage, position, seen, found, expected, relative)
 
