@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:  # the core, which touches names of torch, works without Lightning and torchmetrics
@@ -170,11 +169,6 @@ class TrainingLoop:
 def finds_learning_rate(trainer: Any) -> bool:
     """Return whether Lightning is searching for a learning rate."""
     return any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks)
-
-
-def last_rates(scheduler: LRScheduler) -> Any:
-    """Return what a scheduler computed last, a new object after every step."""
-    return vars(scheduler).get("_last_lr")
 
 
 def limited_batches(stage: RunningStage, length: float, limit: float) -> float:

@@ -16,13 +16,10 @@ from typing import Any, TypeAlias
 from lightning_gradavg.batches.chunks import chunk_bounds
 from lightning_gradavg.rates.scaling import (
     SCALINGS,
-    BatchScale,
     as_count,
     as_positive,
-    contradictions,
-    scale_factor,
+    counted_twice,
     scale_limit,
-    scaled_hyperparameters,
     scaled_steps,
 )
 
@@ -123,9 +120,9 @@ def counted(count: int, noun: str) -> str:
 def _outcome(name: str, recipe: Recipe, scale: float, warmup: int | None) -> _Row:
     """Return what one scaling says about one run."""
     base, size, problem, largest = recipe.hyperparameters, recipe.global_batch_size, None, None
-    factor, decay = scale_factor(name, scale), recipe.weight_decay if recipe.optimizer == "adamw" else None
+    factor, decay = SCALINGS[name].at(scale), recipe.weight_decay if recipe.optimizer == "adamw" else None
     try:
-        values = {**base, **scaled_hyperparameters(name, scale, base)}
+        values = {**base, **SCALINGS[name].hyperparameters(scale, base)}
     except ValueError as error:
         # The limit itself is not feasible, hence the largest integer strictly below it; the base batch always is.
         problem, largest = str(error), max(math.ceil(scale_limit(base) * size) - 1, size) if "eps" in base else None
@@ -190,7 +187,7 @@ def _verdict(factor: float, run: _Row) -> str:
     """Return what a learning rate of `factor` times the base value means for a mean loss in a run."""
     if run["scale"] == 1:
         return "right: the base step" if factor == 1 else f"wrong: {factor:.4g} times the base step"
-    fitting = (name for name in ("none", "linear", "sqrt") if math.isclose(factor, scale_factor(name, run["scale"])))
+    fitting = (name for name in ("none", "linear", "sqrt") if math.isclose(factor, SCALINGS[name].at(run["scale"])))
     return next((f"fits lr_scaling={name!r}" for name in fitting), "fits no lr_scaling")
 
 
@@ -210,7 +207,7 @@ def _notes(recipe: Recipe, plan: _Row, most_at_once: int | None) -> list[str]:
     ours, stock, noise = plan["gradavg"], plan["stock_ddp"], plan["noise"] or {}
     total, ranks, most, least = ours["global_batch_size"], ours["world_size"], ours["chunks"][0], ours["chunks"][-1]
     base, last, parts = recipe.global_batch_size, (recipe.dataset_size or 0) % total, plan["base"]["sum_loss_divisor"]
-    twice = contradictions("sum", "linear", BatchScale(total, base)).get("counted_twice")
+    twice = counted_twice("sum", SCALINGS["linear"], total / base)
     decays = {each["lr_scaling"]: each["weight_decay"] for each in ours["scalings"] if each["weight_decay"]}
     limit = noise.get("linear_scaling_limit", math.nan)
     safe = f"linear scaling is safe to a global batch of about {limit:.3g}"

@@ -195,9 +195,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         )
         self._batches = SplitBatches(options) if options.split_batches else Batches()
         self._rates = Rates(
-            options.rule,
-            split_batches=options.split_batches,
-            equivalent_to=options.preset,
+            options,
             lr_scaling=lr_scaling,
             base_batch_size=base_batch_size,
             base_world_size=base_world_size,
@@ -378,8 +376,9 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def on_train_start(self) -> None:
         """Begin with the training loaders, which are known now."""
         super().on_train_start()
-        for message in self._rates.begin(self._batches.accumulation):
-            self._reduction.warn(message)
+        warning = self._rates.begin(self._batches.accumulation)
+        if warning:
+            self._reduction.warn(warning)
         if self._saved is not None and self._ddp_comm_state is not None:
             rank_zero_info("GradAvgStrategy: ddp_comm_state is not part of a checkpoint and starts again")
         self._saved = None
@@ -415,7 +414,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def _begin_batch(self, batch: Any) -> None:
         self._faults.on_train_batch_start()
         super()._begin_batch(batch)
-        self._rates.arrive(batch, self._batches.accumulation)
+        self._rates.arrive(self._batches.accumulation)
 
     @override
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
@@ -521,10 +520,9 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             require_whole(checkpoint_path, World.of(None))
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._saved = checkpoint.get(_CHECKPOINT_KEY)
-        if self._trains:
-            # A checkpoint of another strategy concerns the recipe only, which it lacks.
-            for part in self._parts if self._saved is not None else (self._rates,):
-                part.load(self._saved or {})
+        if self._trains and self._saved is not None:
+            for part in self._parts:
+                part.load(self._saved)
         return checkpoint
 
     @override

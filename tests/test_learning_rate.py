@@ -6,15 +6,17 @@ import copy
 import io
 import math
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from lightning_gradavg.rates.groups import LearningRates
+from lightning_gradavg.options import Options
+from lightning_gradavg.ranks import World
+from lightning_gradavg.rates.part import Rates
 
 FACTORS: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "adam_sde": math.sqrt}
 STEPS = 30
@@ -69,12 +71,11 @@ def make(lr_scaling: str = "linear") -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, momentum=0.9)
 
 
-def step(optimizer: torch.optim.Optimizer, rates: LearningRates | None = None) -> None:
+def step(optimizer: torch.optim.Optimizer, rates: Rates | None = None) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
-    with rates.step(optimizer) if rates is not None else nullcontext():
-        optimizer.step()
+    optimizer.step() if rates is None else rates.optimizer_step(optimizer, optimizer.step)
 
 
 def step_scheduler(scheduler: Any, count: int) -> None:
@@ -89,9 +90,9 @@ def moving(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{name: copy.deepcopy(group[name]) for name in names if name in group} for group in optimizer.param_groups]
 
 
-def shown(optimizer: torch.optim.Optimizer, rates: LearningRates) -> list[dict[str, Any]]:
+def shown(optimizer: torch.optim.Optimizer, rates: Rates) -> list[dict[str, Any]]:
     """Return what the groups hold during a step."""
-    rates.begin()
+    rates.apply()
     held = moving(optimizer)
     rates.end()
     return held
@@ -111,18 +112,36 @@ def effective(lr_scaling: str, scale: float, steps: int, warmup: int, base: dict
     return {name: pytest.approx(value, rel=1e-12, abs=1e-18) for name, value in values.items()}
 
 
+BASE = 1000
+"""The base batch."""
+
+
+def follow(rates: Rates, scale: float) -> None:
+    rates.prepare_loaders("train")
+    rates.add_loader(round(scale * BASE), 1)
+
+
 def attached(
-    optimizer: torch.optim.Optimizer, lr_scaling: Any = "linear", scale: float = 4, warmup: int = 0
-) -> LearningRates:
-    rates = LearningRates(lr_scaling, warmup)
-    rates.attach([optimizer])
-    rates.set_scale(scale)
+    *optimizers: torch.optim.Optimizer, lr_scaling: Any = "linear", scale: float = 4, warmup: int = 0
+) -> Rates:
+    rates = Rates(
+        Options.of({"reduction": "mean"}), lr_scaling=lr_scaling, base_batch_size=BASE, lr_warmup_steps=warmup
+    )
+    rates.run = cast(Any, SimpleNamespace(world=World()))
+    rates.setup_optimizers(optimizers)
+    follow(rates, scale)
     return rates
 
 
-def lrs(optimizer: torch.optim.Optimizer, rates: LearningRates | None = None) -> list[float]:
-    """Return the learning rates in the groups, with `rates` during a step."""
-    return [float(group["lr"]) for group in (moving(optimizer) if rates is None else shown(optimizer, rates))]
+def lrs(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def saved_by(rates: Rates) -> dict[str, Any]:
+    """Return what a checkpoint holds of the steps."""
+    saved: dict[str, Any] = {}
+    rates.save(saved, {})
+    return saved
 
 
 # What a scheduler does with base values does not depend on the scaling, except that two of them move the betas, too.
@@ -140,7 +159,7 @@ def test_effective_is_factor_times_schedule(name: str, lr_scaling: str, warmup: 
     optimizer, twin = make(lr_scaling), make(lr_scaling)
     scheduler, twin_scheduler = SCHEDULERS[name](optimizer), SCHEDULERS[name](twin)
     scale, schedule = 4, set()
-    rates = attached(optimizer, lr_scaling, scale, warmup)
+    rates = attached(optimizer, lr_scaling=lr_scaling, scale=scale, warmup=warmup)
 
     for count in range(1, STEPS + 1):
         step(optimizer, rates)
@@ -151,66 +170,68 @@ def test_effective_is_factor_times_schedule(name: str, lr_scaling: str, warmup: 
         assert moving(twin) == moving(optimizer), "the schedule must see the bits of the unscaled run"
         schedule.add(moving(twin)[0]["lr"])
         if count == 13:
-            rates.begin()
-            within = rates.base_state_dict(optimizer, optimizer.state_dict())
+            rates.apply()
+            within = rates.optimizer_state(optimizer, optimizer.state_dict())
             assert optimizer.state_dict()["param_groups"] != within["param_groups"]
             rates.end()
             assert twin.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"] == within["param_groups"]
             assert twin_scheduler.state_dict() == scheduler.state_dict()
             assert {*vars(twin_scheduler)} == {*vars(scheduler)}
             saved = io.BytesIO()
-            torch.save([within, scheduler.state_dict(), rates.state_dict()], saved)
+            torch.save([within, scheduler.state_dict(), saved_by(rates)], saved)
             saved.seek(0)
             # SWALR of torch 2.4 keeps a function in its state.
             state, scheduler_state, counters = torch.load(saved, weights_only=name != "SWALR")
             optimizer, scale = make(lr_scaling), 2
             scheduler = SCHEDULERS[name](optimizer)
-            rates = attached(optimizer, lr_scaling, scale, warmup)
+            rates = attached(optimizer, lr_scaling=lr_scaling, scale=scale, warmup=warmup)
             optimizer.load_state_dict(state)
             scheduler.load_state_dict(scheduler_state)
-            rates.load_state_dict(counters)
+            rates.load_optimizers(counters)
 
     assert len(schedule) > 1, "a schedule that does not move proves nothing"
 
 
 def test_optimizers_count_their_own_steps() -> None:
-    often, seldom, other = make(), make(), make("adam_sde")
-    rates = LearningRates("linear", 4)
-    rates.attach([often, seldom, often])
-    rates.set_scale(5)
+    often, seldom = make(), make()
+    rates = attached(often, seldom, scale=5, warmup=4)
+
+    def within() -> None:
+        assert [0.1, 0.01] == lrs(often), "only its own step scales an optimizer"
+        assert [0.1, 0.01] == lrs(seldom), "at its first step it is where the warm-up begins"
+        step(often, rates)
+
+    def fails() -> None:
+        assert pytest.approx([0.2, 0.02]) == lrs(seldom)
+        raise KeyError
 
     for _ in range(3):
         step(often, rates)
-    with rates.step(seldom):
-        step(often, rates)
-        assert [0.1, 0.01] == lrs(often), "only its own step scales an optimizer"
-        assert [0.1, 0.01] == lrs(seldom), "at its first step it is where the warm-up begins"
-    with suppress(KeyError), rates.step(seldom):
-        assert pytest.approx([0.2, 0.02]) == lrs(seldom)
-        raise KeyError
-    rates.begin()
-    assert [0.1, 0.01] == lrs(other), "it is not attached"
-    rates.end()
-    with pytest.raises(ValueError, match=r"does not know this Adam, .* return it from configure_optimizers"):
-        step(other, rates)
-
+    rates.optimizer_step(seldom, within)
+    with pytest.raises(KeyError):
+        rates.optimizer_step(seldom, fails)
     assert [0.1, 0.01] == lrs(seldom)
-    assert [0.5, 0.2] == pytest.approx([rates.of(often)[0], rates.of(seldom)[0]])
-    assert {"steps": [4, 1]} == rates.state_dict(), "a step that fails is not counted"
-    rates.attach([other, often])
-    assert {"steps": [0, 4]} == rates.state_dict()
-    with pytest.raises(ValueError, match=r"steps \[1\] are of 1 optimizers, and 2 are attached"):
-        rates.load_state_dict({"steps": [1]})
+    assert pytest.approx([0.5, 0.05, 0.2, 0.02]) == rates.learning_rates()
+    assert {"steps": [4, 1]} == saved_by(rates)["rates"], "a step that fails is not counted"
+
+    rates.setup_optimizers([make(), often])
+    assert {"steps": [0, 4]} == saved_by(rates)["rates"]
+
+
+def test_an_optimizer_that_was_not_returned_is_scaled_in_its_steps() -> None:
+    late = make()
+    assert pytest.approx([0.4, 0.04]) == attached(make()).optimizer_step(late, lambda: lrs(late))
+    assert [0.1, 0.01] == lrs(late)
 
 
 def test_a_changed_scale_is_computed_from_the_base() -> None:
     optimizer = make("adam_sde")
     before = moving(optimizer)
-    rates = attached(optimizer, "adam_sde", 4)
+    rates = attached(optimizer, lr_scaling="adam_sde")
 
     for scale in (2.0, 3.7, 0.3, 9.0, 1.0):
-        rates.begin()
-        rates.set_scale(scale)
+        rates.apply()
+        follow(rates, scale)
         assert before == moving(optimizer)
         assert [effective("adam_sde", scale, 0, 0, group) for group in before] == shown(optimizer, rates)
 
@@ -218,57 +239,23 @@ def test_a_changed_scale_is_computed_from_the_base() -> None:
 def test_a_written_value_keeps_its_bits() -> None:
     value = next(v for v in (n / 1000 for n in range(1, 1000)) if v / 49 * 49 != v)
     optimizer = make()
-    rates = attached(optimizer, "linear", 49)
-    rates.begin()
+    rates = attached(optimizer, scale=49)
+    rates.apply()
     optimizer.param_groups[0]["lr"] = value
 
-    with rates.step(optimizer):
-        assert value == lrs(optimizer)[0]
+    assert value == rates.optimizer_step(optimizer, lambda: lrs(optimizer))[0]
     assert value / 49 == lrs(optimizer)[0]
-    assert pytest.approx(value, rel=1e-15) == lrs(optimizer, rates)[0]
-
-
-def test_moments_that_are_written_in_a_step_are_effective() -> None:
-    optimizer = make("adam_sde")
-    rates = attached(optimizer, "adam_sde", 4)
-    rates.begin()
-    optimizer.param_groups[0]["eps"] = 5e-7
-    optimizer.param_groups[1]["betas"] = [0.4, 0.996]
-    rates.end()
-
-    first, second = moving(optimizer)
-
-    assert (0.1, (0.9, 0.999)) == (first["lr"], first["betas"])
-    assert pytest.approx(1e-6, rel=1e-15) == first["eps"]
-    assert (0.01, 1e-8) == (second["lr"], second["eps"])
-    assert pytest.approx((0.85, 0.999)) == second["betas"]
-    assert pytest.approx((0.4, 0.996)) == shown(optimizer, rates)[1]["betas"]
-
-
-def test_moments_without_a_base_are_refused() -> None:
-    optimizer = make("adam_sde")
-    before = moving(optimizer)
-    rates = attached(optimizer, "adam_sde", 0.25)
-    rates.begin()
-    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
-
-    for call in (lambda: rates.base_state_dict(optimizer, optimizer.state_dict()), rates.end):
-        with pytest.raises(ValueError, match=r"not feasible at scale 4 with beta1=0\.5"):
-            call()
-    assert before == moving(optimizer)
+    assert pytest.approx(value, rel=1e-15) == rates.learning_rates()[0]
 
 
 def test_groups_added_later_are_scaled() -> None:
-    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=0.1)
+    optimizer = make()
     rates = attached(optimizer)
     step(optimizer, rates)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5})
-
-    assert pytest.approx([0.4, 0.4, 2.0]) == lrs(optimizer, rates)
     del optimizer.param_groups[0]
-    rates.set_scale(2)
-    assert pytest.approx([0.2, 1.0]) == lrs(optimizer, rates)
-    assert [0.1, 0.5] == lrs(optimizer)
+    assert pytest.approx([0.04, 2.0]) == [group["lr"] for group in shown(optimizer, rates)]
+    assert [0.01, 0.5] == lrs(optimizer)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -282,55 +269,38 @@ def test_tensor_learning_rates_are_changed_in_place(shared: bool) -> None:
     rates = attached(optimizer, warmup=2)
     weight = optimizer.param_groups[0]["params"][0]
 
-    for factor, schedule in ((1, 0.5), (2.5, 0.25), (4, 0.125)):
+    for factor, following, schedule in ((1, 2.5, 0.5), (2.5, 4, 0.25), (4, 4, 0.125)):
         before = weight.item()
         step(optimizer, rates)
-        rates.begin()
-        written = [lr.item() for lr in held]
-        state = rates.base_state_dict(optimizer, optimizer.state_dict())["param_groups"]
+        rates.apply()
+        assert [schedule * following] * 2 == [lr.item() for lr in held]
+        state = rates.optimizer_state(optimizer, optimizer.state_dict())["param_groups"]
         rates.end()
         assert [schedule] * 2 == [group["lr"].item() for group in state] == lrs(optimizer)
         assert weight.item() == before - factor * schedule
-        assert [schedule * {1: 2.5, 2.5: 4, 4: 4}[factor]] * 2 == written
         if not shared:
             scheduler.step()
         else:
             held[0].mul_(0.5)
-    rates.begin()
+    rates.apply()
     held[0].fill_(3.0)
     rates.end()
     assert 0.75 == held[0].item()
-    assert 3.0 == rates.of(optimizer)[0]
+    assert 3.0 == rates.learning_rates()[0]
     assert all(group["lr"] is tensor for group, tensor in zip(optimizer.param_groups, held, strict=True))
 
 
-def test_infeasible_scales_are_refused_before_any_group_changes() -> None:
+def test_infeasible_values_are_refused_before_any_group_changes() -> None:
     optimizer = make("adam_sde")
-    before = moving(optimizer)
-    rates, later = attached(optimizer, "adam_sde", 2), LearningRates("adam_sde")
-    later.set_scale(10)
-
-    for call in (lambda: rates.set_scale(10), lambda: later.attach([optimizer])):
-        with pytest.raises(ValueError, match=r"Adam, parameter group 0: .*scale 10 .*beta1=0\.9.*below 10"):
-            call()
+    rates, before = attached(optimizer, lr_scaling="adam_sde"), moving(optimizer)
+    for act in (lambda: follow(rates, 10), rates.apply):
+        with pytest.raises(ValueError, match=r"scale 10 .*beta1=0\.9.*below 10"):
+            act()
         assert before == moving(optimizer)
 
-
-@pytest.mark.parametrize(("name", "smallest"), [("OneCycleLR", 0.85), ("CyclicLR", 0.8)])
-def test_betas_that_a_schedule_will_reach_are_checked_at_the_start(name: str, smallest: float) -> None:
-    optimizer = make("adam_sde")
-    SCHEDULERS[name](optimizer)
-    with pytest.raises(ValueError, match=rf"parameter group 0: .*scale 7 with beta1={smallest}"):
-        attached(optimizer, "adam_sde", 7)
-
-
-def test_a_schedule_that_becomes_infeasible_is_refused() -> None:
-    optimizer = make("adam_sde")
-    rates = attached(optimizer, "adam_sde", 4)
-    optimizer.param_groups[1]["betas"] = (0.5, 0.999)
+    optimizer.param_groups[1]["betas"] = (0.5, 0.999)  # as a schedule sets them
+    follow(rates, 1)
     before = moving(optimizer)
-
-    for begin in (rates.begin, lambda: rates.of(optimizer)):
-        with pytest.raises(ValueError, match=r"Adam, parameter group 1: .*scale 4 with beta1=0\.5"):
-            begin()
+    with pytest.raises(ValueError, match=r"scale 4 with beta1=0\.5"):
+        follow(rates, 4)
     assert before == moving(optimizer)

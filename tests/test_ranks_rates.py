@@ -40,14 +40,11 @@ SCHEDULERS: dict[str, Any] = {
 class Scheduled(Toy):
     """Toy-Lin with two parameter groups and a scheduler; notes the learning rates of every step."""
 
-    def __init__(
-        self, scheduler: str = "none", batch: int = 2, size: int = 24, outside: bool = False, **options: Any
-    ) -> None:
-        super().__init__(lr=0.1, **options)
+    def __init__(self, scheduler: str = "none", batch: int = 2, size: int = 24) -> None:
+        super().__init__(lr=0.1)
         self.v = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.scheduler, self.batch, self.size, self.outside = scheduler, batch, size, outside
+        self.scheduler, self.batch, self.size = scheduler, batch, size
         self.rates: list[tuple[float, ...]] = []
-        self.stepped = 0
 
     def losses(self, batch: torch.Tensor) -> torch.Tensor:
         return super().losses(batch) + self.v * 0
@@ -59,19 +56,11 @@ class Scheduled(Toy):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.rates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.outside and self.trainer.global_step > self.stepped:
-            self.stepped = self.trainer.global_step
-            self.kept.step()
-
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD([{"params": [self.w]}, {"params": [self.v], "lr": 0.01}], lr=0.1, momentum=0.5)
         if self.scheduler == "none":
             return optimizer
         scheduler = SCHEDULERS[self.scheduler](optimizer)
-        if self.outside:
-            self.kept = scheduler
-            return optimizer
         monitor = {"monitor": "metric", "strict": False} if self.scheduler == "ReduceLROnPlateau" else {}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", **monitor}}
 
@@ -112,17 +101,11 @@ def test_sum_and_linear_scaling_warn(world):
     assert "is 4 times the base step" in said[0][0]
 
 
-@pytest.mark.parametrize(
-    ("name", "warmup", "outside"),
-    [
-        *(("none", 0, False), ("StepLR", 0, False), ("OneCycleLR", 5, False)),
-        *(("ReduceLROnPlateau", 5, False), ("StepLR", 5, True)),
-    ],
-)
-def test_effective_rate_is_factor_times_schedule(world, name, warmup, outside):
-    model = {"scheduler": name, "outside": outside}
-    stock = world(2).run(run, model, {})
-    scaled = world(2).run(run, model, {"lr_scaling": "linear", "base_batch_size": 1, "lr_warmup_steps": warmup})
+@pytest.mark.parametrize(("name", "warmup"), [("none", 0), ("StepLR", 0), ("OneCycleLR", 5), ("ReduceLROnPlateau", 5)])
+def test_effective_rate_is_factor_times_schedule(world, name, warmup):
+    stock = world(2).run(run, {"scheduler": name}, {})
+    strategy = {"lr_scaling": "linear", "base_batch_size": 1, "lr_warmup_steps": warmup}
+    scaled = world(2).run(run, {"scheduler": name}, strategy)
     for (rates, *_), (plain, *_) in zip(scaled, stock, strict=True):
         assert len(rates) == 12
         for step, (mine, theirs) in enumerate(zip(rates, plain, strict=True)):
@@ -333,27 +316,6 @@ def test_the_rate_of_weight_averaging_is_a_base_rate(world):
         assert [approx(0.1)] * 4 == rates[-4:]
 
 
-class StepsEarly(Scheduled):
-    """Steps a scheduler of its own in the forward."""
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        self.kept.step()
-        return super().training_step(batch, batch_idx)
-
-
-def steps_early() -> None:
-    module = StepsEarly("StepLR", outside=True)
-    make_trainer(GradAvgStrategy(lr_scaling="linear"), **TRAINER).fit(module)
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_a_scheduler_within_a_step_is_refused(world):
-    for error in world(2).run_expecting_errors(steps_early):
-        assert "RuntimeError" == error.type_name
-        assert error.message.startswith("a StepLR stepped between the arrival of a batch and")
-        assert "Step it after the optimizer, as in on_train_batch_end" in error.message
-
-
 def run_scheduled_window(schedule: dict[int, int]) -> Any:
     module = Scheduled(batch=2, size=8)
     strategy = GradAvgStrategy(lr_scaling="linear", base_batch_size=4)
@@ -362,14 +324,11 @@ def run_scheduled_window(schedule: dict[int, int]) -> Any:
     return [rate[0] for rate in module.rates], strategy.global_batch_size
 
 
-@pytest.mark.filterwarnings("ignore:lr_scaling='linear' changes nothing")
-def test_scale_follows_a_scheduled_window(world):
-    assert [([approx(0.1)] * 4 + [approx(0.2)] * 2, 8)] * 2 == world(2).run(run_scheduled_window, {0: 1, 1: 2})
-
-
-def test_the_first_window_may_be_scheduled(world):
-    """The start warns of nothing: the Trainer's own value, which the schedule replaces, would change no rate."""
-    assert [([approx(0.2)] * 2 + [approx(0.1)] * 4, 4)] * 2 == world(2).run(run_scheduled_window, {0: 2, 1: 1})
+@pytest.mark.parametrize(
+    ("schedule", "rates", "size"), [({0: 1, 1: 2}, [0.1] * 4 + [0.2] * 2, 8), ({0: 2, 1: 1}, [0.2] * 2 + [0.1] * 4, 4)]
+)
+def test_scale_follows_a_scheduled_window(world, schedule, rates, size):
+    assert [(list(map(approx, rates)), size)] * 2 == world(2).run(run_scheduled_window, schedule)
 
 
 class Found(Toy):
@@ -403,7 +362,6 @@ def find_then_fit(folder: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:The number of training batches")
-@pytest.mark.filterwarnings("ignore:lr_scaling='linear' changes nothing")
 def test_learning_rate_finder(world, tmp_path):
     ranks = world(2).run(find_then_fit, str(tmp_path))
     assert [0, 1] == [rank[0] for rank in ranks]

@@ -81,7 +81,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"base_world_size": 0}, ValueError, ["got 0", "an integer >= 1"]),
     ({**SPLIT, "base_world_size": 2}, ValueError, ["base_world_size=2 says nothing", "Give base_batch_size"]),
     ({"base_world_size": None}, TypeError, ["base_world_size=None", "give an integer"]),
-    ({"lr_scaling": "linear", "lr_warmup_steps": -1}, ValueError, ["got -1", "an integer >= 0"]),
+    ({"lr_scaling": "linear", "lr_warmup_steps": -1}, ValueError, ["lr_warmup_steps=-1", "must be 0 or more"]),
     ({"lr_warmup_steps": 10}, ValueError, ["lr_warmup_steps=10", "lr_scaling='none'", "Choose an lr_scaling"]),
     ({"allow_recipe_change": "yes"}, TypeError, ["allow_recipe_change='yes'", "give True or False"]),
     ({"nonfinite": "ignore"}, ValueError, ["nonfinite='ignore'", "'propagate', 'raise', 'skip_step'."]),

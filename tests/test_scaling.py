@@ -12,16 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gradavg.rates.scaling import (
-    SCALINGS,
-    resolve_scaling,
-    scale_factor,
-    scale_limit,
-    scaled_hyperparameters,
-    scaled_steps,
-    warmup_factor,
-)
+from lightning_gradavg.rates.scaling import SCALINGS, resolve_scaling, scale_limit, scaled_steps, warmup_factor
 
+SDE = SCALINGS["adam_sde"]
 ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 SCALES = st.floats(1 / 64, 64)
 
@@ -43,12 +36,12 @@ def param_group(optimizer: Callable[..., torch.optim.Optimizer], **options: Any)
 @given(scale=SCALES, larger=SCALES)
 def test_factors_are_monotonic_and_one_at_scale_one(name: str, scale: float, larger: float) -> None:
     low, high = sorted((scale, larger))
-    assert scale_factor(name, low) <= scale_factor(name, high)
-    assert scale_factor(name, 1.0) == 1.0
+    assert SCALINGS[name].at(low) <= SCALINGS[name].at(high)
+    assert SCALINGS[name].at(1.0) == 1.0
 
 
 def test_adam_sde_values() -> None:
-    assert scaled_hyperparameters("adam_sde", 4.0, ADAM) == {"lr": 2e-3, "betas": (0.6, 0.996), "eps": 5e-9}
+    assert SDE.hyperparameters(4.0, ADAM) == {"lr": 2e-3, "betas": (0.6, 0.996), "eps": 5e-9}
 
 
 @pytest.mark.parametrize(
@@ -59,14 +52,14 @@ def test_adam_sde_values() -> None:
     ],
 )
 def test_adam_sde_reads_the_groups_of_torch(optimizer: Any, smoothing: str, scaled: Any) -> None:
-    found = scaled_hyperparameters("adam_sde", 2.0, param_group(optimizer, weight_decay=0.1))
+    found = SDE.hyperparameters(2.0, param_group(optimizer, weight_decay=0.1))
     assert found == {"lr": 0.1 * math.sqrt(2), smoothing: scaled, "eps": 1e-8 / math.sqrt(2)}
 
 
 @given(case=feasible())
 def test_adam_sde_keeps_the_invariants_of_the_equation(case: tuple[float, tuple[float, float]]) -> None:
     scale, betas = case
-    scaled = scaled_hyperparameters("adam_sde", scale, {**ADAM, "betas": betas})
+    scaled = SDE.hyperparameters(scale, {**ADAM, "betas": betas})
     assert scaled["lr"] ** 2 / scale == pytest.approx(ADAM["lr"] ** 2, rel=1e-15)
     assert scaled["lr"] * scaled["eps"] == pytest.approx(ADAM["lr"] * ADAM["eps"], rel=1e-15)
     for beta, moved in zip(betas, scaled["betas"], strict=True):
@@ -78,8 +71,8 @@ def test_adam_sde_keeps_the_invariants_of_the_equation(case: tuple[float, tuple[
 def test_there_and_back_again(name: str, case: tuple[float, tuple[float, float]], lr: float) -> None:
     scale, betas = case
     group: dict[str, Any] = {"lr": lr, "betas": betas, "eps": 1e-8}
-    there = {**group, **scaled_hyperparameters(name, scale, group)}
-    back = {**there, **scaled_hyperparameters(name, 1 / scale, there)}
+    there = {**group, **SCALINGS[name].hyperparameters(scale, group)}
+    back = {**there, **SCALINGS[name].hyperparameters(1 / scale, there)}
     assert back["lr"] == pytest.approx(lr, rel=1e-15)
     assert back["eps"] == pytest.approx(1e-8, rel=1e-15)
     assert back["betas"] == pytest.approx(betas, rel=1e-15 * max(1.0, 1 / scale))
@@ -96,10 +89,9 @@ def test_there_and_back_again(name: str, case: tuple[float, tuple[float, float]]
 )
 def test_an_infeasible_scale_is_refused_with_the_largest_feasible_one(group: dict[str, Any], limit: int) -> None:
     assert scale_limit(group) == limit
-    with pytest.raises(ValueError, match=f"must stay below {limit}: use a smaller global batch") as caught:
-        scaled_hyperparameters("adam_sde", limit, group)
-    assert f"not feasible at scale {limit}" in str(caught.value)
-    below = scaled_hyperparameters("adam_sde", math.nextafter(limit, 0), group)
+    with pytest.raises(ValueError, match=rf"not feasible at scale {limit} .* must stay below {limit}\. Use a smaller"):
+        SDE.hyperparameters(limit, group)
+    below = SDE.hyperparameters(math.nextafter(limit, 0), group)
     assert min(below.get("betas", (below.get("alpha"),))) > 0
 
 
@@ -115,7 +107,7 @@ def test_an_infeasible_scale_is_refused_with_the_largest_feasible_one(group: dic
 )
 def test_adam_sde_is_refused_for_other_optimizers(group: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"is meant for Adam .* this optimizer has .*lr"):
-        scaled_hyperparameters("adam_sde", 2.0, group)
+        SDE.hyperparameters(2.0, group)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +115,7 @@ def test_adam_sde_is_refused_for_other_optimizers(group: dict[str, Any]) -> None
 )
 def test_impossible_betas_are_named(betas: tuple[float, float], name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} must be in \[0, 1\), got"):
-        scaled_hyperparameters("adam_sde", 2.0, {**ADAM, "betas": betas})
+        SDE.hyperparameters(2.0, {**ADAM, "betas": betas})
 
 
 def cube_root(scale: float) -> float:
@@ -131,41 +123,29 @@ def cube_root(scale: float) -> float:
 
 
 def test_a_function_is_a_scaling() -> None:
-    assert scaled_hyperparameters(cube_root, 8.0, ADAM) == {"lr": 2e-3}
-    assert resolve_scaling(cube_root).name == "cube_root"
+    assert ("cube_root", {"lr": 2e-3}) == (
+        resolve_scaling(cube_root).name,
+        resolve_scaling(cube_root).hyperparameters(8.0, ADAM),
+    )
 
 
 @pytest.mark.parametrize(
-    ("returned", "error", "said"),
+    ("scale", "returned", "error", "said"),
     [
-        *((value, ValueError, "wrong' at scale 8 must be finite and > 0, got") for value in (0.0, -1.0, math.inf)),
-        (math.nan, ValueError, "wrong' at scale 8 must be finite and > 0, got nan"),
-        *((value, TypeError, f"must be a number, got {value!r} of type") for value in ("2", None, True)),
+        *((8, value, ValueError, "wrong' at scale 8 must be finite and > 0, got") for value in (0.0, math.inf)),
+        (8, math.nan, ValueError, "wrong' at scale 8 must be finite and > 0, got nan"),
+        *((8, value, TypeError, f"must be a number, got {value!r} of type") for value in ("2", None, True)),
+        *((scale, 1.0, ValueError, "scale must be finite and > 0, got") for scale in (0.0, -4.0, math.inf, math.nan)),
     ],
 )
-def test_an_impossible_factor_is_refused(returned: Any, error: type[Exception], said: str) -> None:
+def test_impossible_scales_and_factors_are_refused(
+    scale: float, returned: Any, error: type[Exception], said: str
+) -> None:
     def wrong(scale: float) -> Any:
         return returned
 
     with pytest.raises(error, match=said):
-        scale_factor(wrong, 8.0)
-
-
-@pytest.mark.parametrize("scale", [0.0, -4.0, math.inf, math.nan])
-@pytest.mark.parametrize("name", SCALINGS)
-def test_an_impossible_scale_is_refused(name: str, scale: float) -> None:
-    with pytest.raises(ValueError, match=f"scale must be finite and > 0, got {scale}"):
-        scaled_hyperparameters(name, scale, ADAM)
-
-
-def test_unknown_scalings_list_the_known_ones() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"lr_scaling='lineal' is not a scaling\. Did you mean 'linear'\? Use one of 'none', 'linear'",
-    ):
-        resolve_scaling("lineal")
-    with pytest.raises(TypeError, match="got 4 of type int"):
-        resolve_scaling(4)  # type: ignore[arg-type]  # what is tested
+        resolve_scaling(wrong).at(scale)
 
 
 def test_gradual_warmup_values() -> None:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_gradavg.lightning_internals import TrainingLoop, finds_learning_rate, last_rates
+from lightning_gradavg.lightning_internals import TrainingLoop, finds_learning_rate
 from lightning_gradavg.methods import replaced
-from lightning_gradavg.part import Part, Run, Saved
-from lightning_gradavg.rates.groups import LearningRates
+from lightning_gradavg.options import Options
+from lightning_gradavg.part import Part, Saved
+from lightning_gradavg.rates.groups import ScaledGroups, effective_values
 from lightning_gradavg.rates.scaling import (
     BatchScale,
     ScaleFunction,
     batch_scale,
-    contradictions,
+    counted_twice,
     resolve_scaling,
-    scale_factor,
+    warmup_factor,
 )
-from lightning_gradavg.rules import Rule
 
 __all__ = ["Rates"]
 
@@ -35,59 +34,46 @@ class Rates(Part):
     stepped, or the batch ends. In manual optimization they hold them until `training_step` begins, and within every
     `step`.
 
-    Args:
-        rule: The reduction rule.
-        split_batches: Whether the loader's batches are the global batches.
-        equivalent_to: The name of the run to reproduce, if any.
-        lr_scaling: As of `GradAvgStrategy`, like the four that follow.
-        base_batch_size: As above.
-        base_world_size: As above.
-        lr_warmup_steps: As above.
+    Args that are no options of `GradAvgStrategy`:
+        options: How batches are split and losses reduced.
         allow_change: Whether a checkpoint of another recipe may be resumed.
         stock: Whether gradients are those of stock DDP: without a scaling, a checkpoint need not agree.
 
     Attributes:
         batch: The global and the base batch; of scale 1 until the training loaders are known.
-        global_batch_size: Samples of one optimizer step over ranks and window; None where no loader tells, or none is
-            there yet.
         num_replicas: Chunks that every loader batch is computed in, where they shape the result; else None.
         arithmetic: What numbers are computed in, by name, where a run that continues this one must agree with it.
     """
 
     def __init__(
         self,
-        rule: Rule,
+        options: Options,
         *,
-        split_batches: bool,
-        equivalent_to: str | None,
-        lr_scaling: str | ScaleFunction,
-        base_batch_size: int | None,
-        base_world_size: int,
-        lr_warmup_steps: int,
-        allow_change: bool,
-        stock: bool,
+        lr_scaling: str | ScaleFunction = "none",
+        base_batch_size: int | None = None,
+        base_world_size: int = 1,
+        lr_warmup_steps: int = 0,
+        allow_change: bool = False,
+        stock: bool = False,
     ) -> None:
-        self._rates = LearningRates(lr_scaling, lr_warmup_steps)
-        self._rule, self._scaling, self._warmup_steps = rule, resolve_scaling(lr_scaling), lr_warmup_steps
-        self._split, self._equivalent_to = split_batches, equivalent_to
+        self._options, self._scaling, self._warmup_steps = options, resolve_scaling(lr_scaling), lr_warmup_steps
         self._base_batch_size, self._base_world_size = base_batch_size, base_world_size
         self._allow_change, self._may_differ = allow_change, stock and not self.scales
-        if lr_warmup_steps > 0 and not self.scales:
+        if lr_warmup_steps < 0 or (lr_warmup_steps > 0 and not self.scales):
             raise ValueError(
-                f"lr_warmup_steps={lr_warmup_steps} leads to the learning rate that lr_scaling='none' does not"
-                " scale. Choose an lr_scaling, or warm up with a scheduler."
+                f"lr_warmup_steps={lr_warmup_steps} must be 0 or more, and 0 with lr_scaling='none', which has nothing"
+                " to warm up to. Choose an lr_scaling, or warm up with a scheduler."
             )
-        self._compute_batch([1], world_size=1)  # the same checks, before there is a loader
-        self.batch = BatchScale(1, 1)
-        self.global_batch_size: int | None = None
+        self._batch_of([1], 1, 1)  # the same checks, before there is a loader
+        self.batch = BatchScale(1, 1, known=False)
         self.num_replicas: int | None = None
         self.arithmetic: Mapping[str, Any] = {}
         self._sizes: list[int | None] = []
         self._accumulation = 1
         self._loaded: Saved | None = None
-        self._optimizers: Sequence[Optimizer] = ()
+        self._steps: dict[Optimizer, int] = {}
+        self._begun: dict[Optimizer, ScaledGroups] = {}
         self._finds_lr = False
-        self._schedulers: dict[LRScheduler, Any] = {}
         self._hooks = ExitStack()
 
     @property
@@ -96,20 +82,19 @@ class Rates(Part):
         return self._scaling.name != "none"
 
     @property
+    def global_batch_size(self) -> int | None:
+        """Samples of one optimizer step over ranks and window; None where no loader tells, or none is there yet."""
+        return self.batch.global_batch_size if self.batch.known else None
+
+    @property
     def lr_scale(self) -> float:
         """What the learning rate is multiplied by once the warm-up is over."""
-        return scale_factor(self._scaling, self.batch.scale)
-
-    def setup(self, run: Run) -> None:
-        """Let go of an earlier run: not at its end, after which a checkpoint can still be saved."""
-        super().setup(run)
-        self.end()
-        self._rates.attach(())
+        return self._scaling.at(self.batch.scale)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take the optimizers of the run, whose groups hold base values."""
-        self._optimizers = optimizers
-        self._rates.attach(optimizers if self.scales else ())
+        """Take the optimizers of the run, whose groups hold base values. Those of before go on counting."""
+        self.end()
+        self._steps = {optimizer: self._steps.get(optimizer, 0) for optimizer in optimizers}
 
     def prepare_loaders(self, stage: str) -> None:
         """Forget the sizes of earlier training loaders."""
@@ -121,139 +106,115 @@ class Rates(Part):
         self._set_batch(accumulation)
 
     def _set_batch(self, accumulation: int) -> None:
-        self._compute_batch(self._sizes, self.run.world.size, accumulation)
-        self._accumulation = accumulation
-        self._rates.set_scale(self.batch.scale)
+        """Set what the steps from the next one on follow; ValueError if a value cannot be scaled."""
+        self.end()
+        self.batch, self._accumulation = self._batch_of(self._sizes, accumulation, self.run.world.size), accumulation
+        for optimizer in self._steps if self.scales else ():
+            effective_values(optimizer, self._scaling, self.batch.scale, 1)
 
-    def _compute_batch(self, sizes: Sequence[int | None], world_size: int, accumulation: int = 1) -> None:
-        """Compute the global batch and the scale from the batch sizes of all training loaders."""
-        size = sizes[0] if len({*sizes}) == 1 else None
-        if size is None and self._base_batch_size is not None and self.scales:
-            raise ValueError(
-                f"lr_scaling={self._scaling.name!r} with base_batch_size={self._base_batch_size} needs the size of a"
-                f" training batch, but the training loaders have the batch sizes {list(sizes)}. Give the loader, its"
-                " batch sampler or its dataset an attribute `batch_size`, or use base_world_size."
-            )
-        self.batch = batch_scale(
-            size or 1,  # without a base batch the scale is a ratio of ranks, for which any size will do
+    def _batch_of(self, sizes: Sequence[int | None], accumulation: int, world_size: int) -> BatchScale:
+        return batch_scale(
+            sizes,
+            accumulation,
             world_size=world_size,
-            accumulate_grad_batches=accumulation,
-            split_batches=self._split,
+            split_batches=self._options.split_batches,
             base_batch_size=self._base_batch_size,
             base_world_size=self._base_world_size,
         )
-        self.global_batch_size = self.batch.global_batch_size if size is not None else None
 
-    def begin(self, accumulation: int) -> list[str]:
-        """Begin training, and return what does not fit together in the recipe."""
+    def begin(self, accumulation: int) -> str:
+        """Begin training, and return what does not fit together in the recipe, if anything."""
         self._follow(accumulation)
         self._compare()
         if self.scales:
             trainer: Any = self.run.trainer
-            self._replace_hook(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._at_rest)
-            for callback in trainer.callbacks:
-                if isinstance(callback, LearningRateMonitor):
-                    self._replace_hook(callback, "on_train_epoch_start", self._in_force)
-        return list(contradictions(self._rule.name, self._scaling, self.batch, nodes=self.run.num_nodes).values())
+            # Schedulers see base values, whether an optimizer stepped in the batch or not, and monitors effective ones.
+            self._surround(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self.end)
+            for monitor in trainer.callbacks:
+                if isinstance(monitor, LearningRateMonitor):
+                    self._surround(monitor, "on_train_epoch_start", self.apply)
+        return counted_twice(self._options.rule.name, self._scaling, self.batch.scale, self.run.num_nodes)
 
-    def _replace_hook(self, owner: object, name: str, wrapper: Callable[..., None]) -> None:
+    def _surround(self, owner: object, name: str, before: Callable[[], None]) -> None:
+        """Call something before a hook, and end all steps after it."""
         hook = getattr(owner, name)
-        # A function, of which a copy of the owner copies nothing.
-        self._hooks.enter_context(replaced(owner, name, lambda *args, **kwargs: wrapper(hook, *args, **kwargs)))
 
-    def _at_rest(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Have schedulers see base values: at the end of every batch, whether an optimizer stepped in it or not."""
-        self._end()
-        hook(*args, **kwargs)
+        def surrounded(*args: Any, **kwargs: Any) -> None:  # a function, of which a copy of the owner copies nothing
+            before()
+            hook(*args, **kwargs)
+            self.end()
 
-    def _in_force(self, hook: Callable[..., None], *args: Any) -> None:
-        """Have a monitor see effective values although no step is in progress."""
-        self._begin()
-        hook(*args)
-        self._rates.end()
+        self._hooks.enter_context(replaced(owner, name, surrounded))
 
-    def arrive(self, batch: Any, accumulation: int) -> None:
-        """Begin a batch, and with it a step."""
-        if not self.scales:
+    def arrive(self, accumulation: int) -> None:
+        """Begin a batch, and with it a step. Callbacks may move batches at any other time."""
+        if TrainingLoop(self.run.trainer.fit_loop).between_batches:
+            self.end()
             self._follow(accumulation)
-        # Callbacks may move batches at any time; of a batch that is None Lightning calls no hook.
-        elif batch is not None and TrainingLoop(self.run.trainer.fit_loop).between_batches:
-            self._end()
-            self._follow(accumulation)
-            self._schedulers = {scheduler: last_rates(scheduler) for scheduler in self._known_schedulers()}
-            self._begin()
-
-    def _known_schedulers(self) -> Iterator[LRScheduler]:
-        """Yield the schedulers that Lightning steps, and those that the module keeps."""
-        configured = (config.scheduler for config in self.run.trainer.lr_scheduler_configs)
-        for each in (*vars(self.run.module).values(), *configured):
-            if isinstance(each, LRScheduler) and each.optimizer in self._optimizers:
-                yield each
+            self.apply()
 
     def _follow(self, accumulation: int) -> None:
         """Follow what may have changed since the last batch."""
         found, self._finds_lr = self._finds_lr, self.scales and finds_learning_rate(self.run.trainer)
-        if found and not self._finds_lr and self.global_batch_size is not None:
+        ended = found and not self._finds_lr
+        if ended:
             # The learning rate was found with this global batch: scaling it again would count the batch twice.
-            self._base_batch_size = self.global_batch_size
-            self._set_batch(self._accumulation)
-        if accumulation != self._accumulation:
+            self._base_batch_size = self.global_batch_size or self._base_batch_size
+        if ended or accumulation != self._accumulation:
             self._set_batch(accumulation)
 
     def begin_step(self) -> None:
         """Begin a training step, in manual optimization at rest."""
-        if self.scales and not self.run.module.automatic_optimization:
-            self._end()
+        if not self.run.module.automatic_optimization:
+            self.end()
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-        """Have a step use effective values, and count it."""
-        if self._finds_lr or not self.scales:
-            return step()
-        with self._rates.step(optimizer):
+        """Have a step use effective values, and count it unless it fails."""
+        self._begin([optimizer])
+        try:
             result = step()
-        self._require_schedulers_at_rest()
+            self._steps[optimizer] = self._steps.get(optimizer, 0) + (not self._finds_lr)
+        finally:
+            if optimizer in self._begun:
+                self._begun.pop(optimizer).end()
         return result
 
-    def _begin(self) -> None:
-        if not self._finds_lr:
-            self._rates.begin()
+    def apply(self) -> None:
+        """Have all groups hold effective values, until `end` or the end of their optimizer's step."""
+        self._begin(self._steps)
 
-    def _end(self) -> None:
-        self._rates.end()
-        self._require_schedulers_at_rest()
+    def _begin(self, optimizers: Iterable[Optimizer]) -> None:
+        if self.scales and not self._finds_lr:
+            for optimizer in {*optimizers} - self._begun.keys():
+                factor = self._factor(optimizer)
+                self._begun[optimizer] = ScaledGroups(optimizer, self._scaling, self.batch.scale, factor)
 
-    def _require_schedulers_at_rest(self) -> None:
-        stepped = [type(each).__name__ for each, last in self._schedulers.items() if last_rates(each) is not last]
-        self._schedulers = {}
-        if stepped:
-            raise RuntimeError(
-                f"a {stepped[0]} stepped between the arrival of a batch and the end of the optimizer's step, where"
-                " parameter groups hold the learning rate as lr_scaling has scaled it. Step it after the optimizer, as"
-                " in on_train_batch_end, or return it from configure_optimizers."
-            )
+    def _factor(self, optimizer: Optimizer) -> float:
+        return warmup_factor(self.lr_scale, self._steps.get(optimizer, 0), self._warmup_steps)
 
     def end(self) -> None:
-        """End a step in which something failed, or that is skipped."""
-        self._schedulers = {}
-        self._rates.end()
+        """Have all groups hold base values."""
+        while self._begun:
+            self._begun.popitem()[1].end()
 
     def learning_rates(self) -> tuple[float, ...]:
         """Return those that the step in progress or the next one uses, of every group of every optimizer."""
-        return tuple(float(lr) for optimizer in self._optimizers for lr in self._rates.of(optimizer))
+        factors = {each: 1.0 if each in self._begun else self._factor(each) for each in self._steps}
+        groups = ((group, factor) for each, factor in factors.items() for group in each.param_groups)
+        return tuple(float(group["lr"] * factor) for group, factor in groups if "lr" in group)
 
     def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state as it is saved, with base values in it."""
-        return self._rates.base_state_dict(optimizer, state) if state else state
+        return self._begun[optimizer].at_rest(state) if state and optimizer in self._begun else state
 
     def load_optimizers(self, saved: Saved | None) -> None:
         """Go on with the warm-up where the checkpoint's run was; the states of optimizers are about to be loaded."""
-        warmed_up = (saved or {}).get("rates")
-        if warmed_up is not None and self.scales:
-            self._rates.load_state_dict(warmed_up)
+        steps = ((saved or {}).get("rates") or {"steps": ()})["steps"]
+        self._steps.update(zip(self._steps, steps, strict=False))
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save the recipe, and how far the warm-up is."""
-        saved |= {"recipe": self._settings(), "rates": self._rates.state_dict() if self.scales else None}
+        saved |= {"recipe": self._settings(), "rates": {"steps": [*self._steps.values()]} if self.scales else None}
 
     def load(self, saved: Saved) -> None:
         """Remember what the checkpoint's run was, until this one's loaders are known."""
@@ -262,11 +223,11 @@ class Rates(Part):
     def _settings(self) -> dict[str, Any]:
         """Return what a run that continues this one must agree with, free of the world size."""
         # Without a scaling the base says nothing, and a search for a learning rate would seem to change the recipe.
-        says_base = self.scales and self.global_batch_size is not None
+        says_base = self.scales and self.batch.known
         return {
-            "reduction": self._rule.name,
-            "split_batches": self._split,
-            "equivalent_to": self._equivalent_to,
+            "reduction": self._options.rule.name,
+            "split_batches": self._options.split_batches,
+            "equivalent_to": self._options.preset,
             "num_replicas": self.num_replicas,
             "global_batch_size": self.global_batch_size,
             "lr_scaling": self._scaling.name,
@@ -278,14 +239,7 @@ class Rates(Part):
     def _compare(self) -> None:
         """Refuse to continue a run under another recipe than it was begun with."""
         loaded, self._loaded = self._loaded, None
-        if loaded is None or self._may_differ:
-            return
-        if "recipe" not in loaded:
-            rank_zero_info(
-                "GradAvgStrategy: the checkpoint was saved by another strategy and does not say how gradients were"
-                f" reduced; from now on they are reduced by reduction={self._rule.name!r}, g = {self._rule.formula}"
-            )
-        saved = loaded.get("recipe", {})
+        saved = {} if loaded is None or self._may_differ else loaded.get("recipe", {})
         differences = [
             f"{name}: {saved[name]!r} in the checkpoint, now {value!r}"
             for name, value in self._settings().items()

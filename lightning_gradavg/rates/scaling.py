@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
@@ -28,11 +28,9 @@ __all__ = [
     "as_count",
     "as_positive",
     "batch_scale",
-    "contradictions",
+    "counted_twice",
     "resolve_scaling",
-    "scale_factor",
     "scale_limit",
-    "scaled_hyperparameters",
     "scaled_steps",
     "warmup_factor",
 ]
@@ -48,14 +46,35 @@ class Scaling:
     Attributes:
         name: What messages call it: the `lr_scaling=` name, or the qualified name of a user's function.
         factor: The pure function `scale -> factor`.
-        rescales_moments: Whether the optimizer's smoothing (`betas`, `alpha`) and `eps` follow the scale too.
         formula: The scaling in one line of text, for messages.
+        rescales_moments: Whether the optimizer's smoothing (`betas`, `alpha`) and `eps` follow the scale too.
     """
 
     name: str
     factor: ScaleFunction
-    rescales_moments: bool
     formula: str
+    rescales_moments: bool = False
+
+    def at(self, scale: float) -> float:
+        """Return the factor of the learning rate; ValueError unless it and the scale are finite and > 0."""
+        factor = self.factor(as_positive("scale", scale))
+        return as_positive(f"the factor of lr_scaling {self.name!r} at scale {scale:g}", factor)
+
+    def hyperparameters(self, scale: float, base: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the scaling governs of a parameter group with base values, by name.
+
+        `"adam_sde"` keeps the stochastic differential equation of Adam or RMSprop (Malladi et al. 2022): lr' = sqrt(k)
+        * lr, 1 - beta' = k * (1 - beta) for every beta (RMSprop: `alpha`), eps' = eps / sqrt(k) with eps outside the
+        square root as in `torch.optim`. Weight decay is not part of it.
+
+        Raises:
+            ValueError: If `"adam_sde"` meets an optimizer of another kind, or a scale of `scale_limit` or more.
+        """
+        factor = self.at(scale)
+        scaled: dict[str, Any] = {"lr": base["lr"] * factor}
+        if self.rescales_moments:
+            scaled |= {**_sde_smoothing(scale, base), "eps": base["eps"] / factor}
+        return scaled
 
 
 def _unscaled(scale: float) -> float:  # by name, so that it can be pickled
@@ -64,22 +83,20 @@ def _unscaled(scale: float) -> float:  # by name, so that it can be pickled
 
 SCALINGS: Mapping[str, Scaling] = MappingProxyType(
     {
-        "none": Scaling("none", _unscaled, False, "lr"),
-        "linear": Scaling("linear", operator.pos, False, "k * lr"),
-        "sqrt": Scaling("sqrt", math.sqrt, False, "sqrt(k) * lr"),
-        "adam_sde": Scaling("adam_sde", math.sqrt, True, "sqrt(k) * lr, 1 - k * (1 - beta), eps / sqrt(k)"),
+        "none": Scaling("none", _unscaled, "lr"),
+        "linear": Scaling("linear", operator.pos, "k * lr"),
+        "sqrt": Scaling("sqrt", math.sqrt, "sqrt(k) * lr"),
+        "adam_sde": Scaling("adam_sde", math.sqrt, "sqrt(k) * lr, 1 - k * (1 - beta), eps / sqrt(k)", True),
     }
 )
 """The named scalings. k: scale."""
 
 
-def resolve_scaling(lr_scaling: str | ScaleFunction | Scaling) -> Scaling:
-    """Return the scaling that `lr_scaling` is or names, or of which it is the function."""
-    if isinstance(lr_scaling, Scaling):
-        return lr_scaling
+def resolve_scaling(lr_scaling: str | ScaleFunction) -> Scaling:
+    """Return the scaling that `lr_scaling` names, or of which it is the function."""
     if callable(lr_scaling):
         name = getattr(lr_scaling, "__qualname__", type(lr_scaling).__qualname__)
-        return Scaling(name, lr_scaling, False, f"{name}(k) * lr")
+        return Scaling(name, lr_scaling, f"{name}(k) * lr")
     accepted = f"{', '.join(map(repr, SCALINGS))}, or a function scale -> factor"
     if not isinstance(lr_scaling, str):
         raise TypeError(
@@ -109,86 +126,43 @@ def as_count(name: str, value: Any, least: int = 1) -> int:
     return value
 
 
-def scale_factor(lr_scaling: str | ScaleFunction | Scaling, scale: float) -> float:
-    """Return the factor of the learning rate at `scale`; ValueError unless both are finite and > 0."""
-    scaling, scale = resolve_scaling(lr_scaling), as_positive("scale", scale)
-    return as_positive(f"the factor of lr_scaling {scaling.name!r} at scale {scale:g}", scaling.factor(scale))
-
-
 def _as_written(number: float) -> Fraction:
     # The shortest decimal that reads back as `number`: 1 - 2 * (1 - 0.9) is then 0.8 and not 0.8 - 1e-16, and
     # 10 * (1 - 0.9) is 1, the limit itself, and not just below it.
     return Fraction(repr(float(number)))
 
 
-def _smoothing(hyperparameters: Mapping[str, Any]) -> dict[str, float]:
+def _smoothing(base: Mapping[str, Any]) -> dict[str, float]:
     """Return the smoothing constants of an Adam or RMSprop parameter group by the names that messages use."""
     # `eps` must stand beside them: ASGD has an `alpha` and Lion has `betas` that mean something else.
-    if {"eps", "betas"} <= hyperparameters.keys():
-        named = {f"beta{index}": float(beta) for index, beta in enumerate(hyperparameters["betas"], start=1)}
-    elif {"eps", "alpha"} <= hyperparameters.keys():
-        named = {"alpha": float(hyperparameters["alpha"])}
-    else:
+    if "eps" not in base or not {"betas", "alpha"} & base.keys():
         raise ValueError(
             "lr_scaling='adam_sde' is meant for Adam (betas, eps) and RMSprop (alpha, eps); this optimizer has"
-            f" {', '.join(hyperparameters) or 'neither'}. Use 'linear' or 'sqrt' with it."
+            f" {', '.join(base)}. Use 'linear' or 'sqrt' with it."
         )
+    betas = {f"beta{index}": beta for index, beta in enumerate(base.get("betas", ()), start=1)}
+    named = {name: float(value) for name, value in (betas or {"alpha": base["alpha"]}).items()}
     for name, value in named.items():
         if not 0 <= value < 1:
             raise ValueError(f"{name} must be in [0, 1), got {value!r}.")
     return named
 
 
-def scale_limit(hyperparameters: Mapping[str, Any]) -> Fraction:
+def scale_limit(base: Mapping[str, Any]) -> Fraction:
     """Return the scale that `"adam_sde"` must stay below, exactly: 1 / (1 - the smallest smoothing constant)."""
-    return 1 / (1 - _as_written(min(_smoothing(hyperparameters).values())))
+    return 1 / (1 - _as_written(min(_smoothing(base).values())))
 
 
-def _sde_smoothing(scale: float, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `betas` or `alpha` at `scale`: 1 - beta' = k * (1 - beta), Malladi et al. 2022."""
-    named, limit = _smoothing(hyperparameters), scale_limit(hyperparameters)
+def _sde_smoothing(scale: float, base: Mapping[str, Any]) -> dict[str, Any]:
+    named, limit = _smoothing(base), scale_limit(base)
     if _as_written(scale) >= limit and scale != 1:
         name, smallest = min(named.items(), key=lambda item: item[1])
         raise ValueError(
-            f"lr_scaling='adam_sde' is not feasible at scale {scale:g} with {name}={smallest!r}:"
-            f" 1 - {scale:g} * (1 - {smallest!r}) is not above 0. The scale must stay below {float(limit):g}: use a"
-            f" smaller global batch, a {name} closer to 1, or lr_scaling='sqrt'."
+            f"lr_scaling='adam_sde' is not feasible at scale {scale:g} with {name}={smallest!r}, for which it must stay"
+            f" below {float(limit):g}. Use a smaller global batch, a {name} closer to 1, or lr_scaling='sqrt'."
         )
     scaled = tuple(float(1 - _as_written(scale) * (1 - _as_written(value))) for value in named.values())
-    return {"betas": scaled} if "betas" in hyperparameters else {"alpha": scaled[0]}
-
-
-def scaled_hyperparameters(
-    lr_scaling: str | ScaleFunction | Scaling, scale: float, hyperparameters: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the hyperparameters that `lr_scaling` governs, at `scale`, by name.
-
-    `"adam_sde"` keeps the stochastic differential equation of Adam or RMSprop (Malladi et al. 2022): lr' = sqrt(k) *
-    lr, 1 - beta' = k * (1 - beta) for every beta (RMSprop: `alpha`), eps' = eps / sqrt(k) with eps outside the square
-    root as in `torch.optim`. Weight decay is not part of it.
-
-    Args:
-        lr_scaling: A key of `SCALINGS`, a function `scale -> factor`, or a `Scaling`.
-        scale: Global batch over base batch, finite and > 0.
-        hyperparameters: An optimizer's parameter group with base values.
-
-    Raises:
-        ValueError: If `lr` is missing; if `"adam_sde"` meets an optimizer without smoothing constants, or a scale of
-            `scale_limit` or more.
-    """
-    scaling = resolve_scaling(lr_scaling)
-    factor = scale_factor(scaling, scale)
-    if scaling.name == "none":
-        return {}
-    if "lr" not in hyperparameters:
-        raise ValueError(
-            f"lr_scaling {scaling.name!r} has no 'lr' to scale among"
-            f" {', '.join(hyperparameters) or 'no hyperparameters'}. Use lr_scaling='none' with this optimizer."
-        )
-    scaled: dict[str, Any] = {"lr": hyperparameters["lr"] * factor}
-    if scaling.rescales_moments:
-        scaled.update(_sde_smoothing(scale, hyperparameters), eps=hyperparameters["eps"] / factor)
-    return scaled
+    return {"betas": scaled} if "betas" in base else {"alpha": scaled[0]}
 
 
 def warmup_factor(factor: float, step: int, warmup_steps: int) -> float:
@@ -209,10 +183,14 @@ def scaled_steps(steps: int, scale: float) -> int:
 
 
 class BatchScale(NamedTuple):
-    """The global batch and the base batch: samples of one optimizer step, over ranks and window."""
+    """The global batch and the base batch: samples of one optimizer step, over ranks and window.
+
+    Where no loader tells its batch size they are not `known`, but their ratio is.
+    """
 
     global_batch_size: int
     base_batch_size: int
+    known: bool = True
 
     @property
     def scale(self) -> float:
@@ -221,70 +199,53 @@ class BatchScale(NamedTuple):
 
 
 def batch_scale(
-    loader_batch_size: int,
+    sizes: Sequence[int | None],
+    accumulation: int = 1,
     *,
     world_size: int,
-    accumulate_grad_batches: int = 1,
     split_batches: bool = False,
     base_batch_size: int | None = None,
     base_world_size: int = 1,
 ) -> BatchScale:
-    """Return the global batch of a run and the base batch. With `split_batches` the ranks share each loader batch.
+    """Return the global batch of a run, by the batch sizes of all its training loaders, and the base batch.
 
-    Without `base_batch_size` the base run is this script, with the same loader and accumulation, on `base_world_size`
-    ranks: the scale is world_size / base_world_size, and with `split_batches` 1.
-
-    Raises:
-        ValueError: If a count is below 1, or `base_world_size` says nothing because ranks share each batch.
-        TypeError: If a count is not an int.
+    With `split_batches` the ranks share each loader batch. Without `base_batch_size` the base run is this script, with
+    the same loader and accumulation, on `base_world_size` ranks: the scale is world_size / base_world_size, and with
+    `split_batches` 1.
     """
-    samples = as_count("loader_batch_size", loader_batch_size)
-    samples *= as_count("accumulate_grad_batches", accumulate_grad_batches)
-    ranks, base_ranks = as_count("world_size", world_size), as_count("base_world_size", base_world_size)
+    base_ranks = as_count("base_world_size", base_world_size)
     if base_ranks > 1 and split_batches and base_batch_size is None:
         raise ValueError(
             f"base_world_size={base_world_size} says nothing about a run with split_batches=True: its global batch"
             " is the loader's batch on any number of ranks. Give base_batch_size, the global batch that the"
             " learning rate was tuned for."
         )
+    size = sizes[0] if len({*sizes}) == 1 else None
+    if size is None and base_batch_size is not None:
+        raise ValueError(
+            f"base_batch_size={base_batch_size} needs the size of a training batch, but the training loaders have the"
+            f" batch sizes {list(sizes)}. Give the loader, its batch sampler or its dataset an attribute `batch_size`,"
+            " or use base_world_size."
+        )
     if split_batches:
-        ranks = base_ranks = 1
+        world_size = base_ranks = 1
+    samples = (size or 1) * accumulation
     base = samples * base_ranks if base_batch_size is None else as_count("base_batch_size", base_batch_size)
-    return BatchScale(samples * ranks, base)
+    return BatchScale(samples * world_size, base, known=size is not None)
 
 
-def contradictions(
-    rule_name: str, lr_scaling: str | ScaleFunction | Scaling, batch: BatchScale, *, nodes: int = 1
-) -> dict[str, str]:
-    """Return what does not fit together in a choice of rule, scaling and batch: messages by what is wrong.
+def counted_twice(rule_name: str, scaling: Scaling, scale: float, nodes: int = 1) -> str:
+    """Return the warning of a gradient that grows with the batch, as a sum does, beside a scaled learning rate, or "".
 
-    `"counted_twice"`: the gradient of a sum grows with the batch, and so does the scaled learning rate. Other rules
-    are taken for means, and the base run for one on a single node. `"unchanged_batch"`: there is nothing to scale.
-    `"base_above_global"`: the learning rate becomes smaller.
+    Other rules are taken for means, and the base run for one on a single node.
     """
-    scaling = resolve_scaling(lr_scaling)
-    if scaling.name == "none":
-        return {}
-    scale, factor = batch.scale, scale_factor(scaling, batch.scale)
     growths = {"sum": scale, "mean_of_node_sums": scale / nodes, "sum_of_node_means": float(nodes)}
-    growth = growths.get(rule_name, 1.0)
-    batches = f"global batch {batch.global_batch_size}, base batch {batch.base_batch_size}"
-    found = {}
-    if 1 not in (growth, factor):
-        found["counted_twice"] = (
-            f"reduction={rule_name!r} and lr_scaling={scaling.name!r} count the change of the batch twice ({batches}):"
-            f" the gradient is already {growth:.6g} times the base run's and the learning rate is {factor:.6g} times"
-            f" its own, so an SGD step is {growth * factor:.6g} times the base step. Use lr_scaling='none', or a mean"
-            " such as 'normalized_sum' (sum losses) or 'weighted_mean'."
-        )
-    if scale == factor == 1:
-        found["unchanged_batch"] = (
-            f"lr_scaling={scaling.name!r} changes nothing: the global batch is the base batch ({batches}). If the"
-            " learning rate was tuned for another batch, give it as base_batch_size."
-        )
-    if scale < 1:
-        found["base_above_global"] = (
-            f"the base batch is larger than the global batch ({batches}): lr_scaling={scaling.name!r} multiplies the"
-            f" learning rate by {factor:.6g}. If that is not intended, correct base_batch_size or base_world_size."
-        )
-    return found
+    growth, factor = growths.get(rule_name, 1.0), scaling.at(scale)
+    if 1 in (growth, factor):
+        return ""
+    return (
+        f"reduction={rule_name!r} and lr_scaling={scaling.name!r} count the change of the batch twice, at scale"
+        f" {scale:g}: the gradient is already {growth:.6g} times the base run's and the learning rate is {factor:.6g}"
+        f" times its own, so an SGD step is {growth * factor:.6g} times the base step. Use lr_scaling='none', or a mean"
+        " such as 'normalized_sum' (sum losses) or 'weighted_mean'."
+    )
