@@ -1,8 +1,4 @@
-"""`GradAvgStrategy` for Lightning Fabric: the same reductions, weights and splitting, in a loop of your own.
-
-Fabric tells a strategy of modules, loaders and backwards, and of nothing else: what needs to know when a step, an
-evaluation or a run begins and ends is refused by name, with what does it in Fabric.
-"""
+"""`GradAvgStrategy` for Lightning Fabric: the same reductions, weights and splitting, in a loop of your own."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import torch
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
@@ -35,11 +30,24 @@ class _Weighing(EndsProcessGroup, ParallelStrategy):
 
     _rule: Rule
     _reducer: GradAvgReducer | None
+    _loaders: list[SplitLoader]
 
     @property
     def samples(self) -> int | None:
-        """None: the ranks' batches are their own."""
-        return None
+        """The samples of the current batch that count, with `split_batches`; 0 if the rank has none of it.
+
+        None outside of a loop over a loader.
+
+        Raises:
+            ValueError: If several loaders are passed over at once whose batches differ.
+        """
+        counts = {loader.samples for loader in self._loaders} - {None}
+        if len(counts) > 1:
+            raise ValueError(
+                f"loaders are read at once whose batches have {' and '.join(map(str, counts))} samples on this rank, so"
+                " split_batches=True cannot tell which count. Read one loader at a time, and evaluate between epochs."
+            )
+        return next(iter(counts), None)
 
     @override
     def backward(
@@ -85,7 +93,7 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
 
     Raises:
         ValueError: If `reduction` names no rule, or an option cannot be combined with it.
-        TypeError: If an option is unknown, or of a kind that Fabric cannot carry.
+        TypeError: If an option is unknown.
     """
 
     names: ClassVar = {
@@ -97,19 +105,12 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
         "gradavg_notebook": {"start_method": "fork"},
     }
 
-    def __init__(
-        self,
-        *,
-        reduction: str | RuleFunction = "mean",
-        split_batches: bool = False,
-        **options: Any,
-    ) -> None:
-        engines = DDPStrategy, DistributedDataParallel
-        refuse_unserved("GradAvgStrategy for Fabric", options, "carried by Fabric", *engines)
+    def __init__(self, *, reduction: str | RuleFunction = "mean", split_batches: bool = False, **options: Any) -> None:
+        refuse_unserved("GradAvgStrategy for Fabric", options, DDPStrategy, DistributedDataParallel)
         rule = resolve_rule(reduction)
         self._rule = rule_of_split_batches(rule) if split_batches else rule
         super().__init__(**options)
-        self._splits, self._loaders = split_batches, list[SplitLoader]()
+        self._splits, self._loaders = split_batches, []
         self._reducer = None if self._rule == RULES["mean"] else GradAvgReducer(reduction=self._rule)
 
     def __repr__(self) -> str:
@@ -118,28 +119,6 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
             f"{type(self).__name__}(reduction={self._rule.name!r}) [a strategy for lightning.fabric.Fabric; with"
             " Trainer use lightning_gradavg.GradAvgStrategy]"
         )
-
-    @property
-    @override
-    def samples(self) -> int | None:
-        """The samples of the current batch that count, with `split_batches`; 0 if the rank has none of it.
-
-        None outside of a loop over a loader. If an evaluation interrupts training, run it within `torch.no_grad()`:
-        this tells its batches from those of training.
-
-        Raises:
-            ValueError: If several loaders are passed over at once whose batches differ.
-        """
-        read = [loader for loader in self._loaders if loader.samples is not None]
-        of_stage = [loader for loader in read if loader.with_gradients == torch.is_grad_enabled()]
-        counts = {loader.samples for loader in of_stage or read}
-        if len(counts) > 1:
-            raise ValueError(
-                f"the batches of the loaders that are read together have {' and '.join(map(str, counts))} samples on"
-                " this rank, so split_batches=True cannot tell which count. Use one loader, or loaders of one batch"
-                " size and length; and pass over those of an evaluation within torch.no_grad()."
-            )
-        return next(iter(counts), None)
 
     @property
     @override
@@ -179,13 +158,13 @@ class GradAvgModelParallelStrategy(_Weighing, ModelParallelStrategy):
 
     Raises:
         ValueError: If `reduction` names no rule, or none for sharded models.
-        TypeError: If an option is unknown, or cannot be served where the model is sharded.
+        TypeError: If an option is unknown.
     """
 
     def __init__(self, parallelize_fn: Callable[..., Any], *, reduction: str = "mean", **options: Any) -> None:
         self._rule = sharded_rule(reduction, options, ModelParallelStrategy)
         super().__init__(parallelize_fn, **options)
-        self._set_up, self._reducer = list[Optimizer](), None
+        self._set_up, self._reducer, self._loaders = list[Optimizer](), None, []
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:

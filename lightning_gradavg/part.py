@@ -1,21 +1,17 @@
 """A part of the strategy: one concern, and the moments of a run that it answers.
 
-Moments have the names of Lightning's hooks and come in this order. `Part` itself does nothing; a part overrides what
-concerns it. The strategy calls all parts at every moment, except those of a single loader, batch, step or evaluation.
-Parts do not know each other: the strategy passes what one needs of another.
+Moments have the names of Lightning's hooks and come in this order. The strategy calls all parts at every moment, except
+those of a loader, batch or evaluation. Parts do not know each other: it passes what one needs of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
@@ -31,9 +27,6 @@ class Run:
     """What every part is told of a run of the Trainer.
 
     Attributes:
-        trainer: The Trainer.
-        module: The user's module.
-        device: This rank's device.
         world: All ranks of the run.
         model: The wrapper that reduces the gradients, if the run trains.
         places: The places of all ranks, in rank order, if the run trains.
@@ -87,14 +80,6 @@ class Part:
 
     def on_train_batch_start(self) -> None:
         """Note that a batch is about to be trained on."""
-
-    def training_step(self) -> AbstractContextManager[Any]:
-        """Surround a training step's forward."""
-        return nullcontext()
-
-    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-        """Surround an optimizer step."""
-        return step()
 
     def on_train_end(self) -> None:
         """End training, after its last step."""

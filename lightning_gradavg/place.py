@@ -34,61 +34,31 @@ class Place:
     node: int = 0
     ranks_on_node: int = 1
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank must be in [0, world_size={self.world_size}), got {self.rank}")
-        if not 1 <= self.ranks_on_node <= self.world_size:
-            raise ValueError(f"ranks_on_node must be in [1, world_size={self.world_size}], got {self.ranks_on_node}")
-
     def over_window(self, micro_batches: int) -> Place:
         """Return the place seen by a rule when every rank accumulated `micro_batches` micro-batches.
 
         Accumulated micro-batches count as further ranks on the same node, so both `world_size` and
         `ranks_on_node` grow by that factor; `rank` stays that of the process.
         """
-        if micro_batches == 1:
-            return self
-        return replace(
-            self,
-            world_size=self.world_size * micro_batches,
-            ranks_on_node=self.ranks_on_node * micro_batches,
-        )
+        world_size, on_node = self.world_size * micro_batches, self.ranks_on_node * micro_batches
+        return replace(self, world_size=world_size, ranks_on_node=on_node)
 
 
 def places_on_nodes(nodes: Sequence[int]) -> tuple[Place, ...]:
-    """Return every rank's place, given the node of each rank in rank order.
-
-    Args:
-        nodes: `nodes[r]` is the node of rank `r`. Nodes may hold different numbers of ranks, in any order.
-
-    Returns:
-        One `Place` per rank, in rank order.
-    """
+    """Return the place of every rank, given its node, in rank order. Nodes may hold different numbers of ranks."""
     ranks_on = Counter(nodes)
     return tuple(Place(rank, len(nodes), node, ranks_on[node]) for rank, node in enumerate(nodes))
 
 
-def node_from_environment(environ: Mapping[str, str] | None = None) -> int | None:
+def node_from_environment(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the node of this process as its launcher counts nodes.
 
-    Args:
-        environ: The environment; that of the process by default.
-
-    Returns:
-        The value of the first of `GROUP_RANK` (torchrun), `SLURM_NODEID` and `NODE_RANK` (Lightning, or set by hand)
-        that is set; 0 if none is set; None if none is set although the launcher says that there are other nodes.
-
-    Raises:
-        ValueError: If the variable is not an integer >= 0.
+    That is the first of `GROUP_RANK` (torchrun), `SLURM_NODEID` and `NODE_RANK` (Lightning, or set by hand) that is
+    set, or 0; None if none is set although the launcher says that there are other nodes.
     """
-    environ = os.environ if environ is None else environ
-    for name in _NODE_VARIABLES:
-        value = environ.get(name)
-        if value is not None:
-            if not (value.isascii() and value.isdigit()):
-                raise ValueError(f"the environment variable {name} is the index of the node, from 0; got {value!r}")
-            return int(value)
-    for on_node, in_all in _SIZE_VARIABLES:
-        if on_node in environ and in_all in environ and environ[on_node] != environ[in_all]:
-            return None
-    return 0
+    named = next((environ[name] for name in _NODE_VARIABLES if name in environ), None)
+    if named is not None:
+        return int(named)
+    sizes = ((environ.get(on_node), environ.get(in_all)) for on_node, in_all in _SIZE_VARIABLES)
+    several = any(None not in pair and pair[0] != pair[1] for pair in sizes)
+    return None if several else 0

@@ -6,10 +6,11 @@ import atexit
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,23 +34,22 @@ def _settle_at_exit() -> None:
     atexit.register(time.sleep, _SETTLE_SECONDS)
 
 
-@dataclass(frozen=True)
-class Contribution:
-    """What a rank brings to a collective call.
+class Contribution(NamedTuple):
+    """What a rank brings to a collective call, of which it alone reads the rule and the tensors.
 
     Attributes:
         equal: What must be equal on all ranks, line by line.
         details: Integers that may differ, the same number on all ranks.
         weight: The weight, if it was given.
-        rule: What this rank alone reads: the rule of the reduction,
-        tensors: and its tensors, by what messages call them.
+        rule: The rule of the reduction.
+        tensors: Tensors, by what messages call them.
     """
 
-    equal: list[str] = field(default_factory=list)
-    details: list[int] = field(default_factory=list)
+    equal: Sequence[str] = ()
+    details: Sequence[int] = ()
     weight: float | None = None
     rule: Any = None
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class Agreed(NamedTuple):
@@ -57,7 +57,7 @@ class Agreed(NamedTuple):
 
     nodes: list[int | None]
     weights: list[float | None]
-    details: list[list[int]]
+    details: Sequence[Sequence[int]]
 
     def known_nodes(self, why: str) -> list[int]:
         """Return every rank's node, or raise a ValueError that begins with why they must be known."""
@@ -87,21 +87,15 @@ class World:
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> World:
         """Return the world of a process group (None: the default one), or raise a ValueError about `group`."""
+        if group is None and not (dist.is_available() and dist.is_initialized()):
+            return cls()
         left_out: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to processes that it leaves out
-        if not (dist.is_available() and dist.is_initialized()):
-            if group is None:
-                return cls()
-            raise ValueError(f"group={group!r}, but torch.distributed is not initialized: initialize it, or pass None")
-        group = dist.group.WORLD if group is None else group
-        if not isinstance(group, dist.ProcessGroup) and group is not left_out:
-            raise ValueError(
-                f"group must be a process group, as torch.distributed.new_group returns it, or None; got {group!r}"
-            )
         if group is left_out:
             raise ValueError(
                 f"the process of global rank {dist.get_rank()} is not a member of the group: only members may reduce"
                 " over it. Pass a group that this process belongs to."
             )
+        group = group or dist.group.WORLD
         size = dist.get_world_size(group)
         if size > 1:
             _settle_at_exit()
@@ -130,7 +124,7 @@ class World:
             refusal: What the error begins with if `contribute` raises on any rank, or what must be equal differs.
             contribute: Checks this rank's arguments.
         """
-        mine, error, row = None, None, [True, 0, 0, 0, 0]
+        mine, error, row = Contribution(), None, [True, 0, 0, 0, 0]
         try:
             mine, node = contribute(), node_from_environment()
             weight = torch.tensor(math.nan if mine.weight is None else mine.weight, dtype=torch.float64)
@@ -140,9 +134,9 @@ class World:
             error = failure
         failed, calls, details, nodes, bits = zip(*self.gather_integers(row), strict=True)
         if any(failed):
-            texts = self.gather_objects(None if error is None else _text(error))
-            raise ValueError(f"{refusal}, {by_rank(texts).rstrip('.')}.") from error
-        assert mine is not None
+            raise ValueError(
+                f"{refusal}, {by_rank(self.gather_objects(error and _text(error))).rstrip('.')}."
+            ) from error
         if len(set(calls)) > 1:
             lines = zip_longest(*self.gather_objects(mine.equal), fillvalue="nothing")
             first = next(of_ranks for of_ranks in lines if len(set(of_ranks)) > 1)
@@ -170,18 +164,11 @@ class World:
         """Return the places of all ranks, each bringing the node that it runs on."""
         return places_on_nodes(self.gather_objects(node))
 
-    @property
-    def device_types(self) -> tuple[str, ...] | None:
-        """The types of device that the group's backends serve; None for a rank that is alone."""
-        if self.group is None:
-            return None
-        return tuple(entry.split(":")[0] for entry in dist.get_backend_config(self.group).split(","))
-
     def _gather(self, row: torch.Tensor) -> list[Any]:
         if self.group is None:
             return [row.tolist()]
         # By the group, which all ranks share: their parameters may differ.
-        types = self.device_types or ("cpu",)
+        types = [entry.split(":")[0] for entry in dist.get_backend_config(self.group).split(",")]
         mine = row.to("cpu" if "cpu" in types else types[0])
         rows = mine.new_empty(self.size, len(row))
         dist.all_gather(list(rows.unbind()), mine, group=self.group)
@@ -201,17 +188,17 @@ def by_value(values: Iterable[object]) -> str:
     return "; ".join(f"{value} {on_ranks(ranks)}" for value, ranks in ranks_by_value(values).items())
 
 
+def by_rank(values: Iterable[object]) -> str:
+    """Return "on rank 0: a; on ranks 1, 2: b" for the values a, b, b of three ranks, without None."""
+    found = ranks_by_value(values).items()
+    return "; ".join(f"{on_ranks(ranks)}: {value}" for value, ranks in found if value is not None)
+
+
 def on_ranks(ranks: Sequence[int]) -> str:
     """Return "on rank 0" or "on ranks 1, 2"; a long list is shortened."""
     shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
     more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
     return f"on rank{'s' * (len(ranks) > 1)} {shown}{more}"
-
-
-def by_rank(values: Iterable[object]) -> str:
-    """Return "on rank 0: a; on ranks 1, 2: b" for the values a, b, b of three ranks, without None."""
-    found = ranks_by_value(values).items()
-    return "; ".join(f"{on_ranks(ranks)}: {value}" for value, ranks in found if value is not None)
 
 
 def _text(error: Exception) -> str:

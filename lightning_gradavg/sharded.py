@@ -35,7 +35,7 @@ class GradAvgModelParallelStrategy(WeighedTraining, ModelParallelStrategy):
 
     Raises:
         ValueError: If `reduction` names no rule, or none for sharded models.
-        TypeError: If an option is unknown, or cannot be served where the model is sharded.
+        TypeError: If an option is unknown.
     """
 
     def __init__(self, *, reduction: str = "mean", **options: Any) -> None:

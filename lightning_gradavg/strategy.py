@@ -1,7 +1,7 @@
 """The strategy that users name: its options, and DDPStrategy's methods in the order in which Lightning calls them.
 
-It hands each of them on to the parts that it concerns. What one part needs of another is an argument here. Where the
-order of two parts matters, it is that of these calls.
+It hands each of them on to its parts. What one part needs of another is an argument here. Where the order of two parts
+matters, it is that of these calls.
 """
 
 import inspect
@@ -218,7 +218,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             self._faults,
             Termination(),
         )
-        self._saved: Saved | None = None
 
     def __repr__(self) -> str:
         defaults = {name: one.default for name, one in inspect.signature(GradAvgStrategy).parameters.items()}
@@ -248,7 +247,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @property
     def _shaping_replicas(self) -> int | None:
-        """Chunks of each loader batch with their own batch statistics, on which the result depends."""
+        """Chunks of each loader batch with their own batch statistics."""
         return self.num_replicas if self._options.replicated and not self._options.one_device else None
 
     def observe_next_step(self) -> None:
@@ -280,7 +279,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             accumulation=self._batches.accumulation,
             replicas=self._shaping_replicas,
             replicated=options.replicated,
-            equivalent_to=options.preset,
             scales_rates=self._rates.scales,
             samples=self._replicas.weight(self._batches.chunk),
         )
@@ -379,17 +377,13 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         warning = self._rates.begin(self._batches.accumulation)
         if warning:
             self._reduction.warn(warning)
-        if self._saved is not None and self._ddp_comm_state is not None:
-            rank_zero_info("GradAvgStrategy: ddp_comm_state is not part of a checkpoint and starts again")
-        self._saved = None
         rank_zero_info(self._start_line())
-        if self._log_hyperparams:
-            for logger in self._reduction.run.trainer.loggers:
-                logger.log_hyperparams(self._hyperparams())
+        for logger in self._reduction.run.trainer.loggers if self._log_hyperparams else ():
+            logger.log_hyperparams({f"gradavg/{name}": value for name, value in self._hyperparams().items()})
 
     def _hyperparams(self) -> dict[str, Any]:
         versions = {name: sys.modules[name].__version__ for name in ("lightning_gradavg", "lightning", "torch")}
-        values = {
+        return {
             "reduction": self._options.rule.name,
             "global_batch_size": self.global_batch_size,
             "lr_scale": self.lr_scale,
@@ -397,17 +391,15 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             "world_size": self.world_size,
             **{f"version/{name}": version for name, version in versions.items()},
         }
-        return {f"gradavg/{name}": value for name, value in values.items()}
 
     def _start_line(self) -> str:
         run, rule, size = self._reduction.run, self._options.rule, self.global_batch_size
         ranks, nodes, window = len(run.places), run.num_nodes, self._batches.accumulation
         return (
             f"GradAvgStrategy: reduction={rule.name!r}, g = {rule.formula};"
-            f" {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
-            f" ({dist.get_backend()});"
-            f" global batch {size if size is not None else 'unknown'}, windows of {window}"
-            f" micro-batch{'es' * (window > 1)}{''.join(part.describe() for part in self._parts)}"
+            f" {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)} ({dist.get_backend()});"
+            f" global batch {size or 'unknown'}, windows of {window} micro-batch{'es' * (window > 1)}"
+            f"{''.join(part.describe() for part in self._parts)}"
         )
 
     @override
@@ -446,11 +438,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         step = super().optimizer_step
         return self._rates.optimizer_step(optimizer, lambda: step(optimizer, *args, **kwargs))
-
-    @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self._faults.on_train_end()
 
     @override
     def on_validation_start(self) -> None:
@@ -519,10 +506,9 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         if self._trains:
             require_whole(checkpoint_path, World.of(None))
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._saved = checkpoint.get(_CHECKPOINT_KEY)
-        if self._trains and self._saved is not None:
+        if self._trains and (saved := checkpoint.get(_CHECKPOINT_KEY)) is not None:
             for part in self._parts:
-                part.load(self._saved)
+                part.load(saved)
         return checkpoint
 
     @override

@@ -26,19 +26,12 @@ __all__ = ["WeighedTraining"]
 
 
 class WeighedTraining(EndsProcessGroup, ParallelStrategy):
-    """Weighs the losses of a strategy that averages gradients. Its class comes before that of the engine.
-
-    Attributes:
-        _reduction: Weighs losses, and finishes what the engine averaged.
-        _batches: Knows what stands behind a batch.
-        _parts: All parts, in the order in which they are asked.
-        _plain: The options that must be the same on all ranks.
-    """
+    """Weighs the losses of a strategy that averages gradients. Its class comes before that of the engine."""
 
     _reduction: Reduction
     _batches: Batches
-    _parts: tuple[Part, ...]
-    _plain: Mapping[str, Any]
+    _parts: tuple[Part, ...]  # in the order in which they are asked
+    _plain: Mapping[str, Any]  # the options that must be the same on all ranks
     _prepares: str | None = None
     _begun: tuple[Part, ...] = ()
 
@@ -139,7 +132,6 @@ class WeighedTraining(EndsProcessGroup, ParallelStrategy):
     def backward(
         self, closure_loss: Any, optimizer: Optimizer | None, *args: Any, weight: Any = None, **kwargs: Any
     ) -> Tensor:
-        """Run the backward of a step's loss; at the end of a window, finish its gradients."""
         module, precision, reduction = self.lightning_module, self.precision_plugin, self._reduction
         assert module is not None
         if reduction.is_manual:
@@ -154,13 +146,13 @@ class WeighedTraining(EndsProcessGroup, ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Check the weights of the last step, which no further step does."""
         super().on_train_end()
-        self._reduction.check()
+        for part in self._parts:
+            part.on_train_end()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self._trains:
             # What is wrong with the last step must not get into a file.
-            self._reduction.check()
+            self._reduction.window.check()
         super().save_checkpoint(checkpoint, *args, **kwargs)

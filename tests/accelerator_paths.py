@@ -407,7 +407,7 @@ def terminated(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Ou
 
 
 def plain_loop(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
-    """Reduce a plain loop's gradients by `average_gradients`, dense and sparse ones."""
+    """Reduce a plain loop's gradients by `average_gradients`."""
     module = path.module().to(device)
     optimizer = module.configure_optimizers()
     for batch in batches_of_rank(path.steps):
@@ -494,7 +494,7 @@ PATHS: Mapping[str, Path] = {
     "SIGTERM": Path(terminated, module=Signalled),
     "GradAvgReducer": Path(weighed_losses),
     "GradAvgReducer, windows of 2": Path(weighed_losses, trainer={"accumulate_grad_batches": 2}),
-    "average_gradients": Path(plain_loop, options(**WEIGHTED), Sparse),
+    "average_gradients": Path(plain_loop, options(**WEIGHTED)),
 }
 
 SIMULATED = [

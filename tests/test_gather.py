@@ -19,15 +19,15 @@ Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  # a user's namedtu
 
 
 def test_copy_with_gradient():
-    """Without a process group the result is a copy, which the gradient passes through, and that of a gradient."""
+    """Without a process group the result is a copy, which the gradient passes through, but that of a gradient."""
     x = torch.tensor([[2.0], [3.0]], requires_grad=True)
     result = gather(x)
     assert torch.equal(x, result)
     assert x.data_ptr() != result.data_ptr()
     (first,) = torch.autograd.grad((result**3).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
     assert torch.equal(3 * x**2, first)
-    assert torch.equal(6 * x, second)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
     with torch.no_grad():
         assert not gather(x * 2).requires_grad
 
@@ -64,7 +64,6 @@ ROW, WEIGHTED = torch.ones(1), {"reduction": "weighted_mean"}
         (ROW, {**WEIGHTED, "weight": -1}, "weight -1.0 is not a finite number >= 0: pass"),
         (ROW, {**WEIGHTED, "weight": "2"}, "a weight is one number, got '2'"),
         (ROW, {"reduction": negative, "weight": 1}, "returned multiplier=-1.0"),
-        (ROW, {"group": "world"}, "group='world', but torch.distributed is not initialized"),
     ],
     ids=lambda given: re.sub(r" at 0x\w+", "", str(given)),  # where a function is differs between processes
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -54,15 +53,10 @@ def same_everywhere(results: Sequence[Gradients]) -> Any:
         for mine, first in zip(result, results[0], strict=True):
             if mine is None or first is None:
                 assert mine is first
-                continue
-            assert (mine.layout, mine.dtype) == (first.layout, first.dtype)
-            pairs = zip(parts(mine), parts(first), strict=True)
-            assert all(torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)) for one, other in pairs)
+            else:
+                assert mine.dtype == first.dtype
+                assert torch.equal(torch.nan_to_num(mine), torch.nan_to_num(first))
     return results[0]
-
-
-def parts(gradient: Tensor) -> list[Tensor]:
-    return [gradient.indices(), gradient.values()] if gradient.is_sparse else [gradient]
 
 
 def draw_gradients(world_size: int, shapes: Sequence[Any], dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
@@ -98,16 +92,6 @@ def test_every_rule_is_its_formula(world, world_size):
             torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
-def coo(entries: dict[int, Any], dtype: torch.dtype = torch.float64, coalesced: bool = True) -> Tensor:
-    """Return an embedding's gradient, every entry repeated over three columns; uncoalesced it has each three times."""
-    values = torch.tensor(list(entries.values()), dtype=dtype)[:, None].expand(len(entries), 3)
-    indices = torch.tensor([list(entries)], dtype=torch.int64)
-    if not coalesced:
-        indices, values = torch.cat([indices, indices], 1), torch.cat([values, values * 2])
-    gradient = torch.sparse_coo_tensor(indices, values, (6, 3), check_invariants=True)
-    return gradient.coalesce() if coalesced else gradient
-
-
 def half(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float16)
 
@@ -115,7 +99,6 @@ def half(*numbers: float) -> Tensor:
 one, lists = torch.tensor, {"reduction": "weighted_mean"}
 OVERFLOWING = [half(40000.0, TINY, 60000.0, 40000.0), half(40000.0, TINY, -60000.0, 0.0)]
 MILLION = [2.0**20] * 2
-NARROW = [coo({1: value}, torch.float16, coalesced=False) for value in (20000.0, -20000.0)]
 
 # Name: the gradient of each rank, reduction, weights, nodes, and the reduced gradient computed by hand.
 GIVEN: dict[str, tuple[Gradients, str, Any, Any, Any]] = {
@@ -136,75 +119,24 @@ GIVEN: dict[str, tuple[Gradients, str, Any, Any, Any]] = {
     # Summed in float32: what fits in the result is not lost on the way, and what does not is infinite.
     "float16 mean": (OVERFLOWING, "mean", None, None, [40000.0, TINY, 0.0, 20000.0]),
     "float16 sum": (OVERFLOWING, "sum", None, None, [inf, 2 * TINY, 0.0, 40000.0]),
+    "bfloat16": ([one([256.0, 1, 1, 1]).bfloat16().roll(n) for n in range(4)], "mean", None, None, [65.0] * 4),
+    "complex": ([one([1 + 2j]), one([complex(inf, -4)])], "mean", None, None, [complex(inf, -1)]),
     "float16 in units": (OVERFLOWING, "normalized_sum", MILLION, None, half(80000 / 2**21, 0, 0, 40000 / 2**21)),
-    "sparse of weight 0": ([coo({0: 1.0}), coo({0: nan, 3: inf})], "weighted_mean", [3, 0], None, coo({0: 1.0})),
-    "sparse, no weight": ([coo({0: 1.0}), coo({0: nan})], "weighted_mean", [0, 0], None, coo({})),
-    "sparse float16": (NARROW, "mean", None, None, coo({1: 0.0}, torch.float16)),
-    "sparse float16, weighed": (NARROW, "weighted_mean", [3, 1], None, coo({1: 30000.0}, torch.float16)),
 }
 
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_gradient_computed_by_hand(world, name):
-    """Every rank has the number computed by hand, in the dtype and layout of the gradients."""
+    """Every rank has the number computed by hand, in the dtype of the gradients."""
     of_ranks, reduction, weights, nodes, expected = GIVEN[name]
     given = [[gradient] for gradient in of_ranks]
     (found,) = same_everywhere(world(len(given)).run(reduce_given, given, weights, nodes, reduction=reduction))
     if expected is None:
         assert found is None
         return
-    like = next(gradient for gradient in of_ranks if gradient is not None)
-    assert (like.dtype, like.layout) == (found.dtype, found.layout)
-    for mine, part in zip(parts(found), parts(torch.as_tensor(expected, dtype=found.dtype)), strict=True):
-        torch.testing.assert_close(mine, part, rtol=1e-12, atol=0, equal_nan=True)
-
-
-COMPLEX = {"dtype": torch.complex64}
-SPARSE: dict[str, Gradients] = {
-    "even": [coo({0: 1.0, 2: 2.0}), coo({2: 4.0, 5: 8.0}), coo({1: 1.0, 3: 7.0})],
-    "uneven": [coo({0: 1.0}), coo({0: 2.0, 1: 4.0, 2: 8.0, 4: 0.5}), coo({5: 3.0, 0: 1.0})],
-    "empty on rank 1": [coo({0: 1.0}), coo({}), coo({0: 3.0})],
-    "empty": [coo({}), coo({}), coo({})],
-    "uncoalesced": [coo({0: 1.0, 1: 2.0}, coalesced=False), coo({1: 1.0}), coo({1: 1.0}, coalesced=False)],
-    "None on ranks 0 and 2": [None, coo({1: 4.0, 3: 2.0}), None],
-    "two sparse dimensions": [torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse(), torch.zeros(3, 3).to_sparse()],
-    "complex": [coo({0: 1j}, **COMPLEX), coo({0: 2.0}, **COMPLEX), coo({}, **COMPLEX)],
-}
-
-
-@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
-@pytest.mark.parametrize("case", SPARSE)
-def test_sparse_gradients(world, case, reduction):
-    """They stay sparse beside dense ones and have the values of the dense formula, whatever entries each rank has."""
-    of_ranks, weights = [[gradient, torch.arange(3.0)] for gradient in SPARSE[case]], [2, 1, 5]
-    sparse, _ = same_everywhere(world(3).run(reduce_given, of_ranks, weights, reduction=reduction))
-    assert sparse.is_sparse
-    assert sparse.is_coalesced()
-    like = next(gradient for gradient in SPARSE[case] if gradient is not None).to_dense()
-    gradients = [torch.zeros_like(like) if gradient is None else gradient.to_dense() for gradient in SPARSE[case]]
-    expected = combine(torch.stack(gradients), rule=RULES[reduction], nodes=[0, 0, 0], weights=weights)
-    torch.testing.assert_close(sparse.to_dense(), expected, rtol=1e-6, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [64, 2**19])
-def test_narrow_gradients_are_rounded_once(world, dtype, size):
-    """The mean of 4 ranks' narrow gradients is the exact mean, rounded once; a sum in the narrow type is not."""
-    draw = torch.Generator().manual_seed(size)
-    # Multiples of 1/64 below 2: float32 adds four of them exactly.
-    gradients = [(torch.randint(-128, 128, (size,), generator=draw) / 64).to(dtype) for _ in range(4)]
-    (mean,) = same_everywhere(world(4).run(reduce_given, [[gradient] for gradient in gradients]))
-    exact = torch.stack([gradient.double() for gradient in gradients]).sum(0) / 4
-    assert torch.equal(exact.to(dtype), mean)
-
-
-@pytest.mark.parametrize("size", [3, 2**18])
-def test_complex_gradients(world, size):
-    """Complex gradients are reduced by parts: an infinite real part makes no NaN of the imaginary part."""
-    of_ranks = [[torch.full((size,), value)] for value in (1 + 2j, 3 - 4j, complex(inf, 1))]
-    (mean,) = same_everywhere(world(3).run(reduce_given, of_ranks))
-    assert torch.isposinf(mean.real).all()
-    torch.testing.assert_close(mean.imag, torch.full((size,), -1 / 3))
+    assert {found.dtype} == {gradient.dtype for gradient in of_ranks if gradient is not None}
+    expected = torch.as_tensor(expected, dtype=found.dtype)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0, equal_nan=True)
 
 
 def reduce_in_small_buckets(of_ranks: Sequence[Gradients], single: int) -> Gradients:
@@ -337,20 +269,15 @@ def test_mean_has_the_bits_of_ddp(source):
 @pytest.mark.gpu
 @on_ranks(3)
 def test_gradients_on_an_accelerator():
-    """Dense, narrow and sparse gradients, weighed by counts 1, 0 and 3 that are there, too."""
+    """Wide and narrow gradients, weighed by counts 1, 0 and 3 that are there, too."""
     rank = dist.get_rank()
-    model = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 600), nn.Linear(600, 600)).cuda()
+    model = nn.Sequential(nn.Linear(3, 600), nn.Linear(600, 600)).cuda()
     model.append(nn.Linear(2, 2).cuda().half())
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, nan if rank == 1 else rank + 1.0)
-    model[0].weight.grad = coo({rank: rank + 1.0, 5: 4.0}, torch.float32).cuda()
     average_gradients(model, reduction="weighted_mean", weight=torch.tensor(0 if rank == 1 else rank + 1).cuda())
-    sparse, *dense = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
-    assert [[0, 2, 5]] == sparse.indices().tolist()
-    assert pytest.approx([0.25, 2.25, 4.0]) == sparse.values()[:, 0].tolist()
-    assert len(dense) == 6
-    for gradient in dense:
-        torch.testing.assert_close(gradient, torch.full_like(gradient, 2.5))
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 2.5))
 
 
 def reduce_in_groups(members: Sequence[Sequence[int]], outsider: bool) -> list[float]:
@@ -385,24 +312,6 @@ def test_a_rank_outside_the_group_is_told(world):
     assert "global rank 2 is not a member of the group" in outsider.message
 
 
-def with_gradient(gradient: Tensor) -> Callable[[nn.Module], Any]:
-    """Return a source with one more parameter, which has this gradient."""
-
-    def source(model: nn.Module) -> list[Tensor]:
-        extra = nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype))
-        extra.grad = gradient
-        return [*model.parameters(), extra]
-
-    return source
-
-
-def another_dtype(model: nn.Module) -> list[Tensor]:
-    extra = nn.Parameter(torch.zeros(2))
-    extra.grad_dtype = None
-    extra.grad = torch.zeros(2, dtype=torch.float64)
-    return [extra]
-
-
 def dtensor(model: nn.Module) -> list[Tensor]:
     from torch.distributed.tensor import DeviceMesh, distribute_tensor  # noqa: PLC0415  # slow to import
 
@@ -410,26 +319,15 @@ def dtensor(model: nn.Module) -> list[Tensor]:
     return [nn.Parameter(distribute_tensor(torch.zeros(2), mesh))]
 
 
-def compressed_rows(model: nn.Module) -> list[Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls the layout beta
-        parameter = nn.Parameter(torch.eye(2).to_sparse_csr())
-        parameter.grad = torch.eye(2).to_sparse_csr()
-    return [parameter]
-
-
 def broken_generator(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
     raise RuntimeError("the generator broke")
 
 
-class FullyShardedDataParallel(nn.Linear):
-    """Named like torch's, which is told by its name."""
-
-
-def sparse_on_rank_1(model: nn.Module) -> list[Tensor]:
-    zeros = torch.zeros(2, 2)
-    return with_gradient(zeros.to_sparse() if dist.get_rank() == 1 else zeros)(model)
+def sparse(model: nn.Module) -> list[Tensor]:
+    table = nn.Parameter(torch.zeros(2, 2))
+    table.grad = torch.zeros(2, 2).to_sparse()
+    return [*model.parameters(), table]
 
 
 def failing_rule(place: Place, weight: Any) -> Share:
@@ -452,76 +350,46 @@ EVERYWHERE = (0, 1, 2)
 # of the model.
 MISUSES: dict[str, tuple[Sequence[int], dict[str, Any], str]] = {
     "weight of a batch": ([2], {"weight": torch.ones(3)}, r"on rank 2: a weight is one number.*shape \(3,\)"),
+    "negative weight": ([1], {"weight": -2}, r"on rank 1: weight -2\.0 is not a finite number >= 0"),
     "two problems": ([0, 2], {"weight": RankDependent()}, r"on rank 0: a weight is one number.*; on rank 2: "),
-    "weight on some ranks": (
-        [0, 2],
-        {"weight": None},
-        r"on ranks 0, 2: .*'weighted_mean'.* needs a weight: pass weight=",
-    ),
+    "no weight": ([0, 2], {"weight": None}, r"on ranks 0, 2: .*'weighted_mean'.* needs a weight: pass weight="),
     "weights too large": (EVERYWHERE, {"weight": 1.7e308}, r"the normalizer inf\. Scale the weights"),
     "other reduction": (
         [1],
         {"reduction": "mean"},
-        r"cannot reduce: reduction='weighted_mean'.* 0, 2; reduction='mean'.* on rank 1",
+        r"cannot reduce: reduction='weighted_mean'.*; reduction='mean'",
     ),
-    "unknown reduction": (
+    "no reduction": (
         [1],
         {"reduction": "median"},
-        r"on rank 1: reduction='median' is not a rule\. Did you mean 'mean'\? Use one of 'mean'",
+        r"on rank 1: reduction='median' is not.* Did you mean 'mean'",
     ),
     "failing rule": (EVERYWHERE, {"reduction": failing_rule}, r"rule 'failing_rule' failed on.*no such place"),
-    "fewer parameters": (
-        [2],
-        {"source": lambda model: model[0]},
-        r"cannot reduce: 4 parameters on ranks 0, 1; 2 parameters on rank 2",
-    ),
+    "fewer parameters": ([2], {"source": lambda model: model[0]}, "4 parameters on ranks 0, 1; 2 parameters on rank 2"),
     "another shape": (
         [1],
         {"source": lambda model: pair(3)},
-        r"'1\.weight' of shape \(1, 2\), torch.float32 on cpu.* 0, 2;.*'1\.weight' of shape \(3, 2\).*on rank 1",
+        r"of shape \(1, 2\).* 0, 2;.* of shape \(3, 2\).* 1",
     ),
     "another dtype": (
         [0],
         {"source": lambda model: pair(1).double()},
-        r"'0\.weight' of.*torch\.float64 on cpu, device 0 on rank 0",
+        r"'0\.weight' of.*torch\.float64 on cpu on.* 0",
     ),
-    "sparse on one rank": (
-        EVERYWHERE,
-        {"source": sparse_on_rank_1},
-        r"the gradient of parameter 4 is dense on some ranks and sparse on others",
-    ),
-    "dtype of a gradient": (
-        [0],
-        {"source": another_dtype},
-        r"on rank 0: the gradient of parameter 0 is torch\.float64.*set `grad_dtype`",
-    ),
-    "compressed rows": (
+    "sparse": (
         [1],
-        {"source": compressed_rows},
-        r"on rank 1: the gradient of parameter 0 is torch\.sparse_csr; only torch\.strided and torch\.sparse_coo",
+        {"source": sparse},
+        r"on rank 1: .* 4 is torch\.sparse_coo: convert it by to_dense",
     ),
     "DDP submodule": (
         EVERYWHERE,
         {"source": lambda model: nn.ModuleDict({"generator": DistributedDataParallel(model)})},
         r"the submodule 'generator' is a DistributedDataParallel",
     ),
-    "FSDP": ([1], {"source": lambda model: FullyShardedDataParallel(2, 2)}, r"on rank 1: the module is a FullySharded"),
     "DTensor": (EVERYWHERE, {"source": dtensor}, r"parameter 0 is a DTensor, whose placements say how it is reduced"),
-    "lazy module": (
-        [1],
-        {"source": lambda model: nn.LazyLinear(2)},
-        r"on rank 1: parameter 'weight' has no shape yet: run the lazy module's first forward",
-    ),
-    "result": ([2], {"source": lambda model: [model[0].weight * 2]}, r"on rank 2: parameter 0 is no leaf"),
-    "named parameters": (
-        [0],
-        {"source": lambda model: model.named_parameters()},
-        r"on rank 0: parameter 0 is \('0\.weight'",
-    ),
+    "named": ([0], {"source": lambda model: model.named_parameters()}, r"on rank 0: parameter 0 is \('0\.weight'"),
     "broken generator": ([0], {"source": broken_generator}, r"on rank 0: RuntimeError: the generator broke"),
 }
-if not hasattr(torch.Tensor, "grad_dtype"):
-    del MISUSES["dtype of a gradient"]  # an older torch has no such gradients
 
 
 def misuse(name: str) -> None:
@@ -545,11 +413,3 @@ def test_misuse_raises_the_same_error_on_all_ranks(world, name):
     errors = world(3).run_expecting_errors(misuse, name)
     assert [Raised("ValueError", errors[0].message)] * 3 == errors
     assert re.search(MISUSES[name][2], errors[0].message), errors[0].message
-
-
-@on_ranks()
-def test_no_parameters():
-    """Without parameters nothing is reduced, and a bad weight is an error all the same."""
-    average_gradients([])
-    with pytest.raises(ValueError, match=r"on ranks 0, 1: weight -2\.0 is not a finite number"):
-        average_gradients([], reduction="weighted_mean", weight=-2)

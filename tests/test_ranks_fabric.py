@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 from collections.abc import Callable
 from contextvars import copy_context
@@ -126,11 +125,8 @@ def test_a_backward_that_is_not_reduced(loop, once, left):
 
 
 def before_and_beside_a_model(folder: str) -> tuple[str, float | None]:
-    """Body: save and end before there is a model, backward without `weigh`, and a forward in another context."""
+    """Body: save before there is a model, backward without `weigh`, and a forward in another context."""
     OfFabric(**WEIGHTED).fabric.save(f"{folder}/state.ckpt", {"step": 0})
-    unused = GradAvgReducer(**WEIGHTED)
-    unused.check()
-    unused.close()
     loop, module, model, x = begin()
     loop.backward(copy_context().run(lambda: model(x).mean()), weight=len(x))
     gradient = module.gradient
@@ -181,7 +177,6 @@ def test_losses_that_a_trainer_divides_and_a_scaler_scales():
             scaler.scale(loss / 2).backward()
     scaler.unscale_(torch.optim.SGD(module.parameters(), lr=0.0))
     loop.reducer.check()
-    loop.reducer.close()
     assert approx(2.5) == module.gradient
 
 
@@ -239,26 +234,6 @@ def test_split_batches(world):
             assert approx(weight_of_one) == weight
 
 
-def interrupted() -> Any:
-    """Body: the samples that count in each batch of an evaluation, and how many of training do so after it."""
-    loop, data = OfFabric(split_batches=True), torch.arange(1.0, 10)
-    of_training: Any = DataLoader(data, 4)  # type: ignore[arg-type]  # a tensor is a dataset
-    of_evaluation: Any = DataLoader(data, 6)  # type: ignore[arg-type]  # so
-    training, evaluation = loop.fabric.setup_dataloaders(of_training, of_evaluation)
-    found = []
-    for _ in training:
-        with torch.no_grad():
-            found.append([samples[: loop.strategy.samples].tolist() for samples in evaluation])
-        found.append(loop.strategy.samples)
-    return found
-
-
-def test_an_evaluation_in_the_middle_of_an_epoch(world):
-    """An evaluation within `torch.no_grad` counts its own samples, and training goes on with those of its batch."""
-    first, second = [[1.0, 2, 3], [7, 8]], [[4.0, 5, 6], [9]]
-    assert [[first, 2, first, 2, first, 1], [second, 2, second, 2, second, 0]] == world(2).run(interrupted)
-
-
 @pytest.mark.parametrize(("reduction", "expected"), [("mean", 13.0), ("sum", 26.0)])
 @on_ranks()
 def test_a_weight_without_use(reduction, expected):
@@ -281,7 +256,7 @@ def zipped() -> None:
 def test_loaders_that_differ(world):
     """Which samples count is unclear where two loaders of other batch sizes are read at once: all ranks raise."""
     raised = world(2).run_expecting_errors(zipped)
-    assert all("split_batches=True cannot tell which count" in one.message for one in raised)
+    assert all("split_batches=True cannot tell which count. Read one" in one.message for one in raised)
 
 
 def dealt_twice() -> None:
@@ -300,32 +275,15 @@ def test_a_loader_that_is_dealt_is_not_split(world):
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"equivalent_to": "data_parallel"}, TypeError, "equivalent_to='data_parallel' cannot be carried by Fabric"),
-        ({"lr_scaling": "linear"}, TypeError, "lr_scaling='linear' cannot be carried by Fabric: .*`gradavg plan`"),
-        ({"nonfinite": "raise"}, TypeError, "nonfinite='raise' cannot be carried by Fabric: .*weight=0"),
+        ({"lr_scaling": "linear"}, TypeError, "lr_scaling='linear' is not an option of GradAvgStrategy for Fabric"),
         ({"find_unused_parameter": True}, TypeError, "find_unused_parameter=True is not .*'find_unused_parameters'"),
         ({"reduction": "median"}, ValueError, "reduction='median' is not a rule"),
         ({"reduction": "mean_of_node_means", "split_batches": True}, ValueError, "weights all ranks of a node equally"),
     ],
 )
 def test_refused_options(options, error, text):
-    """What Fabric cannot carry is an error at construction that says what to do instead."""
     with pytest.raises(error, match=text):
         GradAvgStrategy(**options)
-
-
-@pytest.mark.skipif(
-    "batched_grad_copy" not in inspect.signature(DistributedDataParallel.__init__).parameters,
-    reason="the DDP of an older torch has fewer options than the Trainer's strategy knows",
-)
-def test_every_option_of_the_trainers_strategy_is_told_of():
-    """No option of the Trainer's strategy is merely unknown."""
-    for name in lightning_gradavg.GradAvgStrategy.__init__.__annotations__:  # type: ignore[misc]  # of the class
-        if name not in ("return", "ddp_options"):
-            try:
-                GradAvgStrategy(**{name: "mean" if name == "reduction" else None})
-            except TypeError as error:
-                assert "cannot be carried by Fabric" in str(error)  # noqa: PT017  # or nothing is raised
 
 
 @pytest.mark.parametrize("name", ["gradavg", "gradavg_sum", "gradavg_weighted", "gradavg_spawn", "gradavg_notebook"])

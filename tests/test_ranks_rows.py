@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from ranks import Raised, on_ranks
 from torch import Tensor
-from toys import approx
 
 from lightning_gradavg.reduction.gather import gather, losses_weighed
 
@@ -155,60 +154,15 @@ def test_plain_gather():
     assert not gather(x.detach()).requires_grad
 
 
-def penalty(numbers: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
-    """Body: the first and second derivative of a function of all rows, computed on each rank and summed."""
-    x = torch.tensor(numbers[dist.get_rank()], dtype=torch.float64, requires_grad=True)
-    (first,) = torch.autograd.grad(coupled(gather(x)), x, create_graph=True)
-    gather(first).pow(2).sum().backward()
-    assert x.grad is not None
-    return first.detach(), x.grad
-
-
-def coupled(x: Tensor) -> Tensor:
-    return (x.sum() ** 3) + (x**4).sum()
-
-
-@pytest.mark.parametrize("numbers", [[[0.5, -1.0], [0.25]], [[0.5], [], [-1.0, 0.25]]], ids=str)
-def test_double_backward(world, numbers):
-    """A gradient penalty over all ranks has W times, or W**3 times, the derivatives of one process."""
-    W = len(numbers)
-    x = torch.tensor([number for of_rank in numbers for number in of_rank], dtype=torch.float64, requires_grad=True)
-    (first,) = torch.autograd.grad(coupled(x), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.pow(2).sum(), x)
-    answers = world(W).run(penalty, numbers)
-    # W equal losses are summed, so `first` is W times that of one process; W squares of it are, again with W each.
-    torch.testing.assert_close(W * first.detach(), torch.cat([answer[0] for answer in answers]), rtol=1e-12, atol=0)
-    torch.testing.assert_close(W**3 * second, torch.cat([answer[1] for answer in answers]), rtol=1e-12, atol=0)
-
-
-def derivatives(x: Tensor, loss: Callable[[Tensor], Tensor], weight: float) -> tuple[Tensor, Tensor]:
-    """Return the first and the second derivative of a loss over all rows, which is weighed."""
-    (first,) = torch.autograd.grad(loss(gather(x, reduction="weighted_mean", weight=weight)), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    return first.detach(), second
-
-
-@on_ranks()
-def test_double_backward_of_weighted_rows():
-    """The derivative of the weighted gradients is their own: 3 * 2 * l' on rank 0, and its adjoint back."""
-    rank, weights = dist.get_rank(), (3.0, 1.0)
-    x = torch.tensor([1.0 + rank], dtype=torch.float64, requires_grad=True)
-    # l_q = (q + 1) x_0 x_1 at (1, 2), weights (3, 1): f_0 = l_0' + l_1'/3 = 2 + 4/3, f_1 = 3 l_0' + l_1' = 3 + 2.
-    # d(f_0 + f_1): rank q passes its l_q on to all f, so what comes back is again weighed by the rule.
-    first, second = derivatives(x, lambda rows: (rank + 1) * rows.prod(), weights[rank])
-    assert approx([10 / 3, 5.0][rank]) == first.item()
-    # dL/dg_q[r] = w_q / w_r for S = sum of f; as a function of x, g_q[0] = (q+1) x_1 and g_q[1] = (q+1) x_0.
-    # Rank q: d/dx_0 = (q+1) w_q / w_1, d/dx_1 = (q+1) w_q / w_0; home to rank r as sum of w_q / w_r times that.
-    assert approx([1 * 3 * 1 + 2 * 1 * (1 / 3), 1 * 1 * 3 + 2 * (1 / 3) * 1][rank]) == second.item()
-
-
 @on_ranks()
 def test_nan_of_a_rank_of_weight_0_stays_there():
     """A NaN gradient for others' rows is not multiplied by the weight 0 of its rank, which would be NaN."""
     rank = dist.get_rank()
     x = torch.full((1 - rank,), 3.0, requires_grad=True)
-    first, second = derivatives(x, lambda rows: rows.square().sum() * (torch.nan if rank else 1.0), 1 - rank)
-    assert (([], []) if rank else ([6.0], [2.0])) == (first.tolist(), second.tolist())
+    rows = gather(x, reduction="weighted_mean", weight=1 - rank)
+    (rows.square().sum() * (torch.nan if rank else 1.0)).backward()
+    assert x.grad is not None
+    assert ([] if rank else [6.0]) == x.grad.tolist()
 
 
 def gather_in_group() -> Any:
@@ -248,7 +202,6 @@ MISUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"reduction": "weighted_mean", "weight": 1},
         "discards the gradient of a rank of weight 0, but there are rows on rank 0 that count",
     ),
-    "meta": ({"tensors": X.to("meta")}, {"tensors": X.to("meta")}, "tensors is on meta, but the process group serves"),
     "two faults": ({"reduction": "best"}, {"tensors": torch.tensor(0.0)}, "on rank 0: reduction='best' is not a rule."),
 }
 

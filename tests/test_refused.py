@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
@@ -18,13 +17,13 @@ from ranks import make_trainer
 from torch.distributed.device_mesh import DeviceMesh
 from toys import Toy, loader, train
 
-from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Share, average_gradients
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Share
 from lightning_gradavg.options import PRESETS, Options
 from lightning_gradavg.rules import RULES
 
 NAMES = "'mean', 'sum', 'weighted_mean', 'normalized_sum'"
 SCALINGS = "'none', 'linear', 'sqrt', 'adam_sde'"
-RUNS = "'data_parallel', 'single_device'"
+RUNS = "'data_parallel', 'single_device', None"
 NOT_SPLIT = "the chunks of split_batches=True, not set here"
 SOME_RANKS = "reduces gradients over some of the run's ranks"
 GROUP = mock.Mock(spec=dist.ProcessGroup, name="a group")
@@ -52,9 +51,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({**PRESET, "reduction": "sum_of_node_means"}, ValueError, ["'sum_of_node_means'", "'mean', 'weighted_mean'"]),
     ({**PRESET, "reduction": own_rule}, ValueError, ["own_rule", "equivalent_to='data_parallel'"]),
     ({**PRESET, "reduction": "median"}, ValueError, ["'median' is not a rule"]),
-    ({"equivalent_to": "dp"}, ValueError, ["equivalent_to='dp'", RUNS, "or None"]),
+    ({"equivalent_to": "dp"}, ValueError, ["equivalent_to='dp'", RUNS]),
     ({"equivalent_to": "single_devise"}, ValueError, ["Did you mean 'single_device'?"]),
-    ({"equivalent_to": True}, ValueError, ["equivalent_to=True", RUNS, "or None"]),
+    ({"equivalent_to": True}, ValueError, ["equivalent_to=True", RUNS]),
     ({**PRESET, "split_batches": False}, ValueError, ["split_batches=False", "equivalent_to='data_parallel'", "Leave"]),
     ({**SINGLE, "exact_evaluation": False}, ValueError, ["exact_evaluation=False", "evaluates each sample once"]),
     ({**PRESET, "broadcast_buffers": False}, ValueError, ["broadcast_buffers=False", "equivalent_to='data_parallel'"]),
@@ -63,27 +62,27 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({**PRESET, "max_device_batch_size": 2}, ValueError, ["max_device_batch_size=2", "torch.utils.checkpoint"]),
     ({**SPLIT, "num_replicas": 2, "max_device_batch_size": 4}, ValueError, ["batch_size=4", "num_replicas=2"]),
     ({"num_replicas": 0}, ValueError, ["got 0", "1 or more, or None"]),
-    ({"num_replicas": 2.5}, TypeError, ["num_replicas=2.5", "give an integer or None"]),
-    ({"num_replicas": "4"}, TypeError, ["num_replicas='4'", "give an integer or None"]),
-    ({"num_replicas": True}, TypeError, ["num_replicas=True", "give an integer or None"]),
+    ({"num_replicas": 2.5}, TypeError, ["num_replicas=2.5", "give int or None"]),
+    ({"num_replicas": "4"}, TypeError, ["num_replicas='4'", "give int or None"]),
+    ({"num_replicas": True}, TypeError, ["num_replicas=True", "give int or None"]),
     ({"num_replicas": 4}, ValueError, ["num_replicas=4", NOT_SPLIT, "Set it, or choose the loader's batch_size"]),
-    ({"split_batches": "false"}, TypeError, ["split_batches='false'", "give True, False or None"]),
-    ({"split_batches": 1}, TypeError, ["split_batches=1", "give True, False or None"]),
+    ({"split_batches": "false"}, TypeError, ["split_batches='false'", "give bool or None"]),
+    ({"split_batches": 1}, TypeError, ["split_batches=1", "give bool or None"]),
     ({"max_device_batch_size": 4}, ValueError, ["max_device_batch_size=4", NOT_SPLIT, "accumulate_grad_batches"]),
-    ({**SPLIT, "max_device_batch_size": 4.5}, TypeError, ["max_device_batch_size=4.5", "give an integer or None"]),
-    ({**SPLIT, "max_device_batch_size": 0}, ValueError, ["got 0", "1 or more, or None for no limit"]),
+    ({**SPLIT, "max_device_batch_size": 4.5}, TypeError, ["max_device_batch_size=4.5", "give int or None"]),
+    ({**SPLIT, "max_device_batch_size": 0}, ValueError, ["got 0", "1 or more, or None"]),
     ({"lr_scaling": "cubic"}, ValueError, ["lr_scaling='cubic'", SCALINGS, "or a function scale -> factor"]),
     ({"lr_scaling": "lineal"}, ValueError, ["Did you mean 'linear'?"]),
     ({"lr_scaling": 2}, TypeError, ["got 2 of type int", SCALINGS]),
     ({"lr_scaling": None}, TypeError, ["got None", SCALINGS]),
     ({"lr_scaling": "linear", "base_batch_size": -1}, ValueError, ["got -1", "an integer >= 1"]),
-    ({"base_batch_size": "32"}, TypeError, ["base_batch_size='32'", "give an integer or None"]),
+    ({"base_batch_size": "32"}, TypeError, ["base_batch_size='32'", "give int or None"]),
     ({"base_world_size": 0}, ValueError, ["got 0", "an integer >= 1"]),
     ({**SPLIT, "base_world_size": 2}, ValueError, ["base_world_size=2 says nothing", "Give base_batch_size"]),
-    ({"base_world_size": None}, TypeError, ["base_world_size=None", "give an integer"]),
+    ({"base_world_size": None}, TypeError, ["base_world_size=None", "give int"]),
     ({"lr_scaling": "linear", "lr_warmup_steps": -1}, ValueError, ["lr_warmup_steps=-1", "must be 0 or more"]),
     ({"lr_warmup_steps": 10}, ValueError, ["lr_warmup_steps=10", "lr_scaling='none'", "Choose an lr_scaling"]),
-    ({"allow_recipe_change": "yes"}, TypeError, ["allow_recipe_change='yes'", "give True or False"]),
+    ({"allow_recipe_change": "yes"}, TypeError, ["allow_recipe_change='yes'", "give bool"]),
     ({"nonfinite": "ignore"}, ValueError, ["nonfinite='ignore'", "'propagate', 'raise', 'skip_step'."]),
     ({"nonfinite": "skip"}, ValueError, ["Did you mean 'skip_step'?"]),
     ({"nonfinite": "drop_rank"}, ValueError, ["'drop_rank' is not one of 'propagate', 'raise', 'skip_step'"]),
@@ -93,18 +92,11 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({**BITS, "static_graph": True}, ValueError, ["static_graph=True contradicts reproducible=True"]),
     ({**BITS, "ddp_comm_hook": own_rule}, ValueError, ["ddp_comm_hook=<function own_rule", "reproducible=True"]),
     ({"check_replicas_every_n_steps": 0}, ValueError, ["got 0", "an integer >= 1, or None"]),
-    ({"check_replicas_every_n_steps": "all"}, TypeError, ["='all'", "give an integer or None"]),
-    ({"log_hyperparams": "no"}, TypeError, ["log_hyperparams='no'", "give True or False"]),
-    ({"ddp_comm_hook": "fp16"}, TypeError, ["ddp_comm_hook='fp16'", "give a function or None"]),
+    ({"check_replicas_every_n_steps": "all"}, TypeError, ["='all'", "give int or None"]),
+    ({"log_hyperparams": "no"}, TypeError, ["log_hyperparams='no'", "give bool"]),
     ({"model_averaging_period": 3}, ValueError, ["model_averaging_period=3", "instead of reducing gradients", "Leave"]),
-    ({"bucket_cap_mb": -1}, ValueError, ["bucket_cap_mb=-1", "give more than 0, or None"]),
-    ({"bucket_cap_mb": 0}, ValueError, ["bucket_cap_mb=0", "give more than 0, or None"]),
-    ({"bucket_cap_mb": "25"}, TypeError, ["bucket_cap_mb='25'", "give a number or None"]),
-    ({"bucket_cap_mb_list": [1, -2]}, ValueError, ["bucket_cap_mb_list=[1, -2]", "give more than 0, or None"]),
-    ({"find_unused_parameters": "true"}, TypeError, ["find_unused_parameters='true'", "give True or False"]),
-    ({"dim": "0"}, TypeError, ["dim='0'", "give an integer"]),
     ({"start_method": "thread"}, ValueError, ["start_method='thread'", "'popen', 'spawn', 'fork', 'forkserver'"]),
-    ({"timeout": 30}, TypeError, ["timeout=30", "give a datetime.timedelta or None"]),
+    ({"timeout": 30}, TypeError, ["timeout=30", "give timedelta or None"]),
     ({"process_group": GROUP}, ValueError, ["process_group=", SOME_RANKS, "DDPStrategy"]),
     ({"device_mesh": MESH}, ValueError, ["device_mesh=", SOME_RANKS, "DDPStrategy"]),
     ({"reducton": "sum"}, TypeError, ["reducton='sum'", "is not an option", "Did you mean 'reduction'?"]),
@@ -165,13 +157,6 @@ def give(result: dict[str, Any], terms: Sequence[str] = ()) -> Any:
     return train([[[1.0]], [[2.0]]], toy, {"reduction": "weighted_mean"}, module=Gives)
 
 
-def average(**options: Any) -> None:
-    """Body: reduce with wrong options on rank 1."""
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    average_gradients([parameter], **(options if dist.get_rank() == 1 else {}))
-
-
 def report() -> None:
     """Body: ask for a report of a step that nobody observed."""
     strategy = GradAvgStrategy()
@@ -191,9 +176,6 @@ ON_RANKS: list[tuple[Any, dict[str, Any], str, str]] = [
     (give, {"result": {"weight": {"cls": 1}}}, "ValueError", "its weights are named ['cls'], but its loss terms []"),
     (give, {"terms": ["cls", "box"], "result": {"weight": {"cls": 1, "boxes": 2}}}, "ValueError",
      "but its loss terms ['box', 'cls']: Did you mean 'box' instead of 'boxes'?"),
-    (average, {"reduction": "avg"}, "ValueError", "'avg'"),
-    (average, {"weight": "three", "reduction": "weighted_mean"}, "ValueError", "'three'"),
-    (average, {"weight": -2, "reduction": "weighted_mean"}, "ValueError", "-2"),
     (report, {}, "RuntimeError", "no optimizer step was observed. Add GradAvgMonitor() to the Trainer's callbacks, or"),
     (monitor_ddp, {}, "TypeError", "the Trainer has a DDPStrategy. Use Trainer(strategy='gradavg')"),
 ]

@@ -24,7 +24,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import (
@@ -88,11 +87,9 @@ class SplitLoader(LoaderWrapper):
         indices: The copy's batch sampler, where batches are split at their indices.
         samples: Samples of the batch yielded last that count: 0 where the rank has none of the global batch, and the
             batch only keeps it busy. None outside of a pass.
-        with_gradients: Whether that batch was taken outside of `torch.no_grad`.
     """
 
     samples: int | None = None
-    with_gradients = True
 
     def __init__(self, loader: Any, splitter: BatchSplitter) -> None:
         self.split, self.world = splitter.split, splitter.world
@@ -124,7 +121,7 @@ class SplitLoader(LoaderWrapper):
     def __iter__(self) -> Iterator[Any]:
         try:
             for batch, behind in self.begin().items:
-                self.samples, self.with_gradients = behind.chunk.samples, torch.is_grad_enabled()
+                self.samples = behind.chunk.samples
                 yield batch
         finally:
             self.samples = None

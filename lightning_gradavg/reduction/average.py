@@ -7,24 +7,23 @@ which all are in flight at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_gradavg.arguments import Refusals, refuse
 from lightning_gradavg.ranks import Agreed, Contribution, World
 from lightning_gradavg.reduction.reference import rank_factors
-from lightning_gradavg.reduction.sums import SUM_DTYPES, sum_dense, sum_sparse, writable
+from lightning_gradavg.reduction.sums import SUM_DTYPES, sum_dense, writable
 from lightning_gradavg.reduction.weights import as_weight
 from lightning_gradavg.rules import Rule, RuleFunction, is_number, resolve_rule
 
-__all__ = ["agreed_factors", "average_gradients", "checked_weight", "unserved"]
+__all__ = ["Refusals", "agreed_factors", "average_gradients", "checked_weight", "refuse"]
 
-# The form of a gradient, which ranks exchange; of a sparse one the number of its sparse dimensions more.
-_ABSENT, _DENSE = 0, 1
+Refusals: TypeAlias = Sequence[tuple[Callable[[Any], object], str]]
+"""What is refused, and why: a predicate, and what the message goes on with, in which `{0}` is the value."""
 
 
 @torch.no_grad()
@@ -43,9 +42,9 @@ def average_gradients(
 
     - A gradient that is None on some ranks counts as zero there, and those ranks receive the reduced one. None on
       all ranks stays None.
-    - Gradients are dense or sparse (COO), real or complex, in any memory format. Those of fewer than 32 bits are
-      summed in float32. A gradient that is sparse, repeats an element in memory (`expand`) or is lazily conjugated
-      is replaced by a new tensor; others are written in place.
+    - Gradients are dense, real or complex, in any memory format. Those of fewer than 32 bits are summed in float32. A
+      gradient that repeats an element in memory (`expand`) or is lazily conjugated is replaced by a new tensor; others
+      are written in place.
     - Under a rule that uses weights, a rank of weight 0 contributes nothing, even if its gradients are NaN. If no rank
       has any weight, the gradients become zero.
     - Without parameters, only the arguments are checked.
@@ -66,37 +65,31 @@ def average_gradients(
     """
     world = World.of(group)
     mine, agreed = world.agree(
-        "average_gradients cannot reduce",
-        lambda: _brought(module_or_parameters, reduction, weight, world.device_types),
+        "average_gradients cannot reduce", lambda: _brought(module_or_parameters, reduction, weight)
     )
     factor = agreed_factors(mine.rule, agreed)[world.rank]
-    gradients: list[tuple[Tensor, Tensor]] = []
-    for (label, parameter), *forms in zip(mine.tensors.items(), *agreed.details, strict=True):
-        if len({*forms} - {_ABSENT}) > 1:
-            raise ValueError(f"the gradient of {label} is dense on some ranks and sparse on others, or not equally so")
-        if any(forms):
-            gradients.append((parameter, writable(parameter, max(forms) - _DENSE, _dtype(parameter))))
+    having = map(any, zip(*agreed.details, strict=True))
+    reduced = [parameter for parameter, has in zip(mine.tensors.values(), having, strict=True) if has]
+    gradients = [writable(parameter, _dtype(parameter)) for parameter in reduced]
     if world.size > 1 or factor != 1:
-        sum_dense([gradient for _, gradient in gradients if not gradient.is_sparse], factor, world)
-        totals = iter(sum_sparse([gradient for _, gradient in gradients if gradient.is_sparse], factor, world))
-        gradients = [(one, next(totals) if gradient.is_sparse else gradient) for one, gradient in gradients]
-    for parameter, gradient in gradients:
+        sum_dense(gradients, factor, world)
+    for parameter, gradient in zip(reduced, gradients, strict=True):
         parameter.grad = gradient
 
 
-def _brought(source: Any, reduction: Any, weight: Any, device_types: Sequence[str] | None) -> Contribution:
-    """Return what this rank brings to a reduction, checked, and the form of each gradient."""
+def _brought(source: Any, reduction: Any, weight: Any) -> Contribution:
+    """Return what this rank brings to a reduction, checked, and which gradients it has."""
     rule, parameters = resolve_rule(reduction), _labeled(source)
-    refusals = [*_REFUSED_GRADIENTS, *unserved(device_types)]
-    forms = [_form(label, parameter, refusals) for label, parameter in parameters.items()]
-    # Which parameters share a device decides which share a bucket.
-    devices = {device: n for n, device in enumerate(dict.fromkeys(one.device for one in parameters.values()))}
+    for label, parameter in parameters.items():
+        refuse(label, parameter, _REFUSED_PARAMETERS)
+        if parameter.grad is not None:
+            refuse(f"the gradient of {label}", parameter.grad, _REFUSED_GRADIENTS)
     equal = [f"reduction={rule.name!r}, {rule.formula}", f"{len(parameters)} parameters"]
     equal += [
-        f"{label} of shape {tuple(one.shape)}, {_dtype(one)} on {one.device.type}, device {devices[one.device]}"
-        for label, one in parameters.items()
+        f"{label} of shape {tuple(one.shape)}, {_dtype(one)} on {one.device.type}" for label, one in parameters.items()
     ]
-    return Contribution(equal, forms, checked_weight(rule, weight), rule, parameters)
+    has = [one.grad is not None for one in parameters.values()]
+    return Contribution(equal, has, checked_weight(rule, weight), rule, parameters)
 
 
 def checked_weight(rule: Rule, weight: float | Tensor | None) -> float | None:
@@ -123,18 +116,16 @@ def agreed_factors(rule: Rule, agreed: Agreed) -> list[float]:
         ValueError: If a node is unknown that the rule depends on, or the rule fails.
     """
     weights = [1.0 if weight is None else weight for weight in agreed.weights]
-    factors = rank_factors(rule, [node or 0 for node in agreed.nodes], weights)
-    # No rule has the same factors on one node, on a node for each rank, and on uneven nodes, but one without nodes.
-    for guess in (range(len(weights)), [0] * (len(weights) - 1) + [1]) if None in agreed.nodes else ():
-        if rank_factors(rule, guess, weights) != rank_factors(rule, [0] * len(weights), weights):
-            agreed.known_nodes(f"reduction={rule.name!r} depends on nodes")
-    return factors
+    # No rule has the same factors on one node and on uneven nodes, but one without nodes.
+    nodes, uneven = [0] * len(weights), [*[0] * (len(weights) - 1), 1]
+    if None not in agreed.nodes or rank_factors(rule, uneven, weights) != rank_factors(rule, nodes, weights):
+        nodes = agreed.known_nodes(f"reduction={rule.name!r} depends on nodes")
+    return rank_factors(rule, nodes, weights)
 
 
-_REDUCED = {"DistributedDataParallel", "FullyShardedDataParallel"}
 _REFUSED_MODULES: Refusals = (
     (
-        lambda module: _REDUCED & {base.__name__ for base in type(module).__mro__},
+        lambda module: hasattr(module, "no_sync"),  # DDP's and FSDP's
         "is a {0.__class__.__name__}, which has reduced the gradients: leave this out, or use no_sync() and `.module`",
     ),
 )
@@ -147,16 +138,11 @@ _REFUSED_PARAMETERS: Refusals = (
         lambda parameter: hasattr(parameter, "device_mesh"),
         "is a DTensor, whose placements say how it is reduced: reduce it along its device mesh, or pass other tensors",
     ),
-    (nn.parameter.is_lazy, "has no shape yet: run the lazy module's first forward before reducing gradients"),
-    (
-        lambda parameter: not (parameter.is_leaf or parameter.retains_grad),
-        "is no leaf, so backward() leaves it without .grad: pass parameters, not results",
-    ),
 )
 _REFUSED_GRADIENTS: Refusals = (
     (
-        lambda gradient: gradient.layout not in (torch.strided, torch.sparse_coo),
-        "is {0.layout}; only torch.strided and torch.sparse_coo can be reduced",
+        lambda gradient: gradient.layout != torch.strided,
+        "is {0.layout}: convert it by to_dense(), or let DDP with GradAvgReducer or GradAvgStrategy reduce it",
     ),
     (
         lambda gradient: gradient.dtype not in SUM_DTYPES,
@@ -165,13 +151,11 @@ _REFUSED_GRADIENTS: Refusals = (
 )
 
 
-def unserved(device_types: Sequence[str] | None) -> Refusals:
-    """Return the refusal of tensors that the process group cannot send; none for a rank that is alone."""
-    if device_types is None:
-        return ()
-    advice = "Move it there, or initialize the group with a backend for that device"
-    reason = f"is on {{0.device}}, but the process group serves {', '.join(device_types)}. {advice}"
-    return ((lambda tensor: tensor.device.type not in device_types, reason),)
+def refuse(name: str, value: object, refusals: Refusals) -> None:
+    """Raise a ValueError about the first of the refusals that holds, if any does."""
+    for holds, reason in refusals:
+        if holds(value):
+            raise ValueError(f"{name} {reason.format(value)}")
 
 
 def _labeled(source: Any) -> dict[str, Tensor]:
@@ -180,29 +164,12 @@ def _labeled(source: Any) -> dict[str, Tensor]:
         for name, module in source.named_modules():
             refuse(f"the submodule {name!r}" if name else "the module", module, _REFUSED_MODULES)
         return {f"parameter {name!r}": parameter for name, parameter in source.named_parameters()}
-    if not isinstance(source, Iterable):
-        raise TypeError(f"pass a module or its parameters; got {source!r} of type {type(source).__name__}")
     listed = [source] if isinstance(source, Tensor) else list(source)  # not its rows
     first = {id(tensor): index for index, tensor in reversed(list(enumerate(listed)))}
     return {f"parameter {index}": listed[index] for index in sorted(first.values())}
 
 
-def _form(label: str, parameter: Tensor, refusals: Refusals) -> int:
-    """Return the form of a parameter's gradient, after checking that it can be reduced."""
-    if type(parameter) is not nn.Parameter:
-        refuse(label, parameter, _REFUSED_PARAMETERS)
-    gradient = parameter.grad
-    if gradient is None:
-        return _ABSENT
-    refuse(f"the gradient of {label}", gradient, refusals)
-    if gradient.dtype != _dtype(parameter):
-        raise ValueError(
-            f"the gradient of {label} is {gradient.dtype}, but that of a parameter of {parameter.dtype} is"
-            f" {_dtype(parameter)}: set `grad_dtype` of the parameter to the dtype that its gradients have"
-        )
-    return _DENSE + gradient.sparse_dim() * gradient.is_sparse
-
-
 def _dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype of a parameter's gradient, also where it is None: its own, unless torch >= 2.10 was told."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+    told = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    return told if parameter.grad is None else parameter.grad.dtype

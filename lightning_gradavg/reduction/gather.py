@@ -17,19 +17,18 @@ which is the plain sum where all multipliers are equal (mean, sum, normalized su
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import compress
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from lightning_gradavg.arguments import Refusals, refuse
 from lightning_gradavg.ranks import Contribution, World, on_ranks
-from lightning_gradavg.reduction.average import agreed_factors, checked_weight, unserved
+from lightning_gradavg.reduction.average import Refusals, agreed_factors, checked_weight, refuse
 from lightning_gradavg.reduction.sums import SUM_DTYPES, exchange_rows, gather_rows
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
 from lightning_gradavg.tree import leaves, rebuilt
@@ -37,8 +36,6 @@ from lightning_gradavg.tree import leaves, rebuilt
 __all__ = ["gather", "losses_weighed", "require_allowed", "weigh_losses_from_here"]
 
 T = TypeVar("T")
-_Counts: TypeAlias = Sequence[Sequence[int]]
-_Ways: TypeAlias = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 _WITHIN: ContextVar[str | None] = ContextVar("within", default=None)
 """None where losses are not weighed, "" where they are, and there else why `gather` is refused."""
@@ -61,7 +58,7 @@ def gather(
     - Ranks may have different numbers of rows, or none.
     - If any rank's tensor requires grad, the result requires grad on all ranks, and every rank must run its backward
       through it, in the same order if there are several: the backward is a collective operation, too. Gather what
-      belongs together in one call; then it suffices to use one of the results.
+      belongs together in one call; then it suffices to use one of the results. There is no second derivative.
     - Gradients of fewer than 32 bits are summed in float32, in rank order.
     - Under `torch.no_grad`, on all ranks, the result has no gradient.
     - Without an initialized process group, and in a group of one rank, the result is a copy.
@@ -88,26 +85,20 @@ def gather(
         with torch.inference_mode(False), torch.no_grad():
             return gather(tensors, reduction=reduction, weight=weight, group=group)
     world = World.of(group)
-    mine, agreed = world.agree(
-        "gather cannot proceed", lambda: _brought(tensors, reduction, weight, world.device_types)
-    )
+    mine, agreed = world.agree("gather cannot proceed", lambda: _brought(tensors, reduction, weight))
     # Per rank whether it runs with grad, and of each tensor twice its rows plus 1 if it requires grad.
-    own = list(mine.tensors.values())
     enabled, *entries = zip(*agreed.details, strict=True)
     rows = [[entry >> 1 for entry in of_leaf] for of_leaf in entries]
     wanted = [any(entry & 1 for entry in of_leaf) for of_leaf in entries]
     factors = agreed_factors(mine.rule, agreed) if _WITHIN.get() is None else [1.0] * world.size
-    live: Iterator[Tensor] = iter(())
     if any(wanted):
         _require_backward(mine.rule, enabled, factors, rows)
-        # A rank without factor has no rows: what it would receive is empty.
-        ratios = [factor / factors[world.rank] if factors[world.rank] else 1.0 for factor in factors]
-        live = iter(_applied(_Gather, world, list(compress(rows, wanted)), ratios, tensors=compress(own, wanted)))
-    values = [
-        next(live) if is_wanted else torch.cat(gather_rows(leaf, of_leaf, world))
-        for leaf, of_leaf, is_wanted in zip(own, rows, wanted, strict=True)
-    ]
-    result: T = rebuilt(tensors, iter(values))
+    # A rank without factor has no rows: what it would receive is empty.
+    ratios = [factor / factors[world.rank] if factors[world.rank] else 1.0 for factor in factors]
+    # Without a leaf of its own that requires grad, a rank whose tensors need none would not join the backward.
+    anchor = torch.zeros((), requires_grad=any(wanted))
+    apply: Any = _Gather.apply
+    result: T = rebuilt(tensors, iter(apply(world, rows, wanted, ratios, anchor, *mine.tensors.values())))
     return result
 
 
@@ -142,14 +133,14 @@ _REFUSED_LEAVES: Refusals = (
         "must be a tensor, or a tuple, list or dict of tensors; got {0!r} of type {0.__class__.__name__}",
     ),
     (
-        lambda leaf: leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized,
-        "must be a dense tensor, got layout {0.layout} and {0.dtype}",
+        lambda leaf: leaf.layout is not torch.strided,
+        "must be a dense tensor, got layout {0.layout}",
     ),
     (lambda leaf: leaf.ndim == 0, "has no dimension to concatenate along: pass tensor.reshape(1), one row"),
 )
 
 
-def _brought(tensors: Any, reduction: Any, weight: Any, device_types: Sequence[str] | None) -> Contribution:
+def _brought(tensors: Any, reduction: Any, weight: Any) -> Contribution:
     """Return one rank's arguments, checked, with the tensors in the order of the structure."""
     rule, labeled, grad = resolve_rule(reduction), dict(leaves(tensors, "tensors")), torch.is_grad_enabled()
     if not labeled:
@@ -157,7 +148,7 @@ def _brought(tensors: Any, reduction: Any, weight: Any, device_types: Sequence[s
     # The rank's own structure counts, and so does every shape but the number of rows.
     equal, details = [f"reduction={rule.name!r}"], [int(grad)]
     for label, leaf in labeled.items():
-        refuse(label, leaf, (*_REFUSED_LEAVES, *unserved(device_types)))
+        refuse(label, leaf, _REFUSED_LEAVES)
         equal.append(f"{label} of shape ({', '.join(map(str, ('rows', *leaf.shape[1:])))}) and {leaf.dtype}")
         details.append(2 * leaf.shape[0] + (leaf.requires_grad and grad))
     return Contribution(equal, details, checked_weight(rule, weight), rule, labeled)
@@ -189,38 +180,24 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, world: World, rows: _Counts, ratios: list[float], anchor: Tensor, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, world: World, rows: Any, wanted: Any, ratios: Any, anchor: Tensor, *tensors: Tensor) -> Any:
         del anchor
-        ctx.given = world, rows, ratios
-        return tuple(torch.cat(gather_rows(*each, world)) for each in zip(tensors, rows, strict=True))
+        ctx.given = world, rows, wanted, ratios
+        gathered = [torch.cat(gather_rows(*each, world)) for each in zip(tensors, rows, strict=True)]
+        ctx.mark_non_differentiable(*(each for each, is_wanted in zip(gathered, wanted, strict=True) if not is_wanted))
+        return tuple(gathered)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        world, rows, ratios = ctx.given
-        mine = [[of_leaf[world.rank]] * world.size for of_leaf in rows]
-        parts = _applied(_Exchange, world, list(zip(rows, mine, strict=True)), tensors=gradients)
-        return None, None, None, None, *(_summed(part, ratios) for part in parts)
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows that ranks send each other, of which `ways` has how many go to each rank and come from it."""
-
-    @staticmethod
-    def forward(ctx: Any, world: World, ways: _Ways, anchor: Tensor, *tensors: Tensor) -> Any:
-        del anchor
-        ctx.given = world, [(of, to) for to, of in ways]
-        return tuple(exchange_rows(tensor, *way, world) for tensor, way in zip(tensors, ways, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_applied(_Exchange, *ctx.given, tensors=gradients)
-
-
-def _applied(function: Any, *given: Any, tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    # Without a leaf of its own that requires grad, a rank whose tensors need none would not join the others' backward.
-    anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
-    found: Iterable[Tensor] = function.apply(*given, anchor, *tensors)
-    return found
+        world, rows, wanted, ratios = ctx.given
+        home = [
+            _summed(exchange_rows(gradient, of_leaf, [of_leaf[world.rank]] * world.size, world), ratios)
+            if is_wanted
+            else None
+            for gradient, of_leaf, is_wanted in zip(gradients, rows, wanted, strict=True)
+        ]
+        return *[None] * 5, *home
 
 
 def _summed(parts: Tensor, ratios: Sequence[float]) -> Tensor:

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from lightning_gradavg.lightning_internals import after_backward
 from lightning_gradavg.place import Place, places_on_nodes
@@ -60,7 +59,6 @@ class GradAvgReducer:
         # Models come and go, as in cross-validation; of each, whether DDP reduces after its last forward.
         self._models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._sparse: list[Tensor] = []
-        self._handles: list[RemovableHandle] = []
 
     def register(self, model: DistributedDataParallel, *, node: int | None = None) -> None:
         """Reduce the gradients of a model by the rule from now on. A collective operation.
@@ -86,13 +84,13 @@ class GradAvgReducer:
                 " are not. Leave it out, or use lightning_gradavg.GradAvgStrategy with Lightning's Trainer."
             )
         world, device = World.of(model.process_group), next(model.parameters()).device
-        if self._accumulation is not None:
+        if self._accumulation is None:
+            places = self._places(world, node)
+            window = Window(self._rule, places, world, device, compares=self._weighs, afterwards=True)
+        else:
             window = self._accumulation.window
             if world != window.world:
                 raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
-        else:
-            places = self._places(world, node)
-            window = Window(self._rule, places, world, device, compares=self._weighs, afterwards=True)
         # Once each: models may share some.
         parameters = dict.fromkeys(one for each in [*self._models, model] for one in each.parameters())
         own = Accumulation(window, list(parameters), owned_by_user=True, guards=self._weighs)
@@ -109,15 +107,15 @@ class GradAvgReducer:
 
     def watch(self, model: nn.Module, accumulation: Accumulation, ends_window: Callable[[], bool]) -> None:
         """Weigh the losses of a model of any engine from its next forward on."""
-        if self._accumulation is None:
-            device = accumulation.window.device
-            self._weights = Weights(self._rule, device, "weigh was given", warnings.warn, lambda _: None)
-        else:
+        if self._accumulation is not None:
             self._accumulation.close()
+        self._weights = Weights(
+            self._rule, accumulation.window.device, "weigh was given", warnings.warn, lambda _: None
+        )
         self._accumulation, self._ends_window = accumulation, ends_window
         self._models[model] = True
         self._sparse = [weight for each in self._models for weight in sparse_weights(each)]
-        self._handles.append(model.register_forward_pre_hook(self._on_forward))
+        model.register_forward_pre_hook(self._on_forward)
 
     def _on_forward(self, model: Any, *_: Any) -> None:
         self._models[model] = getattr(model, "require_backward_grad_sync", True)
@@ -202,13 +200,3 @@ class GradAvgReducer:
         """Raise if the last window was invalid. Call it at the end of training, and before you save the model."""
         if self._accumulation is not None:
             self._accumulation.window.check()
-
-    def close(self) -> None:
-        """Let the models go: their forwards and gradients are no longer watched."""
-        if self._accumulation is not None:
-            self._accumulation.close()
-        for handle in self._handles:
-            handle.remove()
-        self._accumulation, self._handles = None, []
-        self._models.clear()
-        self._sparse = []

@@ -361,8 +361,8 @@ class Reduction(Part):
             )
             average_gradients(list(unfrozen.values()))
 
-    def check(self) -> None:
-        """Raise what was found out about the last window, which no further one does: before it is saved, at the end."""
+    def on_train_end(self) -> None:
+        """Raise what was found out about the last window, which no further one does."""
         self.window.check()
 
     def warn(self, message: str, *, everywhere: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Sums of gradients over the ranks, in no fewer than 32 bits: dense ones by one all-reduce, sparse ones gathered.
+"""Sums of gradients over the ranks, in no fewer than 32 bits, by one all-reduce for each bucket.
 
 Half precision is summed in float32: a sum of float16 overflows and a pre-divided one underflows where the result does
 neither, and bfloat16 loses bits at every addition.
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gradavg.lightning_internals import copy_each, sparse_parts, views_of
+from lightning_gradavg.lightning_internals import copy_each, views_of
 from lightning_gradavg.ranks import World
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "exchange_rows",
     "gather_rows",
     "sum_dense",
-    "sum_sparse",
     "writable",
     "zero_gradient",
 ]
@@ -51,14 +50,14 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def writable(parameter: Tensor, sparse_dim: int, dtype: torch.dtype) -> Tensor:
+def writable(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a parameter's gradient: zeros where it has none, a copy where it cannot be written in place."""
     gradient = parameter.grad
     if gradient is None:
-        return zero_gradient(parameter, sparse_dim, dtype)
+        return zero_gradient(parameter, dtype=dtype)
     # After `expand`, elements share memory.
-    repeats = not gradient.is_sparse and not gradient.is_contiguous() and 0 in gradient.stride()
-    if gradient.is_sparse or not (repeats or gradient.is_conj() or gradient.is_neg()):
+    repeats = not gradient.is_contiguous() and 0 in gradient.stride()
+    if not (repeats or gradient.is_conj() or gradient.is_neg()):
         return gradient
     return gradient.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
@@ -112,39 +111,6 @@ def _partition(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(buckets.values())
 
 
-def sum_sparse(gradients: Sequence[Tensor], factor: float, world: World) -> list[Tensor]:
-    """Return `sum over ranks of factor * gradient` of every sparse gradient, coalesced, in the dtype of the gradient.
-
-    Every rank gathers the others' entries and adds them in rank order: gloo and NCCL share no sparse collective.
-
-    Args:
-        gradients: COO tensors, coalesced or not; the same shapes, sparse dimensions and dtypes, in the same order, on
-            all ranks. The number of entries may differ.
-        factor: What this rank's gradients are multiplied by; 0 discards them, whatever they hold.
-        world: The ranks.
-    """
-    if not gradients:
-        return []
-    mine = [_entries(gradient, factor) for gradient in gradients]
-    counts = zip(*world.gather_integers([len(values) for _, values in mine]), strict=True)
-    totals = []
-    for gradient, parts, rows in zip(gradients, mine, counts, strict=True):
-        indices, values = (torch.cat(gather_rows(part, rows, world)) for part in parts)
-        totals.append(_coo(indices.t(), values, gradient.shape).coalesce().to(gradient.dtype))
-    return totals
-
-
-def _entries(gradient: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Return a row of indices and a scaled value per entry, with nothing added up in fewer than 32 bits."""
-    indices, values = sparse_parts(gradient)
-    if factor == 0:
-        indices, values = indices[:, :0], values[:0]
-    values = values.to(SUM_DTYPES[values.dtype], copy=True).resolve_conj().resolve_neg()
-    as_real(values).mul_(factor)
-    summed = _coo(indices, values, gradient.shape).coalesce()
-    return summed.indices().t(), summed.values()
-
-
 def gather_rows(tensor: Tensor, rows: Sequence[int], world: World) -> list[Tensor]:
     """Return the rows of every rank, of which each has `rows[rank]`, by one collective.
 
@@ -186,9 +152,5 @@ def zero_gradient(parameter: Tensor, sparse_dim: int = 0, dtype: torch.dtype | N
         return torch.zeros_like(parameter, dtype=dtype)
     values = parameter.new_empty((0, *parameter.shape[sparse_dim:]), dtype=dtype)
     indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
-    return _coo(indices, values, parameter.shape)
-
-
-def _coo(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     # The invariants hold by construction; looking at them would wait for the device.
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
