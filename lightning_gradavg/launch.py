@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import platform
 import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -17,17 +16,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parameter import is_lazy
 
-from lightning_gradavg.ranks import World, by_value, digest
+from lightning_gradavg.ranks import Contribution, World, by_value
 
 __all__ = ["EndsProcessGroup", "plain", "require_launch", "require_one_run"]
 
 
 def require_launch(strategy: Any, start_method: str) -> None:
-    """Check that a `DDPStrategy` can start its processes, and have its launcher accept uneven nodes of torchrun.
-
-    Raises:
-        MisconfigurationException: If it would start scripts from a notebook, or SLURM started another number of tasks.
-    """
+    """Refuse what cannot start the processes of a `DDPStrategy`; have its launcher accept uneven nodes of torchrun."""
     launcher, environment = strategy.launcher, strategy.cluster_environment
     if (hasattr(sys, "ps1") or sys.flags.interactive) and not launcher.is_interactive_compatible:
         raise MisconfigurationException(
@@ -50,72 +45,54 @@ def require_launch(strategy: Any, start_method: str) -> None:
         launcher.num_processes, launcher.num_nodes = environment.world_size(), 1
 
 
+# Ranks that differ in these wait for each other for ever, or drift apart.
 _OPTIONS_OF_TRAINER = (
-    "world_size",
-    "max_epochs",
-    "max_steps",
-    "accumulate_grad_batches",
-    "limit_train_batches",
-    "limit_val_batches",
-    "val_check_interval",
-    "check_val_every_n_epoch",
-    "gradient_clip_val",
-    "precision",
+    *("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches", "limit_val_batches"),
+    *("val_check_interval", "check_val_every_n_epoch", "precision", "gradient_clip_val"),
 )
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are numbers, texts or None, which processes can compare."""
-    return {name: value for name, value in options.items() if isinstance(value, (int, float, str, type(None)))}
+    """Return the options that are numbers or texts, which processes can compare."""
+    return {name: value for name, value in options.items() if isinstance(value, (int, float, str))}
 
 
-def require_one_run(world: World, trainer: Trainer, module: LightningModule | None, options: Mapping[str, Any]) -> None:
-    """Raise a RuntimeError on all ranks, before any waits for another, unless they are parts of one run.
+def require_one_run(world: World, trainer: Trainer, module: LightningModule, options: Mapping[str, Any]) -> None:
+    """Raise a ValueError on all ranks, before any waits for another, unless they are parts of one run.
 
     They are if packages, options of strategy and Trainer, and the module's class and parameters are equal, and no two
-    ranks have one place. `module` is None if ranks may have different ones. A collective operation.
+    ranks have one place. A collective operation.
     """
     if world.size == 1:
         return
     strategy: Any = trainer.strategy
-    parameters = [f"{name} of {_shape(one)}" for name, one in module.named_parameters()] if module is not None else []
-    mine = {
-        **{f"Trainer({name}=)": getattr(trainer, name) for name in _OPTIONS_OF_TRAINER},
-        **{f"GradAvgStrategy({name}=)": value for name, value in options.items()},
-        "python": ".".join(platform.python_version_tuple()[:2]),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "the class of the module": f"{type(module).__module__}.{type(module).__qualname__}",
-        "the number of parameters": len(parameters),
-        "the parameters": digest("\n".join(parameters)),
-    }
-    found = world.gather_objects((mine, (strategy.node_rank, strategy.local_rank)))
-    # Nobody compares an option that is an object on some rank.
-    for name in [name for name in mine if all(name in facts for facts, _ in found)]:
-        values = [facts[name] for facts, _ in found]
-        if len(set(values)) > 1:
-            if name == "the parameters":
-                values = _first_that_differ(world.gather_objects(parameters))
-            raise RuntimeError(
-                f"the ranks are in different runs: {name} is {by_value(values)}. Start the same script, with the same"
-                " arguments and packages, on all of them."
-            )
-    places = [place for _, place in found]
+
+    def described() -> Contribution:
+        equal = [
+            f"Python {sys.version_info.major}.{sys.version_info.minor}",
+            f"torch {torch.__version__}",
+            f"Lightning {lightning.__version__}",
+            *(f"Trainer({name}={getattr(trainer, name)!r})" for name in _OPTIONS_OF_TRAINER),
+            *(f"{type(strategy).__name__}({name}={value!r})" for name, value in options.items()),
+            f"a module of the class {type(module).__module__}.{type(module).__qualname__}",
+            *(f"the parameter {name} of {_shape(one)}" for name, one in module.named_parameters()),
+        ]
+        return Contribution(equal, [strategy.node_rank, strategy.local_rank])
+
+    refusal = "the ranks are in different runs (start the same script in the same environment on all of them)"
+    places = [tuple(place) for place in world.agree(refusal, described)[1].details]
     if len(set(places)) < len(places):
-        raise RuntimeError(
+        raise ValueError(
             f"two processes share a place: (node, rank on the node) is {by_value(places)}. Give every node its own"
             " NODE_RANK and every process of a node its own LOCAL_RANK, or let one launcher set both."
         )
 
 
 class EndsProcessGroup:
-    """Ends a strategy's process group before the interpreter: gloo's threads can abort it. Lightning ends NCCL's.
-
-    Attributes:
-        names: The options of the strategy under each name that users may give instead of it.
-    """
+    """Ends a strategy's process group before the interpreter: gloo's threads can abort it. Lightning ends NCCL's."""
 
     names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """The options of the strategy under each name that users may give instead of it."""
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -139,8 +116,3 @@ def _destroy() -> None:
 def _shape(parameter: torch.nn.Parameter) -> str:
     known = not is_lazy(parameter)
     return f"shape {tuple(parameter.shape)} and {parameter.dtype}" if known else "unknown shape"
-
-
-def _first_that_differ(ranks: list[list[str]]) -> list[str]:
-    """Return the first items of equally long lists that are not all the same."""
-    return next(list(items) for items in zip(*ranks, strict=True) if len(set(items)) > 1)

@@ -88,7 +88,7 @@ class GradAvgMonitor(Callback):
         if self._data is not None and self._data.left > 0:
             # A digest reads no values on an accelerator.
             own = None if strategy.facts().samples == 0 else move_data_to_device(batch, "cpu")
-            self._data.compare(own, strategy.root_device)
+            self._data.compare(own)
         if _is_due(step, self._steps_between(trainer)):
             self._waits = True
             if not strategy.observing:  # a window has several batches and is asked for once
@@ -106,7 +106,7 @@ class GradAvgMonitor(Callback):
             return
         if _is_due(step, self.check_parameters_every_n_steps):
             parameters = ((f"parameter {name!r}", parameter) for name, parameter in pl_module.named_parameters())
-            require_replicas(parameters, strategy.root_device, f"{trainer.global_step} optimizer steps")
+            require_replicas(parameters, f"{trainer.global_step} optimizer steps")
         if _is_due(step, self.fingerprint_every_n_steps):
             rank_zero_info(f"GradAvgMonitor: after step {step + 1}, fingerprint {strategy.fingerprint()}")
 

@@ -382,7 +382,7 @@ _NONE = "rank 1 ended with RuntimeError: training_step returned no loss on rank 
 _SIGNAL, _INTERRUPT = ("SIGTERMException",) * 2, ("rank 1 ended with KeyboardInterrupt", "SystemExit: 1")
 _FULL_DISK = "No space left on device", "rank 0 ended with OSError: [Errno 28] No space left on device"
 _TORN = ("epoch=1-step=10.ckpt is damaged: 1000 bytes, file is not a zip file. The newest intact one in",) * 2
-_OLDER = ("training begins after 10 steps and 2 epochs on rank 0; 5 steps and 1 epochs on rank 1",) * 2
+_OLDER = ("after 10 steps and 2 epochs on rank 0; training begins after 5 steps and 1 epochs on rank 1",) * 2
 _TASKS = ("SLURM_NTASKS=1 processes, but Trainer(devices=2, num_nodes=1) trains on 2",) * 2
 _SLURM = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
 _SLURM |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
@@ -432,15 +432,16 @@ FAULTS: dict[str, Fault] = {
         train, {"stream": True, "apart": 0},
         ("all ranks read the same batches of DataLoader over Stream", "[]"), _FINE),
     "another seed on each rank": Fault(train_drawn, {}, ("(True, True)",) * 2, _FINE, full=True),
-    "another torch": _start("version", "torch is "),
+    "another torch": _start("version", "torch 1.0 on rank 1"),
     "another script": _start(
-        "class", "the class of the module is faults.Injected on rank 0; faults.Other on rank 1", full=True),
+        "class", "class faults.Injected on rank 0; a module of the class faults.Other on rank 1", full=True),
     "another number of parameters": _start(
-        "number", "the number of parameters is 1 on rank 0; 2 on rank 1", full=True),
+        "number", "nothing on rank 0; the parameter more.0 of shape (1,) and torch.float64 on rank 1", full=True),
     "another shape of a parameter": _start(
-        "shape", "w of shape (2,) and torch.float64 on rank 0; w of shape (3,)"),
-    "another max_steps": _start("trainer", "Trainer(max_steps=) is -1 on rank 0; 3 on rank 1", full=True),
-    "another reduction": _start("strategy", "GradAvgStrategy(reduction=) is mean on rank 0; sum on rank 1"),
+        "shape", "w of shape (2,) and torch.float64 on rank 0; the parameter w of shape (3,)"),
+    "another max_steps": _start(
+        "trainer", "Trainer(max_steps=-1) on rank 0; Trainer(max_steps=3) on rank 1", full=True),
+    "another reduction": _start("strategy", "(reduction='mean') on rank 0; GradAvgStrategy(reduction='sum') on rank 1"),
     "LOCAL_RANK twice on a node": _start("place", "(node, rank on the node) is (0, 0) on ranks 0, 1"),
     "SLURM_NTASKS=1, devices=2": Fault(launch, {"environment": _SLURM, "devices": 2}, _TASKS),
     "torchrun of 2, devices=4": Fault(

@@ -85,12 +85,12 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.com
 def first_that_differs() -> list[str | None]:
     """Body: compare parameters of all dtypes, of which none, then each in turn is changed on the last rank by a bit."""
     module = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(4, 3, dtype=dtype).T) for dtype in DTYPES])
-    found = [drifted(module.named_parameters(), torch.device("cpu"))]
+    found = [drifted(module.named_parameters())]
     for parameter in module:
         element = torch.view_as_real(parameter.data) if parameter.is_complex() else parameter.data
         bits = element.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[element.element_size()])
         bits[1, -1] ^= int(dist.get_rank() == dist.get_world_size() - 1)
-        found.append(drifted(module.named_parameters(), torch.device("cpu")))
+        found.append(drifted(module.named_parameters()))
         bits[1, -1] ^= int(dist.get_rank() == dist.get_world_size() - 1)
     return [None if one is None else one[0] for one in found]
 

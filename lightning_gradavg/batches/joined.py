@@ -49,7 +49,7 @@ class JoinedIterator(Iterator[Any]):
         else:
             self._items = iter(())
         lacks = loader.last is _END
-        loader.same.compare(batch if own else None, loader.device)
+        loader.same.compare(batch if own else None)
         tally = Tally([own, lacks], "sum", loader.device, loader.world.group)
         if begins or not own:
             having, lacking = tally.read()

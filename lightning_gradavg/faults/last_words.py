@@ -29,74 +29,63 @@ TOGETHER = "all ranks end together"
 
 
 class LastWords:
-    """The line that every rank of a run may leave; `run` is its number in this process, the same on all ranks."""
+    """The line that every rank of a run may leave; `run` is its number, the same on all ranks."""
 
     def __init__(self, world: World, run: int) -> None:
         self._world, self._run = world, run
 
-    def say(self, exception: BaseException) -> str | None:
-        """Leave a line; if an exchange with the other ranks broke, return what is known of them."""
+    def say(self, exception: BaseException, step: int) -> tuple[str | None, bool]:
+        """Leave a line; return what others tell if an exchange broke, and whether this rank is the first to fail."""
         broke = is_broken_exchange(exception)
-        line = f"{_BROKEN * broke}{type(exception).__name__}: {exception}"[:_MOST_CHARACTERS]
-        told = "the rank that failed first is not known: rank 0, which has ended, held the store"
+        told, first = "the rank that failed first is not known: rank 0, which has ended, held the store", True
         with suppress(*_STORE_LOST):
-            store = store_of_world()
-            store.set(self._key("said", self._world.rank), line)
+            store = self._leave_line(exception, step)
+            # One that the ranks have agreed on is nobody's fault.
+            first = store.add(self._key("said"), 1) == 1 and TOGETHER not in exception.args
             told = self._listen(store) if broke else ""
-            store.set(self._key("heard", self._world.rank), "")
+            store.add(self._key("heard"), 1)
             if broke and self._world.rank == 0:
-                self._outlast(store)
-        return told if broke else None
-
-    def is_first(self, exception: BaseException) -> bool:
-        """Return whether this rank is the first to fail, and not by an exception that the ranks agreed on."""
-        if TOGETHER in exception.args:
-            return False
-        mine = str(self._world.rank)
-        with suppress(*_STORE_LOST):
-            return bool(store_of_world().compare_set(self._key("first", 0), "", mine) == mine.encode())
-        return True  # nobody else can ask
+                # Keep the store until all that spoke have listened.
+                _poll(lambda: store.add(self._key("heard"), 0) >= store.add(self._key("said"), 0), _PATIENCE_SECONDS)
+        return told if broke else None, first
 
     def ends_equal(self, exception: BaseException, step: int) -> bool:
-        """Return whether all ranks end by such an exception at this step. Their verdict is the same."""
+        """Return whether all ranks end by such an exception at this step: the same answer on all of them."""
         if TOGETHER in exception.args:
             return True
         with suppress(*_STORE_LOST):
-            store, mine = store_of_world(), f"{type(exception).__name__} {step}"
-            everyone, equal = [self._key("ends", rank) for rank in range(self._world.size)], False
+            store, equal = self._leave_line(exception, step), False
             if not is_broken_exchange(exception):
-                store.set(everyone[self._world.rank], mine)
-                _poll(lambda: store.check(everyone), _PATIENCE_SECONDS)
-                equal = store.check(everyone) and {store.get(key) for key in everyone} == {mine.encode()}
-            return bool(store.compare_set(self._key("verdict", 0), "", str(equal)) == b"True")
+                lines = self._lines(store, _PATIENCE_SECONDS)
+                kinds = {line.partition(":")[0] for line in lines.values()}
+                equal = len(lines) == self._world.size and len(kinds) == 1
+            return bool(store.compare_set(self._key("verdict"), "", str(equal)) == b"True")
         return False
 
+    def _leave_line(self, exception: BaseException, step: int) -> Any:
+        store, broken = store_of_world(), _BROKEN * is_broken_exchange(exception)
+        line = f"{step} {broken}{type(exception).__name__}: {exception}"[:_MOST_CHARACTERS]
+        store.set(self._key(self._world.rank), line)
+        return store
+
+    def _lines(self, store: Any, seconds: float) -> dict[int, str]:
+        keys = {rank: self._key(rank) for rank in range(self._world.size)}
+        _poll(lambda: all(store.check([key]) for key in keys.values()), seconds)
+        return {rank: store.get(key).decode(errors="replace") for rank, key in keys.items() if store.check([key])}
+
     def _listen(self, store: Any) -> str:
-        """Return who failed, as far as ranks answer, and who is lost."""
-        keys = {rank: self._key("said", rank) for rank in range(self._world.size)}
-        _poll(lambda: all(store.check([key]) for key in keys.values()), _WAIT_SECONDS)
-        lines = {rank: store.get(key).decode(errors="replace") for rank, key in keys.items() if store.check([key])}
+        lines = {rank: line.partition(" ")[2] for rank, line in self._lines(store, _WAIT_SECONDS).items()}
         found = [f"rank {rank} ended with {line}" for rank, line in lines.items() if not line.startswith(_BROKEN)]
-        silent = sorted(keys.keys() - lines)
+        silent = [rank for rank in range(self._world.size) if rank not in lines]
         if silent:
             found.append(f"nothing was heard {on_ranks(silent).replace('on', 'from', 1)}: lost, killed or stuck")
         return "; ".join(found) or "all ranks say the same: look at the network, or at the timeout of the process group"
 
-    def _outlast(self, store: Any) -> None:
-        """Keep the store until all that spoke have listened."""
-        others = range(1, self._world.size)
-
-        def listens(rank: int) -> bool:
-            return bool(store.check([self._key("said", rank)]) and not store.check([self._key("heard", rank)]))
-
-        _poll(lambda: not any(map(listens, others)), _PATIENCE_SECONDS)
-
-    def _key(self, kind: str, rank: int) -> str:
-        return f"lightning_gradavg/{kind}/{self._run}/{rank}"
+    def _key(self, what: object) -> str:
+        return f"lightning_gradavg/{self._run}/{what}"
 
 
 def _poll(met: Callable[[], bool], seconds: float) -> None:
-    """Wait until something is so, or for so long."""
     deadline = time.monotonic() + seconds
     while not met() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

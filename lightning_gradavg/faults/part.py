@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_gradavg.faults.drift import require_replicas
 from lightning_gradavg.faults.last_words import LastWords
 from lightning_gradavg.part import Part, Run
-from lightning_gradavg.ranks import by_value
+from lightning_gradavg.ranks import Contribution
 
 __all__ = ["Faults"]
 
@@ -26,31 +26,24 @@ _RUNS = count()
 class Faults(Part):
     """Has ranks that fail tell the others why, and compares the ranks' progress and replicas.
 
-    It compares replicas when training begins, at the end of every epoch, and every so many steps. In manual
-    optimization, where it is easy to step on gradients that nobody reduced, it counts batches instead, as ranks may
-    step at different times, and compares after 1, 2, 4, 8, ... of them, too.
-
-    Args:
-        every: Optimizer steps from one comparison of the replicas to the next; None for no comparison.
-        buffers: Whether the ranks hold the same buffers after every step.
-
-    Raises:
-        ValueError: If `every` is below 1.
+    It compares replicas, with `buffers` where ranks hold the same after every step, when training begins, at the end of
+    every epoch, and every so many steps; never if `every` is None. In manual optimization, where it is easy to step on
+    gradients that nobody reduced, it counts batches instead, as ranks may step at different times, and compares after
+    1, 2, 4, 8, ... of them, too.
     """
 
     def __init__(self, every: int | None, *, buffers: bool) -> None:
         if every is not None and every < 1:
             raise ValueError(f"check_replicas_every_n_steps must be an integer >= 1, or None, got {every}")
         self._every, self._buffers = every, buffers
-        self._checked, self._batches = (0, 0), 0
-        self._evaluated = False
+        self._checked, self._batches, self._evaluated = (0, 0), 0, False
         self._last_words: LastWords | None = None
         self._apart: bool | None = None
 
     def setup(self, run: Run) -> None:
         """Begin a run, in which ranks hear of each other's errors."""
         super().setup(run)
-        number = next(_RUNS)
+        number = next(_RUNS)  # the same on ranks, whatever their world
         self._last_words = LastWords(run.world, number) if run.world.size > 1 else None
         self._apart, self._batches = None, 0
 
@@ -67,31 +60,21 @@ class Faults(Part):
         return self._apart
 
     def on_exception(self, exception: BaseException) -> str | None:
-        """Tell the other ranks; return what they tell if an exchange with them broke.
-
-        The first rank to fail logs one line, before any rank prints a traceback.
-        """
+        """Tell the other ranks; return what they tell if an exchange with them broke. The first to fail logs a line."""
         if self._last_words is None:
             return None
-        told = self._last_words.say(exception)
-        if self._last_words.is_first(exception):
+        told, first = self._last_words.say(exception, self.run.trainer.global_step)
+        if first:
             line = f"rank {self.run.world.rank} ended with {type(exception).__name__}: {exception}".partition("\n")[0]
             _log.error("GradAvgStrategy: %s", told or line)
         return told
 
     def on_train_start(self) -> None:
-        """Compare the progress and the replicas that a checkpoint or the user has set.
-
-        Raises:
-            RuntimeError: On all ranks, if they differ.
-        """
-        rows = self.run.world.gather_integers([self.run.trainer.global_step, self.run.trainer.current_epoch])
-        if len({tuple(row) for row in rows}) > 1:
-            found = by_value(f"{step} steps and {epoch} epochs" for step, epoch in rows)
-            raise RuntimeError(
-                f"the ranks resume from different checkpoints: training begins after {found}. Give all ranks the same"
-                " ckpt_path, in a folder that all nodes see."
-            )
+        """Compare the progress and the replicas that a checkpoint or the user has set, or raise on all ranks."""
+        trainer = self.run.trainer
+        begins = [f"training begins after {trainer.global_step} steps and {trainer.current_epoch} epochs"]
+        refusal = "the ranks resume from different checkpoints (give them one ckpt_path in a folder that all nodes see)"
+        self.run.world.agree(refusal, lambda: Contribution(begins))
         self._check()
 
     def on_train_batch_start(self) -> None:
@@ -120,11 +103,11 @@ class Faults(Part):
         self._checked = run.trainer.current_epoch, self._done
         if self._every is not None and run.world.size > 1:
             unit = "optimizer steps" if run.module.automatic_optimization else "batch(es)"
-            require_replicas(self._tensors(run), run.device, f"{self._done} {unit}")
+            require_replicas(self._tensors(run), f"{self._done} {unit}")
 
     def _tensors(self, run: Run) -> Iterator[tuple[str, Tensor]]:
-        kinds = {"parameter": run.module.named_parameters(), "buffer": run.module.named_buffers()}
-        if not self._buffers or self._evaluated:
-            del kinds["buffer"]
-        named = ((kind, *each) for kind, tensors in kinds.items() for each in tensors)
-        return ((f"{kind} {name!r}", one) for kind, name, one in named if name not in run.ddp.parameters_to_ignore)
+        buffers = run.module.named_buffers() if self._buffers and not self._evaluated else ()
+        for kind, tensors in (("parameter", run.module.named_parameters()), ("buffer", buffers)):
+            for name, one in tensors:
+                if name not in run.ddp.parameters_to_ignore:
+                    yield f"{kind} {name!r}", one
