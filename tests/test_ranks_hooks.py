@@ -127,10 +127,6 @@ REFUSED: dict[str, Any] = {
         "ddp_comm_state": PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=2),
     },
     "quantization_pertensor_hook": lambda: {"ddp_comm_hook": quantization_hooks.quantization_pertensor_hook},
-    "batched_powerSGD_hook": lambda: {
-        "ddp_comm_hook": powerSGD_hook.batched_powerSGD_hook,
-        "ddp_comm_state": powerSGD_hook.PowerSGDState(None),
-    },
 }
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from ranks import RankError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,8 +26,6 @@ from toys import (
     shares,
     train,
 )
-
-from lightning_gradavg.rules import RULES
 
 pytestmark = [
     *AWARE,
@@ -54,9 +52,11 @@ def test_double_precision(world):
     assert_reference(seen, "", 5, 2, 1e-12, torch.float64)
 
 
-def test_unused_parameters_are_named(world):
-    """Without the flag."""
-    with pytest.raises(RankError, match=r"extra\.weight, extra\.bias"):
+def test_unused_parameters_are_told_of(world):
+    """By their indices, with the option of this strategy: Lightning would name that of another one."""
+    with pytest.raises(
+        RankError, match=r"(?s)GradAvgStrategy\(find_unused_parameters=True\).*did not receive grad.*: 4 5"
+    ):
         world(2).run(train, shares(3), {"variant": "unused"}, WEIGHTED, module=MLP)
 
 
@@ -177,46 +177,27 @@ def test_term_of_weight_0_beside_one_that_counts(world, poison):
 class OwnPart(Toy):
     """Has a parameter that DDP leaves to each rank, by the name that DDP looks for at the top of a module."""
 
-    def __init__(self, names: Sequence[str] = ("own", ".own"), **toy: Any) -> None:
+    def __init__(self, **toy: Any) -> None:
         super().__init__(**toy)
         self.own = nn.Parameter(torch.ones((), dtype=torch.float64))
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, names)  # no public way
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, [".own"])  # no public way
 
     def losses(self, batch: Tensor) -> Tensor:
         return (self.w + self.own) * batch
 
 
-def weight_of(batch: Tensor, batch_idx: int) -> float:
-    return 0.0 if batch[0] == 9 else 4.0
-
-
-def of_own_parts(world: Any, second: float, rule: str, window: int) -> list[list[float]]:
-    """Return the gradients of both ranks in their own part, where rank 0 has a gradient of -1."""
-    seen = world(2).run(
-        train,
-        [[[-1.0]] * 2, [[second]] * 2],
-        {"weight": weight_of if RULES[rule].uses_weight else None},
-        {"reduction": rule, "gradient_as_bucket_view": window == 2, "check_replicas_every_n_steps": None},
-        module=OwnPart,
-        accumulate_grad_batches=window,
-    )
-    return [[own for _, own in map(Tensor.tolist, one.gradients)] for one in seen]
-
-
 @pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("rule", RULES)
-def test_parameters_that_ddp_ignores_follow_the_rule_on_their_rank(world, rule, window):
-    of_losses = {"sum": window, "mean_of_node_sums": window, "normalized_sum": 1 / 4}.get(rule, 1)
-    steps = 2 // window
-    assert [[approx(x * of_losses)] * steps for x in (-1.0, -3.0)] == of_own_parts(world, -3.0, rule, window)
+def test_a_parameter_that_ddp_ignores_gets_under_the_mean_what_stock_gives(world, window):
+    given: Any = {"module": OwnPart, "accumulate_grad_batches": window}
+    options = {"check_replicas_every_n_steps": None}
+    ours = world(2).run(train, [[[-1.0]] * 2, [[-3.0]] * 2], None, options, **given)
+    stock = world(2).run(train, [[[-1.0]] * 2, [[-3.0]] * 2], None, None, of=DDPStrategy, **given)
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert torch.equal(torch.stack(mine.gradients), torch.stack(theirs.gradients))
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_parameters_that_ddp_ignores_get_nothing_of_weight_0(world, window):
-    steps = 2 // window
-    assert [[approx(-1.0)] * steps, [0.0] * steps] == of_own_parts(world, 9.0, "weighted_mean", window)
-
-
-def test_a_parameter_that_ddp_reduces_all_the_same_is_reduced_once(world):
-    seen = world(2).run(train, [[[-1.0]], [[-3.0]]], {"names": ["own"]}, {"reduction": "sum"}, module=OwnPart)
-    assert [[-4.0, -4.0]] == [gradient.tolist() for gradient in same_everywhere(seen).gradients]
+@pytest.mark.parametrize("strategy", [{"reduction": "sum"}, WEIGHTED, {"split_batches": True}], ids=str)
+def test_a_parameter_that_ddp_ignores_is_refused_by_name_under_other_rules(world, strategy):
+    for raised in world(2).run_expecting_errors(train, [[[-1.0]]] * 2, None, strategy, module=OwnPart):
+        assert raised.type_name == "ValueError"
+        assert "DDP was told to ignore the parameter 'own'" in raised.message

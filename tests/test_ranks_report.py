@@ -20,8 +20,6 @@ WEIGHTED = {"reduction": "weighted_mean"}
 ITEM_2 = [[[1, 2, 3]], [[4]]]
 """Samples 1, 2, 3 on rank 0 and 4 on rank 1: Toy-S has the local gradients 14/3 and 16."""
 
-pytestmark = pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning")
-
 
 class Reports(Callback):
     """Observes every step, as a user would by hand."""

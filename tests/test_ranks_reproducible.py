@@ -19,8 +19,6 @@ from toys import FirstLater
 
 from lightning_gradavg import GradAvgStrategy
 
-pytestmark = pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning")
-
 
 class Net(LightningModule):
     """What the nets have in common."""

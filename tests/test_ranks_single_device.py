@@ -98,7 +98,6 @@ def fit_halved(kind: type[Regression], accumulate: int) -> Any:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0")
 @pytest.mark.parametrize(("kind", "accumulate"), [(Halved, 1), (Halved, 2), (NamedHalved, 1)])
 def test_samples_of_weight_zero_stay_in_the_statistics(world, kind, accumulate):
     expected = world(1).run(fit_halved, kind, accumulate)[0]
@@ -204,7 +203,6 @@ METRICS = {
 SPLIT = {"split_batches": True, "reduction": "weighted_mean", "exact_evaluation": True}
 
 
-@pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0")
 @pytest.mark.parametrize(
     ("name", "world_size", "options"),
     [

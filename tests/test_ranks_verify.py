@@ -9,7 +9,6 @@ from lightning_gradavg.verify.report import Report
 
 # One rank's micro-batch has no terms, or its random numbers are its own, which is meant.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning"),
     pytest.mark.filterwarnings("ignore:random numbers drawn in:UserWarning"),
     pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),

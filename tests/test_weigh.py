@@ -49,7 +49,7 @@ def test_tensor_on_an_accelerator_stays_there(dtype: torch.dtype) -> None:
         (b"3", "b'3' of type bytes"),
         ([3], "[3] of type list"),
         (3j, "3j of type complex"),
-        pytest.param(10**400, "too large for a float", id="10**400"),
+        pytest.param(10**400, "of type int", id="10**400"),
         (np.array([1, 2]), "of type ndarray"),
         (torch.ones(2), "a tensor of shape (2,) and torch.float32"),
         (torch.ones(0), "a tensor of shape (0,) and torch.float32"),
@@ -90,22 +90,6 @@ def test_weights_are_read(given: dict[str, Any], weights: dict[str, float]) -> N
     assert weights == micro_batch.weights
     explicit, absent = given.get("weight") is not None and "rule" not in given, given.get("samples") == 0
     assert (explicit, None, absent) == (micro_batch.explicit, micro_batch.problem, micro_batch.absent)
-
-
-def test_ignored_targets_are_looked_for_in_eight_batches() -> None:
-    """Each look reads every integer tensor of a batch: after 8 batches, or once a weight was given, there is none."""
-    ignored, plain = torch.tensor([3, -100]), torch.tensor([3, 100])
-    for index, warned in ((7, 1), (8, 0)):
-        warnings: list[str] = []
-        weights = reader(warn=warnings.append)
-        for number in range(12):
-            weights.look_at(ignored if number == index else plain)
-            weights.read(torch.ones(()), None, plain)
-        assert warned == len(warnings)
-    weights = reader()
-    weights.read(torch.ones(()), 1, plain)
-    weights.look_at(None if weights._looks else ignored)
-    assert not weights._targets_ignored
 
 
 def leaf(value: float, dtype: torch.dtype = torch.float64) -> Any:

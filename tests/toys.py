@@ -25,10 +25,7 @@ from lightning_gradavg import GradAvgStrategy, gather
 
 WEIGHTED = {"reduction": "weighted_mean"}
 # Of tests that mean what the user is warned of.
-AWARE = [
-    pytest.mark.filterwarnings("ignore:rank . has a micro-batch of weight 0:UserWarning"),
-    pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified"),
-]
+AWARE = [pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")]
 
 
 GATHERS: dict[str, Callable[[LightningModule, Tensor], Tensor]] = {

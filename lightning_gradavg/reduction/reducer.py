@@ -15,12 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradavg.lightning_internals import after_backward
 from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import Contribution, World
-from lightning_gradavg.reduction.accumulation import Accumulation
 from lightning_gradavg.reduction.average import agreed_factors
 from lightning_gradavg.reduction.gather import weigh_losses_from_here
 from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights
 from lightning_gradavg.reduction.weights import Weights
-from lightning_gradavg.reduction.window import Window
+from lightning_gradavg.reduction.window import Accumulation, Window
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
 
 __all__ = ["GradAvgReducer"]
@@ -187,7 +186,7 @@ class GradAvgReducer:
     def _begin(self, accumulation: Accumulation, loss: WeighedLoss, *, last: bool, divisor: float | None) -> None:
         """Weigh a loss, at the root of its backward."""
         accumulation.window.loss_divisor = divisor
-        accumulation.start(loss, last=last)
+        accumulation.begin(loss, last=last)
 
         def end() -> None:
             if last:

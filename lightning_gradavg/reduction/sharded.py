@@ -7,7 +7,6 @@ tensor-parallel group compute one loss together, have one place, and give it one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ from lightning_gradavg.lightning_internals import averages_of, sharded_modules
 from lightning_gradavg.options import refuse_unserved
 from lightning_gradavg.place import places_on_nodes
 from lightning_gradavg.ranks import World, by_rank, digest
-from lightning_gradavg.reduction.accumulation import Accumulation
 from lightning_gradavg.reduction.weigh import WeighedLoss
 from lightning_gradavg.reduction.weights import MicroBatch
-from lightning_gradavg.reduction.window import Window
+from lightning_gradavg.reduction.window import Accumulation, Window
 from lightning_gradavg.rules import Rule, resolve_rule
 
 __all__ = ["ShardedAccumulation", "sharded_rule"]
@@ -90,7 +88,7 @@ class ShardedAccumulation(Accumulation):
                 " ranks would drift apart. Call fully_shard on the root module, too, or freeze it."
             )
 
-    def _start(self, loss: WeighedLoss, **options: Any) -> None:
+    def _micro_batch(self, loss: WeighedLoss) -> MicroBatch:
         if self.window.length == 0:
             of_groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
             self.parameters = list(dict.fromkeys(parameter for group in of_groups for parameter in group))
@@ -100,8 +98,8 @@ class ShardedAccumulation(Accumulation):
         for name in [name for (name, n), term in pairs if n == 0 and not bool(term.isfinite())]:
             # 0 times NaN is NaN, and an undefined gradient would not be sent to the ranks that wait for it.
             text = f"loss term {name!r} of weight 0 is not finite: select what is finite before you compute it"
-            micro_batch = replace(micro_batch, problem=text)
-        super()._start(replace(loss, micro_batch=micro_batch), **options)
+            micro_batch = micro_batch._replace(problem=text)
+        return micro_batch
 
     def _agreed(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return it with the problem that ranks of one tensor-parallel group weigh it differently, if they do."""
@@ -111,7 +109,7 @@ class ShardedAccumulation(Accumulation):
             return micro_batch
         found = by_rank(self._peers.gather_objects(weights))
         text = f"ranks of one tensor-parallel group weigh one batch differently ({found}, counted within the group)"
-        return replace(micro_batch, problem=f"{text}: have them read the same batches")
+        return micro_batch._replace(problem=f"{text}: have them read the same batches")
 
     def _holds_any(self, gradients: Sequence[Tensor]) -> bool:
         # One shard may be 0 and another not.

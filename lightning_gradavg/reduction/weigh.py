@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
 
 from lightning_gradavg.lightning_internals import stored
 from lightning_gradavg.reduction.sums import zero_gradient
@@ -39,8 +38,7 @@ def _weigh(coefficients: list[Any], index: int, gradients: tuple[Tensor | None, 
     return (None if gradient is None or value is None else (gradient * value).to(gradient.dtype),)
 
 
-@dataclass(frozen=True)
-class WeighedLoss:
+class WeighedLoss(NamedTuple):
     """A loss whose terms are weighed when its backward runs.
 
     Attributes:
@@ -52,7 +50,7 @@ class WeighedLoss:
 
     value: Tensor
     micro_batch: MicroBatch
-    coefficients: list[Any] = field(default_factory=list)
+    coefficients: Any = ()
     terms: Sequence[Tensor] = ()
 
     @classmethod
@@ -84,7 +82,7 @@ class WeighedLoss:
             value = weigh_terms(coefficients, losses, None if begin is None else partial(begin, weighed))
         if sparse and micro_batch.is_zero:
             value = value + zero_loss(sparse, set(map(id, sparse))).to(value.dtype)
-        return replace(weighed, value=value)
+        return weighed._replace(value=value)
 
 
 def sparse_weights(module: nn.Module) -> list[Tensor]:
@@ -100,8 +98,7 @@ class _ZeroGradients(torch.autograd.Function):
         return torch.zeros((), device=parameters[0].device)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        del grads
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         return None, *(zero_gradient(parameter, sparse_dim) for parameter, sparse_dim in ctx.like)
 
 
@@ -115,9 +112,8 @@ def zero_loss(parameters: Sequence[Tensor], sparse: Container[int]) -> Tensor:
     return loss
 
 
-@contextmanager
-def gradients_discarded(parameters: Iterable[nn.Parameter], *, nan_only: bool) -> Iterator[None]:
-    """Replace gradients by zeros within the context, before they are accumulated: 0 times NaN is NaN.
+def gradients_discarded(parameters: Iterable[nn.Parameter], *, nan_only: bool) -> list[RemovableHandle]:
+    """Replace gradients by zeros before they are accumulated, as 0 times NaN is NaN, until the hooks are removed.
 
     With `nan_only`, what is not NaN passes: gradients of other ranks' losses, which come through gathers and through
     batch norm over all ranks.
@@ -132,36 +128,23 @@ def gradients_discarded(parameters: Iterable[nn.Parameter], *, nan_only: bool) -
         stored(kept).masked_fill_(stored(kept).isnan(), 0)
         return kept
 
-    handles = [parameter.register_hook(zeros) for parameter in parameters if parameter.requires_grad]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return [parameter.register_hook(zeros) for parameter in parameters if parameter.requires_grad]
 
 
-@contextmanager
-def nan_stopped(loss: WeighedLoss, carried: Sequence[Any]) -> Iterator[None]:
+def nan_stopped(loss: WeighedLoss, carried: Sequence[Any]) -> list[RemovableHandle]:
     """Have functions written in Python see and give 0 for NaN where only terms that carry nothing pass through them.
 
     The gradient of such a term is undefined, which torch's own operators pass on. A reentrant checkpoint and a compiled
     module make zeros of it, which a derivative that is infinite makes NaN; and a gather would send that to other ranks.
     """
-    stopped, counting = [loss.value.grad_fn], list[Any]()
+    stopped, counting = [loss.value], list[Tensor]()
     if any(value is not None for value in carried):
         of_terms = list(zip(loss.terms, carried, strict=True))
-        stopped, counting = (
-            [term.grad_fn for term, value in of_terms if (value is None) is none] for none in (True, False)
-        )
-    handles: list[Any] = []
+        stopped, counting = ([term for term, value in of_terms if (value is None) is none] for none in (True, False))
+    handles = []
     for node in _functions_below(stopped) - _functions_below(counting):
-        handles.append(node.register_prehook(_without_nan))
-        handles.append(node.register_hook(lambda gradients, _: _without_nan(gradients)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        handles += [node.register_prehook(_without_nan), node.register_hook(lambda given, _: _without_nan(given))]
+    return handles
 
 
 def _without_nan(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -169,9 +152,9 @@ def _without_nan(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, .
     return tuple(each if each is None or each.is_sparse else each.masked_fill(each.isnan(), 0) for each in gradients)
 
 
-def _functions_below(nodes: Iterable[Any]) -> set[Any]:
+def _functions_below(losses: Iterable[Tensor]) -> set[Any]:
     """Return the functions of a graph that are written in Python."""
-    seen, ahead = set(), list(nodes)
+    seen, ahead = set(), list[Any](loss.grad_fn for loss in losses)
     while ahead:
         node = ahead.pop()
         if node is not None and node not in seen:

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_gradavg.arguments import did_you_mean
 from lightning_gradavg.rules import Rule
-from lightning_gradavg.tree import batch_samples, leaves
+from lightning_gradavg.tree import batch_samples
 
-__all__ = [
-    "ALWAYS_OR_NEVER",
-    "MOST_TERMS",
-    "WHOLE_LOSS",
-    "MicroBatch",
-    "Weights",
-    "as_weight",
-    "loss_terms",
-    "misspelt_weight",
-]
+__all__ = ["ALWAYS_OR_NEVER", "MOST_TERMS", "WHOLE_LOSS", "MicroBatch", "Weights", "as_weight", "loss_terms"]
 
 WHOLE_LOSS = ""
 """The name of the only loss term of a loss that is one tensor."""
@@ -53,16 +41,12 @@ def as_weight(value: Any, device: torch.device) -> Any:
     try:
         if not isinstance(value, (str, bytes)):
             return float(value)
-        found = f"{value!r} of type {type(value).__name__}"
-    except OverflowError:
-        found = f"{type(value).__name__} too large for a float"
-    except (TypeError, ValueError):
-        found = f"{value!r} of type {type(value).__name__}"
-    raise TypeError(f"a weight is one number, got {found}")
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise TypeError(f"a weight is one number, got {value!r:.80} of type {type(value).__name__}")
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """What a rank knows of one micro-batch.
 
     Attributes:
@@ -83,7 +67,7 @@ class MicroBatch:
         """Return it with weights that the host has read, which waits for those on an accelerator."""
         if not any(isinstance(weight, Tensor) for weight in self.weights.values()):
             return self
-        return replace(self, weights={term: float(weight) for term, weight in self.weights.items()})
+        return self._replace(weights={term: float(weight) for term, weight in self.weights.items()})
 
     @property
     def is_zero(self) -> bool:
@@ -107,58 +91,14 @@ def loss_terms(loss: Any) -> Mapping[str, Tensor]:
     return {name: terms[name] for name in sorted(terms)}
 
 
-def misspelt_weight(result: Mapping[Any, Any]) -> str | None:
-    """Return what is wrong with a result of `training_step` without weight that has a key such as "weights".
-
-    A "height" is none: hardly anybody misspells the first letter.
-    """
-    near = (key for key in map(str, result) if key != "weight" and key[:1] in "wW")
-    found = [key for key in near if get_close_matches(key.lower(), ["weight"], cutoff=0.8)]
-    return f'the result of training_step has {found[0]!r}: call it "weight", or by another name' if found else None
-
-
-IGNORE_INDEX = -100
-"""The default `ignore_index` of torch's losses."""
-
-_TARGETS = (torch.int16, torch.int32, torch.int64)
-_LOOKS = 8
-
-_IGNORED = (
-    "integer tensors of a batch hold -100, the targets that torch's losses ignore, and no weight is given: the loss"
-    " is then weighted by its samples, including the ignored ones. If it is a mean over targets, return"
-    ' {"loss": loss, "weight": (targets != -100).sum()} from training_step.'
-)
-
-
-def holds_ignored_targets(batch: Any) -> bool:
-    """Return whether an integer tensor on the host, of a type that targets have, holds `IGNORE_INDEX`."""
-    held = (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.device.type == "cpu")
-    return any(bool((leaf == IGNORE_INDEX).any()) for leaf in held if leaf.dtype in _TARGETS)
-
-
 class Weights:
-    """Reads the weights of a run's micro-batches; 1 for each under a rule that uses none.
-
-    Args:
-        rule: The rule.
-        device: Where the gradients are.
-        giver: What gives weights, or does not, in words.
-        warn: Takes warnings.
-        tell: Takes remarks.
-    """
+    """Reads the weights of a run's micro-batches, which `giver` gives; 1 for each under a rule that uses none."""
 
     def __init__(
         self, rule: Rule, device: torch.device, giver: str, warn: Callable[[str], None], tell: Callable[[str], None]
     ) -> None:
         self._rule, self._device, self._giver, self._warn, self._tell = rule, device, giver, warn, tell
         self._explicit: bool | None = None
-        self._looks, self._targets_ignored = _LOOKS if rule.uses_weight else 0, False
-
-    def look_at(self, batch: Any) -> None:
-        """Look for targets that do not count, in the first batches, before they move to where reading waits."""
-        if self._looks > 0:
-            self._looks -= 1
-            self._targets_ignored = holds_ignored_targets(batch)
 
     def read(
         self, loss: Any, weight: Any, batch: Any, samples: float | None = None, problem: str | None = None
@@ -172,32 +112,23 @@ class Weights:
             samples: Their number, where it is known; 0 if they do not count.
             problem: What is known to be wrong.
         """
-        terms = loss_terms(loss)
-        return terms, self._of_terms(sorted(terms), weight, batch, samples, problem)
-
-    def _of_terms(
-        self, names: list[str], weight: Any, batch: Any, samples: float | None, problem: str | None
-    ) -> MicroBatch:
-        explicit, named = weight is not None, isinstance(weight, Mapping)
+        terms, explicit, named = loss_terms(loss), weight is not None, isinstance(weight, Mapping)
         if not self._rule.uses_weight:
             if explicit:
                 self._warn(
                     f'a "weight" was given, but reduction={self._rule.name!r} does not use weights: it is ignored.'
                 )
-            return MicroBatch({WHOLE_LOSS: float(samples != 0)}, absent=samples == 0)
+            return terms, MicroBatch({WHOLE_LOSS: float(samples != 0)}, absent=samples == 0)
         problem = problem or self._note(given=explicit)
         if samples == 0:
-            return MicroBatch(dict.fromkeys(names if named else [WHOLE_LOSS], 0.0), explicit, problem, absent=True)
+            return terms, MicroBatch(dict.fromkeys(terms if named else [WHOLE_LOSS], 0.0), explicit, problem, True)
         try:
             given: Any = weight if explicit else batch_samples(batch) if samples is None else samples
             given = given if named else {WHOLE_LOSS: given}
-            if not named or set(given) == set(names):
-                return MicroBatch(
-                    {name: as_weight(given[name], self._device) for name in sorted(given)}, explicit, problem
-                )
-            unknown = next((name for name in sorted(given) if name not in names), "")
-            found = f"its weights are named {sorted(given)}, but its loss terms {list(filter(None, names))}"
-            found += f":{hint.rstrip('?')} instead of {unknown!r}?" if (hint := did_you_mean(unknown, names)) else ""
+            weights = {name: as_weight(given[name], self._device) for name in sorted(given)}
+            if not named or weights.keys() == terms.keys():
+                return terms, MicroBatch(weights, explicit, problem)
+            found = f"its weights are named {list(weights)}, but its loss terms {list(filter(None, terms))}"
         except TypeError as error:
             found = str(error)
         except ValueError:
@@ -205,18 +136,16 @@ class Weights:
                 f"the number of samples cannot be read from a batch of type {type(batch).__name__}:"
                 ' return {"loss": loss, "weight": n} from training_step'
             )
-        return MicroBatch(dict.fromkeys(names, 0.0), explicit, problem or found)
+        return terms, MicroBatch(dict.fromkeys(terms, 0.0), explicit, problem or found)
 
     def _note(self, *, given: bool) -> str | None:
         """Say what stands in for a weight that is not given; return what is wrong where others of the run had one."""
         before, self._explicit = self._explicit, given
-        if given:
-            self._looks = 0
-        else:
-            self._tell(f"GradAvgStrategy: n = samples of the batch, as {self._giver} no weight")
-            if self._targets_ignored:
-                self._targets_ignored, self._looks = False, 0
-                self._warn(_IGNORED)
+        if not given:
+            self._tell(
+                f"GradAvgStrategy: n = samples of the batch, as {self._giver} no weight. If the loss is a mean over"
+                " tokens, or leaves targets out, give their number as weight"
+            )
         if before in (None, given):
             return None
         return (

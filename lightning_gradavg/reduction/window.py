@@ -1,4 +1,4 @@
-"""The window: the micro-batches of one optimizer step, the totals of all ranks, and what both multiply.
+"""The window: the micro-batches of one optimizer step, the totals of all ranks, what both multiply, and the gradients.
 
 Each pair (rank, micro-batch) has a share `(w, z)`, and the gradient is `sum(w * g) / sum(z)`. DDP, FSDP and their like
 average over the W ranks, and the training loop divides every loss by a constant N. So, with `Z = sum(z)`,
@@ -17,21 +17,26 @@ from __future__ import annotations
 import copy
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_gradavg.device import Tally, on_device
+from lightning_gradavg.lightning_internals import scale_each, stored, version_of
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
+from lightning_gradavg.reduction.sums import as_real
+from lightning_gradavg.reduction.weigh import WeighedLoss, gradients_discarded, nan_stopped
 from lightning_gradavg.reduction.weights import ALWAYS_OR_NEVER, MOST_TERMS, WHOLE_LOSS, MicroBatch
 from lightning_gradavg.rules import Rule, Share, powers_of_length, share_of
 
-__all__ = ["Totals", "Window"]
+__all__ = ["Accumulation", "Totals", "Window"]
 
 _NOTHING = Share(0.0, 0.0)
 _NAMED = (
@@ -40,6 +45,10 @@ _NAMED = (
     " by its count over all ranks, as DETR does: `count = self.trainer.strategy.reduce(count, reduce_op='sum')`,"
     " `loss = world_size * (cls_sum / cls_count + box_sum / box_count)`"
 )
+_OTHERS = (
+    "it trains other parameters than the micro-batches before it, which were not reduced yet:"
+    " reduce the window of one optimizer before the backward of another"
+)
 
 
 class Totals(NamedTuple):
@@ -47,23 +56,19 @@ class Totals(NamedTuple):
 
     Attributes:
         faults: Micro-batches whose weights or shares cannot be used.
-        pairs: Micro-batches.
-        squares: The squares of the ranks' numbers of micro-batches.
-        explicit: Micro-batches whose weight was given.
-        signature: A number that stands for the names of a rank's loss terms.
-        signatures: The squares of these.
         without_loss: Ranks without loss.
+        pairs: Micro-batches that are not absent.
+        digest: The sum over these of a number that stands for what must be the same on all ranks.
+        digests: That of its square.
         normalizers: `Z` of each loss term.
         more: Sums of what `Window.exchange` was given.
     """
 
     faults: Any
-    pairs: Any
-    squares: Any
-    explicit: Any
-    signature: Any
-    signatures: Any
     without_loss: Any
+    pairs: Any
+    digest: Any
+    digests: Any
     normalizers: Any
     more: Any
 
@@ -72,26 +77,21 @@ class Totals(NamedTuple):
         """Return the sum of the ranks' summaries as what it is."""
         return cls._make([*values[:_HEADER], values[_HEADER:_TERMS_END], values[_TERMS_END:]])
 
-    def problem(self, ranks: int) -> str | None:
-        """Return what makes the window unusable, as every rank sees it, or None. On the host."""
-        return next((text.format(self) for text, found in _PROBLEMS.items() if found(self, ranks)), None)
+    @property
+    def problem(self) -> str | None:
+        """What makes the window unusable, as every rank sees it, or None. On the host."""
+        if self.faults != 0:
+            return "a weight or a share is not usable"
+        # All pairs have the same number where the square of the sum is their count times the sum of the squares.
+        # `x * x` is rounded once, like the product beside it; `x**2` need not be.
+        if self.digest * self.digest != self.pairs * self.digests:
+            return f"the ranks' losses differ in what must be the same. For weights: {ALWAYS_OR_NEVER}"
+        return None
 
 
 _HEADER = len(Totals._fields) - 2
 _TERMS_END = _HEADER + MOST_TERMS
 _UNKNOWN = Totals.of([0.0] * (_HEADER + 1))
-
-# All ranks have the same number where the square of the sum is W times the sum of the squares. `x * x` is rounded once,
-# like the product beside it; `x**2` need not be.
-_PROBLEMS: Mapping[str, Callable[[Totals, int], bool]] = {
-    "a weight or a share is not usable": lambda all_, _: all_.faults != 0,
-    "the ranks' losses have different terms": lambda all_, ranks: (
-        all_.signature * all_.signature != ranks * all_.signatures
-    ),
-    f"a weight was given for {{0.explicit:.0f}} of {{0.pairs:.0f}} micro-batches: {ALWAYS_OR_NEVER}": lambda all_, _: (
-        all_.explicit not in (0, all_.pairs)
-    ),
-}
 
 
 def _scaled(multiplier: Any, scale: float, normalizer: Any) -> Any:
@@ -105,7 +105,7 @@ def _scaled(multiplier: Any, scale: float, normalizer: Any) -> Any:
 
 
 class Window:
-    """This rank's micro-batches since the last reduction.
+    """The numbers of this rank's micro-batches since the last reduction.
 
     Args:
         rule: The reduction rule.
@@ -114,17 +114,16 @@ class Window:
         device: Where the gradients are.
         compares: Whether ranks exchange totals even where the rule uses no weight: their windows may have different
             lengths, or they judge steps together.
-        afterwards: Whether no loss carries the whole factor of a window of one: the ranks' windows may have different
-            lengths, so that no rank knows whether those of all are windows of one; or gradients are float16, in which a
-            loss times W may overflow where the result does not.
-        in_pieces: Whether some ranks may run several backwards in a step, and others one.
+        afterwards: Whether no loss carries the whole factor of a window of one, unless it has named terms: the ranks'
+            windows may have different lengths, so that no rank knows whether those of all are windows of one; or
+            gradients are float16, in which a loss times W may overflow where the result does not.
 
     Attributes:
         known: What all ranks know of the window, once it is exchanged.
         is_alone: Whether its only micro-batch carries the whole factor.
         loss_divisor: What the training loop divides every loss of the window by; None for the window's length.
+        missing: Ranks that have no such micro-batch as comes next, and that a mean does not count.
         terms: The names of the loss terms, sorted.
-        missed: Pairs that a mean counts and no rank has, because some ranks are out of batches.
         divided_by: What this rank's gradient of the window was divided by, once the window is closed.
         carries_nothing: Whether losses go into their backward as they are, like those of stock DDP.
     """
@@ -138,13 +137,11 @@ class Window:
         *,
         compares: bool = False,
         afterwards: bool = False,
-        in_pieces: bool = False,
     ) -> None:
         self.rule, self.places, self.world, self.device = rule, places, world, device
-        self.afterwards, self._in_pieces = afterwards, in_pieces
-        self._exchanges = rule.uses_weight or compares
+        self.afterwards, self._exchanges = afterwards, rule.uses_weight or compares
         self.loss_divisor: float | None = 1.0
-        self.divided_by = 1.0
+        self.divided_by, self.missing = 1.0, 0
         self._place = places[world.rank]
         self._next_lift: float | None = None
         self._constant = 0.0
@@ -162,45 +159,36 @@ class Window:
         self.micro_batches: list[MicroBatch] = []
         self._judged: list[tuple[dict[str, Share], str | None]] = []
         self.terms: tuple[str, ...] = ()
-        self.missed, self._lift = 0, self._next_lift
-        self._explicit, self._lost = 0, False
+        self._missed, self._lift = 0, self._next_lift
 
-    def carry(self, micro_batch: MicroBatch, *, last: bool, missed: int = 0, unread: bool = False) -> list[Any]:
-        """Add the micro-batch whose backward begins; return what each of its terms carries, None for no gradient.
+    def enter(self, micro_batch: MicroBatch, *, last: bool, unread: bool = False) -> None:
+        """Add a micro-batch, before its backward; a collective operation if it is alone, or begins the first window.
 
         Args:
             micro_batch: The micro-batch.
-            last: Whether the window ends with it. Then this is a collective operation.
-            missed: Ranks that have no such micro-batch.
+            last: Whether the window ends with it. A step of several backwards may not know yet.
             unread: Whether its weights may stay on an accelerator.
-
-        Raises:
-            ValueError: If it does not fit into the window, or on all ranks, if that of some rank does not.
         """
         begins, named = not self.micro_batches, tuple(micro_batch.weights) != (WHOLE_LOSS,)
         # All ranks must go the same way.
-        differing = self._in_pieces if named else self.afterwards
-        self.is_alone = begins and last and self.rule.uses_weight and not differing
+        self.is_alone = begins and last and self.rule.uses_weight and (named or not self.afterwards)
         if named and not self.is_alone:
             raise ValueError(_NAMED)
         if self.device.type != "cpu" and (named or not (self.is_alone and unread)):
             # A bucket holds all terms, so a term of weight 0 is stopped at its loss.
             micro_batch = micro_batch.read()
-        self.add(micro_batch, missed=missed)
-        if begins and not self.is_alone and not self._in_pieces:
-            self.agree_on_lift(micro_batch)
-        if last:
+        self.add(micro_batch)
+        if self.is_alone:
             self.exchange()
-        return self.alone(self.totals()) if self.is_alone else self.held()
+        elif begins and self._lift is None:
+            self._agree_on_lift()
 
-    def add(self, micro_batch: MicroBatch, *, missed: int = 0) -> tuple[dict[str, Share], str | None]:
-        """Append a micro-batch, which some ranks do not have; return its shares, and what is wrong with it."""
+    def add(self, micro_batch: MicroBatch) -> tuple[dict[str, Share], str | None]:
+        """Append a micro-batch; return its shares, and what is wrong with it."""
         self.micro_batches.append(micro_batch)
         self._judged.append(self._judge(micro_batch))
         self.terms = tuple(sorted({*self.terms, *micro_batch.weights}))
-        self.missed += missed
-        self._explicit += micro_batch.explicit
-        self._lost |= micro_batch.without_loss
+        self._missed += self.missing
         return self._judged[-1]
 
     @property
@@ -226,15 +214,12 @@ class Window:
     def _judge(self, micro_batch: MicroBatch) -> tuple[dict[str, Share], str | None]:
         """Return a micro-batch's shares in a window of one, and what is wrong with it, as far as weights are read."""
         shares, fault = dict.fromkeys(micro_batch.weights, _NOTHING), micro_batch.problem
-        if fault is None:
-            for term, weight in micro_batch.weights.items():
-                try:
-                    _ = self._of_length
-                    shares[term] = share_of(self.rule, self._place, weight)
-                except ValueError as error:
-                    fault = f"loss term {term!r}: {error}" if term else str(error)
-        if micro_batch.absent:
-            shares = {term: share._replace(multiplier=0.0) for term, share in shares.items()}
+        for term, weight in micro_batch.weights.items() if fault is None else ():
+            try:
+                share = share_of(self.rule, self._place, weight)
+                shares[term] = share._replace(multiplier=0.0) if micro_batch.absent else share
+            except ValueError as error:
+                fault = f"loss term {term!r}: {error}" if term else str(error)
         return shares, fault
 
     @cached_property
@@ -244,25 +229,25 @@ class Window:
     @property
     def _of_length(self) -> Share:
         """What the numbers of shares in a window of one are multiplied by in this one."""
-        if self.length <= 1:
-            return Share(1.0, 1.0)
-        return Share(*(self.length**power for power in self._powers))
+        return Share(*(self.length**power for power in self._powers)) if self.length > 1 else Share(1.0, 1.0)
 
-    def agree_on_lift(self, first: MicroBatch | None) -> None:
-        """Agree on the lift of a first window, by the largest share of its first micro-batch. A collective operation.
-
-        Later it follows from the windows before.
-        """
-        if self._lift is not None:
-            return
-        shares = {} if first is None else self._judge(first)[0]
-        largest = max((float(share.normalizer) for share in shares.values()), default=0.0)
+    def _agree_on_lift(self) -> None:
+        """Agree on the lift of a first window, by its first micro-batches. Later it follows from the windows before."""
+        largest = max(float(share.normalizer) for share in self._judged[0][0].values())
         (number,) = Tally([largest], "max", self.device, self.world.group).read()
         # Where no rank has any weight, the next window asks again.
         self._lift = self._next_lift = _lift_of(number)
 
-    def held(self) -> list[Any]:
-        """Return what each term of the latest micro-batch carries in a longer window; None for no gradient."""
+    def carried(self, *, last: bool) -> list[Any]:
+        """Return what each term of the latest micro-batch carries, None for no gradient.
+
+        Raises:
+            ValueError: On all ranks, if a micro-batch that carries the whole factor cannot be used.
+        """
+        if self.is_alone:
+            return self.alone(self.totals())
+        if last:
+            self.exchange()
         multipliers = [float(share.multiplier) for share in self._judged[-1][0].values()]
         return [w * self.lift if w > 0 else None for w in multipliers]
 
@@ -280,7 +265,7 @@ class Window:
         scale = self.divisor * self.world.size
         if self.rule.uses_weight:
             return _scaled(ratio, scale / of_z, self._usable(totals, 0)) / self.lift
-        normalizer = self._constant * self.length ** (1 + self._powers.normalizer) - self.missed
+        normalizer = self._constant * self.length ** (1 + self._powers.normalizer) - self._missed
         return _scaled(ratio, scale, normalizer) / self.lift
 
     def _usable(self, totals: Totals, index: int) -> Any:
@@ -289,26 +274,23 @@ class Window:
         return z.masked_fill(totals.faults != 0, 0) if isinstance(z, Tensor) else z
 
     def exchange(self, more: Sequence[float] = ()) -> None:
-        """Begin to sum what the ranks know of their windows, where there is need of it. A collective operation.
-
-        Args:
-            more: Further numbers to sum, as many on all ranks.
-        """
+        """Begin to sum what the ranks know of their windows, where there is need of it, and further numbers."""
         self._tally = Tally(self._summarized(more), "sum", self.device, self.world.group) if self._exchanges else None
 
     def _summarized(self, more: Sequence[float] = ()) -> Tensor:
         """Return the float64 vector whose sum over the ranks `Totals` reads."""
-        length, judged = self.length, self._judged
-        signature = crc32("\0".join(self.terms).encode()) % 2**20
-        faults = length - [fault for _, fault in judged].count(None)
-        header = [faults, length, length**2, self._explicit, signature, signature**2, self._lost]
+        counted = sum(not each.absent for each in self.micro_batches)
+        digest = crc32(self._must_agree.encode()) % 2**16
+        faults = self.length - [fault for _, fault in self._judged].count(None)
+        without_loss = any(each.without_loss for each in self.micro_batches)
         sums, unread = [0.0] * MOST_TERMS, None
         for index, term in enumerate(self.terms if self.rule.uses_weight else ()):
-            shares = [shares[term] for shares, _ in judged if term in shares]
+            shares = [shares[term] for shares, _ in self._judged if term in shares]
             if isinstance(shares[0].normalizer, Tensor):
                 (unread,) = shares  # alone in its window
             else:
                 sums[index] = float(sum(share.normalizer for share in shares))
+        header = [faults, without_loss, counted, counted * digest, counted * digest * digest]
         summary = torch.frombuffer(array("d", [*header, *sums, *more]), dtype=torch.float64)
         if self.device.type != "cpu":
             summary = on_device(summary, self.device)
@@ -317,6 +299,18 @@ class Window:
             summary[_HEADER] = unread.normalizer
             summary[0] += ((numbers >= 0) & (numbers < math.inf)).logical_not().sum()
         return summary
+
+    @property
+    def _must_agree(self) -> str:
+        """What must be the same on all ranks that have something."""
+        terms = ", ".join(map(repr, filter(None, self.terms)))
+        given = any(each.explicit for each in self.micro_batches)
+        # Without weights `Z` has as many summands as the window is long.
+        free = self.length == 1 or self._powers == (0.0, 0.0 if self.rule.uses_weight else -1.0)
+        return (
+            f"{f'the loss terms {terms}' if terms else 'one loss'}, {'a' if given else 'no'} weight given"
+            f"{'' if free else f', in a window of {self.length}, which {self.rule.name!r} depends on'}"
+        )
 
     def totals(self) -> Totals:
         """Return what all ranks know, once it is there; zeros where nothing is exchanged. On a CPU it is read.
@@ -336,11 +330,7 @@ class Window:
         return self.known
 
     def check(self) -> Totals:
-        """Raise what is wrong with the last window that was exchanged and not read; return its totals.
-
-        Raises:
-            ValueError: On all ranks, with what each of them found.
-        """
+        """Raise what is wrong with the last window that was exchanged and not read, on all ranks; return its totals."""
         unchecked, self._unchecked = self._unchecked, None
         if unchecked is None:
             return _UNKNOWN
@@ -351,23 +341,13 @@ class Window:
 
     def _checked(self, totals: Totals) -> Totals:
         """Raise what is wrong with this window, or take the lift of those that follow from its weights."""
-        ranks = self.world.size
-        problem = totals.problem(ranks)
-        if problem is None and totals.pairs**2 != ranks * totals.squares and self.depends_on_length:
-            problem = f"the ranks accumulated different numbers of micro-batches, which {self.rule.name!r} depends on"
-        if problem is not None:
-            found = self.world.gather_objects(self.problems())
-            culprits = "".join(f"\n  rank {rank}: {text}" for rank, problems in enumerate(found) for text in problems)
-            raise ValueError(f"reduction {self.rule.name!r}: {problem}.{culprits}")
+        if totals.problem is not None:
+            found = self.world.gather_objects(self.problems() if totals.faults != 0 else [self._must_agree])
+            culprits = "".join(f"\n  rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts)
+            raise ValueError(f"reduction {self.rule.name!r}: {totals.problem}.{culprits}")
         if self.rule.uses_weight and self._lift is not None:
-            self._next_lift = _lift_of(max(totals.normalizers) / totals.pairs) or self._next_lift
+            self._next_lift = _lift_of(max(totals.normalizers) / max(totals.pairs, 1)) or self._next_lift
         return totals
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether the rule needs to know how many micro-batches the other ranks accumulated."""
-        # Without weights `Z` has as many summands as the window is long.
-        return self._powers != (0.0, 0.0 if self.rule.uses_weight else -1.0)
 
     def problems(self) -> list[str]:
         """Return what is wrong with this rank's micro-batches. Reads their weights."""
@@ -381,3 +361,235 @@ def _lift_of(number: float) -> float | None:
     """Return the inverse of a power of two above a number, or None for a number that is not finite and above 0."""
     # Between these bounds neither the power nor its inverse is infinite or subnormal.
     return math.ldexp(1.0, -min(max(math.frexp(number)[1], -1022), 1022)) if 0 < number < math.inf else None
+
+
+class Accumulation:
+    """The gradients of a window: only those that it computed.
+
+    Args:
+        window: Its numbers.
+        parameters: The parameters that it trains.
+        owned_by_user: Whether gradients may be there before the window, and may be changed within it, as in manual
+            optimization and loops of users.
+        leaves: What autograd accumulates into; by default the parameters.
+        guards: Whether gradients that arrive by other backwards are an error.
+        mask: Has gradients masked, on an accelerator, by weights that the host has not read; None to read them.
+
+    Attributes:
+        pieces: Backwards of the step under way that are not its last.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        parameters: Sequence[nn.Parameter],
+        *,
+        owned_by_user: bool,
+        leaves: Sequence[nn.Parameter] = (),
+        guards: bool = False,
+        mask: Callable[[MicroBatch], None] | None = None,
+    ) -> None:
+        self.window, self.parameters, self._leaves = window, list(parameters), leaves or list(parameters)
+        self._owned_by_user, self._mask = owned_by_user, mask
+        self._stopped: float | None = None  # what stands for the gradient of a term that does not count
+        self._before: list[Tensor | None] = []  # gradients that the window found
+        self._left: list[tuple[Tensor | None, int]] = []  # gradients that it left to the user, and their versions
+        self._trained: list[bool] = []
+        self._of_pieces: list[Tensor | None] = []
+        self._inside: list[RemovableHandle] = []  # hooks of the backward under way
+        self._entered = self._begun = self._running = self._last = False
+        self._handles = [one.register_hook(self._guard) for one in self._leaves if guards and one.requires_grad]
+        self.pieces = 0
+
+    def begin_step(self, *, anew: bool) -> None:
+        """Begin a step of one or more backwards; one that was not finished gives its window up.
+
+        An epoch that ended within a window gives it up, too: then the step begins `anew`.
+        """
+        if self.pieces > 0 or self._entered:
+            self._of_pieces, self.pieces = [], 0
+            self.abandon()
+        if anew:
+            self.window.reset()
+
+    @contextmanager
+    def _or_abandon(self) -> Iterator[None]:
+        """Give the window up where something raises: a loop may go on, as after a batch that did not fit in memory."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    def enter(self, loss: WeighedLoss, *, last: bool) -> None:
+        """Add a loss to the window, before its backward; see `Window.enter`."""
+        if self._entered:
+            self.abandon()  # its backward has never begun
+        with self._or_abandon():
+            micro_batch = self._micro_batch(loss)
+            if self._owned_by_user:
+                micro_batch = self._of_user(micro_batch)
+            self.window.enter(micro_batch, last=last, unread=self._mask is not None)
+        self._entered = True
+
+    def _micro_batch(self, loss: WeighedLoss) -> MicroBatch:
+        return loss.micro_batch
+
+    def _of_user(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch, with the problem that it trains other parameters than those before it, if it does."""
+        if self.window.micro_batches and self._cleared():
+            self._before = []
+            self.window.reset()
+        before, self._trained = self._trained, [parameter.requires_grad for parameter in self.parameters]
+        differs = self.window.micro_batches and before != self._trained
+        return micro_batch._replace(problem=_OTHERS) if differs else micro_batch
+
+    def begin(self, loss: WeighedLoss, *, last: bool) -> None:
+        """Weigh a loss at the root of its backward, which ends with `finish`, or with `abandon` if it raises."""
+        self.enter(loss, last=last)
+        with self._or_abandon():
+            self._start(loss, last=last)
+
+    def backward(self, loss: WeighedLoss, run: Callable[[], None], *, last: bool, final: bool) -> None:
+        """Call `run`, which runs the backward of the loss that was entered.
+
+        Args:
+            loss: The loss.
+            run: Runs its backward. If it raises, the window is given up, and what it added to the gradients.
+            last: Whether the backward ends the window.
+            final: Whether it is the final one of its step.
+        """
+        with self._piece(final=final) if self.pieces > 0 or not final else nullcontext(), self._or_abandon():
+            self._start(loss, last=last)
+            run()
+            self._remove_hooks()
+
+    @contextmanager
+    def _piece(self, *, final: bool) -> Iterator[None]:
+        """Keep the gradients of a step's backwards until the final one: the loop zeroes gradients in between."""
+        before, began = [p.grad for p in self.parameters], self.window.length == self.pieces + 1
+        self._set_gradients(self._of_pieces)
+        if final:
+            self._of_pieces, self.pieces = [], 0
+            if began:
+                self._before = _cloned(before)
+            else:
+                self._add(before)
+            yield
+            return
+        self.pieces += 1
+        try:
+            yield
+            self._of_pieces = [p.grad for p in self.parameters]
+        finally:
+            self._set_gradients(before)
+
+    def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters), strict=True):
+            parameter.grad = gradient
+
+    def _add(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=False):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _start(self, loss: WeighedLoss, *, last: bool) -> None:
+        window, self._entered, self._running, self._last = self.window, False, True, last
+        if window.length == 1:
+            self._begin(aside=not last or window.afterwards or window.loss_divisor != 1)
+        carried, micro_batch = window.carried(last=last), window.micro_batches[-1]
+        if loss.coefficients:
+            loss.coefficients[:] = [self._stopped if value is None else value for value in carried]
+        nothing = micro_batch.absent or micro_batch.problem is not None
+        if nothing or all(value is None for value in carried):
+            self._inside += gradients_discarded(self._leaves, nan_only=not nothing)
+        if nothing or any(value is None for value in carried):
+            self._inside += nan_stopped(loss, [] if nothing else carried)
+        if self._mask is not None:
+            self._mask(micro_batch)
+
+    def _begin(self, *, aside: bool) -> None:
+        """Begin a window, with the gradients set aside that it finds.
+
+        A window of one that multiplies nothing afterwards may leave them: DDP averages what is equal on all ranks.
+        """
+        self._before, self._begun = [], True
+        if aside and any(parameter.grad is not None for parameter in self.parameters):
+            self._before = _cloned([parameter.grad for parameter in self.parameters])
+            self._set_gradients([])
+
+    def _guard(self, gradient: Tensor) -> None:
+        if not self._running:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(gradient.shape)} reached the model by a backward that bypassed"
+                f" reduction={self.window.rule.name!r}, so it would be averaged. Call self.manual_backward,"
+                " fabric.backward or GradAvgReducer.weigh(...).backward() with weight= instead of loss.backward()."
+            )
+
+    def _remove_hooks(self) -> None:
+        for handle in self._inside:
+            handle.remove()
+        self._inside.clear()
+
+    def close(self) -> None:
+        """Leave the tensors as they were found."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _cleared(self) -> bool:
+        """Return whether the user zeroed the gradients of a window that was not reduced, which gives it up."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        touched = any(
+            now is not left or (now is not None and version_of(now) != version)
+            for now, (left, version) in zip(gradients, self._left, strict=True)
+        )
+        # Only gradients that someone touched are looked at, which waits for an accelerator.
+        return touched and not self._holds_any([gradient for gradient in gradients if gradient is not None])
+
+    def _holds_any(self, gradients: Sequence[Tensor]) -> bool:
+        return any(bool(stored(gradient).any()) for gradient in gradients)
+
+    def reduce(self) -> bool:
+        """Finish the gradients where the backward that has been ended the window; return whether it did."""
+        self._remove_hooks()
+        self._running = False
+        if not self._last:
+            if self._owned_by_user:
+                self._left = [(p.grad, 0 if p.grad is None else version_of(p.grad)) for p in self.parameters]
+            return False
+        if not self.window.is_alone:
+            with self._or_abandon():
+                factor = self.window.after(self.window.totals())
+                if isinstance(factor, Tensor) or factor != 1:
+                    trained = (parameter.grad for parameter in self.parameters if parameter.requires_grad)
+                    self._scale([gradient for gradient in trained if gradient is not None], factor)
+        return True
+
+    def _scale(self, gradients: Sequence[Tensor], factor: Any) -> None:
+        scale_each([as_real(stored(gradient)) for gradient in gradients], factor)
+
+    def end(self) -> None:
+        """Add what was there before the window to what it reduced, and begin the next."""
+        if self._last:
+            self._add(self._before)
+            self._before, self._begun = [], False
+            self.window.reset()
+
+    def finish(self) -> None:
+        """Finish the gradients of a window that ended, and begin the next."""
+        self.reduce()
+        self.end()
+
+    def abandon(self) -> None:
+        """Give the window up, and restore the gradients that it found."""
+        self._remove_hooks()
+        if self._begun:
+            self._set_gradients(self._before)
+        self._before, self._begun = [], False
+        self._entered = self._running = False
+        self.window.reset()
+
+
+def _cloned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return copies: a gradient may live in a bucket of DDP, which the next reduction overwrites."""
+    return [None if gradient is None else gradient.clone() for gradient in gradients]

@@ -6,8 +6,8 @@ activations of one piece at a time. Lightning runs the last one, which reduces t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +98,7 @@ class Pieces(Part):
                 weight = self.weight(chunk) if len(pieces) == 1 else piece.samples
                 local = nullcontext() if last and not reproducible else self.run.ddp.no_sync()
                 with local, self._as_piece(piece, step):
-                    with self._apart(step.reduction, first=not outputs):
+                    with losses_weighed(refused=_APART) if self._in_pieces else nullcontext():
                         outputs.append(self._forward(step, weight, samples, *args))
                     if len(pieces) > 1:
                         _require_loss(outputs[-1])
@@ -110,13 +110,15 @@ class Pieces(Part):
         """Return the output of a forward, which the reduction has read."""
         try:
             output = step.forward(*args)
-        except ValueError as error:
-            # If it raised here, the other ranks would wait for this one. In manual optimization there is no loss that
-            # could carry the news.
-            manual = not self.run.module.automatic_optimization
-            if manual or not self._options.rule.uses_weight or not has_one_value(error):
+        except Exception as error:
+            # The other ranks may wait for this one's weights. In manual optimization there is no loss that could carry
+            # the news.
+            weighed = self.run.module.automatic_optimization and self._options.rule.uses_weight
+            told = weighed and isinstance(error, ValueError) and has_one_value(error)
+            output = step.reduction.fail_together(str(error)) if told or self._in_pieces else None
+            if not told:
                 raise
-            return step.reduction.fail_together(str(error))
+            return output
         return step.reduction.read(output, samples)
 
     def _begin(self, chunk: Chunk) -> None:
@@ -125,19 +127,6 @@ class Pieces(Part):
     def _as_piece(self, piece: ReplicaSlice, step: Step) -> AbstractContextManager[Any]:  # noqa: ARG002  # its own
         """Surround the forward and backward of a piece; of the last one only the forward."""
         return step.batches.training_step()
-
-    @contextmanager
-    def _apart(self, reduction: Reduction, *, first: bool) -> Iterator[None]:
-        """Surround the forward of a piece, where ranks may have different numbers of pieces.
-
-        After the first they agree on what losses carry, also where the forward fails on some of them.
-        """
-        try:
-            with losses_weighed(refused=_APART) if self._in_pieces else nullcontext():
-                yield
-        finally:
-            if first and self._in_pieces:
-                reduction.agree_on_lift()
 
     def _joined(self, outputs: Sequence[Any], pieces: Sequence[ReplicaSlice], chunk: Chunk) -> Any:
         """Return the pieces' outputs as one, with the mean loss, whose backward is that of the last piece."""

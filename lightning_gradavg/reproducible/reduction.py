@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,12 +40,9 @@ class TreeReduction(Reduction):
         super().configure_ddp(run)
         trained = {name: one for name, one in run.ddp.module.named_parameters() if one.requires_grad}
         sparse = [name for name, parameter in trained.items() if id(parameter) in self.sparse]
-        ignored = sorted(run.ddp.parameters_to_ignore & trained.keys())
         backend = backend_name(run.ddp.process_group, run.device)
         refused = {
             f"sparse gradients, as {', '.join(sparse)} would have. Make the embedding with sparse=False": sparse,
-            f"parameters that each rank trains for itself, as DDP was told of {', '.join(ignored)}. Do not have it"
-            " ignore them, or freeze them": ignored,
             f"{backend} on {run.device.type}: it works on gloo for CPUs and on NCCL and its like for accelerators."
             " Choose process_group_backend accordingly, or leave the option out": (
                 (run.device.type == "cpu") != (backend == "gloo")
@@ -68,8 +64,8 @@ class TreeReduction(Reduction):
         self._normalizers = [0.0] * self._replicas
         self._ends = False
 
-    def agree_on_lift(self) -> None:
-        """Multiply losses by their weights as they are."""
+    def _enter(self, loss: WeighedLoss) -> None:
+        """Multiply losses by their weights as they are: the backward adds them to the window."""
 
     def begin_step(self, batch: Any, missing: int = 0) -> None:
         """Note the batch of a training step, of which the rank's first replica comes next."""
@@ -96,13 +92,15 @@ class TreeReduction(Reduction):
         loss.coefficients[:] = [None if nothing or share.multiplier == 0 else float(share.multiplier)]
         kept = self._gradients()
         self._set_gradients({} if nothing else self._leaves.get(replica, {}))
+        discarded = gradients_discarded(self._parameters, nan_only=False) if nothing else []
         try:
-            with gradients_discarded(self._parameters, nan_only=False) if nothing else nullcontext():
-                run()
+            run()
             if not nothing:
                 self._leaves[replica] = self._gradients()
                 self._normalizers[replica] += float(share.normalizer)
         finally:
+            for handle in discarded:
+                handle.remove()
             self._set_gradients(kept)
         if not self._holding:
             # It is complete. The loader batch at the end of the window may have no samples of those behind it.
