@@ -92,21 +92,15 @@ def test_a_step_that_reads_its_batches_needs_a_weight(world):
     assert [approx(7 / 3), 4.0] == [gradient.item() for gradient in seen.gradients]
 
 
-@pytest.mark.filterwarnings('ignore:a "weight" was given')
-@pytest.mark.parametrize("reduction", ["weighted_mean", "mean"])
-def test_a_checkpoint_of_stock_ddp_goes_on_under_another_rule_with_a_word(world, tmp_path, reduction):
-    word = "from now on they are reduced by reduction='weighted_mean', g = sum(n * g) / sum(n)"
-    first, others = world(2).run(resume_from_stock, str(tmp_path / "stock.ckpt"), reduction)
-    assert ([word] if reduction == "weighted_mean" else []) == [line[-len(word) :] for line in first]
-    assert [] == others
+def test_a_checkpoint_of_stock_ddp_goes_on_under_another_rule(world, tmp_path):
+    assert [(0, 2), (1, 2)] == world(2).run(resume_from_stock, str(tmp_path / "stock.ckpt"))
 
 
-def resume_from_stock(path: str, reduction: str) -> list[str]:
-    """Body: continue a checkpoint of stock DDP under a rule; return what is told of it."""
+def resume_from_stock(path: str) -> tuple[int, int]:
+    """Body: continue a checkpoint of stock DDP under a rule; return how many times the steps of the first it has."""
     saving = make_trainer(DDPStrategy(), max_epochs=1, use_distributed_sampler=False)
     saving.fit(Toy(), loader(BATCHES[dist.get_rank()]))
     saving.save_checkpoint(path)
-    trainer = make_trainer(GradAvgStrategy(reduction=reduction), max_epochs=2, use_distributed_sampler=False)
-    with told() as lines:
-        trainer.fit(Toy(weight=lambda batch, _: len(batch)), loader(BATCHES[dist.get_rank()]), ckpt_path=path)
-    return [line for line in lines if "checkpoint" in line]
+    trainer = make_trainer(GradAvgStrategy(reduction="weighted_mean"), max_epochs=2, use_distributed_sampler=False)
+    trainer.fit(Toy(weight=lambda batch, _: len(batch)), loader(BATCHES[dist.get_rank()]), ckpt_path=path)
+    return dist.get_rank(), trainer.global_step // saving.global_step
