@@ -14,7 +14,15 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 
 def world() -> int:
@@ -207,7 +215,7 @@ def records() -> DataLoader[Any]:
 
 
 class Graph:
-    """A batch of a class that nothing is known of."""
+    """A sample, or a batch, of a class that nothing is known of."""
 
     def __init__(self, nodes: Tensor, graph: Tensor, count: int) -> None:
         self.nodes, self.graph, self.count = nodes, graph, count
@@ -215,13 +223,22 @@ class Graph:
 
 def graphs() -> DataLoader[Any]:
     x, _ = tensors(96)
-    rows: Any = [x[start : start + 1 + start % 3] for start in range(0, 96, 3)]
+    rows: Any = [
+        Graph(nodes, torch.zeros(len(nodes)).long(), 1)
+        for nodes in (x[start : start + 1 + start % 3] for start in range(0, 96, 3))
+    ]
 
-    def collated(each: list[Tensor]) -> Graph:
-        owner = [index for index, nodes in enumerate(each) for _ in nodes]
-        return Graph(torch.cat(each), torch.tensor(owner), len(each))
+    def collated(each: list[Graph]) -> Graph:
+        owner = torch.cat([one.graph + index for index, one in enumerate(each)])
+        return Graph(torch.cat([one.nodes for one in each]), owner, len(each))
 
     return DataLoader(rows, batch_size=4, collate_fn=collated)
+
+
+def uncopied() -> DataLoader[Any]:
+    """Samples with a function, which cannot be pickled."""
+    rows: Any = [(x, y, lambda: 0) for x, y in zip(*tensors(), strict=True)]
+    return DataLoader(rows, batch_size=4, collate_fn=lambda each: default_collate([row[:2] for row in each]))
 
 
 def of_graphs(module: Any, batch: Graph) -> Tensor:

@@ -610,7 +610,7 @@ RUNS = {
         strategy=gradavg(lr_scaling="linear", base_batch_size=4, split_batches=True),
         data=16,
         batch_size=8,
-        not_shown="verify the run without lr_scaling=",
+        not_shown="lr_scaling= changes the learning rate",
     ),
     "unused parameters, bucket views": Run(
         lambda: Net("mean", nn.PReLU(8, device="cpu")),
@@ -838,9 +838,11 @@ MINE = {
     "a detached `self.all_gather`": contrasts("a detached self.all_gather", cause="detached gather"),
     "contrastive on each rank": contrasts("none", **NO_LOSS),
     "a stream that all ranks read": on_stream("alike", cause="duplicated stream"),
+    "graphs that all ranks read": on(step=m.of_graphs, reads=m.graphs, options=UNDEALT, cause="duplicated stream"),
     "a mean over tokens, `collate_fn`": on(m.Words, m.each_token, m.texts, cause="mean of means"),
     "a short last batch in a window": on(reads=lambda: m.plain(28), options=TWO, cause="mean of means"),
     # Not shown.
+    "samples that cannot be copied": on(reads=m.uncopied, not_shown="a sample cannot be copied"),
     "one draw for each batch": on(step=m.one_draw, not_shown="one draw for a whole batch (aten.rand)"),
     "a short last batch beyond the steps": Run(
         lambda: m.Step(m.layers, m.classified),

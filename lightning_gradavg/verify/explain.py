@@ -177,8 +177,7 @@ class _Judge:
                 {name: torch.tensor([values[name]], dtype=torch.float64) for name in names}
                 for values in (first, mine.logged)
             )
-            seen, _ = difference(found, expected, 10 * self.tolerance, together=False)
-            if seen is not None:
+            for seen in difference(found, expected, 10 * self.tolerance, together=False)[:1]:
                 text = f"{seen.name} was logged by all ranks; the training is the same"
                 yield Finding("logged value", "logged values", text, position, seen)
                 return
@@ -289,7 +288,7 @@ class _Evidence:
         parts, self.losses = zip(*(twin.step_with([one], seen.step) for one in self.group), strict=True)
         whole, self.loss = twin.step_with(self.group, seen.step)
         every = {name: tensor for tensors in (*parts, whole, seen.found) for name, tensor in tensors.items()}
-        self.like = {name: each for name, each in every.items() if seen.relative.get(name, 0.0) > tolerance}
+        self.like = {name: each for name, each in every.items() if name in seen.names}
         self.target, self.reduced = flat(whole, self.like), flat(seen.found, self.like)
         self.rows = torch.stack([flat(part, self.like) for part in parts])
 

@@ -40,7 +40,6 @@ from lightning_gradavg.verify.target import (
     of_values,
     quiet_options,
     resolve_strategy,
-    trains_on_import,
 )
 
 __all__ = ["in_processes", "record_run", "require_memory", "verify", "verify_target"]
@@ -140,8 +139,6 @@ def verify(
         ValueError: If an option is out of range.
         RuntimeError: If one of the processes failed, with the last line of the user's code.
     """
-    if Trainer.fit is trains_on_import:
-        trains_on_import()
     settings = Settings(devices, steps, accelerator, single, tolerance)
     target = Target(partial(of_values, module, data), {**trainer_options, "strategy": strategy}, seed)
     return verify_target(target, settings, ignore)

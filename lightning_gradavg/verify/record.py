@@ -17,9 +17,7 @@ import hashlib
 import io
 import math
 import pickle
-import random
 import re
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -39,25 +37,21 @@ from lightning_gradavg.batches.collate import PartCollator
 from lightning_gradavg.lightning_internals import BatchNorm, TorchDispatchMode, fetched_here, writes_in_place
 from lightning_gradavg.loaders import user_loader
 from lightning_gradavg.options import StrategyFacts
-from lightning_gradavg.random_state import random_state, restore_random_state, same_random_state
+from lightning_gradavg.random_state import random_state, restore_random_state, same_random_state, seeded
 from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.tree import batch_samples, bits, leaves, mapped
 
-__all__ = ["DrawsBySample", "Facts", "Moment", "Read", "Recorder", "Refused", "Step", "Taken", "Tape", "Tensors"]
-__all__ += ["UNMADE", "loss_of", "sketch"]
+__all__ = ["Draws", "Moment", "Read", "Recorder", "Refused", "Step", "Taken", "Tape", "Tensors", "loss_of", "sketch"]
 
 Tensors: TypeAlias = dict[str, Tensor]
 """Sketches by the name of their parameter, buffer, option or value."""
 
-UNMADE = "no collate_fn makes the loader's batches, so their samples are unknown: use one DataLoader with a batch_size"
+_UNMADE = "no collate_fn makes the loader's batches, so their samples are unknown: use one DataLoader with a batch_size"
 
 _KEPT = 4096
-_KEPT_BATCHES = 512  # that are read ahead
 _MOST_BATCHES, _MOST_SAMPLES = 20_000, 5_000  # of an epoch that is read without training; a stream loads samples
 _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)  # that read every sample once
-_TYPES = re.compile(
-    r"dtype|scalar type|double|float64|float32|not implemented for|expected .* but (got|found)", re.IGNORECASE
-)
+_TYPES = re.compile(r"(?i)dtype|scalar type|double|float64|float32|not implemented for|expected .* but (got|found)")
 _IN_FLOAT32 = "the run does not compute in float64 (after {operator}: {error}): verify with --single, in float32"
 _MANUAL = "in manual optimization a window of several batches is the user's own sum of them"
 _NO_OPTIONS = ("params", "initial_lr", "foreach", "fused")  # of the mathematics
@@ -66,11 +60,7 @@ _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110685705
 
 
 class Refused(Exception):  # noqa: N818  # no error of the run
-    """Says why a run cannot be compared."""
-
-
-class _Enough(Exception):  # noqa: N818  # likewise: everything that was asked for is there
-    """Ends a run early."""
+    """Ends a run, with the reason why it cannot be compared; without one if everything that was asked for is there."""
 
 
 def sketch(tensor: Tensor) -> Tensor:
@@ -112,7 +102,7 @@ class Taken:
     samples: Sequence[bytes] = ()  # as `collate_fn` was given them
     ids: Sequence[Hashable] = ()  # of the samples: equal on all processes; None where they are not known
     size: int = 1
-    why: str = UNMADE  # its samples are not known
+    why: str = _UNMADE  # its samples are not known
     keys: Sequence[tuple[int, ...]] = ()  # of the samples, on one process
     counts: bool = True  # not if the strategy only kept the rank busy
     loss: float = math.nan
@@ -171,17 +161,13 @@ def loss_of(output: Any) -> tuple[Any, float | None]:
     return loss, None if weight is None or isinstance(weight, Mapping) else float(weight)
 
 
-def _number_of(*what: Any, size: int = 7) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=size).digest(), "big")
+def _number_of(*what: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=7).digest(), "big")
 
 
 def _seed(text: str) -> None:
-    """Seed the generators of torch, Python and NumPy by a text."""
-    number = _number_of(text, size=4)
-    torch.default_generator.manual_seed(number)
-    random.seed(number)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(number)
+    """Seed the generators of torch, Python and NumPy."""
+    restore_random_state(seeded(hashlib.blake2b(text.encode(), digest_size=24).digest()))
 
 
 class _Packer(pickle.Pickler):
@@ -226,8 +212,8 @@ class _Seeded:
 def _fingerprint(dataset: Any) -> bytes | None:
     """Return what equal datasets share: a digest of the length and of some samples; None where it is not known."""
     with suppress(Exception):
-        size, seeded = len(dataset), _Seeded(dataset)
-        return _digest(_packed(size), *(_packed(seeded[place]) for place in range(0, size, size // 2 or 1)))
+        size, same = len(dataset), _Seeded(dataset)
+        return _digest(_packed(size), *(_packed(same[place]) for place in range(0, size, size // 2 or 1)))
     return None
 
 
@@ -241,14 +227,14 @@ class _Loading:
         """Note the batches of a pass of a `DataLoader`."""
         if not fetcher.auto_collation:
             return
-        own, known, seeded = fetcher.collate_fn, None, _Seeded(fetcher.dataset)
+        own, known, same = fetcher.collate_fn, None, _Seeded(fetcher.dataset)
         if not isinstance(fetcher.dataset, IterableDataset):
-            known, fetcher.dataset = _fingerprint(fetcher.dataset), seeded
+            known, fetcher.dataset = _fingerprint(fetcher.dataset), same
 
         def collated(samples: list[Any]) -> Any:
             cut = own.split.cut(len(samples)) if isinstance(own, PartCollator) else None
             mine = slice(cut.start, cut.stop) if cut else slice(None)  # of this rank, of those that all ranks read
-            indices, seeded.read = seeded.read[mine], []
+            indices, same.read = same.read[mine], []
             why = "a sample cannot be copied"
             packed = list[bytes]()
             with suppress(Exception):  # pickle raises nearly anything
@@ -266,8 +252,6 @@ class _Loading:
     def note(self, batch: Any, taken: Taken) -> Any:
         """Remember what a batch is made of, and return it."""
         self._made[id(batch)] = (batch, taken)
-        for oldest in list(islice(self._made, max(0, len(self._made) - _KEPT_BATCHES))):
-            del self._made[oldest]
         return batch
 
     def taken(self, batch: Any) -> Taken:
@@ -352,7 +336,7 @@ _FORMS: Mapping[str, Callable[..., Any]] = {
 """What operators make of uniform numbers, the same at every length. What others draw belongs to no sample."""
 
 
-class DrawsBySample(TorchDispatchMode):
+class Draws(TorchDispatchMode):
     """Lets operators compute in float64 if `double`, and draw for each sample separately."""
 
     def __init__(self, *, double: bool) -> None:
@@ -424,35 +408,22 @@ def _widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
     types = {leaf.dtype for _, leaf in leaves(args) if isinstance(leaf, Tensor)}
     if torch.float64 not in types or not types & _LOW:
         return args, kwargs
-
-    def wide(leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, Tensor) and leaf.dtype in _LOW else leaf
-
     kept = int(writes_in_place(func))  # the first argument stays what it is
-    return (*args[:kept], *mapped(args[kept:], wide)), kwargs
+    wide = mapped(args[kept:], lambda leaf: leaf.double() if getattr(leaf, "dtype", None) in _LOW else leaf)
+    return (*args[:kept], *wide), kwargs
 
 
 class Recorder(Callback):
-    """Records the first steps of a run, and ends it.
-
-    Args:
-        steps: How many.
-        double: Whether the run computes in float64.
-        reads: Whether an epoch of the Trainer's loader is read at the end.
-
-    Attributes:
-        given: The loader that is read at the end, if any.
-        keys: Those of the samples of the batch.
-    """
+    """Records the first steps of a run, in float64 if `double`, and ends it; `reads` an epoch of its loader."""
 
     def __init__(self, steps: int, *, double: bool = True, reads: bool = True) -> None:
         self.most, self._reads = steps, reads
-        self.given: Any = None
-        self.loading, self.mode = _Loading(), DrawsBySample(double=double)
+        self.given: Any = None  # the loader that is read at the end, if any
+        self.loading, self.mode = _Loading(), Draws(double=double)
         self.tape = Tape(shared=self.mode.shared, collectives=self.mode.collectives)
         self.window: list[Taken] = []
         self.moments: list[Moment] = []
-        self.keys: Sequence[tuple[int, ...]] = []
+        self.keys: Sequence[tuple[int, ...]] = []  # of the samples of the batch
         self._counted, self._epoch, self._batch = 0, 0, ExitStack()
         # The plugin is the first to be given a batch as the loader made it.
         self.plugin: Any = DoublePrecision() if double else Precision()
@@ -464,10 +435,6 @@ class Recorder(Callback):
         """Watch a module, which is for this run alone, in training, and end with the record."""
         step, register = module.training_step, DistributedDataParallel.register_comm_hook
 
-        @functools.wraps(step)
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            return self._stepped(step, args, kwargs)
-
         def register_paused(model: Any, state: object, hook: Callable[..., Any]) -> None:
             @functools.wraps(hook)
             def paused(*given: Any) -> Any:
@@ -476,15 +443,14 @@ class Recorder(Callback):
 
             register(model, state, paused)
 
-        vars(module)["training_step"] = training_step
+        stepped = functools.wraps(step)(lambda *args, **kwargs: self._stepped(step, args, kwargs))
+        vars(module)["training_step"] = stepped
         in_type = mock.patch.object(DistributedDataParallel, "register_comm_hook", register_paused)
         # A compiled function draws and rounds where nobody sees it; the stance is there from torch 2.6 on.
         eager: Any = getattr(torch.compiler, "set_stance", nullcontext)
         with fetched_here(self.loading.watch), eager("force_eager"), in_type, self._batch:
             try:
                 yield
-            except _Enough:
-                pass
             except Refused as error:
                 self.tape.problem = str(error)
             except RuntimeError as error:
@@ -511,14 +477,15 @@ class Recorder(Callback):
             part.register_forward_hook(lambda *_: setattr(self.mode, "first", 0))
 
     def _note(self, stage: str, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
-        self.moments.append(Moment(stage, {name: sketch(each) for name, each in tensors if each is not None}))
+        held = {name: sketch(each) for name, each in tensors if each is not None and each.numel()}
+        self.moments.append(Moment(stage, held))
 
     def _arrived(self, batch: Any) -> Any:
         """Begin with a batch, as the loader made it, and return it in the run's type."""
         converted = self._converts(batch)
         self._close()
         if len(self.tape.steps) >= self.most:
-            raise _Enough
+            raise Refused
         taken, self._epoch = self.loading.taken(batch), self.trainer.current_epoch
         self.window.append(taken)
         self._batch.close()
@@ -526,12 +493,9 @@ class Recorder(Callback):
         place = len(self.window) - 1, self.tape.rank
         self.keys = self.mode.keys = taken.keys or [(*place, index) for index in range(taken.size)]
         self._counted, self.mode.trace = 0, []
-        self._reseed()
+        _seed(f"step {len(self.tape.steps)}")
         self._batch.enter_context(self.mode)
         return converted
-
-    def _reseed(self) -> None:
-        _seed(f"step {len(self.tape.steps)}")
 
     def _stepped(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `training_step`, on a whole batch or on the next piece of it."""
@@ -543,7 +507,7 @@ class Recorder(Callback):
             if rows < len(self.keys):
                 start = self._counted % len(self.keys)
                 self.mode.keys, self._counted = self.keys[start : start + rows], start + rows
-        self._reseed()  # whatever state the strategy has the step begin from
+        _seed(f"step {len(self.tape.steps)}")  # whatever state the strategy has the step begin from
         before = random_state()[1:]
         output = step(*args, **kwargs)
         if before != random_state()[1:]:
@@ -591,8 +555,9 @@ class Recorder(Callback):
         tape, steps = self.tape, [step.taken for step in self.tape.steps]
         unknown = [one.why for taken in [*steps, self.window] for one in taken if one.counts and one.why]
         summed = not tape.facts.automatic and any(len(taken) > 1 for taken in steps)
-        tape.problem = next(filter(None, [tape.problem, *unknown, _MANUAL * summed]), "")
-        if isinstance(self.given, DataLoader) and not tape.problem:
+        wrapped = not isinstance(self.given, (DataLoader, type(None)))
+        tape.problem = next(filter(None, [tape.problem, *unknown, _UNMADE * wrapped, _MANUAL * summed]), "")
+        if self.given is not None and not tape.problem:
             tape.read = self.loading.read(self.given)
 
 
@@ -617,22 +582,15 @@ def _options(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 def _facts_of(trainer: Trainer) -> Facts:
     strategy: Any = trainer.strategy
     ours, name = hasattr(strategy, "facts"), type(strategy).__name__
-    told = vars(strategy.facts() if ours else Facts())
+    told = strategy.facts() if ours else Facts()
     refused = {
         f"{name} trains replicas with batch statistics of their own, which one process does not have: verify the run"
-        " without num_replicas= and equivalent_to='data_parallel'": told["replicas"] is not None,
-        "the learning rate follows the number of ranks, which is meant: verify the run without lr_scaling=": (
-            told["scales_rates"]
-        ),
+        " without num_replicas= and equivalent_to='data_parallel'": told.replicas is not None,
+        "lr_scaling= changes the learning rate with the number of ranks: verify the run without": told.scales_rates,
     }
     for reason in (reason for reason, applies in refused.items() if applies):
         raise Refused(reason)
-    own = {
-        "rule": replace(told["rule"], share=RULES["mean"].share),  # a function may have no pickle
-        "accumulation": trainer.accumulate_grad_batches,
-        "strategy": name,
-        "ours": ours,
-        "automatic": trainer.lightning_module.automatic_optimization,
-        "epoch_batches": float(trainer.num_training_batches),
-    }
-    return Facts(**{**told, **own})
+    rule = replace(told.rule, share=RULES["mean"].share)  # a function may have no pickle
+    window, batches = trainer.accumulate_grad_batches, float(trainer.num_training_batches)
+    own = {"strategy": name, "ours": ours, "automatic": trainer.lightning_module.automatic_optimization}
+    return Facts(**{**vars(told), **own, "rule": rule, "accumulation": window, "epoch_batches": batches})

@@ -27,17 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_gradavg.arguments import nearest
 from lightning_gradavg.lightning_internals import start_no_processes
 
-__all__ = [
-    "Read",
-    "Settings",
-    "Target",
-    "as_list",
-    "imported",
-    "of_values",
-    "quiet_options",
-    "resolve_strategy",
-    "trains_on_import",
-]
+__all__ = ["Read", "Settings", "Target", "as_list", "imported", "of_values", "quiet_options", "resolve_strategy"]
 
 # Plugins of the cluster and of precision are ours; the callbacks search, stop, write or watch, and need a longer run.
 _LEFT_OUT: Mapping[str, tuple[type, ...]] = {
@@ -56,22 +46,18 @@ _QUIET: Mapping[str, Any] = {
 }
 
 
-def trains_on_import(*_: Any, **__: Any) -> None:
+def _refuse(*_: Any, **__: Any) -> None:
     """Stand for `Trainer.fit`, and `verify`, while a module is imported."""
     raise ImportError('it trains when it is imported: put that under `if __name__ == "__main__":`')
 
 
 def imported(path: str) -> Any:
-    """Return what `package.module:Name` or `folder/file.py:Name` names.
-
-    Raises:
-        ValueError: If there is no such thing, or the module trains when it is imported.
-    """
+    """Return what `package.module:Name` or `folder/file.py:Name` names."""
     module, _, name = path.rpartition(":")
     if not module or not name:
         raise ValueError(f"{path!r} must be written package.module:Name or file.py:Name")
     try:
-        with mock.patch.object(Trainer, "fit", trains_on_import):
+        with mock.patch.object(Trainer, "fit", _refuse):
             found: Any = _module_of_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
         return operator.attrgetter(name)(found)
     except (ImportError, AttributeError, OSError) as error:
@@ -90,11 +76,7 @@ def _module_of_file(file: Path) -> ModuleType:
 
 
 def resolve_strategy(strategy: Any) -> DDPStrategy:
-    """Return a strategy that runs in processes which are there already.
-
-    Raises:
-        ValueError: If it is no DDP strategy: sharded gradients or weights cannot be compared.
-    """
+    """Return a strategy that runs in processes which are there already."""
     if isinstance(strategy, str) and ":" in strategy:
         strategy = imported(strategy)()
     if isinstance(strategy, str):
@@ -112,11 +94,7 @@ def resolve_strategy(strategy: Any) -> DDPStrategy:
 
 
 def quiet_options(options: Mapping[str, Any], accelerator: str) -> dict[str, Any]:
-    """Return the options of a Trainer that trains like the user's, but does not log, save or validate.
-
-    Raises:
-        ValueError: If the Trainer has no such option.
-    """
+    """Return the options of a Trainer that trains like the user's, but does not log, save or validate."""
     known = list(inspect.signature(Trainer.__init__).parameters)[1:]
     for name in sorted(options.keys() - set(known)):
         raise ValueError(f"Trainer has no option {name!r}{nearest(name, known)}")
@@ -153,14 +131,9 @@ class Target:
     seed: int = 0
 
     def build(self, accelerator: str = "cpu") -> tuple[LightningModule, dict[str, Any], dict[str, Any]]:
-        """Seed, and return the module, the data arguments of `Trainer.fit`, and the options of a quiet Trainer.
-
-        Raises:
-            TypeError: If there is no LightningModule.
-            ValueError: If there are no data.
-        """
+        """Seed, and return the module, the data arguments of `Trainer.fit`, and the options of a quiet Trainer."""
         seed_everything(self.seed, workers=True, verbose=False)
-        with mock.patch.object(Trainer, "fit", trains_on_import):
+        with mock.patch.object(Trainer, "fit", _refuse):
             module, data, options = self.read()
         data = data() if callable(data) and not hasattr(data, "__iter__") else data
         if not isinstance(module, LightningModule):
@@ -193,6 +166,8 @@ class Settings:
         return self.tolerance or (1e-4 if self.single else 1e-8)
 
     def __post_init__(self) -> None:
+        if Trainer.fit is _refuse:
+            _refuse()
         of_type: Any = getattr(torch, self.accelerator, None)
         found = of_type.device_count() if hasattr(of_type, "device_count") else 0
         refused = {

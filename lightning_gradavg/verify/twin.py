@@ -7,7 +7,6 @@ makes of some of the samples is found by training anew up to a step that has onl
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import pickle
@@ -24,11 +23,11 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_gradavg.loaders import Shows
-from lightning_gradavg.verify.record import UNMADE, Moment, Recorder, Refused, Taken, Tape, Tensors, loss_of
+from lightning_gradavg.verify.record import Moment, Recorder, Refused, Taken, Tape, Tensors, loss_of
 from lightning_gradavg.verify.report import Difference
 
 __all__ = ["Build", "Group", "Seen", "Twin", "difference", "differences", "flat", "gap_between", "multiple_of"]
@@ -39,11 +38,8 @@ Build: TypeAlias = Callable[[], tuple[LightningModule, dict[str, Any], dict[str,
 Group: TypeAlias = Sequence[tuple[int, int, Taken]]
 """Micro-batches that one process takes as one batch: the position in the window, the rank, and what it took."""
 
-_OF_SEVERAL = (
-    *("strategy", "devices", "num_nodes", "accelerator", "callbacks", "accumulate_grad_batches", "plugins"),
-    *("limit_train_batches", "overfit_batches", "sync_batchnorm", "use_distributed_sampler", "precision"),
-)
-"""Options of devices, windows and lengths, which one process sets differently."""
+_ALONE = {"devices": 1, "sync_batchnorm": False, "precision": None, "limit_train_batches": None, "overfit_batches": 0.0}
+"""Options of devices, types and lengths, which one process sets differently."""
 
 
 class _OneProcess(SingleDeviceStrategy):
@@ -129,11 +125,7 @@ class Twin:
         return sorted(every, key=lambda one: one[:2])
 
     def step_with(self, group: Group, position: int) -> tuple[Tensors, float]:
-        """Return gradient and loss of a step of these micro-batches alone, after the steps before it.
-
-        Raises:
-            Refused: If it cannot be computed.
-        """
+        """Return gradient and loss of a step of these micro-batches alone, after the steps before it."""
         steps = [*([self.taken(index)] for index in range(position)), [group]]
         gc.collect()  # the module of the run before, which its Trainer and it hold in a circle
         tape = self.run(steps)
@@ -149,12 +141,7 @@ class Twin:
         return self.run([[list(each) for _, each in groupby(taken, lambda one: one[0])] for taken in of_steps])
 
     def run(self, steps: Sequence[Sequence[Group]] = ()) -> Tape:
-        """Train, and return the record.
-
-        Args:
-            steps: The groups that are the micro-batches of each step. Without any these are all that the ranks took,
-                and what one process reads in an epoch is noted, too.
-        """
+        """Train on groups, which are the micro-batches of each step; without any on all, and read an epoch, too."""
         reads = not steps
         of_run, facts = self.tapes[0].steps, self.tapes[0].facts
         steps = steps or [[self.taken(position)] for position in range(len(of_run))]
@@ -164,12 +151,8 @@ class Twin:
 
         def epoch(loader: Any) -> Iterator[Any]:
             """Yield the batches of an epoch, and the last again for a run that ended within it."""
-            if not hasattr(loader, "collate_fn"):
-                raise Refused(UNMADE)
             now = trainer.current_epoch
-            found = [
-                group for step, groups in zip(of_run, steps, strict=False) if step.epoch == now for group in groups
-            ]
+            found = [one for step, groups in zip(of_run, steps, strict=False) if step.epoch == now for one in groups]
             more = repeat(steps[-1][-1]) if now >= of_run[len(steps) - 1].epoch else ()
             for group in chain(found, more):
                 keys = [(index, rank, place) for index, rank, one in group for place in range(one.size)]
@@ -182,20 +165,14 @@ class Twin:
 
         strategy = _OneProcess(torch.device(self.device))
         strategy.recorder, strategy.rule = recorder, facts.rule.name
-        callbacks = options.get("callbacks") or []
-        trainer = Trainer(
-            strategy=strategy,
-            accelerator=self.device,
-            callbacks=[*(one for one in callbacks if not isinstance(one, GradientAccumulationScheduler)), recorder],
-            plugins=[recorder.plugin],
-            accumulate_grad_batches=window,
-            **{name: value for name, value in options.items() if name not in _OF_SEVERAL},
-        )
+        callbacks = [one for one in options["callbacks"] if not isinstance(one, GradientAccumulationScheduler)]
+        ours = {"strategy": strategy, "callbacks": [*callbacks, recorder], "plugins": [recorder.plugin]}
+        trainer = Trainer(**{**options, **_ALONE, **ours, "accumulate_grad_batches": window})
         given = {name: stand_in(each) if name == "train_dataloaders" else each for name, each in data.items()}
         for owner in (module, given.get("datamodule")):
             if isinstance(owner, (LightningModule, LightningDataModule)) and is_overridden("train_dataloader", owner):
                 own = owner.train_dataloader
-                vars(owner)["train_dataloader"] = functools.wraps(own)(lambda own=own: stand_in(own()))
+                vars(owner)["train_dataloader"] = lambda own=own: stand_in(own())
         with _world_of_one(), recorder.watching(module):
             trainer.fit(module, **given)
         short = len(recorder.tape.steps) < len(steps)
@@ -211,7 +188,7 @@ class Seen(NamedTuple):
     difference: Difference
     found: Tensors
     expected: Tensors
-    relative: Mapping[str, float]
+    names: set[str]  # of all that differ
 
 
 def difference(
@@ -221,57 +198,45 @@ def difference(
     noise: Mapping[str, Tensor] | None = None,
     *,
     together: bool = True,
-) -> tuple[Difference | None, dict[str, float]]:
-    """Return the largest difference beyond the tolerance, and the relative size of all. A missing tensor is zero.
+) -> list[Difference]:
+    """Return the differences beyond the tolerance, the largest first. A missing tensor is zero.
 
-    Args:
-        found: The sketches of the run.
-        expected: Those of one process.
-        tolerance: The relative difference that counts as equal.
-        noise: What both were computed from: a hundred-thousandth of the tolerance of that is rounding, as of the
-            largest of all tensors. What is zero but for rounding would otherwise differ by 100 %.
-        together: Whether a factor is that of all tensors.
+    The factor of the first is that of all tensors `together`, or its own.
     """
-    relative, beyond = dict[str, float](), list[Difference]()
+    beyond, like = list[Difference](), {**found, **expected}
+    found, expected = _filled(found, like), _filled(expected, like)
+    # What is zero but for rounding, of what both were computed from, would differ by 100 %.
     largest = max(map(_size, expected.values()), default=0.0)
-    for name in {**expected, **found}:
-        mine, other = _paired(found.get(name), expected.get(name))
+    for (name, mine), other in zip(found.items(), expected.values(), strict=True):
         same = torch.isclose(mine, other, rtol=0.0, atol=0.0, equal_nan=True)
         gaps = torch.where(same, 0.0, (mine - other).abs().nan_to_num(math.inf, math.inf))
         at, scale = int(gaps.argmax()), _size(other)
         gap = float(gaps[at])
         rounding = 1e-5 * tolerance * (_size(noise[name]) if noise and name in noise else largest)
-        relative[name] = gap / scale if scale else math.inf if gap else 0.0
         if gap > rounding + tolerance * scale:
-            beyond.append(Difference(name, relative[name], float(mine[at]), float(other[at])))
-        else:
-            relative[name] = min(relative[name], tolerance)
-    if not beyond:
-        return None, relative
-    most = max(beyond, key=lambda one: one.relative)
-    like = {**expected, **found}
-    like = like if together else {most.name: like[most.name]}
-    near = 1e4 * tolerance
-    factor = multiple_of(flat(found, like), flat(expected, like), near)
-    return replace(most, factor=factor if factor and abs(factor - 1) > near else None), relative
+            beyond.append(Difference(name, gap / scale if scale else math.inf, float(mine[at]), float(other[at])))
+    beyond.sort(key=lambda one: -one.relative)
+    for most in beyond[:1]:
+        like, near = like if together else {most.name: like[most.name]}, 1e4 * tolerance
+        factor = multiple_of(flat(found, like), flat(expected, like), near)
+        beyond[0] = replace(most, factor=factor if factor and abs(factor - 1) > near else None)
+    return beyond
 
 
 def _size(tensor: Tensor) -> float:
-    size = float(tensor.abs().max()) if tensor.numel() else 0.0
+    size = float(tensor.abs().max())
     return size if math.isfinite(size) else 0.0
 
 
-def _paired(*tensors: Tensor | None) -> list[Tensor]:
-    """Return two sketches, with zeros for one that is missing, and NaN where one is shorter."""
-    length = max(1, *(0 if each is None else each.numel() for each in tensors))
-    known = [torch.zeros(0).double() if each is None else each.reshape(-1) for each in tensors]
-    return [nn.functional.pad(each, (0, length - len(each)), value=math.nan if len(each) else 0.0) for each in known]
+def _filled(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensors:
+    """Return sketches of these names and sizes: zeros for one that is missing, and NaN for one of another size."""
+    every = {name: tensors.get(name, torch.zeros_like(each)) for name, each in like.items()}
+    return {n: each if len(each) == len(like[n]) else torch.full_like(like[n], math.nan) for n, each in every.items()}
 
 
 def flat(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
     """Return sketches as one vector in the order of `like`; what is missing is zero."""
-    pieces = [tensors.get(name, torch.zeros_like(tensor)) for name, tensor in like.items()]
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *pieces])
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *_filled(tensors, like).values()])
 
 
 def gap_between(found: Tensor, expected: Tensor) -> float:
@@ -284,17 +249,12 @@ def gap_between(found: Tensor, expected: Tensor) -> float:
 
 def multiple_of(found: Tensor, expected: Tensor, near: float) -> float | None:
     """Return the factor between two vectors; None if one is no multiple of the other."""
-    norm = float(expected.dot(expected)) if found.shape == expected.shape else 0.0
-    factor = float(found.dot(expected)) / norm if norm else math.nan
+    factor = float(found.dot(expected) / expected.dot(expected))
     return factor if math.isfinite(factor) and gap_between(found, factor * expected) <= near else None
 
 
 def differences(run: Tape, alone: Tape, tolerance: float) -> Iterator[Seen]:
-    """Yield where a run differs from another, in its order.
-
-    Raises:
-        Refused: If one takes other steps than the other.
-    """
+    """Yield where a run differs from another, in its order."""
     before: Tensors = {}
     for position, (step, own) in enumerate(zip(run.steps, alone.steps, strict=False)):
         tiny: Tensors = {}
@@ -309,10 +269,10 @@ def differences(run: Tape, alone: Tape, tolerance: float) -> Iterator[Seen]:
                 found, expected, noise = _without(found, before), _without(expected, before), expected
                 both = tiny.keys() & found.keys() & expected.keys()
                 found |= {name: torch.where(tiny[name], expected[name], found[name]) for name in both}
-            seen, relative = difference(found, expected, tolerance, noise, together=stage != "optimizer options")
+            beyond = difference(found, expected, tolerance, noise, together=stage != "optimizer options")
             before = noise or (expected if stage == "initial weights" else before)
-            if seen is not None:
-                yield Seen(stage, position, seen, found, expected, relative)
+            if beyond:
+                yield Seen(stage, position, beyond[0], found, expected, {one.name for one in beyond})
 
 
 def _without(tensors: Tensors, before: Tensors) -> Tensors:
