@@ -299,11 +299,6 @@ def after_backward(ended: Callable[[], None], failed: Callable[[], None]) -> Non
     torch.autograd.Variable._execution_engine.queue_callback(_AfterBackward(ended, failed))
 
 
-def in_backward() -> bool:
-    """Return whether autograd is running a backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def require_dimensions(norm: BatchNorm, input: Tensor) -> None:  # noqa: A002  # torch's name
     """Raise as batch norm does for an input of other dimensions."""
     norm._check_input_dim(input)

@@ -16,11 +16,8 @@ a forward again.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,27 +25,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_gradavg.lightning_internals import BatchNorm, in_backward, require_dimensions
+from lightning_gradavg.lightning_internals import BatchNorm, require_dimensions
 from lightning_gradavg.ranks import World
 
-__all__ = ["not_counted", "restore_batch_norm", "synchronize_batch_norm", "unsynchronizable_batch_norms"]
-
-_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
-
-_counted: ContextVar[bool] = ContextVar("counted", default=True)
+__all__ = ["count_rows", "restore_batch_norm", "synchronize_batch_norm", "unsynchronizable_batch_norms"]
 
 
-def synchronize_batch_norm(module: nn.Module, group: dist.ProcessGroup | None = None) -> list[str]:
+class _Rows:
+    """Of the process, not of a thread: `torch.utils.checkpoint` may run a forward again on a thread of autograd."""
+
+    counted = True
+
+
+def count_rows(*, counted: bool) -> None:
+    """Say whether this rank's rows count in synchronized batch norms from here on, also where a forward is repeated.
+
+    Rows that do not count are normalized with the statistics of the other ranks' rows, and have no gradient.
+    """
+    _Rows.counted = counted
+
+
+def synchronize_batch_norm(module: nn.Module) -> list[str]:
     """Let every batch norm of a module normalize over the values of all ranks. Call it on every rank.
 
-    It applies where a batch norm uses the statistics of the batch; in evaluation a rank normalizes its own batch. Only
-    the layers' attribute `forward` is set. Copies of `copy.deepcopy` are synchronized, too; pickled ones are not.
-    Ranks may have different numbers of rows, or none. Half precision is computed in float32. There is no second
-    derivative.
+    It applies to layers in training mode. Only their attribute `forward` is set. Copies of `copy.deepcopy` are
+    synchronized, too; pickled ones are not. Ranks may have different numbers of rows, or none. Half precision is
+    computed in float32. There is no second derivative.
 
     Args:
         module: The model, the same on all ranks.
-        group: The process group; the default group if None.
 
     Returns:
         The names of the synchronized layers. Those that `unsynchronizable_batch_norms` names are left alone.
@@ -56,111 +61,69 @@ def synchronize_batch_norm(module: nn.Module, group: dist.ProcessGroup | None = 
     Raises:
         ValueError: From a forward, on all ranks, if all ranks together have one value per channel.
     """
-    world = World.of(group)
-    names = []
-    for name, norm in _batch_norms(module):
-        if _forward_of(norm) in _FORWARDS:
-            vars(norm)["forward"] = _Synchronized(norm, module, world)
-            names.append(name)
-    return names
+    names = {name: norm for name, norm in _batch_norms(module).items() if _forward_of(norm) in _FORWARDS}
+    for norm in names.values():
+        vars(norm)["forward"] = MethodType(forward, norm)
+    return [*names]
 
 
 def restore_batch_norm(module: nn.Module) -> None:
-    """Undo `synchronize_batch_norm`."""
-    for norm in module.modules():
-        if isinstance(vars(norm).get("forward"), _Synchronized):
+    """Undo `synchronize_batch_norm` and `count_rows`."""
+    count_rows(counted=True)
+    for norm in _batch_norms(module).values():
+        if _forward_of(norm) is forward:
             del vars(norm)["forward"]
 
 
 def unsynchronizable_batch_norms(module: nn.Module) -> list[str]:
     """Return the names of the batch norms that have a forward of their own, which cannot be synchronized."""
-    return [name for name, norm in _batch_norms(module) if _forward_of(norm) not in _FORWARDS]
+    return [name for name, norm in _batch_norms(module).items() if _forward_of(norm) not in _FORWARDS]
 
 
-def _batch_norms(module: nn.Module) -> list[tuple[str, BatchNorm]]:
-    return [(name, norm) for name, norm in module.named_modules() if isinstance(norm, BatchNorm)]
+def _batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
+    return {name: norm for name, norm in module.named_modules() if isinstance(norm, BatchNorm)}
 
 
-@contextmanager
-def not_counted() -> Iterator[None]:
-    """Inside, let this rank's rows count for nothing in synchronized batch norms, on this thread.
-
-    They are normalized with the statistics of the other ranks' rows. Enter it around the forward. What
-    `torch.utils.checkpoint` runs again in the backward counts as the forward before it did.
-    """
-    token = _counted.set(False)
-    try:
-        yield
-    finally:
-        _counted.reset(token)
+def _forward_of(norm: nn.Module) -> Any:
+    return getattr(norm.forward, "__func__", norm.forward)
 
 
-def _forward_of(norm: nn.Module) -> Callable[..., Any]:
-    own = vars(norm).get("forward")
-    forward: Callable[..., Any] = type(norm).forward if own is None or isinstance(own, _Synchronized) else own
-    return getattr(forward, "__func__", forward)
+def forward(self: BatchNorm, input: Tensor) -> Tensor:  # noqa: A002  # torch's names, which a pickled layer looks up
+    """Run a synchronized batch norm."""
+    world = World.of(None)
+    if not self.training or world.group is None:
+        return BatchNorm.forward(self, input)
+    require_dimensions(self, input)
+    normalize: Any = _Normalize.apply
+    output: Tensor = normalize(input, self.weight, self.bias, self, world)
+    return output
 
 
-class _Synchronized:
-    """The forward of a synchronized batch norm. While `model` is not in training mode, it is the layer's own."""
-
-    def __init__(self, norm: BatchNorm, model: nn.Module, world: World) -> None:
-        self.norm, self.model, self.world = norm, model, world
-        self.counted = True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Synchronized:
-        # A process group cannot be copied, and the copy of a layer must not copy the model that it is part of.
-        return _Synchronized(copy.deepcopy(self.norm, memo), memo.get(id(self.model), self.model), self.world)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # As a bound method, so that whoever loads the layer needs neither a process group nor this package.
-        return getattr, (self.norm, "forward")
-
-    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name, by which callers may pass it
-        norm = self.norm
-        # A forward within a backward is a recomputation, perhaps on a thread of autograd without the context.
-        if not in_backward():
-            self.counted = _counted.get()
-        of_batch = norm.training or (norm.running_mean is None and norm.running_var is None and self.model.training)
-        if not of_batch or (self.world.group is None and self.counted):
-            return BatchNorm.forward(norm, input)
-        require_dimensions(norm, input)
-        if input.shape[1] != norm.num_features and (norm.affine or norm.track_running_stats):
-            raise ValueError(
-                f"a batch norm of {norm.num_features} channels got an input of shape {tuple(input.shape)}:"
-                f" pass num_features={input.shape[1]} to the layer"
-            )
-        normalize: Any = _Normalize.apply
-        output: Tensor = normalize(input, norm.weight, norm.bias, norm, self.world, self.counted)
-        return output
+_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward, forward)
 
 
 class _Normalize(torch.autograd.Function):
     # All ranks save the same number of tensors, whatever they count: checkpoint ends a recomputation by that number.
     @staticmethod
     def forward(
-        ctx: Any,
-        values: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        norm: BatchNorm,
-        world: World,
-        counted: bool,
+        ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, norm: BatchNorm, world: World
     ) -> Tensor:
         shape, dims = _layout(values)
         wide = values.to(_wide(values.dtype))
-        n = counted * values.shape[0] * math.prod(values.shape[2:])
+        n = _Rows.counted * values.shape[0] * math.prod(values.shape[2:])
         mean, variance = wide.new_zeros(2, wide.shape[1])
         if n:  # else they may be NaN, which no factor removes
             mean = wide.mean(dims)
             variance = (wide - mean.view(shape)).square_().mean(dims)  # on CPUs, twice as fast as `var_mean`
         number = torch.full((1,), n, dtype=torch.float64, device=values.device)  # exact, unlike in float32
-        of_ranks = _rows_of_ranks(torch.cat([variance.double(), mean.double(), number]), world)
+        row = torch.cat([variance.double(), mean.double(), number])
+        of_ranks = row.new_empty(world.size, len(row))
+        dist.all_gather(list(of_ranks.unbind()), row, group=world.group)
         total = of_ranks[:, -1].sum()
         if n <= 1 and total.item() == 1:  # only ranks with so few rows wait for an accelerator
             raise ValueError(
-                "Expected more than 1 value per channel when training, but the samples of all ranks together have 1, on"
-                f" this rank in an input of shape {tuple(values.shape)}. Use larger batches, or drop_last=True."
+                "Expected more than 1 value per channel when training, but the samples of all ranks together have 1."
+                " Use larger batches, or drop_last=True."
             )
         shares, (variances, means) = of_ranks[:, -1:] / total.clamp(min=1), of_ranks[:, :-1].chunk(2, dim=1)
         mean = (shares * means).sum(0)
@@ -171,8 +134,7 @@ class _Normalize(torch.autograd.Function):
         output = nn.functional.batch_norm(
             wide, mean.to(wide.dtype), variance.to(wide.dtype), scale, offset, eps=norm.eps
         )
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.world, ctx.counted = world, counted
+        ctx.world, ctx.counted = world, _Rows.counted
         ctx.save_for_backward(values, weight, mean, (variance + norm.eps).rsqrt(), total)
         return output.to(values.dtype)
 
@@ -189,42 +151,26 @@ class _Normalize(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             sums = torch.cat([of_bias, of_weight]).double()
             sums = sums if ctx.counted else torch.zeros_like(sums)  # they may be NaN
-            if ctx.world.group is not None:
-                dist.all_reduce(sums, group=ctx.world.group)
-            if ctx.counted:  # else the statistics do not depend on these values
-                to_mean, to_deviation = ((part / total.clamp(min=1)).to(wide).view(shape) for part in sums.chunk(2))
-                dy = normalized.mul_(-to_deviation).add_(dy).sub_(to_mean)
+            dist.all_reduce(sums, group=ctx.world.group)
+            to_mean, to_deviation = ((part / total.clamp(min=1)).to(wide).view(shape) for part in sums.chunk(2))
+            dy = normalized.mul_(-to_deviation).add_(dy).sub_(to_mean)
             scale = inverse if weight is None else inverse * weight.double()
             of_values = (dy * scale.to(wide).view(shape)).to(values.dtype)
-        return (
-            of_values,
-            of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            of_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
-            *(None, None, None),
-        )
+        if not ctx.counted:
+            return (None,) * 5  # 0 times NaN is NaN
+        of_parameters = (None if weight is None else one.to(weight.dtype) for one in (of_weight, of_bias))
+        return of_values, *of_parameters, None, None
 
 
 def _move_running_statistics(norm: BatchNorm, mean: Tensor, variance: Tensor, total: Tensor) -> None:
-    if not (norm.training and norm.track_running_stats):
-        return
-    factor: float | Tensor = 0.0 if norm.momentum is None else norm.momentum
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-        if norm.momentum is None:
-            factor = 1 / norm.num_batches_tracked.double()
-    factor = factor * (total > 0).double()  # as in torch, an empty batch leaves them as they are
-    unbiased = variance * total / (total - 1).clamp(min=1)
-    for running, current in ((norm.running_mean, mean), (norm.running_var, unbiased)):
-        if running is not None:
+    if norm.track_running_stats:
+        count = norm.get_buffer("num_batches_tracked").add_(1)
+        factor = 1 / count.double() if norm.momentum is None else norm.momentum
+        factor = factor * (total > 0).double()  # as in torch, an empty batch leaves them as they are
+        unbiased = variance * total / (total - 1).clamp(min=1)
+        for name, current in (("running_mean", mean), ("running_var", unbiased)):
+            running = norm.get_buffer(name)
             running.copy_((1 - factor) * running.double() + factor * current)
-
-
-def _rows_of_ranks(row: Tensor, world: World) -> Tensor:
-    rows = row.new_empty(world.size, len(row))
-    if world.group is None:
-        return rows.copy_(row)
-    dist.all_gather(list(rows.unbind()), row, group=world.group)
-    return rows
 
 
 def _layout(values: Tensor) -> tuple[list[int], list[int]]:

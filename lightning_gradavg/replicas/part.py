@@ -159,7 +159,7 @@ class Replicas(Pieces):
         """Put the steps back, and have the batch norm of one device normalize over all ranks."""
         self._evaluating.close()
         if self._options.one_device and self.run.model is not None and self.run.world.size > 1:
-            synchronize_batch_norm(self.run.module, self.run.world.group)
+            synchronize_batch_norm(self.run.module)
 
     def describe(self) -> str:
         """Return the run that is reproduced, and its replicas."""

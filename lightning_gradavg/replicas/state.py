@@ -20,7 +20,7 @@ from lightning_gradavg.batches.part import ReplicaSlice
 from lightning_gradavg.lightning_internals import broadcast_from_first, version_of
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Run
-from lightning_gradavg.replicas.batch_norm import not_counted
+from lightning_gradavg.replicas.batch_norm import count_rows
 from lightning_gradavg.replicas.random_streams import ReplicaStreams
 from lightning_gradavg.stand_in import metrics_kept
 from lightning_gradavg.tree import bits
@@ -74,11 +74,11 @@ class ReplicaState:
         copies = {label: copied[id(buffer)] for label, buffer in self._originals.items()}
         self._put(copies)
         versions = [version_of(parameter) for parameter in self._parameters.values()]
+        count_rows(counted=piece.replica is not None)
         try:
             with ExitStack() as around:
                 if piece.replica is None:
                     around.enter_context(self._streams.of(index, -1 - self._world.rank))
-                    around.enter_context(not_counted())
                     around.enter_context(metrics_kept(self._module))
                 else:
                     around.enter_context(self._streams.of(index, piece.replica))
@@ -120,6 +120,7 @@ class ReplicaState:
         if self._originals is None:
             return
         originals, self._originals = self._originals, None
+        count_rows(counted=True)
         self._put(originals)
         if self._check:
             self._require_equal()
