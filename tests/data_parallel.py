@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from lightning_gradavg.replicas.random_streams import ReplicaStreams
+from lightning_gradavg.replicas.part import replica_stream
 
 __all__ = ["MODELS", "Numbers", "Rows", "Run", "assert_same_run", "fit", "joined", "loader", "train"]
 
@@ -73,7 +73,7 @@ def joined(*outputs: Any) -> Any:
 def train(module: Any, batches: Iterable[Any], replicas: int, *, epochs: int = 1, accumulate: int = 1) -> Run:
     """Train a module with replicas; windows of loader batches are means by their weights, however short the last."""
     run, optimizer, loader_batches = Run(), module.configure_optimizers(), list(batches)
-    streams, step, index = ReplicaStreams(SEED, torch.device("cpu")), Step(module.train()), 0
+    step, index = Step(module.train()), 0
     vars(module)["log"] = lambda *_, **__: None
     for _ in range(epochs):
         for start in range(0, len(loader_batches), accumulate):
@@ -85,7 +85,7 @@ def train(module: Any, batches: Iterable[Any], replicas: int, *, epochs: int = 1
                     # Replica 0's buffers are the module's own.
                     buffers = {name: buffer.clone() for name, buffer in before.items()} if replica else {}
                     part = tree_map(lambda leaf, rows=rows: leaf[rows], batch)
-                    with streams.of(index, replica):
+                    with replica_stream(SEED, index, replica, torch.device("cpu")):
                         output = functional_call(step, buffers, (part, batch_idx))
                     outputs.append(output)
                     weights.append(float(output["weight"]) if "weight" in named(output) else len(rows))
@@ -221,6 +221,15 @@ class Rows(Model):
         return {"loss": loss, "outputs": outputs["points"]}
 
 
+class NormedRows(Rows):
+    """With batch norm, which has several values of each sample."""
+
+    def build(self) -> nn.Module:
+        layers: Any = super().build()
+        head, *rest = layers
+        return nn.Sequential(head, nn.Unflatten(1, (4, 2)), nn.BatchNorm1d(4), nn.Flatten(), *rest)
+
+
 class Numbers(Rows):
     """A replica has one of some numbers: a square of a mean, and how many samples it has, which the buffer adds up."""
 
@@ -244,6 +253,7 @@ MODELS: dict[str, type[Model]] = {
     "masked": Masked,
     "sparse": Sparse,
     "rows": Rows,
+    "normed rows": NormedRows,
     "numbers": Numbers,
 }
 

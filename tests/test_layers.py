@@ -30,7 +30,7 @@ UPWARD: dict[str, str] = {}
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 LIGHTNING_IN = (
     "lightning_internals methods stand_in part batches.part checkpoints evaluation faults.part launch rates.part",
-    "reduction.reduction replicas.pieces replicas.obstacles replicas.log",
+    "reduction.reduction replicas.pieces replicas.obstacles replicas.joined",
     "reproducible.part",
     "strategy sharded training fabric termination monitor verify cli __init__",
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gradavg.replicas.random_streams import ReplicaStreams
+from lightning_gradavg.replicas.part import replica_stream
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def draws() -> tuple[Any, ...]:
 
 
 def drawn(seed: int, step: int, replica: int) -> tuple[Any, ...]:
-    with ReplicaStreams(seed, CPU).of(step, replica):
+    with replica_stream(seed, step, replica, CPU):
         return draws()
 
 
@@ -42,7 +42,7 @@ def test_draws_differ_between_replicas_and_steps_and_repeat():
 
 
 def test_no_two_generators_make_the_same_stream():
-    with ReplicaStreams(0, CPU).of(0, 0):
+    with replica_stream(0, 0, 0, CPU):
         python, numpy = [random.random() for _ in range(64)], np.random.rand(64)  # noqa: NPY002
         assert 3 * 64 == len({*python, *numpy.tolist(), *torch.rand(64, dtype=torch.float64).tolist()})
 
@@ -56,7 +56,7 @@ def test_all_generators_are_put_back(fails):
     random.setstate(states[1])
     np.random.set_state(states[2])  # noqa: NPY002
 
-    with pytest.raises(ZeroDivisionError) if fails else nullcontext(), ReplicaStreams(3, CPU).of(1, 2):
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext(), replica_stream(3, 1, 2, CPU):
         draws()
         assert 1 / (not fails)
 
@@ -66,20 +66,19 @@ def test_all_generators_are_put_back(fails):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("within", [False, True])
 def test_checkpoint_repeats_the_draws(use_reentrant, within):
-    streams = ReplicaStreams(5, CPU)
     dropout = nn.Dropout(0.5)
     x = torch.ones(256, requires_grad=True)
 
     def forward(values: Tensor) -> Tensor:
         if not within:
             return dropout(values * values)
-        with streams.of(7, 1):  # Python's and NumPy's draws are repeated, too
+        with replica_stream(5, 7, 1, CPU):  # Python's and NumPy's draws are repeated, too
             return dropout(values * values) * random.random() * np.random.rand()  # noqa: NPY002
 
     if within:
         out = checkpoint(forward, x, use_reentrant=use_reentrant)
     else:
-        with streams.of(7, 1):
+        with replica_stream(5, 7, 1, CPU):
             out = checkpoint(forward, x, use_reentrant=use_reentrant)
     out.sum().backward()
 
@@ -87,15 +86,9 @@ def test_checkpoint_repeats_the_draws(use_reentrant, within):
     assert torch.equal(2 * out.detach(), x.grad)  # d(c * x^2)/dx at 1 is twice c
 
 
-def test_a_device_without_streams_is_refused():
-    with pytest.raises(ValueError, match=r"device must be a CPU or an accelerator .* got 'meta': move"):
-        ReplicaStreams(0, torch.device("meta"))
-
-
 @pytest.mark.gpu
 def test_the_device_draws_from_the_stream_without_a_wait() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    streams = ReplicaStreams(0, device)
     before = torch.cuda.get_rng_state(device)
     seen: dict[tuple[int, int], list[Tensor]] = {}
     mode = torch.cuda.get_sync_debug_mode()
@@ -103,7 +96,7 @@ def test_the_device_draws_from_the_stream_without_a_wait() -> None:
     try:
         for _ in range(2):
             for step, replica in ((0, 0), (0, 1), (1, 0)):
-                with streams.of(step, replica):
+                with replica_stream(0, step, replica, device):
                     seen.setdefault((step, replica), []).append(torch.rand(8, device=device))
     finally:
         torch.cuda.set_sync_debug_mode(mode)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,11 @@ from replicas import (
     Manual,
     Normed,
     Options,
-    Regression,
     assert_same,
     data,
     fit,
     outcome,
     parallel,
-    single,
     state_of,
 )
 from torch import Tensor, nn
@@ -142,37 +139,3 @@ def test_outputs_of_a_ranks_replicas_are_joined(world, tmp_path):
     assert halves[0]["size"] + halves[1]["size"] == whole["size"]
     mean = (6 * halves[0]["loss"] + 5 * halves[1]["loss"]) / 11
     assert mean == pytest.approx(whole["loss"], rel=1e-12)
-
-
-class Assigns(Regression):
-    """Assigns new tensors to its buffers."""
-
-    steps: Tensor
-
-    def build(self) -> None:
-        self.register_buffer("steps", torch.zeros(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.steps = self.steps + 1
-        return super().training_step(batch, batch_idx) * (1 + 0.01 * self.steps)
-
-
-def test_one_device_keeps_assigned_buffers(world):
-    state, _ = world(1).run(outcome, Assigns, single())[0]
-    assert state["steps"] == 6
-    assert_same(world, (2, 3), Assigns, single())
-
-
-def fit_caught() -> Any:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        state, _ = outcome(Assigns, parallel())
-    return state["steps"], [str(one.message) for one in caught if "assigns a new tensor" in str(one.message)]
-
-
-def test_replicas_drop_assigned_buffers_with_a_word(world):
-    (steps, messages), *others = world(2).run(fit_caught)
-    assert steps == 0
-    assert len(messages) == 1
-    assert "to the buffer steps" in messages[0]
-    assert all(messages == [] for _, messages in others)

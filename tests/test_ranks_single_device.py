@@ -39,7 +39,7 @@ def reference(name: str, dtype: torch.dtype, accumulate: int) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"), grid(["plain cnn", "masked", "sparse", "rows"], [1, 2, 3, 4], strength=1)
+    ("name", "world_size"), grid(["plain cnn", "masked", "sparse", "rows", "normed rows"], [3, 4, 2, 1], strength=1)
 )
 def test_equals_one_process(world, name, world_size):
     windows = (1, 2)

@@ -91,7 +91,9 @@ class Faults(Part):
         return self.run.trainer.global_step if self.run.module.automatic_optimization else self._batches
 
     def on_evaluation_start(self) -> None:
-        """Note that ranks evaluate different batches, which may change the buffers of a module in training mode."""
+        """Compare buffers before ranks evaluate different batches, which may change those of a module that trains."""
+        if self._buffers and self.run.model is not None and not self._evaluated:
+            self._check()
         self._evaluated = True
 
     def on_train_end(self) -> None:

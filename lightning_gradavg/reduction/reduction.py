@@ -24,7 +24,6 @@ from lightning_gradavg.rules import RULES, Rule
 __all__ = ["Reduction"]
 
 _MISSPELT = {"weights", "Weight", "wieght", "weigth"}
-_ONE_SAMPLE = "Choose a batch size that leaves no rank and no replica a single sample, which batch norm cannot serve"
 
 
 class Reduction(Part):
@@ -227,9 +226,9 @@ class Reduction(Part):
         self.pending = WeighedLoss(self._zero_loss(), loss.micro_batch)
         return self.pending.value
 
-    def fail_together(self, problem: str) -> Tensor:
-        """Return a loss whose window ends with an error on all ranks."""
-        return self._stand_in(problem=f"{problem} {_ONE_SAMPLE}")
+    def fail_together(self, problem: str) -> None:
+        """Have the window end with an error on all ranks."""
+        self._stand_in(problem)
 
     def _stand_in(self, problem: str | None = None, *, without_loss: bool = False) -> Tensor:
         """Return the loss of a micro-batch that has none, and add nothing to any gradient."""

@@ -1,33 +1,59 @@
-"""Training steps run once per replica, the loss of all ranks' outputs, and evaluation as in the reproduced run."""
+"""Training steps run once per replica, the loss of all ranks' outputs, and evaluation as in the reproduced run.
+
+What a replica computes depends neither on its rank nor on the replicas before it: each starts from the module's buffers
+and draws from its own stream. What replica 0 writes into its buffers, the module keeps.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial, update_wrapper
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from hashlib import blake2b
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_gradavg.batches.chunks import Chunk, chunk_bounds
+from lightning_gradavg.batches.chunks import Chunk
 from lightning_gradavg.batches.part import ReplicaSlice
-from lightning_gradavg.lightning_internals import leave_batch_norm_alone
+from lightning_gradavg.lightning_internals import broadcast_from_first, leave_batch_norm_alone, version_of
 from lightning_gradavg.methods import logged_as, replaced
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Run, Saved
-from lightning_gradavg.ranks import World
-from lightning_gradavg.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
-from lightning_gradavg.replicas.log import ReplicaLog, of_whole_run
+from lightning_gradavg.random_state import random_state, restore_random_state, seeded
+from lightning_gradavg.reduction.weigh import sparse_weights
+from lightning_gradavg.replicas.batch_norm import count_rows, restore_batch_norm, synchronize_batch_norm
+from lightning_gradavg.replicas.joined import gather_outputs, of_whole_run
 from lightning_gradavg.replicas.obstacles import has_step_end
-from lightning_gradavg.replicas.outputs import gather_outputs, join_outputs, require_rows
-from lightning_gradavg.replicas.pieces import Pieces, Step, has_one_value
-from lightning_gradavg.replicas.random_streams import ReplicaStreams
-from lightning_gradavg.replicas.state import ReplicaState
+from lightning_gradavg.replicas.pieces import Pieces, Step
 from lightning_gradavg.stand_in import metrics_kept
-from lightning_gradavg.tree import batch_samples, slice_batch
 
-__all__ = ["Replicas"]
+__all__ = ["Replicas", "replica_stream"]
+
+
+@contextmanager
+def replica_stream(seed: int, step: int, replica: int, device: torch.device) -> Iterator[None]:
+    """Draw inside from the stream of a replica and a step, and put all generators back, also after an exception.
+
+    Those are torch's on the CPU and the device, Python's and NumPy's. Nothing waits for the device. What
+    `torch.utils.checkpoint` recomputes later draws the same from torch, whose states it keeps; for Python and NumPy,
+    enter it within the function that is recomputed.
+    """
+    # A hash, because a sum such as seed + step + replica repeats.
+    digest = blake2b(f"{seed},{step},{replica}".encode(), digest_size=32).digest()
+    accelerator: Any = None if device.type == "cpu" else getattr(torch, device.type)
+    on_host, on_device = random_state(), accelerator and accelerator.get_rng_state()
+    restore_random_state(seeded(digest[:8] + digest[16:]))
+    if accelerator:
+        accelerator.manual_seed(int.from_bytes(digest[8:16], "little"))
+    try:
+        yield
+    finally:
+        restore_random_state(on_host)
+        if accelerator:
+            accelerator.set_rng_state(on_device)
 
 
 class Replicas(Pieces):
@@ -55,15 +81,17 @@ class Replicas(Pieces):
     def configure_ddp(self, run: Run) -> None:
         """Prepare the replicas of a run. A collective operation."""
         super().configure_ddp(run)
-        # All ranks take replica 0's, at the end of the step.
+        # At the end of the step they are the same on all ranks.
         run.ddp.broadcast_buffers = False
         self.gathers = self._options.preset is not None and has_step_end(run.module)
         saved, self._saved_seed = self._saved_seed, None
         # Rank 0's, as unseeded ranks differ.
         own = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
         self._seed = int(run.world.from_first(own if saved is None else saved))
-        self._streams = ReplicaStreams(self._seed, run.device)
-        self._state = ReplicaState(run, self._options, self._streams)
+        # A rank that runs the step more than once would write them as often.
+        self._parameters = dict(run.module.named_parameters()) if self._in_pieces else {}
+        self._sparse = sparse_weights(run.module)
+        self._registered = [module._buffers for module in run.module.modules()]
         self.on_evaluation_end()
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
@@ -78,11 +106,6 @@ class Replicas(Pieces):
         """Return the samples of the loss of a step: with `training_step_end`, those of all ranks."""
         return chunk.batch_samples if self.gathers and chunk is not None else super().weight(chunk)
 
-    @property
-    def _batch_index(self) -> int:
-        """How many loader batches came before, which the random numbers depend on."""
-        return int(self.run.trainer.fit_loop.epoch_loop.total_batch_idx)
-
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Return the output of a training step of all of this rank's replicas."""
         output = super().run_step(step, batch, *args)
@@ -90,73 +113,97 @@ class Replicas(Pieces):
             self.end_step()
         return output
 
-    def _begin(self, chunk: Chunk) -> None:
-        self._state.begin(self._batch_index, uneven=chunk.batch_samples % self.run.world.size != 0)
+    def _begin(self) -> None:
+        self._buffers = self._buffers_now()
+        self._before = [buffer.clone() for buffer in self._buffers]
+        self._kept: Sequence[Tensor] | None = None
+        self._ran = False
+
+    def _buffers_now(self) -> list[Tensor]:
+        # Twice a step; `named_buffers` takes ten times as long.
+        return [buffer for owned in self._registered for buffer in owned.values() if buffer is not None]
+
+    def _write(self, values: Sequence[Tensor]) -> None:
+        for buffer, value in zip(self._buffers, values, strict=True):
+            buffer.data.copy_(value)
+
+    def _stream(self, replica: int) -> AbstractContextManager[None]:
+        """Draw what belongs to a replica of the loader batch, of which there were so many before."""
+        index = self.run.trainer.fit_loop.epoch_loop.total_batch_idx
+        return replica_stream(self._seed, index, replica, self.run.device)
+
+    @contextmanager
+    def _piece(self, piece: ReplicaSlice) -> Iterator[None]:
+        """Run a replica within the context: from the buffers at the beginning of the step, with its own random numbers.
+
+        A backward after the context may run parts of the forward again. A piece of no samples, which only keeps the
+        rank busy, leaves no trace.
+        """
+        if self._ran:
+            self._kept = self._kept or [buffer.clone() for buffer in self._buffers]
+            self._write(self._before)
+        self._ran, counted = True, piece.replica is not None
+        versions = {name: version_of(parameter) for name, parameter in self._parameters.items()}
+        count_rows(counted=counted)
+        try:
+            stream = self._stream(-1 - self.run.world.rank if piece.replica is None else piece.replica)
+            with stream, nullcontext() if counted else metrics_kept(self.run.module):
+                yield
+        except BaseException:
+            self._write(self._before)
+            raise
+        written = [name for name, version in versions.items() if version_of(self._parameters[name]) != version]
+        if written:
+            raise RuntimeError(
+                f"training_step has written the parameters {', '.join(written)}, but it runs once per replica, and of"
+                " those a rank has several. Write parameters in on_train_batch_end."
+            )
+        own = set(map(id, self._buffers))
+        if own != set(map(id, self._buffers_now())):
+            new = [name for name, buffer in self.run.module.named_buffers() if id(buffer) not in own]
+            raise RuntimeError(
+                f"training_step has assigned or made the buffers {', '.join(new)}, or removed one: replicas share what"
+                " is written into buffers. Register them in __init__, with a tensor, and write by buffer.copy_(...)."
+            )
 
     def _as_piece(self, piece: ReplicaSlice, step: Step) -> AbstractContextManager[Any]:
         if not self.gathers:
-            return self._state.piece(piece, self._batch_index)
+            return self._piece(piece)
         module = self.run.module
         return replaced(module, "training_step", partial(self._run_step_end, module.training_step, piece, step))
 
     def end_step(self) -> None:
-        """Have the module's buffers be replica 0's, on all ranks. A collective operation."""
-        self._state.end()
+        """Have the module's buffers be replica 0's, on all ranks; of one device, ranks have written the same."""
+        if self._kept is not None:
+            self._write(self._kept)
+        count_rows(counted=True)
+        if not self._options.one_device and self.run.world.size > 1:
+            broadcast_from_first(self._buffers, self.run.world.group)
 
     def _run_step_end(self, training_step: Callable[..., Any], piece: ReplicaSlice, step: Step, *args: Any) -> Any:
         """Return what `training_step_end` makes of the outputs of all ranks, the same on every rank."""
-        module, world, index, chunk = self.run.module, self.run.world, self._batch_index, step.batches.chunk
+        module, world, chunk = self.run.module, self.run.world, step.batches.chunk
         assert chunk is not None
-        try:
-            with self._state.piece(piece, index):
-                output = training_step(*args)
-        except ValueError as error:
-            if has_one_value(error):  # perhaps on this rank alone, and the others are about to agree on a gather
-                world.agree("the outputs of training_step cannot be gathered", partial(_fail, error))
-            raise
+        with self._piece(piece):
+            output = training_step(*args)
         if not self._options.one_device or world.size > 1:
-            if self._options.one_device:
-                require_rows(output)
-            sparse, counted = step.reduction.sparse, not chunk.stand_in
-            output = gather_outputs(output, self.run.device, world.group, counted=counted, sparse=sparse)
-        self.end_step()
+            how = {"counted": not chunk.stand_in, "numbers": not self._options.one_device}
+            output = gather_outputs(output, self.run.device, world.group, sparse=self._sparse, **how)
         # All ranks have the whole batch: what is summed over them must hold it once.
         first = world.rank == 0
         self._log.samples = chunk.batch_samples * first
         step_end: Callable[[Any], Any] = module.training_step_end  # type: ignore[assignment]  # of Lightning 1.x
-        with self._streams.of(index, world.size), nullcontext() if first else metrics_kept(module):
+        with self._stream(world.size), nullcontext() if first else metrics_kept(module):
             return step_end(output)
 
     def on_evaluation_start(self) -> None:
-        """Have evaluation steps log the values of the whole run, and call the hooks of Lightning 1.x after them.
-
-        Batch norm normalizes each batch on its rank: ranks have different ones.
-        """
-        module, stage = self.run.module, "test" if self.run.trainer.testing else "validation"
-        restore_batch_norm(module)
-        if self._options.preset is None:
-            return
-        step, step_end = getattr(module, f"{stage}_step"), getattr(module, f"{stage}_step_end", None)
-        evaluate = update_wrapper(partial(self._evaluate, step, step_end), step)  # Lightning looks at its parameters
-        self._evaluating.enter_context(replaced(module, f"{stage}_step", evaluate))
-
-    def _evaluate(self, step: Callable[..., Any], step_end: Callable[[Any], Any] | None, batch: Any, *args: Any) -> Any:
-        """Run an evaluation step, and the hook of Lightning 1.x after it, on a batch that is this rank's alone."""
-        module = self.run.module
-        with logged_as(module, of_whole_run):
-            if step_end is None or self._options.one_device:
-                output = step(batch, *args)
-                return output if step_end is None else step_end(output)
-            log, outputs = ReplicaLog(module, World(), whole=False), []
-            with log.collecting():
-                for start, stop in chunk_bounds(batch_samples(batch), self.num_replicas(self.run.world.size)):
-                    if stop > start:
-                        log.samples = stop - start
-                        outputs.append(step(slice_batch(batch, start, stop), *args))
-            return step_end(join_outputs(outputs, module.device))
+        """Have evaluation log the values of the whole run. Batch norm normalizes each batch on its rank."""
+        restore_batch_norm(self.run.module)
+        if self._options.preset is not None:
+            self._evaluating.enter_context(logged_as(self.run.module, of_whole_run))
 
     def on_evaluation_end(self) -> None:
-        """Put the steps back, and have the batch norm of one device normalize over all ranks."""
+        """Put `log` back, and have the batch norm of one device normalize over all ranks."""
         self._evaluating.close()
         if self._options.one_device and self.run.model is not None and self.run.world.size > 1:
             synchronize_batch_norm(self.run.module)
@@ -174,10 +221,6 @@ class Replicas(Pieces):
         )
 
     def teardown(self) -> None:
-        """Put the module's steps and batch norms back."""
+        """Put the module's log and batch norms back."""
         self._evaluating.close()
         restore_batch_norm(self.run.module)
-
-
-def _fail(error: Exception) -> NoReturn:
-    raise error

@@ -21,17 +21,11 @@ from lightning_gradavg.options import Options
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.reduction.gather import losses_weighed
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.replicas.log import ReplicaLog
+from lightning_gradavg.replicas.joined import ReplicaLog, join_outputs
 from lightning_gradavg.replicas.obstacles import remarks, require_none
-from lightning_gradavg.replicas.outputs import join_outputs
 from lightning_gradavg.tree import mapped
 
-__all__ = ["Pieces", "Step", "has_one_value"]
-
-
-def has_one_value(error: ValueError) -> bool:
-    """Return whether batch norm raised an error for a single sample, which may be that of some ranks only."""
-    return "more than 1 value per channel" in str(error)
+__all__ = ["Pieces", "Step"]
 
 
 class Step(NamedTuple):
@@ -83,66 +77,55 @@ class Pieces(Part):
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Return the output of all pieces of a training step, with the loss of the last to be run."""
         chunk, reproducible = step.batches.chunk, self._options.reproducible
+        whole = self.weight(chunk)
         if not self._runs_pieces:
             with step.batches.training_step():
-                return self._forward(step, self.weight(chunk), batch, *args)
+                return self._forward(step, whole, batch, *args)
         assert chunk is not None
         assert isinstance(step.batches, SplitBatches)
-        self._begin(chunk)
+        self._begin()
         pieces, outputs = step.batches.slices(batch), list[Any]()
         with self._log.collecting(joined=self._in_pieces):
             for piece in pieces:
                 self._log.samples, last = piece.samples, piece is pieces[-1]
                 # Kernels choose the order of sums by alignment, and a slice begins wherever the samples before it end.
                 samples = mapped(piece.batch, _copied) if reproducible else piece.batch
-                weight = self.weight(chunk) if len(pieces) == 1 else piece.samples
+                weight = whole if len(pieces) == 1 else piece.samples
                 local = nullcontext() if last and not reproducible else self.run.ddp.no_sync()
                 with local, self._as_piece(piece, step):
                     with losses_weighed(refused=_APART) if self._in_pieces else nullcontext():
                         outputs.append(self._forward(step, weight, samples, *args))
-                    if len(pieces) > 1:
-                        _require_loss(outputs[-1])
                     if not last:
                         step.backward()
-        return outputs[0] if len(outputs) == 1 else self._joined(outputs, pieces, chunk)
+        return outputs[0] if len(outputs) == 1 else self._joined(outputs, pieces)
 
     def _forward(self, step: Step, samples: float | None, *args: Any) -> Any:
         """Return the output of a forward, which the reduction has read."""
         try:
             output = step.forward(*args)
         except Exception as error:
-            # The other ranks may wait for this one's weights. In manual optimization there is no loss that could carry
-            # the news.
-            weighed = self.run.module.automatic_optimization and self._options.rule.uses_weight
-            told = weighed and isinstance(error, ValueError) and has_one_value(error)
-            output = step.reduction.fail_together(str(error)) if told or self._in_pieces else None
-            if not told:
-                raise
-            return output
+            if self._in_pieces:  # the other ranks may wait for this one's weights
+                step.reduction.fail_together(str(error))
+            raise
         return step.reduction.read(output, samples)
 
-    def _begin(self, chunk: Chunk) -> None:
-        """Begin a step, the pieces of a chunk."""
+    def _begin(self) -> None:
+        """Begin a step."""
 
     def _as_piece(self, piece: ReplicaSlice, step: Step) -> AbstractContextManager[Any]:  # noqa: ARG002  # its own
         """Surround the forward and backward of a piece; of the last one only the forward."""
         return step.batches.training_step()
 
-    def _joined(self, outputs: Sequence[Any], pieces: Sequence[ReplicaSlice], chunk: Chunk) -> Any:
+    def _joined(self, outputs: Sequence[Any], pieces: Sequence[ReplicaSlice]) -> Any:
         """Return the pieces' outputs as one, with the mean loss, whose backward is that of the last piece."""
         named = [output if isinstance(output, Mapping) else {"loss": output} for output in outputs]
-        of_samples = [one["loss"].detach() * piece.samples for one, piece in zip(named, pieces, strict=True)]
-        keys = dict.fromkeys(key for one in named for key in one if key != "loss")
+        samples = [piece.samples for piece in pieces]
         loss = named[-1]["loss"].clone()
         with torch.no_grad():
-            loss.copy_(sum(of_samples) / chunk.samples)
-        return {**{key: self._rows([one.get(key) for one in named]) for key in keys}, "loss": loss}
-
-    def _rows(self, values: Sequence[Any]) -> Any:
-        try:
-            return join_outputs(values, self.run.device)
-        except (TypeError, RuntimeError):  # of no tensors, or of shapes that do not fit
-            return values
+            total = sum(one["loss"].detach() * size for one, size in zip(named, samples, strict=True))
+            loss.copy_(total / sum(samples))
+        keys = dict.fromkeys(key for one in named for key in one if key != "loss")
+        return {key: join_outputs([one.get(key) for one in named], self.run.device) for key in keys} | {"loss": loss}
 
     def end_step(self) -> None:
         """End a step whose gradients are there. A collective operation."""
@@ -150,14 +133,6 @@ class Pieces(Part):
 
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _require_loss(output: Any) -> None:
-    if (output.get("loss") if isinstance(output, Mapping) else output) is None:
-        raise RuntimeError(
-            "training_step returned no loss for one of the pieces of a batch. Return"
-            ' {"loss": loss, "weight": 0} for samples that should not count.'
-        )
 
 
 _APART = (

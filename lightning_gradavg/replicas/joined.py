@@ -1,4 +1,4 @@
-"""What replicas log: one value per batch, that of all replicas together."""
+"""What replicas log and return, as one: one value per batch, that of all replicas, and their outputs side by side."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -15,9 +16,12 @@ from lightning_gradavg.device import on_device
 from lightning_gradavg.faults.last_words import is_broken_exchange
 from lightning_gradavg.methods import logged_as
 from lightning_gradavg.ranks import World, digest
+from lightning_gradavg.reduction.gather import gather
+from lightning_gradavg.reduction.weigh import zero_loss
 from lightning_gradavg.stand_in import NEUTRAL, reduction_name
+from lightning_gradavg.tree import leaves, mapped
 
-__all__ = ["ReplicaLog", "of_whole_run"]
+__all__ = ["ReplicaLog", "gather_outputs", "join_outputs", "of_whole_run"]
 
 
 def of_whole_run(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +65,7 @@ class ReplicaLog:
 
     Args:
         module: The module whose `log` is replaced.
-        world: The ranks that share the replicas; a world of one rank where all of them are this rank's.
+        world: The ranks that share the replicas.
         whole: Whether values are those of the whole run even without `sync_dist=True`, as on one process.
 
     Attributes:
@@ -74,7 +78,7 @@ class ReplicaLog:
         self.samples = 0
 
     @contextmanager
-    def collecting(self, *, joined: bool = False) -> Iterator[None]:
+    def collecting(self, *, joined: bool) -> Iterator[None]:
         """Collect within the context, and log what came at its end. A collective operation.
 
         With `joined`, for ranks that exchange nothing within the context, an exception of one is an error of all.
@@ -86,10 +90,9 @@ class ReplicaLog:
         except Exception as error:
             if joined and not is_broken_exchange(error):
                 with suppress(RuntimeError):
-                    self._names_differ("", f"{type(error).__name__}: {error}")
+                    self._share(f"{type(error).__name__}: {error}")
             raise
-        if self._world.size > 1:
-            self._share({name: one for name, one in self._entries.items() if one.arguments.get("sync_dist", False)})
+        self._share()
         for entry in self._entries.values():
             value, size = entry.combined()
             value = on_device(value, self._module.device).to(entry.dtype)
@@ -110,27 +113,102 @@ class ReplicaLog:
         entry.parts.append((value.double(), float(size)))
         return None
 
-    def _names_differ(self, names: str, failure: str | None = None) -> bool:
-        """Return whether ranks log different names, or raise a RuntimeError on all of them if one has failed."""
-        rows = self._world.gather_integers([digest(names), failure is not None])
-        if any(failed for _, failed in rows):
-            said = enumerate(self._world.gather_objects(failure))
-            raise RuntimeError("; ".join(f"rank {rank} ended with {text}" for rank, text in said if text is not None))
-        return len({signature for signature, _ in rows}) > 1
-
-    def _share(self, own: dict[str, _Entry]) -> None:
-        """Have all ranks log the same, one part of each of them. A collective operation."""
-        if self._names_differ("\0".join(sorted(own))):
-            for of_rank in self._world.gather_objects({name: entry._replace(parts=[]) for name, entry in own.items()}):
-                own = of_rank | own
+    def _share(self, failure: str | None = None) -> None:
+        """Have all ranks log the same, one part of each of them, or raise a RuntimeError on all if one has failed."""
+        if self._world.size == 1:
+            return
+        own = {name: entry for name, entry in self._entries.items() if entry.arguments.get("sync_dist", False)}
+        rows = self._world.gather_integers([digest("\0".join(sorted(own))), failure is not None])
+        if failure is not None or len(set(map(tuple, rows))) > 1:
+            named = {name: entry._replace(parts=[]) for name, entry in own.items()}
+            failures, of_ranks = zip(*self._world.gather_objects((failure, named)), strict=True)
+            if any(failures):
+                said = (f"rank {rank} ended with {text}" for rank, text in enumerate(failures) if text is not None)
+                raise RuntimeError("; ".join(said))
+            own = {name: entry for of_rank in of_ranks for name, entry in of_rank.items()} | own
         if not own:
             return
         mine = [own[name].combined() for name in sorted(own)]
         values = torch.stack([value.to(self._module.device) for value, _ in mine])
-        rows = self._world.gather_floats([*values.tolist(), *(size for _, size in mine)])
-        of_ranks = torch.tensor(rows, dtype=torch.float64).view(len(rows), 2, -1)
+        table = self._world.gather_floats([*values.tolist(), *(size for _, size in mine)])
         for index, (name, entry) in enumerate(sorted(own.items())):
             # There is nothing left to synchronize.
             arguments = {**entry.arguments, "rank_zero_only": True}
-            parts = [(value, float(size)) for value, size in of_ranks[..., index]]
+            parts = [(torch.tensor(row[index], dtype=torch.float64), row[index + len(mine)]) for row in table]
             self._entries[name] = _Entry(arguments, entry.dtype, parts)
+
+
+def join_outputs(outputs: Sequence[Any], device: torch.device) -> Any:
+    """Return the outputs of this rank's replicas as one, with graph; as a list if they do not fit together.
+
+    Tensors are concatenated along dimension 0, in any structure. A number becomes one entry per replica. None stays.
+    """
+    try:
+        rows = zip(*(_rows(output, device) for output in outputs), strict=True)
+        return _with_rows(outputs[0], [torch.cat(parts) for parts in rows])
+    except (TypeError, ValueError, RuntimeError):
+        return outputs
+
+
+def gather_outputs(
+    output: Any,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    *,
+    counted: bool,
+    numbers: bool,
+    sparse: Sequence[Tensor],
+) -> Any:
+    """Return the outputs of all replicas of all ranks as one, in the order of the replicas. A collective operation.
+
+    Every rank can compute the same loss from the result; `gather` brings each row's gradient home.
+
+    Args:
+        output: What this rank's replica returned; without one, its stand-in, of which the structure is used and no row.
+        device: Where Python's numbers are put.
+        group: The process group.
+        counted: Whether this rank has a replica.
+        numbers: Whether a replica may return one number.
+        sparse: The parameters whose gradients are sparse.
+    """
+    rows = _rows(output, device, numbers=numbers)
+    own = rows if counted else [_no_rows(each, sparse) for each in rows]
+    return _with_rows(output, gather(own, group=group)) if rows else output
+
+
+def _rows(output: Any, device: torch.device, *, numbers: bool = True) -> list[Tensor]:
+    """Return the tensors of an output, each with a dimension to concatenate along."""
+    found = []
+    for label, leaf in leaves(output):
+        if not isinstance(leaf, (Tensor, Number, type(None))):
+            raise TypeError(
+                f"output{label}={leaf!r} of type {type(leaf).__name__} cannot be gathered over the replicas: return"
+                " tensors, numbers, None, or dicts, lists and tuples of them from training_step."
+            )
+        row = None if leaf is None else torch.as_tensor(leaf, device=device)
+        if row is not None and row.ndim == 0 and not numbers:
+            raise TypeError(
+                f"output{label} of training_step is one number, which each rank has computed from its own samples: on"
+                " one device it would be computed from all. Return rows, one per sample, and compute it in"
+                " training_step_end."
+            )
+        found += [] if row is None else [torch.atleast_1d(row)]
+    return found
+
+
+def _with_rows(value: Any, rows: Sequence[Tensor]) -> Any:
+    """Return an output of the same structure with other tensors."""
+    remaining = iter(rows)
+    return mapped(value, lambda leaf: None if leaf is None else next(remaining))
+
+
+def _no_rows(rows: Tensor, sparse: Sequence[Tensor]) -> Tensor:
+    """Return a tensor without its rows, through which the backward of the gather reaches the parameters below.
+
+    Their gradient is undefined, as 0 times an infinite derivative is NaN, or zero, where DDP does not take that.
+    """
+    none = rows[:0]
+    if none.grad_fn is None:
+        return none
+    none.grad_fn.register_prehook(lambda _: (None,))
+    return none + zero_loss(sparse, set(map(id, sparse))) if sparse else none
