@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # the core, which touches names of torch, works without Light
     from torchmetrics import Metric
 
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
-MixedPrecision = torch.nn.parallel.distributed._MixedPrecision
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
 
@@ -337,11 +336,6 @@ def averages_of(module: Any) -> list[tuple[int, float]]:
     return found
 
 
-def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return indices and values of a sparse tensor, coalesced or not."""
-    return tensor._indices(), tensor._values()
-
-
 def views_of(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the parts of a flat tensor in the shapes of others."""
     return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
@@ -379,10 +373,6 @@ class SyncControl:
                 yield
             finally:
                 self.holding = False
-
-
-BEFORE_TRANSFER = "_on_before_batch_transfer"
-"""The method of `LightningModule` that gets every batch as the loader made it; no callback does."""
 
 
 def start_no_processes(strategy: Any) -> None:

@@ -50,15 +50,17 @@ def places_on_nodes(nodes: Sequence[int]) -> tuple[Place, ...]:
     return tuple(Place(rank, len(nodes), node, ranks_on[node]) for rank, node in enumerate(nodes))
 
 
-def node_from_environment(environ: Mapping[str, str] = os.environ) -> int | None:
+def node_from_environment(environ: Mapping[str, str] = os.environ) -> int:
     """Return the node of this process as its launcher counts nodes.
 
     That is the first of `GROUP_RANK` (torchrun), `SLURM_NODEID` and `NODE_RANK` (Lightning, or set by hand) that is
-    set, or 0; None if none is set although the launcher says that there are other nodes.
+    set, or 0.
+
+    Raises:
+        ValueError: If none is set although the launcher says that there are other nodes.
     """
     named = next((environ[name] for name in _NODE_VARIABLES if name in environ), None)
-    if named is not None:
-        return int(named)
     sizes = ((environ.get(on_node), environ.get(in_all)) for on_node, in_all in _SIZE_VARIABLES)
-    several = any(None not in pair and pair[0] != pair[1] for pair in sizes)
-    return None if several else 0
+    if named is None and any(None not in pair and pair[0] != pair[1] for pair in sizes):
+        raise ValueError("the launcher does not tell the node: set NODE_RANK to the index of the node, from 0")
+    return int(named or 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from lightning_gradavg.place import Place, node_from_environment, places_on_node
 
 __all__ = ["Agreed", "Contribution", "World", "by_rank", "by_value", "digest", "on_ranks", "ranks_by_value"]
 
+_EXACT = 2**53  # integers below are float64
 _RANKS_SHOWN = 8
 _SETTLE_SECONDS = 0.1  # a thread needs microseconds; on a crowded machine its turn
 
@@ -35,39 +35,29 @@ def _settle_at_exit() -> None:
 
 
 class Contribution(NamedTuple):
-    """What a rank brings to a collective call, of which it alone reads the rule and the tensors.
+    """What a rank brings to a collective call, of which it alone reads the tensors.
 
     Attributes:
         equal: What must be equal on all ranks, line by line.
         details: Integers that may differ, the same number on all ranks.
-        weight: The weight, if it was given.
-        rule: The rule of the reduction.
+        weight: The weight.
+        node: The node; 0 where nobody counts nodes.
         tensors: Tensors, by what messages call them.
     """
 
     equal: Sequence[str] = ()
     details: Sequence[int] = ()
-    weight: float | None = None
-    rule: Any = None
+    weight: float = 1.0
+    node: int = 0
     tensors: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class Agreed(NamedTuple):
-    """What every rank brings, in rank order: its node and weight, if known, and its details."""
+    """What every rank brings, in rank order."""
 
-    nodes: list[int | None]
-    weights: list[float | None]
+    nodes: list[int]
+    weights: list[float]
     details: Sequence[Sequence[int]]
-
-    def known_nodes(self, why: str) -> list[int]:
-        """Return every rank's node, or raise a ValueError that begins with why they must be known."""
-        unknown = [rank for rank, node in enumerate(self.nodes) if node is None]
-        if unknown:
-            raise ValueError(
-                f"{why}, and no environment variable of the launcher tells the node {on_ranks(unknown)}. Set NODE_RANK"
-                " there to the index of the node, from 0."
-            )
-        return [node for node in self.nodes if node is not None]
 
 
 @dataclass(frozen=True)
@@ -124,29 +114,27 @@ class World:
             refusal: What the error begins with if `contribute` raises on any rank, or what must be equal differs.
             contribute: Checks this rank's arguments.
         """
-        mine, error, row = Contribution(), None, [True, 0, 0, 0, 0]
+        mine, error, row = Contribution(), None, [True, 0.0, 0.0, 0.0, 0.0]
         try:
-            mine, node = contribute(), node_from_environment()
-            weight = torch.tensor(math.nan if mine.weight is None else mine.weight, dtype=torch.float64)
-            row = [False, digest(repr(mine.equal)), digest(repr(mine.details)), -1 if node is None else node]
-            row += [int(weight.view(torch.int64))]
+            mine = contribute()
+            row = [
+                False,
+                *(digest(repr(each)) % _EXACT for each in (mine.equal, mine.details)),
+                mine.node,
+                mine.weight,
+            ]
         except Exception as failure:  # noqa: BLE001  # the other ranks wait for this one
             error = failure
-        failed, calls, details, nodes, bits = zip(*self.gather_integers(row), strict=True)
+        failed, calls, details, nodes, weights = map(list, zip(*self.gather_floats(row), strict=True))
         if any(failed):
-            raise ValueError(
-                f"{refusal}, {by_rank(self.gather_objects(error and _text(error))).rstrip('.')}."
-            ) from error
+            texts = by_rank(self.gather_objects(error and _text(error)))
+            raise ValueError(f"{refusal}, {texts.rstrip('.')}.") from error
         if len(set(calls)) > 1:
             lines = zip_longest(*self.gather_objects(mine.equal), fillvalue="nothing")
             first = next(of_ranks for of_ranks in lines if len(set(of_ranks)) > 1)
             raise ValueError(f"{refusal}: {by_value(first)}. Pass the same, in the same order, on all ranks.")
-        weights = torch.tensor(bits).view(torch.float64).tolist()
-        return mine, Agreed(
-            [None if node < 0 else node for node in nodes],
-            [None if math.isnan(weight) else weight for weight in weights],
-            [mine.details] * self.size if len(set(details)) == 1 else self.gather_integers(mine.details),
-        )
+        of_ranks = [mine.details] * self.size if len(set(details)) == 1 else self.gather_integers(mine.details)
+        return mine, Agreed([int(node) for node in nodes], weights, of_ranks)
 
     def from_first(self, value: Any) -> Any:
         """Return rank 0's value on every rank."""
@@ -157,8 +145,8 @@ class World:
         return values[0]
 
     def nodes(self, why: str) -> list[int]:
-        """Return the node of every rank, as the launcher counts them; see `Agreed.known_nodes`."""
-        return self.agree(f"{why}, but cannot", Contribution)[1].known_nodes(why)
+        """Return the node of every rank, as the launcher counts them."""
+        return self.agree(f"{why}, but cannot", lambda: Contribution(node=node_from_environment()))[1].nodes
 
     def places(self, node: int) -> tuple[Place, ...]:
         """Return the places of all ranks, each bringing the node that it runs on."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_gradavg.arguments import did_you_mean
-from lightning_gradavg.place import Place
+from lightning_gradavg.place import Place, node_from_environment
 
 __all__ = [
     "RULES",
@@ -76,6 +76,12 @@ class Rule:
     share: RuleFunction
     uses_weight: bool
     formula: str
+
+    @property
+    def node(self) -> int:
+        """The node of this process, or 0 if the share depends on none, which the launcher need not tell then."""
+        counts = not isinstance(self.share, _NamedShare) or "1/L" in vars(self.share).values()
+        return node_from_environment() if counts else 0
 
 
 _NUMBERS: Mapping[str, Callable[[Place, Any], Any]] = {

@@ -61,7 +61,7 @@ ROW, WEIGHTED = torch.ones(1), {"reduction": "weighted_mean"}
         (ROW.to_sparse(), {}, "tensors must be a dense tensor, got layout torch.sparse_coo"),
         (ROW, {"reduction": "avg"}, "reduction='avg' is not a rule. Use one of 'mean'"),
         (ROW, WEIGHTED, r"'weighted_mean', sum\(n \* g\) / sum\(n\), needs a weight"),
-        (ROW, {**WEIGHTED, "weight": -1}, "weight -1.0 is not a finite number >= 0: pass"),
+        (ROW, {**WEIGHTED, "weight": -1}, "weight -1.0 is not a finite number >= 0"),
         (ROW, {**WEIGHTED, "weight": "2"}, "a weight is one number, got '2'"),
         (ROW, {"reduction": negative, "weight": 1}, "returned multiplier=-1.0"),
     ],

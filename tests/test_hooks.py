@@ -302,7 +302,7 @@ ODD: list[tuple[str, int, Any]] = [
     ("empty", 2, []),
     ("sparse", 2, [1.0, 1.5, 0.0]),
     ("float64", 2, "gradients of torch.float64 in 16 bits"),
-    ("nodes", 2, "no environment variable of the launcher tells the node on ranks 0, 1. Set NODE_RANK there"),
+    ("nodes", 2, "but cannot, on ranks 0, 1: the launcher does not tell the node: set NODE_RANK"),
     ("number", 2, "on rank 1: invalid literal for int() with base 10: 'one'"),
     ("empty", 1, []),
 ]

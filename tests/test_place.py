@@ -26,15 +26,26 @@ def test_a_window_multiplies_ranks() -> None:
         ({"NODE_RANK": "2"}, 2),
         ({"SLURM_NODEID": "1", "NODE_RANK": "2"}, 1),
         ({"GROUP_RANK": "3", "SLURM_NODEID": "1", "NODE_RANK": "2"}, 3),
+        ({"WORLD_SIZE": "4"}, 0),
         ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, 0),
-        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, None),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4"}, None),
         ({"MPI_LOCALNRANKS": "4", "PMI_SIZE": "4"}, 0),
-        ({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "4"}, None),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4", "GROUP_RANK": "1"}, 1),
     ],
     ids=str,
 )
-def test_node_is_what_the_launcher_says(environ: dict[str, str], node: int | None) -> None:
-    """The launcher's own variable counts; where it names no node although there are several, the node is unknown."""
+def test_node_is_what_the_launcher_says(environ: dict[str, str], node: int) -> None:
+    """The launcher's own variable counts."""
     assert node == node_from_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("of_node", "of_all"),
+    [
+        ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+        ("MPI_LOCALNRANKS", "PMI_SIZE"),
+    ],
+)
+def test_a_node_that_no_launcher_tells(of_node: str, of_all: str) -> None:
+    with pytest.raises(ValueError, match="set NODE_RANK"):
+        node_from_environment({of_node: "2", of_all: "4"})

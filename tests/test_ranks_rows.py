@@ -196,7 +196,7 @@ MISUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "dtypes": ({}, {"tensors": X.double()}, "torch.float32 on rank 0; tensors of shape (rows, 2) and torch.float64 on"),
     "structure": ({}, {"tensors": (X, X)}, "torch.float32 on rank 0; tensors[0] of shape (rows, 2) and torch.float32 "),
     "rule": ({}, {"reduction": "sum"}, "reduction='mean' on rank 0; reduction='sum' on rank 1. Pass the same"),
-    "no_grad": ({}, {"grad": False}, "gather runs under torch.no_grad on rank 1, but other ranks need a gradient"),
+    "no_grad": ({}, {"grad": False}, "with gradients on rank 0; under torch.no_grad on rank 1. Pass the same"),
     "weight 0": (
         {"reduction": "weighted_mean", "weight": 0},
         {"reduction": "weighted_mean", "weight": 1},
@@ -239,5 +239,4 @@ def test_nodes(world):
     assert [4.0, 4.0, 2.0] == [gradient.item() for gradient in world(3).run(node_rules, True)]
     raised = world(3).run_expecting_errors(node_rules, False)
     assert len({tuple(one) for one in raised}) == 1
-    assert "reduction='mean_of_node_means' depends on nodes" in raised[0].message
-    assert "on ranks 0, 1, 2. Set NODE_RANK there" in raised[0].message
+    assert "on ranks 0, 1, 2: the launcher does not tell the node: set NODE_RANK" in raised[0].message

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gradavg.place import places_on_nodes
+from lightning_gradavg.place import node_from_environment, places_on_nodes
 from lightning_gradavg.ranks import Agreed, Contribution, World, _settle_at_exit, by_value, digest, on_ranks
 
 
-@given(weight=st.one_of(st.none(), st.floats(0, allow_infinity=False)), details=st.lists(st.integers()))
-def test_what_a_rank_brings_survives_the_exchange(weight: float | None, details: list[int]) -> None:
+@given(weight=st.floats(0, allow_infinity=False), details=st.lists(st.integers()))
+def test_what_a_rank_brings_survives_the_exchange(weight: float, details: list[int]) -> None:
     """A weight keeps its last bit, and a rank that is alone agrees with itself."""
     mine = Contribution(["equal"], details, weight)
     assert (mine, Agreed([0], [weight], [details])) == World().agree("refused", lambda: mine)
@@ -31,9 +31,8 @@ def agree(case: str) -> Any:
         raise KeyError(f"rank {rank}")
     if case == "misplaced" and rank == 1:
         os.environ["NODE_RANK"] = "first"
-    return Contribution(
-        ["same", "b" if case == "unlike" and rank == 1 else "a"], [7, rank % 2 if case == "uneven" else 0], 0.1
-    )
+    equal = ["same", "b" if case == "unlike" and rank == 1 else "a"]
+    return Contribution(equal, [7, rank % 2 if case == "uneven" else 0], 0.1, node_from_environment())
 
 
 def agreed(case: str) -> Any:

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_gradavg.ranks import Agreed, Contribution, World
+from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.reduction.reference import rank_factors
 from lightning_gradavg.reduction.sums import SUM_DTYPES, sum_dense, writable
 from lightning_gradavg.reduction.weights import as_weight
 from lightning_gradavg.rules import Rule, RuleFunction, is_number, resolve_rule
 
-__all__ = ["Refusals", "agreed_factors", "average_gradients", "checked_weight", "refuse"]
+__all__ = ["Refusals", "average_gradients", "checked_weight", "refuse"]
 
 Refusals: TypeAlias = Sequence[tuple[Callable[[Any], object], str]]
 """What is refused, and why: a predicate, and what the message goes on with, in which `{0}` is the value."""
@@ -67,7 +67,7 @@ def average_gradients(
     mine, agreed = world.agree(
         "average_gradients cannot reduce", lambda: _brought(module_or_parameters, reduction, weight)
     )
-    factor = agreed_factors(mine.rule, agreed)[world.rank]
+    factor = rank_factors(resolve_rule(reduction), agreed.nodes, agreed.weights)[world.rank]
     having = map(any, zip(*agreed.details, strict=True))
     reduced = [parameter for parameter, has in zip(mine.tensors.values(), having, strict=True) if has]
     gradients = [writable(parameter, _dtype(parameter)) for parameter in reduced]
@@ -89,38 +89,20 @@ def _brought(source: Any, reduction: Any, weight: Any) -> Contribution:
         f"{label} of shape {tuple(one.shape)}, {_dtype(one)} on {one.device.type}" for label, one in parameters.items()
     ]
     has = [one.grad is not None for one in parameters.values()]
-    return Contribution(equal, has, checked_weight(rule, weight), rule, parameters)
+    return Contribution(equal, has, checked_weight(rule, weight), rule.node, parameters)
 
 
-def checked_weight(rule: Rule, weight: float | Tensor | None) -> float | None:
-    """Return a rank's weight as a number; None where it is not given, which only a rule without weights allows."""
-    if weight is None:
-        if rule.uses_weight:
-            raise ValueError(
-                f"reduction={rule.name!r}, {rule.formula}, needs a weight: pass weight= on every rank, the number of"
-                " loss terms (samples, tokens, ...) behind its gradient, 0 where it has none"
-            )
-        return None
-    number = float(as_weight(weight, torch.device("cpu")))
-    if not is_number(number):
+def checked_weight(rule: Rule, weight: float | Tensor | None) -> float:
+    """Return a rank's weight as a number; 1 where it is not given, which only a rule without weights allows."""
+    if weight is None and rule.uses_weight:
         raise ValueError(
-            f"weight {number!r} is not a finite number >= 0: pass the number of loss terms behind the rank's gradient"
+            f"reduction={rule.name!r}, {rule.formula}, needs a weight: pass weight= on every rank, the number of loss"
+            " terms (samples, tokens, ...) behind its gradient, 0 where it has none"
         )
+    number = 1.0 if weight is None else float(as_weight(weight, torch.device("cpu")))
+    if not is_number(number):
+        raise ValueError(f"weight {number!r} is not a finite number >= 0")
     return number
-
-
-def agreed_factors(rule: Rule, agreed: Agreed) -> list[float]:
-    """Return what the reduction multiplies each rank's gradient by.
-
-    Raises:
-        ValueError: If a node is unknown that the rule depends on, or the rule fails.
-    """
-    weights = [1.0 if weight is None else weight for weight in agreed.weights]
-    # No rule has the same factors on one node and on uneven nodes, but one without nodes.
-    nodes, uneven = [0] * len(weights), [*[0] * (len(weights) - 1), 1]
-    if None not in agreed.nodes or rank_factors(rule, uneven, weights) != rank_factors(rule, nodes, weights):
-        nodes = agreed.known_nodes(f"reduction={rule.name!r} depends on nodes")
-    return rank_factors(rule, nodes, weights)
 
 
 _REFUSED_MODULES: Refusals = (

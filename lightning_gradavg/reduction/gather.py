@@ -1,18 +1,8 @@
 """`gather`: all ranks' rows for a loss that does not split over samples, with the gradient that the rule means.
 
-Rank q computes a loss `l_q` of all ranks' features `x = [x_0, ..., x_(W-1)]`. What is meant is the gradient of the rule
-applied to the losses,
-
-    g = d/dtheta sum over q of  w_q * l_q / Z
-      = sum over r of  (dx_r/dtheta)^T  sum over q of  (w_q / Z) * dl_q/dx_r .
-
-Where losses are multiplied by `w_q` before the backward, as under the strategy, what comes back to the rows of rank r
-is the plain sum over ranks, the adjoint of the gather. `average_gradients` multiplies each rank's gradient by `w_r / Z`
-after the backward, so there it has to be
-
-    sum over q of  (w_q / w_r) * dl_q/dx_r ,
-
-which is the plain sum where all multipliers are equal (mean, sum, normalized sum).
+Rank q computes a loss `l_q` of all ranks' features `x = [x_0, ..., x_(W-1)]`. The gradient of the rule applied to these
+losses is that of the rule applied to gradients if the rows of rank r get `sum over q of (w_q / w_r) * dl_q/dx_r`. Where
+losses are multiplied by `w_q` before the backward, as under the strategy, that is the plain sum over ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_gradavg.ranks import Contribution, World, on_ranks
-from lightning_gradavg.reduction.average import Refusals, agreed_factors, checked_weight, refuse
+from lightning_gradavg.reduction.average import Refusals, checked_weight, refuse
+from lightning_gradavg.reduction.reference import rank_factors
 from lightning_gradavg.reduction.sums import SUM_DTYPES, exchange_rows, gather_rows
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
 from lightning_gradavg.tree import leaves, rebuilt
@@ -85,20 +76,24 @@ def gather(
         with torch.inference_mode(False), torch.no_grad():
             return gather(tensors, reduction=reduction, weight=weight, group=group)
     world = World.of(group)
-    mine, agreed = world.agree("gather cannot proceed", lambda: _brought(tensors, reduction, weight))
-    # Per rank whether it runs with grad, and of each tensor twice its rows plus 1 if it requires grad.
-    enabled, *entries = zip(*agreed.details, strict=True)
-    rows = [[entry >> 1 for entry in of_leaf] for of_leaf in entries]
-    wanted = [any(entry & 1 for entry in of_leaf) for of_leaf in entries]
-    factors = agreed_factors(mine.rule, agreed) if _WITHIN.get() is None else [1.0] * world.size
-    if any(wanted):
-        _require_backward(mine.rule, enabled, factors, rows)
+    mine, agreed = world.agree("gather cannot proceed", lambda: _brought(tensors, resolve_rule(reduction), weight))
+    rule = resolve_rule(reduction)
+    rows = [[detail >> 1 for detail in of_leaf] for of_leaf in zip(*agreed.details, strict=True)]
+    wanted = [any(detail & 1 for detail in of_leaf) for of_leaf in zip(*agreed.details, strict=True)]
+    factors = rank_factors(rule, agreed.nodes, agreed.weights) if _WITHIN.get() is None else [1.0] * world.size
+    lost = [rank for rank, factor in enumerate(factors) if factor == 0 and any(of_leaf[rank] for of_leaf in rows)]
+    if any(wanted) and any(factors) and lost:
+        raise ValueError(
+            f"reduction={rule.name!r} discards the gradient of a rank of weight 0, but there are rows {on_ranks(lost)}"
+            " that count in the other ranks' losses. Gather no rows there (tensor[:0]); or use reduction='sum' with"
+            " losses that are divided by the count of all ranks."
+        )
     # A rank without factor has no rows: what it would receive is empty.
     ratios = [factor / factors[world.rank] if factors[world.rank] else 1.0 for factor in factors]
     # Without a leaf of its own that requires grad, a rank whose tensors need none would not join the backward.
-    anchor = torch.zeros((), requires_grad=any(wanted))
-    apply: Any = _Gather.apply
-    result: T = rebuilt(tensors, iter(apply(world, rows, wanted, ratios, anchor, *mine.tensors.values())))
+    anchor, apply = torch.zeros((), requires_grad=any(wanted)), cast("Any", _Gather.apply)
+    gathered = apply(world, rows, wanted, ratios, anchor, *mine.tensors.values())
+    result: T = rebuilt(tensors, iter(gathered))
     return result
 
 
@@ -140,37 +135,18 @@ _REFUSED_LEAVES: Refusals = (
 )
 
 
-def _brought(tensors: Any, reduction: Any, weight: Any) -> Contribution:
-    """Return one rank's arguments, checked, with the tensors in the order of the structure."""
-    rule, labeled, grad = resolve_rule(reduction), dict(leaves(tensors, "tensors")), torch.is_grad_enabled()
+def _brought(tensors: Any, rule: Rule, weight: Any) -> Contribution:
+    """Return one rank's arguments, checked; of each tensor twice its rows, plus 1 if it requires grad."""
+    labeled, grad = dict(leaves(tensors, "tensors")), torch.is_grad_enabled()
     if not labeled:
         raise ValueError(f"there is no tensor in {tensors!r}: pass at least one")
     # The rank's own structure counts, and so does every shape but the number of rows.
-    equal, details = [f"reduction={rule.name!r}"], [int(grad)]
+    equal, details = [f"reduction={rule.name!r}", "with gradients" if grad else "under torch.no_grad"], []
     for label, leaf in labeled.items():
         refuse(label, leaf, _REFUSED_LEAVES)
         equal.append(f"{label} of shape ({', '.join(map(str, ('rows', *leaf.shape[1:])))}) and {leaf.dtype}")
         details.append(2 * leaf.shape[0] + (leaf.requires_grad and grad))
-    return Contribution(equal, details, checked_weight(rule, weight), rule, labeled)
-
-
-def _require_backward(
-    rule: Rule, enabled: Sequence[int], factors: Sequence[float], rows: Sequence[Sequence[int]]
-) -> None:
-    """Raise where a rank would not join the backward, or its part of the gradient would be discarded afterwards."""
-    disabled = [rank for rank, is_enabled in enumerate(enabled) if not is_enabled]
-    if disabled:
-        raise ValueError(
-            f"gather runs under torch.no_grad {on_ranks(disabled)}, but other ranks need a gradient, for which those"
-            " would wait forever. Use torch.no_grad on all ranks or on none."
-        )
-    lost = [rank for rank, factor in enumerate(factors) if factor == 0 and any(of_leaf[rank] for of_leaf in rows)]
-    if lost and any(factors):
-        raise ValueError(
-            f"reduction={rule.name!r} discards the gradient of a rank of weight 0, but there are rows {on_ranks(lost)}"
-            " that count in the other ranks' losses. Gather no rows there (tensor[:0]); or use reduction='sum' with"
-            " losses that are divided by the count of all ranks."
-        )
+    return Contribution(equal, details, checked_weight(rule, weight), rule.node, labeled)
 
 
 class _Gather(torch.autograd.Function):

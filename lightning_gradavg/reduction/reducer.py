@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg.lightning_internals import after_backward
-from lightning_gradavg.place import Place, places_on_nodes
+from lightning_gradavg.place import places_on_nodes
 from lightning_gradavg.ranks import Contribution, World
-from lightning_gradavg.reduction.average import agreed_factors
 from lightning_gradavg.reduction.gather import weigh_losses_from_here
 from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights
 from lightning_gradavg.reduction.weights import Weights
@@ -84,8 +83,13 @@ class GradAvgReducer:
             )
         world, device = World.of(model.process_group), next(model.parameters()).device
         if self._accumulation is None:
-            places = self._places(world, node)
-            window = Window(self._rule, places, world, device, compares=self._weighs, afterwards=True)
+            rule = self._rule
+            equal = [f"reduction={rule.name!r}, {rule.formula}"]
+            _, agreed = world.agree(
+                "GradAvgReducer cannot reduce", lambda: Contribution(equal, node=rule.node if node is None else node)
+            )
+            places = places_on_nodes(agreed.nodes)
+            window = Window(rule, places, world, device, compares=self._weighs, afterwards=True)
         else:
             window = self._accumulation.window
             if world != window.world:
@@ -94,15 +98,6 @@ class GradAvgReducer:
         parameters = dict.fromkeys(one for each in [*self._models, model] for one in each.parameters())
         own = Accumulation(window, list(parameters), owned_by_user=True, guards=self._weighs)
         self.watch(model, own, self._reduces_next)
-
-    def _places(self, world: World, node: int | None) -> tuple[Place, ...]:
-        """Return the places of all ranks, which reduce equally; their nodes may be unknown if they do not matter."""
-        equal = [f"reduction={self._rule.name!r}, {self._rule.formula}"]
-        _, agreed = world.agree("GradAvgReducer cannot reduce", lambda: Contribution(equal))
-        if node is not None:
-            return world.places(node)
-        agreed_factors(self._rule, agreed)
-        return places_on_nodes([node or 0 for node in agreed.nodes])
 
     def watch(self, model: nn.Module, accumulation: Accumulation, ends_window: Callable[[], bool]) -> None:
         """Weigh the losses of a model of any engine from its next forward on."""
