@@ -3,7 +3,8 @@
 `python examples/noise_scale.py` trains with two processes that share batches of 9 samples. The noise scale is
 tr(Sigma) / |G|^2, with Sigma the covariance of single samples' gradients and G their mean (McCandlish et al. 2018,
 arXiv 1812.06162). Here it is known: a sample's gradient is the sample itself, drawn around (1, ..., 1) with a standard
-deviation of 3 in each of 100 directions, so the scale is 100 * 9 / 100 = 9. Pass yours to `gradavg plan --noise-scale`.
+deviation of 3 in each of 100 directions, so the scale is 100 * 9 / 100 = 9. Linear scaling is safe up to
+a batch of about that size.
 """
 
 from typing import Any

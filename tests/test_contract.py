@@ -211,28 +211,25 @@ def keys_of(value: Any, path: str = "") -> set[str]:
 
 
 def test_the_json_of_plan(capsys):
-    """The keys of `gradavg plan --json`, schema 1."""
-    arguments = "plan --batch-size 8 --lr 0.1 --optimizer adamw --weight-decay 0.1 --devices-per-node 3 --nodes 2"
-    assert 0 == main([*arguments.split(), "--noise-scale", "40", "--dataset-size", "99", "--epochs", "2", "--json"])
+    """The keys of `gradavg plan --json`, schema 2."""
+    arguments = "plan --batch-size 8 --lr 0.1 --optimizer adamw --devices-per-node 3 --nodes 2 --dataset-size 99 --json"
+    assert 0 == main(arguments.split())
     plan = json.loads(capsys.readouterr().out)
-    assert 1 == plan["schema"]
+    assert 2 == plan["schema"]
     of_run = words(
         "world_size loader_batch_size chunks accumulate global_batch_size scale steps_per_epoch steps warmup_steps"
-        " mean_loss_gradient sum_loss_gradient sum_loss_divisor scalings"
+        " mean_loss_gradient sum_loss_gradient scalings"
     )
     of_recipe = words(
-        "batch_size lr devices accumulate_grad_batches optimizer betas alpha eps weight_decay steps epochs"
-        " dataset_size warmup_steps"
+        "batch_size lr devices accumulate_grad_batches optimizer betas eps steps dataset_size warmup_steps"
     )
     assert of_recipe == list(plan["recipe"])
     assert ["nodes", "devices_per_node"] == list(plan["cluster"])
     assert all(of_run == list(plan[name]) for name in ("base", "gradavg", "stock_ddp"))
     assert ["samples", "devices", "micro_batch_size"] == list(plan["gradavg"]["chunks"][0])
-    assert ["text", "lr", "gradavg", "stock_ddp"] == list(plan["advice"][0])
-    assert ["noise_scale", "linear_scaling_limit", "gradavg_lr", "stock_ddp_lr"] == list(plan["noise"])
-    assert words(
-        "lr_scaling feasible problem lr_factor hyperparameters weight_decay lr_warmup_steps largest_global_batch_size"
-    ) == list(plan["gradavg"]["scalings"][0])
+    assert words("lr_scaling hyperparameters lr_warmup_steps problem largest_global_batch_size") == list(
+        plan["gradavg"]["scalings"][0]
+    )
     assert {"notes", "code", "nearest_even_batch_sizes"} < set(plan)
 
 
