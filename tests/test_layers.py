@@ -24,7 +24,7 @@ FLOORS = (
 )
 FLOOR_OF = {folder: floor for floor, folders in enumerate(FLOORS, start=1) for folder in folders.split()}
 
-UPWARD: dict[str, str] = {}
+UPWARD: dict[str, str] = {"verify -> cli": "the command of verify reads its arguments as those of `gradavg fit`"}
 """Arrows between folders that point up, each with its reason; they are left out of the search for circles."""
 
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")

@@ -50,7 +50,6 @@ _OF_ORDER = (
     "with the samples of the batch in a different order one process computes a different gradient: the loss, or a"
     " random draw, depends on their positions in the batch"
 )
-_BETWEEN_RANKS = ("initial weights", "reduced gradient", "clipped gradient", "optimizer options", "weights")
 _OF_STAGES = {
     "initial weights": "initial weights",
     "clipped gradient": "unexplained",
@@ -65,9 +64,8 @@ _ELEMENTS = 2048  # of a sketch; the others are sums
 
 def judge(tapes: Sequence[Tape], build: Build, settings: Settings) -> Report:
     """Return how a run, as all ranks recorded it, differs from one process, and why."""
-    facts, untold = tapes[0].facts, [tape.problem or "the run took no optimizer step" for tape in tapes]
-    problems = [text for tape, text in zip(tapes, untold, strict=True) if tape.problem or not tape.steps]
-    if problems:
+    facts, untold = tapes[0].facts, "the run took no optimizer step"
+    if problems := [tape.problem or untold for tape in tapes if tape.problem or not tape.steps]:
         return Report(facts.strategy, facts.rule.name, len(tapes), 0, math.nan, remarks=problems[:1])
     twin = Twin(tapes, build, not settings.single, settings.accelerator)
     return _Judge(tapes, twin, settings.largest_difference).report()
@@ -83,7 +81,8 @@ class _Judge:
         steps, remarks = len(alone.steps), list[str]()
         try:
             if seen := self._first(alone):
-                steps, found = seen.step, self._finding(alone, seen)
+                steps = seen.step
+                found = self._finding(alone, seen)
         except Refused as error:
             remarks.append(str(error))
         if drawn := dict.fromkeys(name for each in (*self.tapes, alone) for name in each.shared):
@@ -159,9 +158,9 @@ class _Judge:
         for other in self.tapes[1:]:
             with suppress(Refused):
                 for seen in differences(other, self.tapes[0], self.tolerance):
-                    if seen.stage in _BETWEEN_RANKS:
-                        name, _, found, expected, _ = vars(seen.difference).values()
-                        text = f"{name} is {found:.6g} on rank {other.rank}, but {expected:.6g} on rank 0"
+                    name, _, found, expected, _ = vars(seen.difference).values()
+                    text = f"{name} is {found:.6g} on rank {other.rank}, but {expected:.6g} on rank 0"
+                    if seen.stage != "buffers":
                         yield Finding("unsynchronised replicas", seen.stage, text, seen.step)
 
     def _logged(self, alone: Tape, steps: int) -> Iterator[Finding]:
@@ -187,8 +186,7 @@ class _Reading:
     """Whether the ranks together read what one process reads: each sample as often, in the same order and batches."""
 
     def __init__(self, tapes: Sequence[Tape], alone: Read) -> None:
-        self.tapes, self.alone = tapes, alone
-        self.facts = tapes[0].facts
+        self.tapes, self.facts = tapes, tapes[0].facts
         reads = [alone, *(tape.read for tape in tapes)]
         self.complete, self.chosen = all(each.complete for each in reads), any(each.chooses for each in reads)
         self.shuffled = any(each.shuffles for each in reads)

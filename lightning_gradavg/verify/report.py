@@ -184,17 +184,13 @@ class Report:
         """
         own = {name: getattr(self, name) for name in ("equal", "verdict", "stages")}
         given = {"schema": SCHEMA, **own, **asdict(self)}
-        plain: dict[str, Any] = mapped(given, _finite)
-        return plain
+        return dict(mapped(given, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one))
 
     def __str__(self) -> str:
         head = "NOT SHOWN: no step differs from one process, but not everything could be compared."
-        if self.first is not None:
-            first = self.first
-            why = f"{CAUSES[first.cause].plain} ({first.cause})"
-            head = f"DIFFERENT, from step {first.step} on, in the {first.stage}: {why}."
-        elif self.equal:
-            head = "EQUAL: every step matches one process."
+        head = "EQUAL: every step matches one process." if self.equal else head
+        if (one := self.first) is not None:
+            head = f"DIFFERENT, from step {one.step} on, in the {one.stage}: {CAUSES[one.cause].plain} ({one.cause})."
         told = [*map(str, self.findings), *(f"not shown: {remark}" for remark in self.remarks)]
         where = {each.stage: f"from step {each.step} on: {each.cause}" for each in reversed(self.findings)}
         table = [f"{name:18} {status:13} {where.get(name, '')}".rstrip() for name, status in self.stages.items()]
@@ -203,10 +199,6 @@ class Report:
             f" both runs in {self.precision}. Equal: a relative difference of up to {self.tolerance:g}."
         )
         return "\n".join([head, *(textwrap.indent(text.rstrip(), "  ") for text in [*told, "", *table]), "", how])
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def explanation(name: str) -> str:

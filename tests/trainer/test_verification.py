@@ -44,12 +44,10 @@ def test_ranks_have_the_variables_of_a_launcher(capsys):
     assert ["learning-rate scale"] == [finding["cause"] for finding in json.loads(output)["findings"]]
 
 
-def test_what_runs_on_gpus_only_is_not_shown(capsys):
-    """`sync_batchnorm` on CPUs is no crash: code 3, and the report says what to do."""
-    code, output, errors = verified(f"{JOB}:Normed", *DATA, "--trainer", "sync_batchnorm=true", capsys=capsys)
-    assert 3 == code, errors
-    assert output.startswith("NOT SHOWN")
-    assert "sync_batchnorm=True runs on GPUs only: verify with --accelerator cuda" in output
+def test_what_runs_on_gpus_only_fails_with_the_error_of_torch(capsys):
+    code, _, errors = verified(f"{JOB}:Normed", *DATA, "--trainer", "sync_batchnorm=true", capsys=capsys)
+    assert 2 == code
+    assert "SyncBatchNorm layers only work with GPU modules" in errors
 
 
 def test_a_run_that_fails_shows_the_last_line_of_the_user(tmp_path, monkeypatch, capsys):
@@ -151,5 +149,5 @@ def test_processes_are_given_any_number_of_tensors():
 
 def test_the_first_process_that_fails_is_named():
     """One process fails: its error is the message, and the call ends."""
-    with pytest.raises(RuntimeError, match=r"rank 1 failed: ZeroDivisionError"):
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed: ZeroDivisionError"):
         in_processes([(len, ("abc",)), (divmod, (1, 0))])
