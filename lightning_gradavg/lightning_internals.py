@@ -49,10 +49,7 @@ def syncs_batch_norm(strategy: Any) -> bool:
 
 
 def signal_hooks(trainer: Any) -> list[tuple[Any, str]]:
-    """Return where lightning 2.6 agrees on the end of the run, and answers SIGTERM and SLURM's signal; none before.
-
-    See `lightning_gradavg.termination` for what replaces these methods.
-    """
+    """Return where lightning 2.6 agrees on the end of the run, and answers SIGTERM and SLURM's signal; none before."""
     loop, connector = trainer.fit_loop.epoch_loop, getattr(trainer, "_signal_connector", None)
     own = ["_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"]
     methods = [(loop, "_broadcast_sigterm_tensor"), *((connector, name) for name in own)]
@@ -94,6 +91,10 @@ def set_injection_of_samplers(trainer: Any, value: bool) -> None:
     trainer._accelerator_connector.use_distributed_sampler = value
 
 
+def _of_epoch(progress: str) -> property:
+    return property(lambda self: getattr(self._loop.epoch_loop.batch_progress.current, progress))
+
+
 class TrainingLoop:
     """What Lightning's training loop reads, and how far it is: a batch does not say which iterator it came from."""
 
@@ -123,23 +124,10 @@ class TrainingLoop:
     @property
     def between_batches(self) -> bool:
         """Whether no hook of a batch is running."""
-        progress = self._loop.epoch_loop.batch_progress.current
-        return bool(progress.ready == progress.completed)
+        return bool(self.ready == self.completed)
 
-    @property
-    def ready(self) -> int:
-        """Batches of the epoch that reached training, with the one in training."""
-        return int(self._loop.epoch_loop.batch_progress.current.ready)
-
-    @property
-    def processed(self) -> int:
-        """Batches of the epoch that were trained on."""
-        return int(self._loop.epoch_loop.batch_progress.current.processed)
-
-    @property
-    def completed(self) -> int:
-        """Batches of the epoch whose hooks were called, too."""
-        return int(self._loop.epoch_loop.batch_progress.current.completed)
+    # Batches of the epoch: those that reached training, were trained on, and had their hooks called.
+    ready, processed, completed = map(_of_epoch, ("ready", "processed", "completed"))
 
     @property
     def accumulates(self) -> bool:
@@ -178,12 +166,7 @@ def limited_batches(stage: RunningStage, length: float, limit: float) -> float:
 
 
 class EvaluationPass:
-    """The evaluation loop under way: no hook comes between its last batch and the computation of its results.
-
-    Attributes:
-        mode: How several loaders are read, as `CombinedLoader` names it.
-        loaders: Those loaders, in order.
-    """
+    """The evaluation loop under way: no hook comes between its last batch and the computation of its results."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._loop = trainer, trainer._active_loop
@@ -228,13 +211,9 @@ def _restore(loop: Any) -> None:
 def neutral_result(
     fields: Mapping[str, Any], reduce: Callable[..., Any], *, synced: bool, tensor: bool
 ) -> _ResultMetric:
-    """Return what `log` makes of a value before it is updated.
+    """Return what `log` makes of a value, `tensor` or `Metric`, before it is updated; `reduce` is called if `synced`.
 
-    Args:
-        fields: Those of the metadata.
-        reduce: The reduction over the ranks, equal to the one that Lightning compares with in the next epoch.
-        synced: Whether `reduce` is called.
-        tensor: Whether a number or tensor was logged, not a `Metric`.
+    Lightning compares `reduce` with that of the next epoch.
     """
     from lightning.pytorch.trainer.connectors.logger_connector import result  # noqa: PLC0415  # as above
 
@@ -354,11 +333,7 @@ def scale_each(tensors: Iterable[Tensor], factor: Any) -> None:
 
 
 class SyncControl:
-    """What `fabric.no_backward_sync` enters from here on, instead of that of the stock strategy.
-
-    Attributes:
-        holding: Whether the backward that runs now is not reduced.
-    """
+    """What `fabric.no_backward_sync` enters from here on; it notes whether the backward that runs now is `holding`."""
 
     def __init__(self, strategy: Any) -> None:
         self._stock, self.holding = strategy._backward_sync_control, False

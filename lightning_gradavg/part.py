@@ -27,7 +27,6 @@ class Run:
     """What every part is told of a run of the Trainer.
 
     Attributes:
-        world: All ranks of the run.
         model: The wrapper that reduces the gradients, if the run trains.
         places: The places of all ranks, in rank order, if the run trains.
     """
@@ -52,11 +51,7 @@ class Run:
 
 
 class Part:
-    """The part that does nothing.
-
-    Attributes:
-        run: The run that began last; there since `setup`.
-    """
+    """The part that does nothing."""
 
     run: Run
 

@@ -35,14 +35,14 @@ def _settle_at_exit() -> None:
 
 
 class Contribution(NamedTuple):
-    """What a rank brings to a collective call, of which it alone reads the tensors.
+    """What a rank brings to a collective call.
 
     Attributes:
         equal: What must be equal on all ranks, line by line.
         details: Integers that may differ, the same number on all ranks.
-        weight: The weight.
-        node: The node; 0 where nobody counts nodes.
-        tensors: Tensors, by what messages call them.
+        weight: The weight of its loss.
+        node: Its node; 0 where nobody counts nodes.
+        tensors: Its tensors, which no other rank reads, by what messages call them.
     """
 
     equal: Sequence[str] = ()
@@ -62,13 +62,7 @@ class Agreed(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that do something together.
-
-    Attributes:
-        group: Their process group; None for a rank that is alone.
-        rank: This rank in the group.
-        size: Number of ranks in the group.
-    """
+    """The ranks that do something together. The group of a rank that is alone is None."""
 
     group: dist.ProcessGroup | None = None
     rank: int = 0

@@ -130,9 +130,6 @@ def rule_of_split_batches(rule: Rule) -> Rule:
     """Return the rule for ranks that share each loader batch, some of them perhaps with fewer samples or none.
 
     The mean is that over the samples of the loader batch. The mean of a node over its ranks has no such meaning.
-
-    Raises:
-        ValueError: If the rule weights all ranks of a node equally.
     """
     if rule.name in ("mean_of_node_means", "sum_of_node_means"):
         raise ValueError(
@@ -143,26 +140,18 @@ def rule_of_split_batches(rule: Rule) -> Rule:
 
 
 def resolve_rule(reduction: str | RuleFunction | Rule) -> Rule:
-    """Return the rule that `reduction` names or is.
-
-    Args:
-        reduction: A key of `RULES`, a function `(place, weight) -> Share`, or a `Rule`.
-
-    Raises:
-        ValueError: If `reduction` is a string that names no rule.
-        TypeError: If `reduction` is neither a string, a rule nor callable.
-    """
-    accepted = f"one of {', '.join(map(repr, RULES))}, or a function (place, weight) -> Share"
+    """Return the rule that `reduction` names or is, or raise an error that lists what is accepted."""
     if isinstance(reduction, Rule):
         return reduction
-    if isinstance(reduction, str):
-        if reduction not in RULES:
-            raise ValueError(f"reduction={reduction!r} is not a rule.{did_you_mean(reduction, RULES)} Use {accepted}.")
+    if isinstance(reduction, str) and reduction in RULES:
         return RULES[reduction]
     if callable(reduction):
         name = getattr(reduction, "__qualname__", type(reduction).__qualname__)
         return Rule(name, reduction, True, f"sum(w * g) / sum(z) with (w, z) from {name}")
-    raise TypeError(f"reduction must be {accepted}; got {reduction!r} of type {type(reduction).__name__}.")
+    accepted = f"one of {', '.join(map(repr, RULES))}, or a function (place, weight) -> Share"
+    if not isinstance(reduction, str):
+        raise TypeError(f"reduction must be {accepted}; got {reduction!r} of type {type(reduction).__name__}.")
+    raise ValueError(f"reduction={reduction!r} is not a rule.{did_you_mean(reduction, RULES)} Use {accepted}.")
 
 
 def is_number(value: float) -> bool:
@@ -173,24 +162,19 @@ def is_number(value: float) -> bool:
 def share_of(rule: Rule, place: Place, weight: Any) -> Share:
     """Return the share of one pair. A rule that uses weights is not asked about weight 0, which is an absent pair.
 
-    Args:
-        rule: The reduction rule.
-        place: Where the pair stands.
-        weight: A number; or a 0-dim tensor, which nobody reads, like tensors that the rule returns.
+    The weight is a number; or a 0-dim tensor, which nobody reads, like tensors that the rule returns.
 
     Raises:
         ValueError: If the weight is not finite and >= 0, or the rule fails or returns such a number.
     """
     unread = isinstance(weight, Tensor)
-    if rule.uses_weight and not unread:
-        if not is_number(weight):
-            raise ValueError(f"weight {weight!r} is not a finite number >= 0")
-        if weight == 0:
-            return Share(0.0, 0.0)
+    if rule.uses_weight and not unread and not is_number(weight):
+        raise ValueError(f"weight {weight!r} is not a finite number >= 0")
+    if rule.uses_weight and not unread and weight == 0:
+        return Share(0.0, 0.0)
     try:
         share = Share(*rule.share(place, weight))
-        known = [(name, one) for name, one in zip(Share._fields, share, strict=True) if not isinstance(one, Tensor)]
-        wrong = [f"{name}={number!r}" for name, number in known if not is_number(number)]
+        wrong = [name for name, n in share._asdict().items() if not (isinstance(n, Tensor) or is_number(n))]
     except Exception as error:
         raise ValueError(
             f"the reduction rule {rule.name!r} failed on ({place}, {weight}): {error!r}."
@@ -198,8 +182,8 @@ def share_of(rule: Rule, place: Place, weight: Any) -> Share:
         ) from error
     if wrong:
         raise ValueError(
-            f"the reduction rule {rule.name!r} returned {wrong[0]} for ({place}, weight {weight})."
-            " Both numbers of a share must be finite and >= 0."
+            f"the reduction rule {rule.name!r} returned {wrong[0]}={getattr(share, wrong[0])!r} for ({place}, weight"
+            f" {weight}). Both numbers of a share must be finite and >= 0."
         )
     if not (unread and rule.uses_weight):
         return share

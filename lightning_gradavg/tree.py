@@ -1,7 +1,6 @@
 """Nested values: batches, outputs, and whatever else comes as tensors in dicts, lists, tuples and dataclasses.
 
-`leaves` lists what a value holds, with the place that messages call it by; `rebuilt` puts other leaves into the same
-structure. `torch.utils._pytree` knows neither arbitrary mappings nor dataclasses, and its private names change.
+`torch.utils._pytree` knows neither arbitrary mappings nor dataclasses, and its private names change.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from array import array
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
@@ -37,31 +36,24 @@ class _Opened(NamedTuple):
 
 def _opened(value: Any) -> _Opened | None:
     """Return what a nested structure holds; None for a leaf, such as a `PackedSequence`."""
-    if isinstance(value, Mapping):
+    if isinstance(value, MutableMapping):
         items = [(f"[{key!r}]", item) for key, item in value.items()]
-        return _Opened(items, lambda parts: _with_items(value, dict(zip(value, parts, strict=True))))
+        return _Opened(items, partial(_copied, value, [*value], type(value).__setitem__))
     if isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence):
         return _Opened([(f"[{n}]", item) for n, item in enumerate(value)], getattr(value, "_make", type(value)))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        return _Opened([(f".{name}", getattr(value, name)) for name in names], partial(_record_like, value, names))
+        items = [(f".{name}", getattr(value, name)) for name in names]
+        return _Opened(items, partial(_copied, value, names, object.__setattr__))  # the class may be frozen
     return None
 
 
-def _record_like(value: Any, names: list[str], parts: list[Any]) -> Any:
-    record = copy.copy(value)
+def _copied(value: Any, names: list[Any], put: Callable[[Any, Any, Any], None], parts: list[Any]) -> Any:
+    """Return a copy with other parts, and the other attributes."""
+    copied = copy.copy(value)
     for name, part in zip(names, parts, strict=True):
-        object.__setattr__(record, name, part)  # the class may be frozen
-    return record
-
-
-def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return a mapping of the same type, with the other attributes of a mutable one."""
-    if not isinstance(mapping, MutableMapping):
-        return type(mapping)(items)  # type: ignore[call-arg]  # there is no other way to build one
-    clone = copy.copy(mapping)
-    clone.update(items)
-    return clone
+        put(copied, name, part)
+    return copied
 
 
 IsLeaf: TypeAlias = Callable[[Any], bool]
@@ -112,15 +104,15 @@ def batch_samples(batch: Any) -> int:
         ValueError: If there is no such number, or several.
     """
     held = [leaf for _, leaf in leaves(batch, is_leaf=_is_column)]
-    if any(isinstance(leaf, PackedSequence) for leaf in held):
+    if any(isinstance(leaf, PackedSequence) for leaf in held):  # it holds the samples step by step
         raise ValueError(
-            "a PackedSequence cannot be split: it holds the samples step by step. Let collate_fn return the padded"
-            " sequences and their lengths, and call pack_padded_sequence in training_step."
+            "a PackedSequence cannot be split. Let collate_fn return the padded sequences and their lengths, and call"
+            " pack_padded_sequence in training_step."
         )
     rows = [(is_array(leaf), size) for leaf in held if (size := _rows(leaf)) is not None]
     lengths = {size for of_array, size in rows if of_array} or {size for _, size in rows}
     if len(lengths) == 1:
-        return next(iter(lengths))
+        return lengths.pop()
     found = f"dimension 0 is {' and '.join(map(str, sorted(lengths)))}" if lengths else "nothing in it has one"
     raise ValueError(
         f"a batch of type {type(batch).__name__} cannot be split: all its tensors must have the samples along dimension"
@@ -135,16 +127,11 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
 
     Tensors and arrays are sliced along dimension 0, as views, as `torch.nn.parallel.scatter` does. Unlike there, lists
     and tuples of one plain object per sample, such as names, are sliced, too. Everything else is shared.
-
-    Raises:
-        ValueError: If the number of samples in the batch is unclear.
     """
     size = batch_samples(batch)
-
-    def cut(leaf: Any) -> Any:
-        return leaf[start:stop] if _rows(leaf) == size else leaf
-
-    return batch if (start, stop) == (0, size) else mapped(batch, cut, is_leaf=_is_column)
+    if (start, stop) == (0, size):
+        return batch
+    return mapped(batch, lambda leaf: leaf[start:stop] if _rows(leaf) == size else leaf, is_leaf=_is_column)
 
 
 def bits(tensor: Tensor) -> memoryview:
