@@ -874,6 +874,7 @@ OTHERS = {
         options=TWO,
         cause="learning-rate scale",
     ),
+    "a sum loss, and padding beyond the steps": Run(lambda: Net("sum"), data=31, options=SHUFFLED, cause="sum loss"),
     "a sum loss, shuffled": Run(lambda: Net("sum"), data=16, options=SHUFFLED, cause="sum loss"),
     "ranks that read backwards": Run(reads=lambda: dealt(batches((4,) * 4), 2, order=-1), cause="data order"),
     "samples of their own on several processes": Run(

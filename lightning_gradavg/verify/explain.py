@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_gradavg.verify.record import Read, Refused, Tape
-from lightning_gradavg.verify.report import CAUSES, STAGES, Finding, Report
+from lightning_gradavg.verify.report import BESIDE_TRAINING, CAUSES, STAGES, Finding, Report
 from lightning_gradavg.verify.target import Settings
 from lightning_gradavg.verify.twin import (
     Build,
@@ -95,7 +95,7 @@ class _Judge:
         for told in _Reading(self.tapes, alone.read).told():
             remarks += [told] if isinstance(told, str) else []
             findings += [] if isinstance(told, str) else [told]
-        findings.sort(key=lambda each: (each.note, each.step, STAGES.index(each.stage)))
+        findings.sort(key=lambda one: (one.note, one.stage in BESIDE_TRAINING, one.step, STAGES.index(one.stage)))
         used = {"split_batches": facts.splits_batches, "equivalent_to": facts.replicated, "GradAvgStrategy": facts.ours}
         given = [name for name, there in used.items() if there]
         return Report(
