@@ -34,7 +34,8 @@ def test_the_pages_say_what_a_newcomer_writes():
 def test_the_quick_start(step, tmp_path):
     """In a process that has imported torch and Lightning, which is quicker than the command."""
     write(step, tmp_path)
-    (tmp_path / "gradavg.py").write_text("from lightning_gradavg.cli import main\nraise SystemExit(main())\n")
+    command = "from lightning_gradavg.cli import main\nif __name__ == '__main__':\n    raise SystemExit(main())\n"
+    (tmp_path / "gradavg.py").write_text(command)
     program, *arguments = step.command.split()
     script, *arguments = arguments if program == "python" else ["gradavg.py", *arguments]
     code, printed = run_script(tmp_path / script, *arguments)
