@@ -46,19 +46,10 @@ _OPS: dict[str, tuple[Any, Any]] = {"max": (dist.ReduceOp.MAX, torch.amax), "sum
 
 
 class Tally:
-    """Numbers of all ranks, reduced element by element while the ranks go on. A collective operation.
+    """Numbers of all ranks, reduced (`"max"` or `"sum"`) element by element while they go on. A collective operation.
 
     On a CPU every rank gets the rows of all: gloo's all-reduce of a few numbers goes round a ring, twice, and this
-    takes one step, and a fifth of the time.
-
-    Args:
-        row: This rank's.
-        reduce: `"max"` or `"sum"`.
-        device: Where the process group takes tensors from.
-        group: The process group; None for a rank that is alone.
-
-    Attributes:
-        row: On an accelerator the reduced row, for what is launched after `wait`.
+    takes one step, and a fifth of the time. On an accelerator `row` is reduced, for what is launched after `wait`.
     """
 
     def __init__(
@@ -68,15 +59,15 @@ class Tally:
             dtype = torch.float64 if isinstance(row[0], float) else torch.int64
             row = on_device(torch.tensor(row, dtype=dtype), device)
         operation, self._over_ranks = _OPS[reduce]
-        self.row, self._event, stream = row, None, side_stream(device)
+        self.row, self._copy, self._length, stream = row, row, len(row), side_stream(device)
         self._work: dist.Work | None = None
+        self._event: torch.Event | None = None
         if stream is None and group is not None:
             given = row.repeat(dist.get_world_size(group))
             self.row = torch.empty_like(given)
             self._work = dist.all_to_all_single(self.row, given, group=group, async_op=True)
         elif group is not None:
             self._work = dist.all_reduce(row, operation, group=group, async_op=True)
-        self._length, self._copy = len(row), row
         if stream is not None:
             # Not on the stream of the model, which would wait for the other ranks before its forward.
             stream.wait_stream(current_stream(device))

@@ -163,7 +163,7 @@ def test_first_lift_is_that_of_the_first_weight_above_0() -> None:
     window = window_of([])
     for weight, unit in ((0.0, 1.0), (100.0, 128.0), (3.0, 128.0)):
         window.reset()
-        window.enter(batch(weight), last=False)
+        window.take(batch(weight), last=False)
         assert 1 / unit == window.lift
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg.lightning_internals import after_backward
-from lightning_gradavg.place import places_on_nodes
+from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.reduction.gather import weigh_losses_from_here
 from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights
 from lightning_gradavg.reduction.weights import Weights
-from lightning_gradavg.reduction.window import Accumulation, Window
+from lightning_gradavg.reduction.window import Accumulation
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
 
 __all__ = ["GradAvgReducer"]
@@ -56,7 +56,7 @@ class GradAvgReducer:
         self._accumulation: Accumulation | None = None
         # Models come and go, as in cross-validation; of each, whether DDP reduces after its last forward.
         self._models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-        self._sparse: list[Tensor] = []
+        self._sparse: dict[int, Tensor] = {}
 
     def register(self, model: DistributedDataParallel, *, node: int | None = None) -> None:
         """Reduce the gradients of a model by the rule from now on. A collective operation.
@@ -88,27 +88,30 @@ class GradAvgReducer:
             _, agreed = world.agree(
                 "GradAvgReducer cannot reduce", lambda: Contribution(equal, node=rule.node if node is None else node)
             )
-            places = places_on_nodes(agreed.nodes)
-            window = Window(rule, places, world, device, compares=self._weighs, afterwards=True)
+            places: Sequence[Place] = places_on_nodes(agreed.nodes)
         else:
-            window = self._accumulation.window
-            if world != window.world:
+            places = self._accumulation.places
+            if world != self._accumulation.world:
                 raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
-        # Once each: models may share some.
-        parameters = dict.fromkeys(one for each in [*self._models, model] for one in each.parameters())
-        own = Accumulation(window, list(parameters), owned_by_user=True, guards=self._weighs)
+        own = Accumulation(
+            *(self._rule, places, world, device),
+            # Once each: models may share some.
+            parameters=list(dict.fromkeys(one for each in [*self._models, model] for one in each.parameters())),
+            owned_by_user=True,
+            guards=self._weighs,
+            compares=self._weighs,
+            afterwards=True,
+        )
         self.watch(model, own, self._reduces_next)
 
     def watch(self, model: nn.Module, accumulation: Accumulation, ends_window: Callable[[], bool]) -> None:
         """Weigh the losses of a model of any engine from its next forward on."""
         if self._accumulation is not None:
             self._accumulation.close()
-        self._weights = Weights(
-            self._rule, accumulation.window.device, "weigh was given", warnings.warn, lambda _: None
-        )
+        self._weights = Weights(self._rule, accumulation.device, "weigh was given", warnings.warn, lambda _: None)
         self._accumulation, self._ends_window = accumulation, ends_window
         self._models[model] = True
-        self._sparse = [weight for each in self._models for weight in sparse_weights(each)]
+        self._sparse.update(sparse_weights(model))
         model.register_forward_pre_hook(self._on_forward)
 
     def _on_forward(self, model: Any, *_: Any) -> None:
@@ -180,7 +183,7 @@ class GradAvgReducer:
 
     def _begin(self, accumulation: Accumulation, loss: WeighedLoss, *, last: bool, divisor: float | None) -> None:
         """Weigh a loss, at the root of its backward."""
-        accumulation.window.loss_divisor = divisor
+        accumulation.loss_divisor = divisor
         accumulation.begin(loss, last=last)
 
         def end() -> None:
@@ -193,4 +196,4 @@ class GradAvgReducer:
     def check(self) -> None:
         """Raise if the last window was invalid. Call it at the end of training, and before you save the model."""
         if self._accumulation is not None:
-            self._accumulation.window.check()
+            self._accumulation.check()

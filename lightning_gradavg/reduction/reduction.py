@@ -15,10 +15,10 @@ from lightning_gradavg.lightning_internals import flushes_static_graph, stored
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.comm_hook import CommHook
-from lightning_gradavg.reduction.nonfinite import NonFinite
+from lightning_gradavg.reduction.nonfinite import found_in_step
 from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights, zero_loss
 from lightning_gradavg.reduction.weights import WHOLE_LOSS, MicroBatch, Weights
-from lightning_gradavg.reduction.window import Accumulation, Window
+from lightning_gradavg.reduction.window import Accumulation
 from lightning_gradavg.rules import RULES, Rule
 
 __all__ = ["Reduction"]
@@ -29,23 +29,11 @@ _MISSPELT = {"weights", "Weight", "wieght", "weigth"}
 class Reduction(Part):
     """Weighs each micro-batch's loss, and finishes what DDP averaged.
 
-    Args:
-        rule: The reduction rule.
-        hook: The user's communication hook, its state and its wrapper.
-        nonfinite: What becomes of steps that are not finite, as of `GradAvgStrategy`.
-        in_pieces: Returns whether some of so many ranks may run several backwards in a step.
-        on_reduced: Called when the gradients of an automatic step are there.
-
-    Attributes:
-        window: The window under way.
-        pending: The loss whose backward comes next.
-        is_manual: Whether the run is one in manual optimization.
-        judges: Whether all ranks leave out a step, or raise, as one of them must.
-        observer: Looks at the step under way, if any does: `lightning_gradavg.report.part.Reports`.
-        sparse: The `id` of the parameters whose gradients are sparse.
+    `in_pieces` returns whether some of so many ranks may run several backwards in a step. `on_reduced` is called when
+    the gradients of an automatic step are there.
     """
 
-    window: Window
+    window: Accumulation
 
     def __init__(
         self,
@@ -57,8 +45,8 @@ class Reduction(Part):
         on_reduced: Callable[[], None] | None = None,
     ) -> None:
         self.rule, self._hook, self._in_pieces, self._on_reduced = rule, hook, in_pieces, on_reduced
-        self._judge = None if nonfinite == "propagate" else NonFinite(nonfinite, rank_zero_info)
-        self._is_mean, self.judges = rule == RULES["mean"], self._judge is not None
+        self._nonfinite, self.judges = nonfinite, nonfinite != "propagate"
+        self._is_mean = rule == RULES["mean"]
         self.is_stock = self._is_mean and not self.judges
         self._said: set[str] = set()
 
@@ -70,40 +58,41 @@ class Reduction(Part):
         self._weights = Weights(self.rule, run.device, giver, self.warn, lambda text: self.warn(text, rank_zero_info))
         self._batch: Any = None
         self._close: Callable[[], None] = lambda: None
-        self.observer: Any = None
-        self.pending: WeighedLoss | None = None
+        self.observer: Any = None  # looks at the step under way: `lightning_gradavg.report.part.Reports`
+        self.pending: WeighedLoss | None = None  # its backward comes next
         self._terms: tuple[str, ...] = (WHOLE_LOSS,)
         self._holding = self._lost = self._pieces = self._reduces_first = False
-        self._frozen: dict[str, nn.Parameter] = {}
+        self._frozen: list[nn.Parameter] = []
         self._parameters: list[nn.Parameter] = []
-        self._sparse: list[Tensor] = []
-        self.sparse: set[int] = set()
-        if self._judge is not None:
-            self._judge.losses = []
+        self.sparse: dict[int, Tensor] = {}
+        self._losses: list[Tensor | None] = []  # of the window, where a step is judged
 
     def configure_ddp(self, run: Run) -> None:
         """Begin a run that trains, and register a communication hook where there is need of one."""
         model, manual, named = run.ddp, self.is_manual, dict(run.ddp.module.named_parameters())
         self._refuse(run, [name for name in named if {name, f".{name}"} & model.parameters_to_ignore])
-        self._parameters, self._sparse = list(named.values()), sparse_weights(model)
-        self.sparse = set(map(id, self._sparse))
+        self._parameters, self.sparse = list(named.values()), sparse_weights(model)
         if run.world.size > 1:
-            frozen = {name: one for name, one in named.items() if not one.requires_grad}
-            self._frozen = {name: one for name, one in frozen.items() if name not in model.parameters_to_ignore}
+            reduced = named.keys() - model.parameters_to_ignore
+            self._frozen = [one for name, one in named.items() if not one.requires_grad and name in reduced]
         # The very first backward of a static graph must be reduced, or an assertion of torch's reducer fails.
         self._reduces_first = model.static_graph
         self._pieces = self._in_pieces(run.world.size)
         half = any(one.dtype == torch.float16 and one.requires_grad for one in self._parameters)
-        compares = self.judges or (manual and not self._is_mean)
-        afterwards = manual or self._pieces or half
-        window = Window(self.rule, run.places, run.world, run.device, compares=compares, afterwards=afterwards)
-        mask = self._hook.register(run, self.rule)
-        self.begin(run, Accumulation(window, self._parameters, owned_by_user=manual, mask=mask))
+        window = Accumulation(
+            *(self.rule, run.places, run.world, run.device),
+            parameters=self._parameters,
+            owned_by_user=manual,
+            mask=self._hook.register(run, self.rule),
+            compares=self.judges or (manual and not self._is_mean),
+            afterwards=manual or self._pieces or half,
+        )
+        self.begin(run, window)
 
-    def begin(self, run: Run, accumulation: Accumulation) -> None:
+    def begin(self, run: Run, window: Accumulation) -> None:
         """Begin a run that trains."""
         super().configure_ddp(run)
-        self.window, self._accumulation, self._close = accumulation.window, accumulation, accumulation.close
+        self.window, self._close = window, window.close
         self.window.loss_divisor = None if self._is_mean else 1.0
 
     def teardown(self) -> None:
@@ -112,14 +101,14 @@ class Reduction(Part):
 
     def _refuse(self, run: Run, ignored: list[str]) -> None:
         """Raise a ValueError about the first of what cannot be served, which says what to do instead."""
-        manual, option = self.is_manual, f"nonfinite={self._judge.policy!r}" if self._judge is not None else ""
+        manual, judges, option = self.is_manual, self.judges, f"nonfinite={self._nonfinite!r}"
         unflushed = run.ddp.static_graph and not flushes_static_graph(run.trainer.strategy)
         scaled = getattr(run.trainer.precision_plugin, "scaler", None) is not None
         refusals = {
             f"{option} checks a step before it is taken, but in manual optimization you take it. Check the"
-            " gradients after manual_backward, which are the same on all ranks, or leave it out.": option and manual,
+            " gradients after manual_backward, which are the same on all ranks, or leave it out.": judges and manual,
             f"{option} with precision={run.trainer.precision!r}, whose loss scaler makes all ranks skip a step with"
-            " a gradient that is not finite. Leave it out, or use another precision.": option and scaled,
+            " a gradient that is not finite. Leave it out, or use another precision.": judges and scaled,
             "static_graph=True with manual optimization needs lightning 2.6, which has DDP reduce the first backward."
             " Leave static_graph out, or use a newer lightning.": manual and unflushed,
             f"DDP was told to ignore the parameter {''.join(ignored[:1])!r}, so only its loss would be weighed. Use"
@@ -134,13 +123,9 @@ class Reduction(Part):
         return self._reduces_first
 
     def begin_step(self, batch: Any, missing: int = 0) -> None:
-        """Note the batch of a training step, of which `missing` ranks have none, and forget losses without backward.
-
-        Raises:
-            RuntimeError: On all ranks, if the rule counts ranks.
-        """
+        """Note the batch of a training step, of which `missing` ranks have none, and forget losses without backward."""
         self._batch, self.pending = batch, None
-        self._accumulation.begin_step(anew=not self.is_manual and self._begins_window)
+        self.window.begin_step(anew=not self.is_manual and self._begins_window)
         if not self.is_manual:
             self.window.loss_divisor = self._expected
             self.window.missing = missing if self._is_mean else 0
@@ -153,11 +138,8 @@ class Reduction(Part):
             )
 
     def read(self, output: Any, samples: float | None) -> Any:
-        """Return a training step's output with a weighed loss; `samples` as of `Weights.read`.
-
-        In manual optimization it has no loss that Lightning takes.
-        """
-        if self.is_manual:
+        """Return a training step's output with a weighed loss; `samples` as of `Weights.read`."""
+        if self.is_manual:  # it has no loss that Lightning takes
             return output
         named = output if isinstance(output, Mapping) else {"loss": output}
         loss, weight = named.get("loss"), named.get("weight")
@@ -177,32 +159,30 @@ class Reduction(Part):
         if micro_batch.is_zero and not any(term.requires_grad for term in terms.values()):
             terms = dict.fromkeys(terms, self._zero_loss())
         plain = self.window.carries_nothing and not micro_batch.absent
-        weighed = WeighedLoss.of(terms, micro_batch, plain=plain, sparse=self._sparse)
+        weighed = WeighedLoss.of(terms, micro_batch, plain=plain, sparse=self.sparse)
         if self.observer is not None:
             self.observer.weighed(loss, weighed, samples, self._batch)
-        if self._judge is not None and not micro_batch.absent:
-            self._judge.losses.append(weighed.value.detach())
+        if self.judges and not micro_batch.absent:
+            self._losses.append(weighed.value.detach())
         return self._pend(weighed)
 
     def _pend(self, loss: WeighedLoss) -> WeighedLoss:
+        """Add a loss to the window as soon as it is there: what the ranks exchange then travels until its backward."""
         self.pending = loss
         self._enter(loss)
         return loss
 
     def _enter(self, loss: WeighedLoss) -> None:
-        """Add a loss to the window as soon as it is there: what the ranks exchange then travels until its backward."""
-        self._accumulation.enter(loss, last=not self._holding and not self._pieces)
+        self.window.enter(loss, last=not self._holding and not self._pieces)
 
     @property
     def _expected(self) -> int:
-        """Micro-batches of a full window."""
         return self.run.trainer.accumulate_grad_batches
 
     def _without_loss(self, output: Any, *, counts: bool) -> Any:
         """Return what stands for the loss of a step that has none, for the backward that the other ranks run."""
-        if self._judge is not None:
-            if counts:
-                self._judge.losses.append(None)
+        if self.judges:
+            self._losses += [None] * counts
         elif self._expected > 1 or self._pieces:
             raise RuntimeError(
                 "training_step returned no loss within an accumulation window, which would then not be reduced."
@@ -210,31 +190,29 @@ class Reduction(Part):
             )
         elif self.run.world.size == 1 or getattr(self.run.trainer.precision_plugin, "scaler", None) is not None:
             return output  # nobody waits for this rank, or a loss scaler leaves out a step without loss
-        self._lost = self._judge is None and counts
-        return self._stand_in(without_loss=counts)
+        self._lost = counts and not self.judges
+        return self._stand_in(absent=True, without_loss=counts)
 
     def agree(self, output: Any) -> Any:
         """Return the output of a step that is judged; where some rank has no loss, a loss of 0 on all of them.
 
         All ranks run the backward of a gather or none does, and a rank without loss has none to run.
         """
-        loss = self.pending
-        if self.run.world.size == 1 or loss is None:
-            return output
-        if not any(map(any, self.run.world.gather_integers([loss.micro_batch.without_loss]))):
-            return output
-        self.pending = WeighedLoss(self._zero_loss(), loss.micro_batch)
-        return self.pending.value
+        assert self.pending is not None
+        micro_batch = self.pending.micro_batch
+        if self.run.world.size > 1 and any(map(any, self.run.world.gather_integers([micro_batch.without_loss]))):
+            self.pending = WeighedLoss(self._zero_loss(), micro_batch, [])
+            return self.pending.value
+        return output
 
     def fail_together(self, problem: str) -> None:
         """Have the window end with an error on all ranks."""
-        self._stand_in(problem)
+        self._stand_in(problem=problem)
 
-    def _stand_in(self, problem: str | None = None, *, without_loss: bool = False) -> Tensor:
+    def _stand_in(self, **known: Any) -> Tensor:
         """Return the loss of a micro-batch that has none, and add nothing to any gradient."""
-        weights = dict.fromkeys(self._terms, 0.0)
-        micro_batch = MicroBatch(weights, problem=problem, absent=problem is None, without_loss=without_loss)
-        return self._pend(WeighedLoss(self._zero_loss(), micro_batch)).value
+        micro_batch = MicroBatch(dict.fromkeys(self._terms, 0.0), **known)
+        return self._pend(WeighedLoss(self._zero_loss(), micro_batch, [])).value
 
     def _zero_loss(self) -> Tensor:
         """Return a loss of 0 that reaches all parameters, with DDP ready for its backward."""
@@ -253,10 +231,7 @@ class Reduction(Part):
         return index % self._expected == 0
 
     def backward(self, run: Callable[[], None], *, final: bool = True) -> None:
-        """Call `run`, which runs the backward of the pending loss: the final one of its step, or one before zero_grad.
-
-        Without an accumulation window that goes on, it ends with the gradients reduced; call `finish` then.
-        """
+        """Call `run`, which runs the backward of the pending loss, the final one of its step or not."""
         loss, self.pending, last = self.pending, None, final and not self._holding
         assert loss is not None
         with nullcontext() if self.observer is None else self.observer.backward(loss, last=last):
@@ -264,10 +239,10 @@ class Reduction(Part):
         self._reduces_first = False
 
     def _backward(self, loss: WeighedLoss, run: Callable[[], None], *, last: bool, final: bool) -> None:
-        self._accumulation.backward(loss, run, last=last, final=final)
+        self.window.backward(loss, run, last=last, final=final)
 
     def finish(self) -> None:
-        """Have the gradients be the reduced ones, once the backward that ends a window has been."""
+        """Have the gradients be the reduced ones, once the backward that ends a window, or not, has been."""
         skipped = self._reduce()
         if self._on_reduced is not None and not self.is_manual:
             self._on_reduced()
@@ -278,22 +253,36 @@ class Reduction(Part):
 
     def _reduce(self) -> bool:
         """Finish the gradients of a window that ended; return whether its step is left out."""
-        if not self._accumulation.reduce():
+        if not self.window.reduce():
             return False
-        if self._judge is not None:
-            gradients = {name: p.grad for name, p in self.run.module.named_parameters() if p.grad is not None}
-            known = self.window.known if self.run.device.type == "cpu" else self.window.check()
-            if self._judge.skips(known, gradients, self.run):
-                self._leave_out()
-                return True
-        if self._frozen:
-            self._reduce_apart()
+        if self.judges and self._is_left_out():
+            self._leave_out()
+            return True
+        # Those that were frozen when DDP was built belong to none of its buckets.
+        if unfrozen := [parameter for parameter in self._frozen if parameter.requires_grad]:
+            average_gradients(unfrozen)
         if self._lost:
             self._require_lost()
         return False
 
     def _end_window(self) -> None:
-        self._accumulation.end()
+        self.window.end()
+
+    def _is_left_out(self) -> bool:
+        """Return whether all ranks skip the step, or raise a RuntimeError on all of them."""
+        totals, losses, self._losses = self.window.check(), self._losses, []
+        if totals.without_loss == self.run.world.size:
+            return True  # nothing is lost: Lightning's own way to leave a batch out
+        gradients = {name: p.grad for name, p in self.run.module.named_parameters() if p.grad is not None}
+        found = found_in_step(totals, losses, gradients, self.run)
+        if found is not None and self._nonfinite == "raise":
+            raise RuntimeError(
+                f"{found}. With nonfinite='skip_step' all ranks skip such a step; a loss of weight 0 leaves one"
+                " micro-batch out."
+            )
+        if found is not None:
+            rank_zero_info(f"GradAvgStrategy: {found}; nonfinite={self._nonfinite!r}: all ranks skip the step")
+        return found is not None
 
     def _leave_out(self) -> None:
         for parameter in self._parameters:
@@ -301,11 +290,7 @@ class Reduction(Part):
                 parameter.grad = None  # so an optimizer changes neither it nor its state
 
     def _require_lost(self) -> None:
-        """Leave a step out for which this rank has no loss, as Lightning does, if no other rank has one.
-
-        Raises:
-            RuntimeError: If another has, whose gradient would be averaged with nothing.
-        """
+        """Leave out a step for which no rank has a loss, as Lightning does; another rank's would be divided by all."""
         self._lost = False
         if any(bool(stored(p.grad).any()) for p in self._parameters if p.requires_grad and p.grad is not None):
             raise RuntimeError(
@@ -314,12 +299,6 @@ class Reduction(Part):
                 " nonfinite='skip_step'."
             )
         self._leave_out()
-
-    def _reduce_apart(self) -> None:
-        """Reduce parameters that were frozen when DDP was built, and belong to none of its buckets."""
-        unfrozen = [parameter for parameter in self._frozen.values() if parameter.requires_grad]
-        if unfrozen:
-            average_gradients(unfrozen)
 
     def on_train_end(self) -> None:
         """Raise what was found out about the last window, which no further one does."""

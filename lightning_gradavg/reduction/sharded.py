@@ -19,7 +19,7 @@ from lightning_gradavg.place import places_on_nodes
 from lightning_gradavg.ranks import World, by_rank, digest
 from lightning_gradavg.reduction.weigh import WeighedLoss
 from lightning_gradavg.reduction.weights import MicroBatch
-from lightning_gradavg.reduction.window import Accumulation, Window
+from lightning_gradavg.reduction.window import Accumulation
 from lightning_gradavg.rules import Rule, resolve_rule
 
 __all__ = ["ShardedAccumulation", "sharded_rule"]
@@ -48,6 +48,8 @@ class ShardedAccumulation(Accumulation):
         ValueError: If the engine would not average the gradient of a parameter over the data-parallel ranks.
     """
 
+    _stopped = 0.0  # not undefined: the engine waits for the gradients of all ranks
+
     def __init__(
         self, rule: Rule, module: nn.Module, mesh: Any, optimizers: Sequence[Optimizer], *, manual: bool
     ) -> None:
@@ -74,11 +76,16 @@ class ShardedAccumulation(Accumulation):
         weighs, half = rule.name != "mean", any(leaf.dtype == torch.float16 and leaf.requires_grad for leaf in leaves)
         # Ranks of one tensor-parallel group stand in one place.
         places = [place for place in places_on_nodes([0] * self._ranks) for _ in range(self._peers.size)]
-        device = next(module.parameters()).device
-        window = Window(rule, places, world, device, compares=manual and weighs, afterwards=manual or half)
-        super().__init__(window, (), owned_by_user=manual, leaves=leaves, guards=weighs)
-        # The engine waits for the gradients of all ranks, so one that does not count is 0 instead of undefined.
-        self._optimizers, self._stopped = optimizers, 0.0
+        super().__init__(
+            *(rule, places, world, next(module.parameters()).device),
+            parameters=(),
+            owned_by_user=manual,
+            leaves=leaves,
+            guards=weighs,
+            compares=manual and weighs,
+            afterwards=manual or half,
+        )
+        self._optimizers = optimizers
 
     def _require_averaged(self) -> None:
         outside = [name for parameter, name in self._outside.items() if parameter.requires_grad]
@@ -89,7 +96,7 @@ class ShardedAccumulation(Accumulation):
             )
 
     def _micro_batch(self, loss: WeighedLoss) -> MicroBatch:
-        if self.window.length == 0:
+        if self.length == 0:
             of_groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
             self.parameters = list(dict.fromkeys(parameter for group in of_groups for parameter in group))
             self._require_averaged()
@@ -104,7 +111,7 @@ class ShardedAccumulation(Accumulation):
     def _agreed(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return it with the problem that ranks of one tensor-parallel group weigh it differently, if they do."""
         weights = str({name or "weight": n for name, n in micro_batch.weights.items()})
-        keys = self._peers.gather_integers([digest(weights)]) if self.window.rule.uses_weight else []
+        keys = self._peers.gather_integers([digest(weights)]) if self.rule.uses_weight else []
         if all(key == keys[0] for key in keys):
             return micro_batch
         found = by_rank(self._peers.gather_objects(weights))
@@ -113,7 +120,7 @@ class ShardedAccumulation(Accumulation):
 
     def _holds_any(self, gradients: Sequence[Tensor]) -> bool:
         # One shard may be 0 and another not.
-        return any(map(any, self.window.world.gather_integers([super()._holds_any(gradients)])))
+        return any(map(any, self.world.gather_integers([super()._holds_any(gradients)])))
 
     def _scale(self, gradients: Sequence[Tensor], factor: Any) -> None:
         if not gradients:

@@ -25,7 +25,6 @@ __all__ = [
     "gather_rows",
     "sum_dense",
     "writable",
-    "zero_gradient",
 ]
 
 SUM_DTYPES = {
@@ -54,7 +53,7 @@ def writable(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a parameter's gradient: zeros where it has none, a copy where it cannot be written in place."""
     gradient = parameter.grad
     if gradient is None:
-        return zero_gradient(parameter, dtype=dtype)
+        return torch.zeros_like(parameter, dtype=dtype)
     # After `expand`, elements share memory.
     repeats = not gradient.is_contiguous() and 0 in gradient.stride()
     if not (repeats or gradient.is_conj() or gradient.is_neg()):
@@ -63,13 +62,9 @@ def writable(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sum_dense(gradients: Sequence[Tensor], factor: float, world: World) -> None:
-    """Replace every gradient by `sum over ranks of factor * gradient`, in place.
+    """Replace every gradient by `sum over ranks of factor * gradient`, in place; 0 discards them, whatever they hold.
 
-    Args:
-        gradients: Strided, no two elements in one memory, none lazily conjugated. The same shapes and dtypes, in the
-            same order, on all ranks; strides may differ.
-        factor: What this rank's gradients are multiplied by; 0 discards them, whatever they hold.
-        world: The ranks.
+    They are `writable`, and have the same shapes and dtypes, in the same order, on all ranks; strides may differ.
     """
     storages = Counter(gradient.untyped_storage().data_ptr() for gradient in gradients)
     buckets = [(members, _flat(members, storages)) for members in _partition(gradients)]
@@ -144,13 +139,3 @@ def _as_matrix(tensor: Tensor) -> Tensor:
     width = math.prod(whole.shape[1:])
     # One expanded element is contiguous with a stride of 0, which cannot be viewed as bytes.
     return whole.as_strided((len(whole), width), (width, 1))
-
-
-def zero_gradient(parameter: Tensor, sparse_dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the gradient of a loss that `parameter` does not change; with sparse dimensions it has no entries."""
-    if sparse_dim == 0:
-        return torch.zeros_like(parameter, dtype=dtype)
-    values = parameter.new_empty((0, *parameter.shape[sparse_dim:]), dtype=dtype)
-    indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
-    # The invariants hold by construction; looking at them would wait for the device.
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gradavg.lightning_internals import stored
-from lightning_gradavg.reduction.sums import zero_gradient
 from lightning_gradavg.reduction.weights import WHOLE_LOSS, MicroBatch
 
 __all__ = ["WeighedLoss", "gradients_discarded", "nan_stopped", "sparse_weights", "weigh_terms", "zero_loss"]
@@ -44,13 +44,13 @@ class WeighedLoss(NamedTuple):
     Attributes:
         value: The sum of the terms, with graph. Its value is not weighed.
         micro_batch: The weights.
-        coefficients: What the backward multiplies each term by; empty where the loss is not weighed.
+        coefficients: A list of what the backward multiplies each term by; empty where the loss is not weighed.
         terms: The terms that it multiplies.
     """
 
     value: Tensor
     micro_batch: MicroBatch
-    coefficients: Any = ()
+    coefficients: list[Any]
     terms: Sequence[Tensor] = ()
 
     @classmethod
@@ -60,7 +60,7 @@ class WeighedLoss(NamedTuple):
         micro_batch: MicroBatch,
         *,
         plain: bool = False,
-        sparse: Sequence[Tensor] = (),
+        sparse: Mapping[int, Tensor] = MappingProxyType({}),
         begin: Callable[[WeighedLoss], None] | None = None,
     ) -> WeighedLoss:
         """Return a loss to be weighed, of which terms that share a weight are one term.
@@ -81,25 +81,32 @@ class WeighedLoss(NamedTuple):
             # What the graph holds must not hold the graph.
             value = weigh_terms(coefficients, losses, None if begin is None else partial(begin, weighed))
         if sparse and micro_batch.is_zero:
-            value = value + zero_loss(sparse, set(map(id, sparse))).to(value.dtype)
+            value = value + zero_loss(list(sparse.values()), sparse).to(value.dtype)
         return weighed._replace(value=value)
 
 
-def sparse_weights(module: nn.Module) -> list[Tensor]:
-    """Return the parameters of a module whose gradients are sparse, which DDP does not take undefined."""
+def sparse_weights(module: nn.Module) -> dict[int, Tensor]:
+    """Return the parameters of a module whose gradients are sparse, which DDP does not take undefined, by `id`."""
     embeddings = (each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
-    return [each.weight for each in embeddings if each.sparse]
+    return {id(each.weight): each.weight for each in embeddings if each.sparse}
 
 
 class _ZeroGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sparse: Container[int], *parameters: Tensor) -> Tensor:
-        ctx.like = [(parameter, int(id(parameter) in sparse)) for parameter in parameters]
+        ctx.like = [(parameter, id(parameter) in sparse) for parameter in parameters]
         return torch.zeros((), device=parameters[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(zero_gradient(parameter, sparse_dim) for parameter, sparse_dim in ctx.like)
+        return None, *(_no_rows(one) if sparse else torch.zeros_like(one) for one, sparse in ctx.like)
+
+
+def _no_rows(parameter: Tensor) -> Tensor:
+    values = parameter.new_empty((0, *parameter.shape[1:]))
+    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    # The invariants hold by construction; looking at them would wait for the device.
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
 def zero_loss(parameters: Sequence[Tensor], sparse: Container[int]) -> Tensor:

@@ -52,29 +52,19 @@ _OTHERS = (
 
 
 class Totals(NamedTuple):
-    """What all ranks together know of a window: sums of numbers on the host, or on a device and not waited for.
+    """What all ranks together know of a window: sums of numbers on the host, or on a device and not waited for."""
 
-    Attributes:
-        faults: Micro-batches whose weights or shares cannot be used.
-        without_loss: Ranks without loss.
-        pairs: Micro-batches that are not absent.
-        digest: The sum over these of a number that stands for what must be the same on all ranks.
-        digests: That of its square.
-        normalizers: `Z` of each loss term.
-        more: Sums of what `Window.exchange` was given.
-    """
-
-    faults: Any
-    without_loss: Any
-    pairs: Any
-    digest: Any
-    digests: Any
-    normalizers: Any
-    more: Any
+    faults: Any  # micro-batches whose weights or shares cannot be used
+    without_loss: Any  # ranks
+    pairs: Any  # micro-batches that are not absent
+    digest: Any  # the sum over these of a number that stands for what must be the same on all ranks
+    digests: Any  # that of its square
+    normalizers: Any  # `Z` of each loss term
+    more: Any  # sums of what `Window.exchange` was given
 
     @classmethod
     def of(cls, values: Any) -> Totals:
-        """Return the sum of the ranks' summaries as what it is."""
+        """Return a sum of summaries as what it is."""
         return cls._make([*values[:_HEADER], values[_HEADER:_TERMS_END], values[_TERMS_END:]])
 
     @property
@@ -107,16 +97,10 @@ def _scaled(multiplier: Any, scale: float, normalizer: Any) -> Any:
 class Window:
     """The numbers of this rank's micro-batches since the last reduction.
 
-    Args:
-        rule: The reduction rule.
-        places: The places of all ranks, in rank order.
-        world: The ranks.
-        device: Where the gradients are.
-        compares: Whether ranks exchange totals even where the rule uses no weight: their windows may have different
-            lengths, or they judge steps together.
-        afterwards: Whether no loss carries the whole factor of a window of one, unless it has named terms: the ranks'
-            windows may have different lengths, so that no rank knows whether those of all are windows of one; or
-            gradients are float16, in which a loss times W may overflow where the result does not.
+    Ranks that `compares` exchange totals also where the rule uses no weight: their windows may have different lengths,
+    or they judge steps together. `afterwards`, no loss carries the whole factor of a window of one, unless it has named
+    terms: no rank may know whether the windows of all are windows of one; or gradients are float16, in which a loss
+    times W may overflow where the result does not.
 
     Attributes:
         known: What all ranks know of the window, once it is exchanged.
@@ -161,13 +145,11 @@ class Window:
         self.terms: tuple[str, ...] = ()
         self._missed, self._lift = 0, self._next_lift
 
-    def enter(self, micro_batch: MicroBatch, *, last: bool, unread: bool = False) -> None:
+    def take(self, micro_batch: MicroBatch, *, last: bool, unread: bool = False) -> None:
         """Add a micro-batch, before its backward; a collective operation if it is alone, or begins the first window.
 
-        Args:
-            micro_batch: The micro-batch.
-            last: Whether the window ends with it. A step of several backwards may not know yet.
-            unread: Whether its weights may stay on an accelerator.
+        A step of several backwards does not know yet which is the `last` of the window. `unread` allows weights to stay
+        on an accelerator.
         """
         begins, named = not self.micro_batches, tuple(micro_batch.weights) != (WHOLE_LOSS,)
         # All ranks must go the same way.
@@ -239,11 +221,7 @@ class Window:
         self._lift = self._next_lift = _lift_of(number)
 
     def carried(self, *, last: bool) -> list[Any]:
-        """Return what each term of the latest micro-batch carries, None for no gradient.
-
-        Raises:
-            ValueError: On all ranks, if a micro-batch that carries the whole factor cannot be used.
-        """
+        """Return what each term of the latest micro-batch carries, None for no gradient."""
         if self.is_alone:
             return self.alone(self.totals())
         if last:
@@ -315,9 +293,8 @@ class Window:
     def totals(self) -> Totals:
         """Return what all ranks know, once it is there; zeros where nothing is exchanged. On a CPU it is read.
 
-        Raises:
-            ValueError: On all ranks, if the window cannot be used; on an accelerator, which is not waited for, if the
-                window before it cannot.
+        Raises a ValueError on all ranks if the window cannot be used; on an accelerator, which is not waited for, if
+        the window before it cannot.
         """
         self.check()
         self.known = _UNKNOWN
@@ -330,10 +307,10 @@ class Window:
         return self.known
 
     def check(self) -> Totals:
-        """Raise what is wrong with the last window that was exchanged and not read, on all ranks; return its totals."""
+        """Return the totals of the last window on the host; raise what is wrong with those that were not read yet."""
         unchecked, self._unchecked = self._unchecked, None
         if unchecked is None:
-            return _UNKNOWN
+            return self.known
         window, copied = unchecked
         totals = window._checked(Totals.of(copied.read()))
         self._next_lift = window._next_lift
@@ -363,35 +340,37 @@ def _lift_of(number: float) -> float | None:
     return math.ldexp(1.0, -min(max(math.frexp(number)[1], -1022), 1022)) if 0 < number < math.inf else None
 
 
-class Accumulation:
-    """The gradients of a window: only those that it computed.
+class Accumulation(Window):
+    """A window and its gradients: only those that it computed.
 
     Args:
-        window: Its numbers.
+        numbers: What `Window` takes.
         parameters: The parameters that it trains.
         owned_by_user: Whether gradients may be there before the window, and may be changed within it, as in manual
             optimization and loops of users.
         leaves: What autograd accumulates into; by default the parameters.
         guards: Whether gradients that arrive by other backwards are an error.
         mask: Has gradients masked, on an accelerator, by weights that the host has not read; None to read them.
-
-    Attributes:
-        pieces: Backwards of the step under way that are not its last.
+        compares: As of `Window`.
+        afterwards: As of `Window`.
     """
+
+    _stopped: float | None = None  # what stands for the gradient of a term that does not count
 
     def __init__(
         self,
-        window: Window,
+        *numbers: Any,
         parameters: Sequence[nn.Parameter],
-        *,
         owned_by_user: bool,
         leaves: Sequence[nn.Parameter] = (),
         guards: bool = False,
         mask: Callable[[MicroBatch], None] | None = None,
+        compares: bool = False,
+        afterwards: bool = False,
     ) -> None:
-        self.window, self.parameters, self._leaves = window, list(parameters), leaves or list(parameters)
+        super().__init__(*numbers, compares=compares, afterwards=afterwards)
+        self.parameters, self._leaves = list(parameters), leaves or list(parameters)
         self._owned_by_user, self._mask = owned_by_user, mask
-        self._stopped: float | None = None  # what stands for the gradient of a term that does not count
         self._before: list[Tensor | None] = []  # gradients that the window found
         self._left: list[tuple[Tensor | None, int]] = []  # gradients that it left to the user, and their versions
         self._trained: list[bool] = []
@@ -399,18 +378,18 @@ class Accumulation:
         self._inside: list[RemovableHandle] = []  # hooks of the backward under way
         self._entered = self._begun = self._running = self._last = False
         self._handles = [one.register_hook(self._guard) for one in self._leaves if guards and one.requires_grad]
-        self.pieces = 0
+        self._pieces = 0  # backwards of the step under way that are not its last
 
     def begin_step(self, *, anew: bool) -> None:
         """Begin a step of one or more backwards; one that was not finished gives its window up.
 
         An epoch that ended within a window gives it up, too: then the step begins `anew`.
         """
-        if self.pieces > 0 or self._entered:
-            self._of_pieces, self.pieces = [], 0
+        if self._pieces > 0 or self._entered:
+            self._of_pieces, self._pieces = [], 0
             self.abandon()
         if anew:
-            self.window.reset()
+            self.reset()
 
     @contextmanager
     def _or_abandon(self) -> Iterator[None]:
@@ -422,14 +401,14 @@ class Accumulation:
             raise
 
     def enter(self, loss: WeighedLoss, *, last: bool) -> None:
-        """Add a loss to the window, before its backward; see `Window.enter`."""
+        """Add a loss to the window, before its backward; see `Window.take`."""
         if self._entered:
             self.abandon()  # its backward has never begun
         with self._or_abandon():
             micro_batch = self._micro_batch(loss)
             if self._owned_by_user:
                 micro_batch = self._of_user(micro_batch)
-            self.window.enter(micro_batch, last=last, unread=self._mask is not None)
+            self.take(micro_batch, last=last, unread=self._mask is not None)
         self._entered = True
 
     def _micro_batch(self, loss: WeighedLoss) -> MicroBatch:
@@ -437,11 +416,11 @@ class Accumulation:
 
     def _of_user(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch, with the problem that it trains other parameters than those before it, if it does."""
-        if self.window.micro_batches and self._cleared():
+        if self.micro_batches and self._cleared():
             self._before = []
-            self.window.reset()
+            self.reset()
         before, self._trained = self._trained, [parameter.requires_grad for parameter in self.parameters]
-        differs = self.window.micro_batches and before != self._trained
+        differs = self.micro_batches and before != self._trained
         return micro_batch._replace(problem=_OTHERS) if differs else micro_batch
 
     def begin(self, loss: WeighedLoss, *, last: bool) -> None:
@@ -451,15 +430,12 @@ class Accumulation:
             self._start(loss, last=last)
 
     def backward(self, loss: WeighedLoss, run: Callable[[], None], *, last: bool, final: bool) -> None:
-        """Call `run`, which runs the backward of the loss that was entered.
+        """Call `run`, which runs the backward of the loss that was entered, the last one of its window or not.
 
-        Args:
-            loss: The loss.
-            run: Runs its backward. If it raises, the window is given up, and what it added to the gradients.
-            last: Whether the backward ends the window.
-            final: Whether it is the final one of its step.
+        `final` says whether it is the last one of its step. If it raises, the window is given up, and what it added to
+        the gradients.
         """
-        with self._piece(final=final) if self.pieces > 0 or not final else nullcontext(), self._or_abandon():
+        with self._piece(final=final) if self._pieces > 0 or not final else nullcontext(), self._or_abandon():
             self._start(loss, last=last)
             run()
             self._remove_hooks()
@@ -467,17 +443,17 @@ class Accumulation:
     @contextmanager
     def _piece(self, *, final: bool) -> Iterator[None]:
         """Keep the gradients of a step's backwards until the final one: the loop zeroes gradients in between."""
-        before, began = [p.grad for p in self.parameters], self.window.length == self.pieces + 1
+        before, began = [p.grad for p in self.parameters], self.length == self._pieces + 1
         self._set_gradients(self._of_pieces)
         if final:
-            self._of_pieces, self.pieces = [], 0
+            self._of_pieces, self._pieces = [], 0
             if began:
                 self._before = _cloned(before)
             else:
                 self._add(before)
             yield
             return
-        self.pieces += 1
+        self._pieces += 1
         try:
             yield
             self._of_pieces = [p.grad for p in self.parameters]
@@ -494,10 +470,10 @@ class Accumulation:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def _start(self, loss: WeighedLoss, *, last: bool) -> None:
-        window, self._entered, self._running, self._last = self.window, False, True, last
-        if window.length == 1:
-            self._begin(aside=not last or window.afterwards or window.loss_divisor != 1)
-        carried, micro_batch = window.carried(last=last), window.micro_batches[-1]
+        self._entered, self._running, self._last = False, True, last
+        if self.length == 1:
+            self._begin(aside=not last or self.afterwards or self.loss_divisor != 1)
+        carried, micro_batch = self.carried(last=last), self.micro_batches[-1]
         if loss.coefficients:
             loss.coefficients[:] = [self._stopped if value is None else value for value in carried]
         nothing = micro_batch.absent or micro_batch.problem is not None
@@ -522,7 +498,7 @@ class Accumulation:
         if not self._running:
             raise RuntimeError(
                 f"a gradient of shape {tuple(gradient.shape)} reached the model by a backward that bypassed"
-                f" reduction={self.window.rule.name!r}, so it would be averaged. Call self.manual_backward,"
+                f" reduction={self.rule.name!r}, so it would be averaged. Call self.manual_backward,"
                 " fabric.backward or GradAvgReducer.weigh(...).backward() with weight= instead of loss.backward()."
             )
 
@@ -557,9 +533,9 @@ class Accumulation:
             if self._owned_by_user:
                 self._left = [(p.grad, 0 if p.grad is None else version_of(p.grad)) for p in self.parameters]
             return False
-        if not self.window.is_alone:
+        if not self.is_alone:
             with self._or_abandon():
-                factor = self.window.after(self.window.totals())
+                factor = self.after(self.totals())
                 if isinstance(factor, Tensor) or factor != 1:
                     trained = (parameter.grad for parameter in self.parameters if parameter.requires_grad)
                     self._scale([gradient for gradient in trained if gradient is not None], factor)
@@ -573,7 +549,7 @@ class Accumulation:
         if self._last:
             self._add(self._before)
             self._before, self._begun = [], False
-            self.window.reset()
+            self.reset()
 
     def finish(self) -> None:
         """Finish the gradients of a window that ended, and begin the next."""
@@ -587,7 +563,7 @@ class Accumulation:
             self._set_gradients(self._before)
         self._before, self._begun = [], False
         self._entered = self._running = False
-        self.window.reset()
+        self.reset()
 
 
 def _cloned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -90,7 +90,7 @@ class Replicas(Pieces):
         self._seed = int(run.world.from_first(own if saved is None else saved))
         # A rank that runs the step more than once would write them as often.
         self._parameters = dict(run.module.named_parameters()) if self._in_pieces else {}
-        self._sparse = sparse_weights(run.module)
+        self._sparse = list(sparse_weights(run.module).values())
         self._registered = [module._buffers for module in run.module.modules()]
         self.on_evaluation_end()
 

@@ -75,7 +75,6 @@ class TreeReduction(Reduction):
     def _backward(self, loss: WeighedLoss, run: Callable[[], None], *, last: bool, final: bool) -> None:  # noqa: ARG002  # as above
         """Run the backward of the rank's next replica, and keep its gradients apart."""
         window, replica = self.window, self._held[self._position]
-        window.loss_divisor = self._expected
         if self._position == 0 and self._begins_window:
             self._forget()
         self._position += 1
