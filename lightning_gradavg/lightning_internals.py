@@ -61,13 +61,13 @@ def leave_batch_norm_alone(strategy: Any) -> None:
     strategy._layer_sync = None
 
 
-UPDATES, REDUCTIONS, COMPUTED = "_update_count", "_reductions", "_computed"
-"""What a metric of torchmetrics keeps: how often it was updated, the reduction of each state, the last value."""
+SYNC, REDUCTIONS, COMPUTED = "_sync_dist", "_reductions", "_computed"
+"""How a metric of torchmetrics reduces its states over the ranks, the reduction of each, and the last value."""
 
 
 def put_back(metric: Metric, states: Mapping[str, Any], updates: int) -> None:
     """Give a metric earlier states and number of updates; its `reset` gives it the first ones."""
-    for name, value in {**states, UPDATES: updates, COMPUTED: None}.items():
+    for name, value in {**states, "_update_count": updates, COMPUTED: None}.items():
         setattr(metric, name, value)
 
 
@@ -175,6 +175,11 @@ class EvaluationPass:
         self.loaders: list[Any] = list(combined.flattened)
 
     @property
+    def begun(self) -> bool:
+        """Whether a batch was taken."""
+        return bool(self._loop.batch_progress.current.ready)
+
+    @property
     def predictions(self) -> list[list[Any]]:
         """The predictions per loader that the Trainer returns, if any."""
         return self._loop._predictions if self._loop.return_predictions else []
@@ -194,7 +199,7 @@ class EvaluationPass:
         def end() -> Any:
             complete()
             count = loop.num_dataloaders
-            for index in range(count) if self.mode == "sequential" and count > 1 else (None,):
+            for index in range(count) if count > 1 else (None,):
                 loop._results.dataloader_idx = index
                 loop._logged_outputs.append(connector.update_eval_epoch_metrics())
             _restore(loop)

@@ -13,7 +13,7 @@ __all__ = ["logged_as", "replaced"]
 
 
 @contextmanager
-def replaced(module: object, name: str, method: Callable[..., Any]) -> Iterator[None]:
+def replaced(module: object, name: str, method: Any) -> Iterator[None]:
     """Replace a method of a module within the context; a user's method on the instance comes back."""
     own = vars(module).get(name)
     setattr(module, name, method)

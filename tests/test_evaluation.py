@@ -1,7 +1,8 @@
-"""The laws of dealt loaders, rank by rank in one process, and what ranks take over from each other."""
+"""The laws of dealt loaders, rank by rank in one process, and which values the ranks agree on."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,10 +12,9 @@ from hypothesis import strategies as st
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
-from torchmetrics import CatMetric
 
-from lightning_gradavg.evaluation.dealt import EvaluationLoader, compare_streams
-from lightning_gradavg.evaluation.logged import complete_states, describe
+from lightning_gradavg.evaluation.dealt import EvaluationLoader
+from lightning_gradavg.evaluation.logged import describe
 from lightning_gradavg.ranks import World
 
 
@@ -26,23 +26,25 @@ class Stream(IterableDataset[int]):
         return iter(range(self.size))
 
 
-def wrapped(loader: Any, rank: int, size: int, **options: Any) -> EvaluationLoader:
-    defaults: dict[str, Any] = {"kept": False, "limit": None, "lengths": None}
-    return EvaluationLoader(loader, World(None, rank, size), **(defaults | options))
+def wrapped(loader: Any, rank: int, size: int, count: float = math.inf) -> EvaluationLoader:
+    return EvaluationLoader(loader, World(None, rank, size), kept=False, counts=[count] * size)
 
 
 @given(
-    size=st.integers(0, 30), batch=st.integers(1, 7), world_size=st.integers(1, 6), limit=st.none() | st.integers(0, 9)
+    size=st.integers(0, 30),
+    batch=st.integers(1, 7),
+    world_size=st.integers(1, 6),
+    limit=st.just(math.inf) | st.integers(0, 9),
 )
 @pytest.mark.parametrize("make", [range, Stream], ids=["indexed", "streamed"])
 def test_every_batch_of_one_process_is_dealt_once(make, size, batch, world_size, limit):
     """The ranks' batches, put into order, are those of one process; rounds are as many as with DistributedSampler."""
     loader = DataLoader(make(size), batch_size=batch)
-    alone = [one.tolist() for one in loader][:limit]
-    of_ranks = [[one.tolist() for one in wrapped(loader, rank, world_size, limit=limit)] for rank in range(world_size)]
+    alone = [one.tolist() for one in loader][: None if limit == math.inf else limit]
+    of_ranks = [[one.tolist() for one in wrapped(loader, rank, world_size, limit)] for rank in range(world_size)]
     rounds = range(max(map(len, of_ranks)))
     assert alone == [of_rank[n] for n in rounds for of_rank in of_ranks if n < len(of_rank)]
-    if limit is None:
+    if limit == math.inf:
         per_rank = -(-size // world_size)
         assert -(-per_rank // batch) == max(map(len, of_ranks))
 
@@ -50,7 +52,7 @@ def test_every_batch_of_one_process_is_dealt_once(make, size, batch, world_size,
 def test_the_loader_is_the_users():
     """Type, attributes and sampler of the user's loader can be read; what Lightning sets reaches the copy only."""
     loader = DataLoader(range(5), batch_size=2, num_workers=0)
-    ours = wrapped(loader, 1, 2, lengths=[2, 1])
+    ours = wrapped(loader, 1, 2, 3)
     assert (loader.dataset, 2, loader.batch_sampler.sampler) == (
         ours.dataset,
         ours.batch_size,
@@ -78,26 +80,6 @@ def test_indices_are_noted_for_prediction_writers():
     assert [[2, 3], [6, 7]] == ours.batch_sampler.seen_batch_indices
 
 
-@pytest.mark.parametrize(
-    ("reads", "together", "differ"),
-    [
-        ([(2, b"a"), (2, b"a")], False, False),
-        ([(2, b"a"), (2, b"b")], False, True),
-        ([(2, b"a"), (2, b"b")], True, True),
-        ([(2, b"a"), (1, b"b")], False, True),
-        ([(2, b"a"), (1, b"b")], True, False),
-    ],
-)
-def test_streams_are_compared(reads, together, differ):
-    """Equal parts must have been read; loaders read in step may be left at different rounds."""
-    of_ranks = [[(0, b""), read] for read in reads]
-    if not differ:
-        assert compare_streams(of_ranks, together=together) is None
-        return
-    with pytest.raises(RuntimeError, match="loader 1 does not yield the same"):
-        compare_streams(of_ranks, together=together)
-
-
 def test_only_what_is_computed_by_all_ranks_is_agreed_on():
     """Values of rank 0 alone, of a group of the user's, of steps, and of earlier epochs are left to themselves."""
     results = {}
@@ -113,23 +95,7 @@ def test_only_what_is_computed_by_all_ranks_is_agreed_on():
         meta.sync = _Sync(**sync)  # type: ignore[arg-type]
         results[name] = _ResultMetric(meta, is_tensor=True)
     results["earlier"].has_reset = True
-    described = describe(results, {}).results
-    assert {"shared": True, "local": False} == {name: logged.synced for name, logged in described.items()}
+    described = describe(results)
+    assert {"shared"} == described.keys()
     assert torch.mean == described["shared"].fields["reduce_fx"]
     assert {"value": torch.float32, "cumulated_batch_size": torch.int64} == described["shared"].dtypes
-
-
-def test_list_states_get_one_form_on_every_rank():
-    """One scalar, several, and none: each rank has one tensor with rows of the same type, until it is computed."""
-    metrics = [CatMetric().set_dtype(torch.float64) for _ in range(3)]
-    for metric, values in zip(metrics, ([1.0], [2.0, 3.0], []), strict=True):
-        for value in values:
-            metric.update(torch.tensor(value, dtype=torch.float64))
-    of_ranks = [describe({}, {"cat": metric}).states for metric in metrics[:2]] + [{}]
-    changed = [complete_states({"cat": metric}, of_ranks, World()) for metric in metrics]
-    assert [[1.0], [2.0, 3.0], []] == [metric.value[0].tolist() for metric in metrics]
-    assert {torch.float64} == {metric.value[0].dtype for metric in metrics}
-    assert [True] * 3 == [metric.update_called for metric in metrics]
-    for put_back in changed:
-        put_back.close()
-    assert [True, True, False] == [metric.update_called for metric in metrics]

@@ -7,6 +7,7 @@ is the one that a single process would see, nothing is repeated, and there are a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
@@ -19,7 +20,7 @@ from lightning_gradavg.loaders import LoaderWrapper, Shows
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import data_digest
 
-__all__ = ["EvaluationLoader", "compare_streams", "sampler_problem"]
+__all__ = ["EvaluationLoader", "compare_streams", "require_each_once"]
 
 
 class _DealtIndices(Shows):
@@ -49,26 +50,29 @@ def _dealt_copy(loader: DataLoader[Any], limit: int | None, world: World) -> Dat
 
 
 class EvaluationLoader(LoaderWrapper):
-    """This rank's batches of a user's evaluation loader, at most `limit` of it in all; it shows that one's attributes.
+    """This rank's batches of a user's evaluation loader; it shows that one's attributes.
+
+    Args:
+        loader: The user's loader.
+        world: The ranks.
+        kept: Whether the user shares out the data; otherwise the batches are dealt.
+        counts: How many batches each rank's loader has, as far as they are to be evaluated; infinity if it tells none.
 
     Attributes:
-        kept: Whether the user shares out the data; otherwise the batches are dealt.
-        lengths: Each rank's number of batches; None if some rank does not know.
-        begun: Whether a batch was taken in this pass, while there is one.
+        lengths: Each rank's number of batches to evaluate; None if some rank does not know.
         read: How many rounds of a stream were read in this pass, and the digest of their batches.
     """
 
-    def __init__(
-        self, loader: Any, world: World, *, kept: bool, limit: int | None, lengths: Sequence[int] | None
-    ) -> None:
+    def __init__(self, loader: Any, world: World, *, kept: bool, counts: Sequence[float]) -> None:
+        finite = None if math.inf in counts else list(map(int, counts))
+        dealt = finite and [len(range(rank, finite[0], world.size)) for rank in range(world.size)]
+        self.lengths = finite if kept else dealt
+        self._limit = None if counts[world.rank] == math.inf else int(counts[world.rank])
         indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-        read = _dealt_copy(loader, limit, world) if indexed and not kept else loader
+        read = _dealt_copy(loader, self._limit, world) if indexed and not kept else loader
         self._streamed = not kept and read is loader
         super().__init__(loader, read=read, shown=read, shared=self._streamed)
-        self.kept, self.lengths = kept, lengths
-        self._world, self._limit = world, limit
-        self.begun = False
-        self.read = (0, b"")
+        self.kept, self._world, self.read = kept, world, (0, b"")
 
     @property
     def uneven(self) -> bool:
@@ -76,14 +80,9 @@ class EvaluationLoader(LoaderWrapper):
         return self._streamed or self.lengths is None or len(set(self.lengths)) > 1
 
     def __iter__(self) -> Iterator[Any]:
-        self.begun, self.read = False, (0, b"")
+        self.read = 0, b""
         batches = islice(self._read, self._limit)  # of what is dealt there are fewer already
-        return self._noted(self._dealt(batches) if self._streamed else batches)
-
-    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self.begun = True
-            yield batch
+        return self._dealt(batches) if self._streamed else batches
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield every `world_size`-th batch of a stream that all ranks read."""
@@ -107,24 +106,11 @@ class EvaluationLoader(LoaderWrapper):
         # The same on all ranks: Lightning skips a loop, and refuses a loader, whose own rank has nothing.
         return max(self.lengths)
 
-    def describe(self) -> str:
-        """Return one line that says what is done with the loader."""
-        name = type(self.loader).__name__
-        if self.kept:
-            return f"{name}: every rank evaluates its own batches"
-        if self._streamed:
-            return f"{name}: every rank reads all batches and evaluates one of every {self._world.size}"
-        return f"{name}: its batches are dealt to {self._world.size} ranks, each of them once"
 
-
-def compare_streams(of_ranks: Sequence[Sequence[tuple[int, bytes]]], *, together: bool) -> None:
-    """Raise unless all ranks read the same, by `EvaluationLoader.read` of each rank's loaders.
-
-    Of loaders that were read `together`, one that ends may keep a rank from reading another on.
-    """
+def compare_streams(of_ranks: Sequence[Sequence[tuple[int, bytes]]]) -> None:
+    """Raise unless all ranks read the same, by `EvaluationLoader.read` of each rank's loaders."""
     for index, reads in enumerate(zip(*of_ranks, strict=True)):
-        of_equal_length = len({rounds for rounds, _ in reads}) == 1
-        if len(set(reads)) > 1 and (of_equal_length or not together):
+        if len(set(reads)) > 1:
             raise RuntimeError(
                 f"evaluation loader {index} does not yield the same batches on all ranks, so some were left out and"
                 " others evaluated more than once. Where every rank reads its own part of the data, set"
@@ -132,15 +118,12 @@ def compare_streams(of_ranks: Sequence[Sequence[tuple[int, bytes]]], *, together
             )
 
 
-def sampler_problem(sampler: DistributedSampler[Any] | None, world_size: int) -> str | None:
-    """Return why the sampler does not yield each sample once on so many ranks; None where it does, or is none."""
-    if sampler is None:
-        return None
+def require_each_once(sampler: DistributedSampler[Any], world_size: int) -> None:
+    """Raise a ValueError unless the sampler yields each sample once on so many ranks."""
     samples: int = len(sampler.dataset)  # type: ignore[arg-type]  # it takes sized data only
-    if sampler.num_replicas == world_size and sampler.total_size == samples:
-        return None
-    return (
-        f"the DistributedSampler of an evaluation loader yields {sampler.total_size} of {samples} samples, for"
-        f" {sampler.num_replicas} replicas on {world_size} ranks, so it repeats or drops some. Leave the sampler out:"
-        " the loader is dealt, and each of its batches evaluated once."
-    )
+    if (sampler.num_replicas, sampler.total_size) != (world_size, samples):
+        raise ValueError(
+            f"the DistributedSampler of an evaluation loader yields {sampler.total_size} of {samples} samples, for"
+            f" {sampler.num_replicas} replicas on {world_size} ranks, so it repeats or drops some. Leave the sampler"
+            " out: the loader is dealt, and each of its batches evaluated once."
+        )

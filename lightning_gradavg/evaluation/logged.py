@@ -1,27 +1,26 @@
 """What the ranks logged in one evaluation, made complete on each of them: a rank may have had no batch to log from.
 
 Lightning and torchmetrics reduce what is logged key by key and state by state, in the order in which a rank has it. A
-rank that lacks a key, or has an empty list where the others have rows, would leave them waiting.
+rank that lacks a key, or has a shorter list than the others, would leave them waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
 
-from lightning_gradavg.lightning_internals import COMPUTED, REDUCTIONS, UPDATES, neutral_result
+from lightning_gradavg.lightning_internals import REDUCTIONS, SYNC, neutral_result
+from lightning_gradavg.methods import replaced
 from lightning_gradavg.ranks import World
 
-__all__ = ["Described", "ListState", "Logged", "complete", "complete_states", "describe"]
+__all__ = ["Logged", "complete", "describe", "gathers_lists"]
 
 
 class Logged(NamedTuple):
@@ -35,34 +34,16 @@ class Logged(NamedTuple):
     dtypes: dict[str, torch.dtype]
 
 
-class ListState(NamedTuple):
-    """A list state of a metric on one rank; `no_rows` is without rows, of the type and shape of its first tensor."""
-
-    length: int = 0
-    no_rows: torch.Tensor | None = None
-
-
-class Described(NamedTuple):
-    """What a rank has logged, by key, and the list states of the metrics that it updated, by metric and state."""
-
-    results: dict[str, Logged]
-    states: dict[str, dict[str, ListState]]
-
-
-def describe(results: Mapping[str, Any], updated: Mapping[str, Metric]) -> Described:
-    """Return what is computed at the end of the evaluation, and by all ranks or none."""
-    logged = {key: _logged(entry) for key, entry in results.items() if _is_of_all_ranks(entry)}
-    states = {
-        name: {state: _list_state(value) for state, value in metric.metric_state.items() if isinstance(value, list)}
-        for name, metric in updated.items()
-    }
-    return Described(logged, states)
+def describe(results: Mapping[str, Any]) -> dict[str, Logged]:
+    """Return what is reduced at the end of the evaluation, by all ranks or none."""
+    return {key: _logged(entry) for key, entry in results.items() if _is_of_all_ranks(entry)}
 
 
 def _is_of_all_ranks(entry: Any) -> bool:
     # Of a group of its own, or logged by rank 0 alone, the user knows which ranks take part.
     sync = entry.meta.sync
-    return entry.meta.on_epoch and not (entry.has_reset or sync.rank_zero_only or sync.group is not None)
+    own = entry.has_reset or sync.rank_zero_only or sync.group is not None
+    return entry.meta.on_epoch and not own and (sync.should or not entry.is_tensor)
 
 
 def _logged(entry: Any) -> Logged:
@@ -71,37 +52,14 @@ def _logged(entry: Any) -> Logged:
     return Logged({name: getattr(entry.meta, name) for name in names}, entry.meta.sync.should, dtypes)
 
 
-def _list_state(value: list[Any]) -> ListState:
-    tensors = [torch.atleast_1d(item)[:0].cpu() for item in value[:1] if isinstance(item, torch.Tensor)]
-    return ListState(len(value), *tensors)
-
-
-def complete(
-    results: dict[str, Any],
-    metrics: Mapping[str, Metric],
-    of_ranks: Sequence[Described],
-    module: LightningModule,
-    world: World,
-) -> tuple[list[str], ExitStack]:
-    """Add what other ranks logged and this one did not, and put all into one order. A collective operation.
-
-    Returns:
-        The names of values that some rank lacks and that are not reduced over the ranks; and what puts the metrics
-        back, to be closed when their results are computed.
-    """
-    put_back = complete_states(metrics, [each.states for each in of_ranks], world)
-    ordered: dict[str, Any] = {}
-    lacking = []
-    for key, logged in {key: logged for each in of_ranks for key, logged in each.results.items()}.items():
-        if logged.synced or not logged.dtypes:
-            entry = results.get(key)
-            ordered[key] = _neutral(logged, module) if entry is None or entry.has_reset else entry
-        elif any(key not in each.results for each in of_ranks):
-            lacking.append(logged.fields["name"])
-    whole = ordered | {key: entry for key, entry in results.items() if key not in ordered}
+def complete(results: dict[str, Any], of_ranks: Sequence[Mapping[str, Logged]], module: LightningModule) -> None:
+    """Add what other ranks logged and this one did not, and put all into one order."""
+    mine = describe(results)
+    everything = {key: logged for of_rank in of_ranks for key, logged in of_rank.items()}
+    ordered = {key: results[key] if key in mine else _neutral(logged, module) for key, logged in everything.items()}
+    ordered |= {key: entry for key, entry in results.items() if key not in ordered}
     results.clear()
-    results.update(whole)
-    return lacking, put_back
+    results.update(ordered)
 
 
 def _neutral(logged: Logged, module: LightningModule) -> Any:
@@ -117,36 +75,23 @@ def _neutral(logged: Logged, module: LightningModule) -> Any:
     return entry
 
 
-def complete_states(
-    metrics: Mapping[str, Metric], of_ranks: Sequence[Mapping[str, Mapping[str, ListState]]], world: World
-) -> ExitStack:
-    """Give the list states of the metrics a form that torchmetrics can gather. A collective operation.
+def gathers_lists(metric: Metric, world: World, alone: Callable[[], bool]) -> AbstractContextManager[None]:
+    """Have a metric gather list states of any length, on this rank with any content; nothing where a rank is `alone`.
 
-    It cannot gather rows of different types and shapes, which an empty list stands for, nor unconcatenated lists of
-    different lengths. The former get a tensor without rows, and the latter are gathered here.
-
-    Returns:
-        What puts the metrics back.
+    Its own way takes lists of one length, or concatenates them, for which an empty one lacks type and shape.
     """
-    put_back = ExitStack()
-    for name, states in {name: states for of_rank in of_ranks for name, states in of_rank.items()}.items():
-        metric, reductions = metrics[name], getattr(metrics[name], REDUCTIONS)
-        # What it remembers of an earlier evaluation is not what the others compute now, waiting for this rank.
-        setattr(metric, COMPUTED, None)
-        if not metric.update_called:  # it warns otherwise, although other ranks have updated it
-            put_back.callback(setattr, metric, UPDATES, 0)
-            setattr(metric, UPDATES, 1)
-        put_back.callback(setattr, metric, REDUCTIONS, reductions)
-        reduced_there = dict(reductions)
-        for state in states:
-            every = [of_rank.get(name, {}).get(state, ListState()) for of_rank in of_ranks]
-            own: Any = getattr(metric, state)
-            if reductions[state] is dim_zero_cat:
-                no_rows = [each.no_rows.to(metric.device) for each in every if each.no_rows is not None][:1]
-                setattr(metric, state, [dim_zero_cat([*own, *no_rows])] if no_rows else own)
-            elif len({each.length for each in every}) > 1:
-                everything = chain.from_iterable(world.gather_objects(move_data_to_device(own, "cpu")))
-                setattr(metric, state, move_data_to_device(list(everything), metric.device))
-                del reduced_there[state]
-        setattr(metric, REDUCTIONS, reduced_there)
-    return put_back
+    sync = getattr(metric, SYNC)
+
+    def synced(*args: Any, **kwargs: Any) -> None:
+        if alone():
+            return
+        lists = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
+        others = {name: how for name, how in getattr(metric, REDUCTIONS).items() if name not in lists}
+        with replaced(metric, REDUCTIONS, others):
+            sync(*args, **kwargs)
+        of_ranks = world.gather_objects(move_data_to_device(lists, "cpu")) if lists else []
+        for name in lists:
+            everything = [item for of_rank in of_ranks for item in of_rank[name]]
+            setattr(metric, name, move_data_to_device(everything, metric.device))
+
+    return replaced(metric, SYNC, synced)

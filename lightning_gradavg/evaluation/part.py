@@ -13,25 +13,18 @@ What follows from that is done here:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
-from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_gradavg.evaluation.dealt import EvaluationLoader, compare_streams, sampler_problem
-from lightning_gradavg.evaluation.logged import complete, describe
+from lightning_gradavg.evaluation.dealt import EvaluationLoader, compare_streams, require_each_once
+from lightning_gradavg.evaluation.logged import complete, describe, gathers_lists
 from lightning_gradavg.lightning_internals import (
+    COMPUTED,
     EvaluationPass,
     broadcast_from_first,
     injects_samplers,
@@ -75,8 +68,7 @@ _REFUSED = (
 class ExactEvaluation(Evaluation):
     """Evaluates each sample exactly once, on two or more ranks."""
 
-    _pass: EvaluationPass | None = None
-    _loaders: Sequence[EvaluationLoader] = ()  # of the pass, until its last batch
+    _pass: EvaluationPass | None = None  # until its last batch
     _refused = False
 
     def setup(self, run: Run) -> None:
@@ -86,8 +78,8 @@ class ExactEvaluation(Evaluation):
         self.through_ddp = run.world.size == 1
         self._stages = {} if self.through_ddp else _STAGES
         self._injects_samplers = injects_samplers(run.trainer)
-        self.prepares, self._pass, self._loaders = False, None, ()
-        self._put_back_options, self._put_back, self._within_step = ExitStack(), ExitStack(), ExitStack()
+        self.prepares, self._pass = False, None
+        self._put_back_options, self._put_back = ExitStack(), ExitStack()
 
     def prepare_loaders(self, stage: str) -> None:
         """Have Lightning leave the samplers and the number of batches to us, for the loaders of a stage."""
@@ -109,34 +101,22 @@ class ExactEvaluation(Evaluation):
         It is dealt, unless the user shares out the data: with `Trainer(use_distributed_sampler=False)`, a true
         attribute `sharded_by_rank` of the loader or its dataset, or a `DistributedSampler`.
         """
-        world, prefix = self.run.world, self._stage.dataloader_prefix
-        loader = user_loader(loader)
+        world, loader = self.run.world, user_loader(loader)
         sampler = distributed_sampler(loader)
+        if sampler is not None:
+            require_each_once(sampler, world.size)
         kept = is_sharded(loader) or sampler is not None or not self._injects_samplers
-        limited, problem = 0.0, sampler_problem(sampler, world.size)
-        try:
-            limited = limited_batches(self._stage, length_of(loader), self._limit)
-        except MisconfigurationException as error:
-            problem = str(error)
-        # A problem that only some ranks have is raised by them all: nobody waits for a rank that has given up.
-        of_kept, lengths, problems = zip(*world.gather_objects((kept, limited, problem)), strict=True)
-        problem = next(filter(None, problems), None)
-        if problem is not None:
-            raise ValueError(problem)
-        if len(set(of_kept)) > 1 or (not kept and len(set(lengths)) > 1):
+        count = limited_batches(self._stage, length_of(loader), self._limit)
+        rows = world.gather_objects((kept, count))
+        counts = [count for _, count in rows]
+        if len(set(rows)) > 1 and not all(kept for kept, _ in rows):
             raise ValueError(
-                f"the ranks' {prefix} loaders differ: in rank order they have {', '.join(map(str, lengths))} batches,"
-                " but exact evaluation treats them as one. Make them the same on all ranks; or, where every rank is to"
-                " evaluate its own data, set `sharded_by_rank = True` on the loader or its dataset, or"
-                " Trainer(use_distributed_sampler=False)."
+                f"the ranks' {self._stage.dataloader_prefix} loaders differ: in rank order they have"
+                f" {', '.join(map(str, counts))} batches, but exact evaluation treats them as one. Make them the same"
+                " on all ranks; or, where every rank is to evaluate its own data, set `sharded_by_rank = True` on the"
+                " loader or its dataset, or Trainer(use_distributed_sampler=False)."
             )
-        limit = None if limited == math.inf else int(limited)
-        of_ranks = None if math.inf in lengths else [int(length) for length in lengths]
-        if of_ranks is not None and not kept:
-            of_ranks = [len(range(rank, of_ranks[0], world.size)) for rank in range(world.size)]
-        wrapped = EvaluationLoader(loader, world, kept=kept, limit=limit, lengths=of_ranks)
-        rank_zero_info(f"GradAvgStrategy: {prefix} {wrapped.describe()}")
-        return wrapped
+        return EvaluationLoader(loader, world, kept=kept, counts=counts)
 
     def on_evaluation_start(self) -> None:
         """Prepare one pass over the loaders. A collective operation, when Lightning's loop has set them up."""
@@ -144,55 +124,52 @@ class ExactEvaluation(Evaluation):
             return
         self._put_back_options.close()
         self.prepares = False
-        self._pass = now = EvaluationPass(self.run.trainer)
-        if now.mode == "max_size_cycle":
+        now = EvaluationPass(self.run.trainer)
+        if now.mode != "sequential":
             raise ValueError(
-                f"CombinedLoader(mode={now.mode!r}) repeats the batches of the shorter loaders, so their samples would"
-                " be evaluated more than once. Use 'sequential', 'min_size' or 'max_size'."
+                f"CombinedLoader(mode={now.mode!r}) reads evaluation loaders together, which exact evaluation does not:"
+                " of each, another number of batches is dealt. Use 'sequential', or leave exact_evaluation out."
             )
-        self._loaders, self._refused = now.loaders, False
-        if self.run.model is not None:
-            self._take_buffers(self.run.model)
-        metrics = self._metrics()
-        self._updates = {name: metric.update_count for name, metric in metrics.items()}
-        for metric in metrics.values():
-            if metric.dist_sync_on_step:
-                self._within_step.callback(setattr, metric, "dist_sync_fn", metric.dist_sync_fn)
-                metric.dist_sync_fn = partial(self._gathered, metric.dist_sync_fn or gather_all_tensors)
+        self._pass, self._refused, model = now, False, self.run.model
+        if model is not None and model.broadcast_buffers:
+            buffers = (one for name, one in model.module.named_buffers() if name not in model.parameters_to_ignore)
+            broadcast_from_first(list(buffers), model.process_group)
+        for metric in self.run.module.modules():
+            if isinstance(metric, Metric) and metric.process_group is None:
+                setattr(metric, COMPUTED, None)  # a value of before would keep this rank from computing with the others
+                self._put_back.enter_context(gathers_lists(metric, self.run.world, self.alone))
         if not self.run.trainer.predicting:
-            now.compute_at_end(self._complete)
+            now.compute_at_end(partial(self._complete, now))
 
     def alone(self) -> bool:
         """Return whether what is about to be reduced over the ranks is left as it is, to be refused later.
 
         Refused here, the ranks that have no batch would wait for this one.
         """
-        within = any(each.begun for each in self._loaders) and any(each.uneven for each in self._loaders)
+        now = self._pass
+        within = now is not None and now.begun and any(each.uneven for each in now.loaders)
         self._refused |= within
         return within
 
-    def _gathered(self, gather: Any, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """Return a state of a metric on all ranks."""
-        return [tensor] if self.alone() else gather(tensor, group)
-
-    def _agreed(self, now: EvaluationPass, *mine: Any) -> list[Any]:
+    def _agreed(self, now: EvaluationPass, mine: Any = None) -> list[Any]:
         """Return what each rank brings, after raising on all what is wrong with the pass. A collective operation."""
-        row = self._refused, [loader.read for loader in now.loaders], *mine
-        refused, reads, *others = zip(*self.run.world.gather_objects(row), strict=True)
+        self._pass = None  # no batch is evaluated any more: what is reduced now is so over all ranks
+        row = self._refused, [loader.read for loader in now.loaders], mine
+        refused, reads, others = zip(*self.run.world.gather_objects(row), strict=True)
         if any(refused):
             raise RuntimeError(_REFUSED)
-        compare_streams(reads, together=now.mode != "sequential")
-        return others
+        compare_streams(reads)
+        return list(others)
+
+    def _complete(self, now: EvaluationPass) -> None:
+        """Have all ranks agree on what was logged, before the results are computed."""
+        complete(now.results, self._agreed(now, describe(now.results)), self.run.module)
 
     def on_evaluation_end(self) -> None:
         """End one pass, when its results are computed. A collective operation for predictions."""
+        self._put_back.close()
         now, world = self._pass, self.run.world
         if now is None:
-            return
-        self._leave()
-        self._put_back.close()
-        self._pass = None
-        if not self.run.trainer.predicting:
             return
         self._agreed(now)
         for loader, own in zip(now.loaders, now.predictions, strict=False):  # there may be none
@@ -206,53 +183,5 @@ class ExactEvaluation(Evaluation):
     def teardown(self) -> None:
         """Put everything back at the end of the run."""
         self._put_back_options.close()
+        self._put_back.close()
         restore_evaluation_loops(self.run.trainer)
-        self._within_step.close()
-
-    def _metrics(self) -> dict[str, Metric]:
-        """Return the metrics whose states are shared by all ranks when they are computed."""
-        return {
-            name: module
-            for name, module in self.run.module.named_modules()
-            if isinstance(module, Metric) and module.sync_on_compute and module.process_group is None
-        }
-
-    def _leave(self) -> None:
-        """Note that no batch is evaluated any more: what is reduced now is so over all ranks."""
-        for loader in self._loaders:
-            loader.begun = False  # not at the start: of a stream the first batch is fetched before
-        self._loaders = ()
-        self._within_step.close()
-
-    def _take_buffers(self, model: DistributedDataParallel) -> None:
-        """Take over rank 0's buffers until the end: the next forward of DDP does it anew, if the user wants it."""
-        buffers = [one for name, one in model.module.named_buffers() if name not in model.parameters_to_ignore]
-        own = [buffer.clone() for buffer in buffers]
-        broadcast_from_first(buffers, model.process_group)
-        self._put_back.callback(_give_back, buffers, own, [buffer.clone() for buffer in buffers])
-
-    def _complete(self) -> None:
-        """Have all ranks agree on what was logged, before the results are computed."""
-        now, world = self._pass, self.run.world
-        assert now is not None
-        self._leave()
-        metrics = self._metrics()
-        updated = {
-            name: metric for name, metric in metrics.items() if metric.update_count != self._updates.get(name, 0)
-        }
-        results = now.results
-        (described,) = self._agreed(now, describe(results, updated))
-        lacking, put_back = complete(results, metrics, described, self.run.module, world)
-        self._put_back.push(put_back)
-        if lacking and not self.run.trainer.sanity_checking:
-            rank_zero_warn(
-                f"{', '.join(map(repr, lacking))} was logged by some ranks and not by others, which had no batch to log"
-                " it from, and is not reduced over the ranks: each rank has its own value, or none. Log it with"
-                " sync_dist=True to have the value of one process on all ranks."
-            )
-
-
-def _give_back(buffers: Sequence[Tensor], own: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
-    for buffer, before, given in zip(buffers, own, taken, strict=True):
-        if torch.equal(buffer, given):  # otherwise the evaluation has written it
-            buffer.copy_(before)
