@@ -61,13 +61,15 @@ def leave_batch_norm_alone(strategy: Any) -> None:
     strategy._layer_sync = None
 
 
-SYNC, REDUCTIONS, COMPUTED = "_sync_dist", "_reductions", "_computed"
-"""How a metric of torchmetrics reduces its states over the ranks, the reduction of each, and the last value."""
+SYNC, REDUCTIONS = "_sync_dist", "_reductions"
+"""How a metric of torchmetrics reduces its states over the ranks, and the reduction of each."""
+UPDATES, COMPUTED = "_update_count", "_computed"
+"""How often it was updated, and its last value."""
 
 
 def put_back(metric: Metric, states: Mapping[str, Any], updates: int) -> None:
     """Give a metric earlier states and number of updates; its `reset` gives it the first ones."""
-    for name, value in {**states, "_update_count": updates, COMPUTED: None}.items():
+    for name, value in {**states, UPDATES: updates, COMPUTED: None}.items():
         setattr(metric, name, value)
 
 

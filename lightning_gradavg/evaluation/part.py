@@ -25,6 +25,7 @@ from lightning_gradavg.evaluation.dealt import EvaluationLoader, compare_streams
 from lightning_gradavg.evaluation.logged import complete, describe, gathers_lists
 from lightning_gradavg.lightning_internals import (
     COMPUTED,
+    UPDATES,
     EvaluationPass,
     broadcast_from_first,
     injects_samplers,
@@ -134,10 +135,11 @@ class ExactEvaluation(Evaluation):
         if model is not None and model.broadcast_buffers:
             buffers = (one for name, one in model.module.named_buffers() if name not in model.parameters_to_ignore)
             broadcast_from_first(list(buffers), model.process_group)
-        for metric in self.run.module.modules():
-            if isinstance(metric, Metric) and metric.process_group is None:
-                setattr(metric, COMPUTED, None)  # a value of before would keep this rank from computing with the others
-                self._put_back.enter_context(gathers_lists(metric, self.run.world, self.alone))
+        modules = self.run.module.modules()
+        self._metrics = [one for one in modules if isinstance(one, Metric) and one.process_group is None]
+        for metric in self._metrics:
+            setattr(metric, COMPUTED, None)  # a value of before would keep this rank from computing with the others
+            self._put_back.enter_context(gathers_lists(metric, self.run.world, self.alone))
         if not self.run.trainer.predicting:
             now.compute_at_end(partial(self._complete, now))
 
@@ -164,6 +166,10 @@ class ExactEvaluation(Evaluation):
     def _complete(self, now: EvaluationPass) -> None:
         """Have all ranks agree on what was logged, before the results are computed."""
         complete(now.results, self._agreed(now, describe(now.results)), self.run.module)
+        for metric in self._metrics:
+            if not metric.update_called:  # it warns when it is computed, although other ranks have updated it
+                self._put_back.callback(setattr, metric, UPDATES, 0)
+                setattr(metric, UPDATES, 1)
 
     def on_evaluation_end(self) -> None:
         """End one pass, when its results are computed. A collective operation for predictions."""
