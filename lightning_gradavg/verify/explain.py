@@ -20,19 +20,9 @@ import torch
 from torch import Tensor
 
 from lightning_gradavg.verify.record import Read, Refused, Tape
-from lightning_gradavg.verify.report import BESIDE_TRAINING, CAUSES, STAGES, Finding, Report
+from lightning_gradavg.verify.report import CAUSES, Finding, Report
 from lightning_gradavg.verify.target import Settings
-from lightning_gradavg.verify.twin import (
-    Build,
-    Group,
-    Seen,
-    Twin,
-    difference,
-    differences,
-    flat,
-    gap_between,
-    multiple_of,
-)
+from lightning_gradavg.verify.twin import Build, Seen, Twin, difference, differences, flat, gap_between, multiple_of
 
 __all__ = ["judge"]
 
@@ -89,13 +79,10 @@ class _Judge:
             remarks.insert(0, f"one draw for a whole batch ({', '.join(drawn)}): {_OF_DRAWS}")
             found = found if found is not None and found.stage in _BESIDE_DRAWS else None
         found = min(filter(None, [*self._between_ranks(), found]), key=lambda each: each.step, default=None)
-        findings = [] if found is None else [found]
-        if not remarks and (found is None or found.stage != "initial weights"):
-            findings += self._logged(alone, steps)
-        for told in _Reading(self.tapes, alone.read).told():
-            remarks += [told] if isinstance(told, str) else []
-            findings += [] if isinstance(told, str) else [told]
-        findings.sort(key=lambda one: (one.note, one.stage in BESIDE_TRAINING, one.step, STAGES.index(one.stage)))
+        untold = bool(remarks) or (found is not None and found.stage == "initial weights")
+        told = [found, *_Reading(self.tapes, alone.read).told(), *([] if untold else self._logged(alone, steps))]
+        findings = sorted((one for one in told if isinstance(one, Finding)), key=lambda one: one.note)
+        remarks += [one for one in told if isinstance(one, str)]
         used = {"split_batches": facts.splits_batches, "equivalent_to": facts.replicated, "GradAvgStrategy": facts.ours}
         given = [name for name, there in used.items() if there]
         return Report(
@@ -135,7 +122,8 @@ class _Judge:
         if not self.facts.automatic:
             return "unexplained", _in_words(seen.difference.factor)
         known = _Evidence(self.twin, seen, self.tolerance)
-        if gap_between(known.gradient(known.group[::-1]), known.target) > known.near:
+        turned, _ = self.twin.step_with(known.group[::-1], seen.step)
+        if gap_between(flat(turned, known.like), known.target) > known.near:
             raise Refused(_OF_ORDER)
         return _of_parts(known) if known.right else _of_whole(known)
 
@@ -290,10 +278,6 @@ class _Evidence:
         self.target, self.reduced = flat(whole, self.like), flat(seen.found, self.like)
         self.rows = torch.stack([flat(part, self.like) for part in parts])
 
-    def gradient(self, group: Group) -> Tensor:
-        """Return the gradient of one process that takes these micro-batches as one, of the tensors that differ."""
-        return flat(self.twin.step_with(group, self.seen.step)[0], self.like)
-
     @cached_property
     def shares(self) -> Mapping[str, Tensor]:
         """By which share each micro-batch counts, by what decides on it."""
@@ -362,18 +346,16 @@ def _of_combinations(known: _Evidence) -> tuple[str, str] | None:
         return "sum loss", f"{known.multiple}: the loss is a sum over samples"
     length = f"the window has {number / ranks:g} micro-batches on each rank and is divided by {facts.accumulation}"
     multiples = (
-        (1, "", ""),
         (number / (ranks * facts.accumulation), "short window", length),
         (1 / ranks, "double division", f"it is divided by the {ranks} ranks a second time"),
         (number if sums else math.nan, "counts", "the loss is a mean, but the reduction adds up the ranks"),
         (ranks, "hand-compensated loss", f"it is multiplied by the {ranks} ranks"),
     )
+    if plain := [name for name, factor in factors.items() if known.equals(factor, 1)]:
+        return _of_shares(known, by_mean="mean" in plain and (len(plain) == 1 or not facts.rule.uses_weight))
     for scale, cause, text in multiples:
-        names = [name for name, factor in factors.items() if known.equals(factor, scale)]
-        if names and cause:
+        if any(known.equals(factor, scale) for factor in factors.values()):
             return cause, f"{known.multiple}: {text}"
-        if names:
-            return _of_shares(known, by_mean="mean" in names and (len(names) == 1 or not facts.rule.uses_weight))
     return None
 
 
@@ -407,7 +389,8 @@ def _of_whole(known: _Evidence) -> tuple[str, str]:
         return "batch norm", f"{known.multiple}, and each rank normalizes by its own samples, first in {norms[0]!r}"
     # A term that is there once for every batch: what two parts have more than the whole, so has a batch taken twice.
     of_parts = (known.rows.sum(0) - known.target) / max(1, len(known.rows) - 1)
-    of_twice = 2 * known.target - known.gradient([*known.group, *known.group])
+    twice, _ = known.twin.step_with([*known.group, *known.group], known.seen.step)
+    of_twice = 2 * known.target - flat(twice, known.like)
     if len(known.rows) > 1 and gap_between(of_twice, of_parts) <= 10 * known.near and bool(of_parts.any()):
         text = "the losses of two parts of a batch add up to its loss and one more term, which depends on no sample"
         return "constant term", text

@@ -17,17 +17,7 @@ import yaml
 
 from lightning_gradavg.tree import mapped
 
-__all__ = [
-    "BESIDE_TRAINING",
-    "CAUSES",
-    "EXIT_CODES",
-    "STAGES",
-    "Cause",
-    "Difference",
-    "Finding",
-    "Report",
-    "explanation",
-]
+__all__ = ["CAUSES", "EXIT_CODES", "STAGES", "Cause", "Difference", "Finding", "Report", "explanation"]
 
 SCHEMA = 3
 """Version of the JSON output; raised when a field changes its name or its meaning, not when one is added."""
@@ -41,8 +31,7 @@ STAGES = (
 )
 """In the order in which a step goes through them."""
 
-BESIDE_TRAINING = ("samples", "logged values")
-"""Stages in which a difference does not end the comparison."""
+_BESIDE_TRAINING = ("samples", "logged values")  # a difference there does not end the comparison
 
 
 class Cause(NamedTuple):
@@ -177,9 +166,9 @@ class Report:
     @property
     def stages(self) -> Mapping[str, str]:
         """All stages, in order: "equal", "differs", "note" where a difference does not count, or "not compared"."""
-        of_training = (each for each in self.findings if each.stage not in BESIDE_TRAINING)
+        of_training = (each for each in self.findings if each.stage not in _BESIDE_TRAINING)
         ended = next((STAGES.index(each.stage) for each in of_training if each.step == 0), len(STAGES))
-        compared = {*BESIDE_TRAINING, *STAGES[:ended]} if self.steps else {}
+        compared = {*_BESIDE_TRAINING, *STAGES[:ended]} if self.steps else {}
         found = {each.stage: "note" if each.note else "differs" for each in reversed(self.findings)}
         return {name: found.get(name, "equal" if name in compared else "not compared") for name in STAGES}
 
