@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
-from lightning_gradavg.arguments import did_you_mean
-
-__all__ = ["OneLineParser", "hinted", "main"]
+__all__ = ["OneLineParser", "main"]
 
 _LIGHTNING = {
     "fit": "train a model from a config file or options, with this package's strategies registered",
@@ -30,18 +27,8 @@ class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line without the usage, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        """Print `message` on one line, with the nearest option or choice, and exit with code 2."""
-        options = re.findall(r"--[\w-]+", self.format_help())
-        self.exit(2, f"{self.prog}: error: {hinted(message, options)}\n")
-
-
-def hinted(message: str, options: Iterable[str]) -> str:
-    """Return an error of a parser, with the option or choice that is nearest to a wrong one."""
-    option = re.search(r"unrecognized arguments: (-[^\s=]+)", message)
-    choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-    hint = did_you_mean(option[1], sorted(set(options))) if option is not None else ""
-    hint = did_you_mean(choice[1], re.split(r"'?, '?", choice[2].strip("'"))) if choice is not None else hint
-    return f"{message}.{hint}" if hint else message
+        """Print `message` on one line, and exit with code 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,18 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n'gradavg COMMAND --help' lists its options, 'gradavg --version' prints the version.")
         return 0
     if command == "--version":
-        package = sys.modules["lightning_gradavg"]  # which is above this folder, and imported before it
-        print(f"gradavg {package.__version__}")
+        print(f"gradavg {sys.modules['lightning_gradavg'].__version__}")  # above this folder, and imported before it
         return 0
     if command not in commands:
         wrong = f"{command!r} is not a command" if command else "no command"
-        hint = did_you_mean(command, commands)
-        print(f"gradavg: error: {wrong}; choose from {', '.join(commands)}.{hint}", file=sys.stderr)
+        print(f"gradavg: error: {wrong}; choose from {', '.join(commands)}", file=sys.stderr)
         return 2
     if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
         sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
     # A command imports only what it needs.
-    name = {"plan": "cli.plan", "verify": "verify.processes"}.get(command, "cli.fit")
+    name = {"plan": "cli.plan", "verify": "verify.processes"}.get(command, "cli.lightning")
     module = importlib.import_module(f"lightning_gradavg.{name}")
     code: int = module.main(arguments if command in _OWN else [command, *arguments])
     return code
