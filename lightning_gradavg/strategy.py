@@ -47,7 +47,7 @@ from lightning_gradavg.replicas.part import Replicas
 from lightning_gradavg.replicas.pieces import Pieces, Step
 from lightning_gradavg.report.part import Reports
 from lightning_gradavg.report.report import StepReport
-from lightning_gradavg.reproducible.part import Arithmetic, FixedArithmetic
+from lightning_gradavg.reproducible.part import FixedArithmetic
 from lightning_gradavg.reproducible.reduction import TreeReduction
 from lightning_gradavg.rules import RuleFunction
 from lightning_gradavg.termination import Termination
@@ -203,12 +203,11 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             allow_change=allow_recipe_change,
             stock=self._reduction.is_stock,
         )
-        self._arithmetic = FixedArithmetic(replicas) if reproducible else Arithmetic()
         self._evaluation = ExactEvaluation() if options.exact_evaluation else Evaluation()
         # Without replicas DDP's next forward makes buffers equal: after a step they may differ.
         self._faults = Faults(check_replicas_every_n_steps, buffers=options.replicated)
         self._parts: tuple[Part, ...] = (
-            self._arithmetic,
+            *([FixedArithmetic()] if reproducible else []),
             self._reduction,
             self._batches,
             self._rates,
@@ -342,7 +341,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         run = Run(module.trainer, module, self.root_device, World.of(None), model, places)
         for part in self._parts:
             part.configure_ddp(run)
-        self._rates.num_replicas, self._rates.arithmetic = self._shaping_replicas, self._arithmetic.settings
+        self._rates.num_replicas = self._shaping_replicas
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

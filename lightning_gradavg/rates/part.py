@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -42,7 +42,6 @@ class Rates(Part):
     Attributes:
         batch: The global and the base batch; of scale 1 until the training loaders are known.
         num_replicas: Chunks that every loader batch is computed in, where they shape the result; else None.
-        arithmetic: What numbers are computed in, by name, where a run that continues this one must agree with it.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class Rates(Part):
         self._batch_of([1], 1, 1)  # the same checks, before there is a loader
         self.batch = BatchScale(1, 1, known=False)
         self.num_replicas: int | None = None
-        self.arithmetic: Mapping[str, Any] = {}
         self._sizes: list[int | None] = []
         self._accumulation = 1
         self._loaded: Saved | None = None
@@ -233,7 +231,6 @@ class Rates(Part):
             "lr_scaling": self._scaling.name,
             "base_batch_size": self.batch.base_batch_size if says_base else None,
             "lr_warmup_steps": self._warmup_steps,
-            **self.arithmetic,
         }
 
     def _compare(self) -> None:

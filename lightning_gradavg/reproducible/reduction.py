@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_gradavg.lightning_internals import backend_name
 from lightning_gradavg.part import Run
 from lightning_gradavg.reduction.reduction import Reduction
 from lightning_gradavg.reduction.weigh import WeighedLoss, gradients_discarded
@@ -24,12 +23,7 @@ __all__ = ["TreeReduction"]
 
 
 class TreeReduction(Reduction):
-    """Reduces the gradients of all replicas in one order on any number of ranks.
-
-    Args:
-        replicas: Replicas of each loader batch.
-        given: What `Reduction` takes.
-    """
+    """Reduces the gradients of so many replicas of each loader batch in one order on any number of ranks."""
 
     def __init__(self, *given: Any, replicas: int, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -38,19 +32,6 @@ class TreeReduction(Reduction):
     def configure_ddp(self, run: Run) -> None:
         """Begin a run that trains. Number each rank's replicas."""
         super().configure_ddp(run)
-        trained = {name: one for name, one in run.ddp.module.named_parameters() if one.requires_grad}
-        sparse = [name for name, parameter in trained.items() if id(parameter) in self.sparse]
-        backend = backend_name(run.ddp.process_group, run.device)
-        refused = {
-            f"sparse gradients, as {', '.join(sparse)} would have. Make the embedding with sparse=False": sparse,
-            f"{backend} on {run.device.type}: it works on gloo for CPUs and on NCCL and its like for accelerators."
-            " Choose process_group_backend accordingly, or leave the option out": (
-                (run.device.type == "cpu") != (backend == "gloo")
-            ),
-        }
-        for what, found in refused.items():
-            if found:
-                raise ValueError(f"reproducible=True does not support {what}.")
         each, rank = self._replicas // run.world.size, run.world.rank
         self._held = range(rank * each, (rank + 1) * each)
         self._position = 0
@@ -58,7 +39,6 @@ class TreeReduction(Reduction):
         self._forget()
 
     def _forget(self) -> None:
-        """Begin a window."""
         self.window.reset()
         self._leaves: dict[int, Gradients] = {}
         self._normalizers = [0.0] * self._replicas
@@ -81,9 +61,8 @@ class TreeReduction(Reduction):
         self._ends = last
         if tuple(loss.micro_batch.weights) != (WHOLE_LOSS,):
             raise ValueError(
-                f"reproducible=True serves one weight for the whole loss, got one for each of"
-                f" {', '.join(map(repr, loss.micro_batch.weights))}. Return one number as weight, or leave reproducible"
-                " out."
+                "reproducible=True serves one weight for the whole loss, got one for each of"
+                f" {', '.join(map(repr, loss.micro_batch.weights))}. Return one number, or leave reproducible out."
             )
         shares, fault = window.add(loss.micro_batch.read())
         (share,) = shares.values()
@@ -123,7 +102,6 @@ class TreeReduction(Reduction):
             parameter.grad = gradients.get(id(parameter))
 
     def _reduce(self) -> bool:
-        """Have the gradients be the reduced ones, once the backward that ends a window has been."""
         if not self._ends:
             return False
         totals = self.window.totals()
@@ -131,15 +109,14 @@ class TreeReduction(Reduction):
         total = math.fsum(totals.more) if self.rule.uses_weight else 1.0
         self.window.divided_by = float(self.window.divisor)
         sums = self._sum.gradients(self.window.divisor / total if total > 0 else 0.0)
-        for parameter in self._trained:
-            kept, parameter.grad = parameter.grad, sums.get(id(parameter))
-            if kept is not None:
-                parameter.grad = kept if parameter.grad is None else parameter.grad.add_(kept)
+        kept = self._gradients()
+        for key in kept.keys() & sums.keys():
+            sums[key].add_(kept[key])
+        self._set_gradients({**kept, **sums})
         if self._lost:
             self._require_lost()
         return False
 
     def _end_window(self) -> None:
-        """Begin the next window after one that was reduced."""
         if self._ends:
             self._forget()
