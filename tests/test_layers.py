@@ -31,7 +31,6 @@ LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 LIGHTNING_IN = (
     "lightning_internals methods stand_in part batches.part checkpoints evaluation faults.part launch rates.part",
     "reduction.reduction replicas.pieces replicas.obstacles replicas.joined",
-    "reproducible.part",
     "strategy sharded training fabric termination monitor verify cli __init__",
 )
 """Folders and modules that may import Lightning. Everything else is the core, and works without."""
