@@ -142,24 +142,6 @@ def test_names_and_functions_are_rules() -> None:
     assert resolve_rule(Halves()).name.endswith("Halves")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "said"),
-    [
-        ("avg", ValueError, "reduction='avg' is not a rule"),
-        (None, TypeError, "got None of type NoneType"),
-        (3, TypeError, "got 3 of type int"),
-        (["mean"], TypeError, "got ['mean'] of type list"),
-    ],
-    ids=str,
-)
-def test_what_is_no_rule_is_quoted_with_all_that_are(wrong: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error) as caught:
-        resolve_rule(wrong)
-    assert said in str(caught.value)
-    assert all(name in str(caught.value) for name in RULES)
-    assert "(place, weight) -> Share" in str(caught.value)
-
-
 BROKEN: dict[str, Any] = {
     "multiplier=-1.0": lambda place, weight: Share(-1.0, 1.0),
     "normalizer=nan": lambda place, weight: Share(1.0, math.nan),
