@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -289,9 +290,8 @@ def require_dimensions(norm: BatchNorm, input: Tensor) -> None:  # noqa: A002  #
     norm._check_input_dim(input)
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place."""
-    return tensor._version
+version_of = attrgetter("_version")
+"""Returns how often a tensor was written in place."""
 
 
 def stored(tensor: Tensor) -> Tensor:
@@ -362,9 +362,8 @@ def start_no_processes(strategy: Any) -> None:
     strategy._start_method = "popen"
 
 
-def writes_in_place(operator: Any) -> bool:
-    """Return whether an operator of torch changes an argument."""
-    return bool(operator._schema.is_mutable)
+writes_in_place = attrgetter("_schema.is_mutable")
+"""Returns whether an operator of torch changes an argument."""
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 __all__ = ["Place", "node_from_environment", "places_on_nodes"]
 
@@ -33,15 +33,6 @@ class Place:
     world_size: int = 1
     node: int = 0
     ranks_on_node: int = 1
-
-    def over_window(self, micro_batches: int) -> Place:
-        """Return the place seen by a rule when every rank accumulated `micro_batches` micro-batches.
-
-        Accumulated micro-batches count as further ranks on the same node, so both `world_size` and
-        `ranks_on_node` grow by that factor; `rank` stays that of the process.
-        """
-        world_size, on_node = self.world_size * micro_batches, self.ranks_on_node * micro_batches
-        return replace(self, world_size=world_size, ranks_on_node=on_node)
 
 
 def places_on_nodes(nodes: Sequence[int]) -> tuple[Place, ...]:

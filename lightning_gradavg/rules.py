@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
 from types import MappingProxyType
@@ -195,14 +195,15 @@ def share_of(rule: Rule, place: Place, weight: Any) -> Share:
 def powers_of_length(rule: Rule, places: Sequence[Place]) -> Share:
     """Return the powers of a window's length that multipliers and normalizers follow: -1 for 1/W, and 0 for n.
 
-    So a pair's share in a longer window is known before the window's length is.
-
-    Raises:
-        ValueError: If they follow no power of it, or not the same one at all places and weights, or the rule fails.
+    So a pair's share in a longer window is known before the window's length is. Accumulated micro-batches count as
+    further ranks on the same node.
     """
     powers: list[set[float]] = [set(), set()]
     for place, weight in product(places, (1.0, 3.0) if rule.uses_weight else (1.0,)):
-        shares = [share_of(rule, place.over_window(length), weight) for length in (1, 2, 3)]
+        windows = [
+            replace(place, world_size=n * place.world_size, ranks_on_node=n * place.ranks_on_node) for n in (1, 2, 3)
+        ]
+        shares = [share_of(rule, window, weight) for window in windows]
         for known, (one, two, three) in zip(powers, zip(*shares, strict=True), strict=True):
             if one or two or three:
                 power = round(math.log2(two / one), 9) if one and two else math.nan

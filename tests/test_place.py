@@ -13,12 +13,6 @@ def test_places_on_uneven_nodes() -> None:
     assert () == places_on_nodes([])
 
 
-def test_a_window_multiplies_ranks() -> None:
-    """Micro-batches count as further ranks on the same node, and the rank stays."""
-    assert Place(1, 12, 5, 6) == Place(1, 4, 5, 2).over_window(3)
-    assert Place() == Place().over_window(1)
-
-
 @pytest.mark.parametrize(
     ("environ", "node"),
     [

@@ -111,7 +111,7 @@ class GradAvgReducer:
         self._weights = Weights(self._rule, accumulation.device, "weigh was given", warnings.warn, lambda _: None)
         self._accumulation, self._ends_window = accumulation, ends_window
         self._models[model] = True
-        self._sparse.update(sparse_weights(model))
+        self._sparse = {key: weight for each in self._models for key, weight in sparse_weights(each).items()}
         model.register_forward_pre_hook(self._on_forward)
 
     def _on_forward(self, model: Any, *_: Any) -> None:
