@@ -38,9 +38,8 @@ class WholeCheckpoints(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(place)
-        except BaseException:
+        finally:
             unfinished.unlink(missing_ok=True)
-            raise
         if os.name == "posix":  # the new name, too; Windows opens no folders
             folder = os.open(place.parent, os.O_RDONLY)
             os.fsync(folder)
@@ -48,10 +47,7 @@ class WholeCheckpoints(TorchCheckpointIO):
 
 
 def require_whole(path: Any, world: World) -> None:
-    """Raise a ValueError on all ranks if a checkpoint is torn. A collective operation.
-
-    Rank 0 checks every byte against the checksums of `torch.save`, for all ranks, unless the file is not local.
-    """
+    """Raise a ValueError on all ranks if a checkpoint is torn: rank 0 reads every byte. A collective operation."""
     problem = world.from_first(_problem(Path(path)) if world.rank == 0 and _is_local(path) else None)
     if problem is not None:
         raise ValueError(problem)
@@ -62,14 +58,12 @@ def _problem(place: Path) -> str | None:
     if damage is None:
         return None
     beside = sorted(place.parent.glob("*.ckpt"), key=lambda other: other.stat().st_mtime_ns, reverse=True)
-    whole = next((other for other in beside if other.is_file() and _damage(other) is None), None)
-    newest = f"The newest intact one in its folder is {whole}: pass it"
-    advice = newest if whole else "No other *.ckpt in its folder is intact: pass another one"
-    return f"the checkpoint {place} is damaged: {damage}. {advice} as ckpt_path, or train from the start."
+    whole = next((other for other in beside if _damage(other) is None), "none")
+    advice = f"Train from the start, or pass another one as ckpt_path. The newest intact one in its folder is {whole}"
+    return f"the checkpoint {place} is damaged: {damage}. {advice}"
 
 
 def _damage(place: Path) -> str | None:
-    """Return what is wrong with a file that `torch.save` wrote, if anything."""
     if not place.is_file():
         return None
     with place.open("rb") as file:

@@ -35,14 +35,8 @@ def combined(digests: Mapping[str, str]) -> str:
 def _state(module: nn.Module, optimizers: Sequence[Optimizer], further: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
-    names = {parameter: name for name, parameter in module.named_parameters()}
     for index, optimizer in enumerate(optimizers):
-        for number, group in enumerate(optimizer.param_groups):
-            options = {key: value for key, value in group.items() if key != "params"}
-            yield from leaves(options, f"optimizer {index}, group {number}")
-            for position, parameter in enumerate(group["params"]):
-                name = names.get(parameter, f"group {number}, parameter {position}")
-                yield from leaves(optimizer.state.get(parameter, {}), f"optimizer {index}, {name}")
+        yield from leaves(optimizer.state_dict(), f"optimizer {index}")
     yield from further.items()
 
 

@@ -6,9 +6,6 @@ All ranks end at the same step, the second one after the signal at the latest, w
 
 On SLURM's signal to be queued again, Lightning has every rank write a checkpoint in its signal handler, where ranks
 wait for each other at different places. Here they do so together, in the same way.
-
-Upstream, where this belongs, `_SignalConnector._sigterm_notifier_fn` should only set a flag, and
-`_TrainingEpochLoop.advance` should all-reduce it asynchronously and read that of the batch before.
 """
 
 from __future__ import annotations
@@ -82,11 +79,10 @@ class Termination(Part):
         connector, name = self._hooks[2]
         getattr(type(connector), name)(connector, *signalled)
 
-    def _read(self) -> tuple[bool, int]:
+    def _read(self) -> list[int]:
         """Return whether any rank was to end at the batch before, and the most signals to queue again that one had."""
         under_way, self._under_way = self._under_way, None
-        ends, requeues = (0, 0) if under_way is None else under_way.read()
-        return bool(ends), requeues
+        return [0, 0] if under_way is None else under_way.read()
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         """Take notice of SIGTERM: no collective, which would meet any other one on the other ranks."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -84,37 +83,3 @@ def test_what_the_import_registers():
     assert f"{['gradavg', *(f'gradavg_{kind}' for kind in kinds)]}\n" == done.stdout
     assert done.returncode != 0
     assert "lightning.pytorch.Trainer, of the package `lightning`" in done.stderr
-
-
-def run_agents(out: Path, local_ranks: list[int]) -> str:
-    """Start one torchrun agent per node on `script_job.py`, and return what they printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(local_ranks)}"]
-    rendezvous = ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    agents = []
-    for node, number in enumerate(local_ranks):
-        script = ["script_job.py", str(out), str(len(local_ranks)), str(number), "weighted_mean"]
-        agents.append(
-            subprocess.Popen(
-                [*torchrun, f"--nproc-per-node={number}", f"--node-rank={node}", *rendezvous, *script],
-                cwd=HERE,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    outputs = [agent.communicate(timeout=100)[0] for agent in agents]
-    assert [0] * len(local_ranks) == [agent.returncode for agent in agents], outputs
-    return "".join(outputs)
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_uneven_nodes_of_torchrun(tmp_path):
-    """Agents with 1 and 2 processes, each with the number of its own devices, are two nodes and three ranks."""
-    printed = run_agents(tmp_path, [1, 2])
-    assert [0, 1, 1] == [one["node_rank"] for one in ranks(tmp_path / "weighted_mean", 3)]
-    assert "3 ranks on 2 nodes" in printed
