@@ -640,7 +640,6 @@ RUNS = {
     "other initial weights on several processes": Run(OtherStart, cause="initial weights"),
     "one stream on all ranks": Run(data=16, cause="duplicated stream"),
     "samples repeated to fill the ranks": Run(data=15, options=SHUFFLED, cause="padding"),
-    "padding beyond the steps": Run(data=31, options=SHUFFLED, cause="padding"),
     "batch norm": Run(normed, cause="batch norm"),
     "batch norm, dropout": Run(lambda: Net("mean", nn.BatchNorm1d(8), nn.Dropout(0.5)), cause="batch norm"),
     "batch norm in windows": Run(
@@ -744,6 +743,7 @@ RUNS = {
     "L-BFGS": Run(with_optimizer(lambda self: torch.optim.LBFGS(self.parameters(), max_iter=3))),
     "a loss of the positions in a batch": Run(with_step(by_position), not_shown="their positions in the batch"),
     "windows in manual optimization": Run(lambda: Manual(every=2), WINDOWS, steps=1, not_shown="the user's own sum"),
+    "padding beyond the steps": Run(data=31, options=SHUFFLED, not_shown="1 samples of an epoch are read twice"),
     "a short window beyond the steps": Run(
         Net,
         ((4,) * 5, (4,) * 5),
@@ -874,7 +874,9 @@ OTHERS = {
         options=TWO,
         cause="learning-rate scale",
     ),
-    "a sum loss, and padding beyond the steps": Run(lambda: Net("sum"), data=31, options=SHUFFLED, cause="sum loss"),
+    "a sum loss, and samples repeated to fill the ranks": Run(
+        lambda: Net("sum"), data=15, options=SHUFFLED, cause="sum loss"
+    ),
     "a sum loss, shuffled": Run(lambda: Net("sum"), data=16, options=SHUFFLED, cause="sum loss"),
     "ranks that read backwards": Run(reads=lambda: dealt(batches((4,) * 4), 2, order=-1), cause="data order"),
     "samples of their own on several processes": Run(

@@ -195,7 +195,8 @@ class _Reading:
             yield Finding("duplicated stream", "samples", text)
             return
         yield from self.lengths()
-        yield from [*self.coverage()] or self.order()
+        covered = [*self.coverage()]
+        yield from covered if any(isinstance(one, Finding) for one in covered) else [*covered, *self.order()]
 
     def repeats(self, read: Counter[Hashable]) -> int:
         """Return how many times more the samples of one process are read than by it."""
@@ -222,7 +223,7 @@ class _Reading:
                 )
                 return
 
-    def coverage(self) -> Iterator[Finding]:
+    def coverage(self) -> Iterator[Finding | str]:
         """Yield what is said of samples that an epoch never reads, or reads more than once."""
         here = Counter(one for batches in self.of_ranks for batch in batches for one in batch)
         dropped = sum(max(map(len, batches), default=0) for batches in self.of_ranks)  # what drop_last leaves out
@@ -233,10 +234,13 @@ class _Reading:
             return
         if missing > dropped:
             yield Finding("unread samples", "samples", f"{missing} of the {total} samples of an epoch are never read")
-        elif more >= total and not self.facts.splits_batches:
-            yield Finding("duplicated stream", "samples", "every rank reads all samples of an epoch")
-        elif more and dealt and not self.facts.splits_batches:
-            yield Finding("padding", "samples", f"in an epoch, {more} samples are read twice, to fill the ranks")
+        elif more and not self.facts.splits_batches and (dealt or more >= total):
+            first = [taken for taken, epoch in zip(self.taken, self.epochs, strict=False) if epoch == self.epochs[0]]
+            within = self.repeats(Counter(one for taken in first for each in taken for one in each.ids))
+            cause, text = "padding", f"{more} samples of an epoch are read twice, to fill the ranks"
+            if more >= total:
+                cause, text = "duplicated stream", "every rank reads all samples of an epoch"
+            yield Finding(cause, "samples", text) if within else f"beyond the compared steps, {text}"
 
     def order(self) -> Iterator[Finding | str]:
         """Yield the first global batch that is not what one process reads at that place of its epoch."""
