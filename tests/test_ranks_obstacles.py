@@ -58,6 +58,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "own": lambda: OwnNorm(3),
     "buffer": OwnBuffer,
     "sync": lambda: nn.SyncBatchNorm(3),
+    "table": lambda: nn.Embedding(3, 3, sparse=True),
 }
 
 
@@ -121,6 +122,8 @@ class Teaches(Regression):
 
 PER_RANK = {"equivalent_to": "data_parallel"}
 
+BITS = {"reproducible": True}
+
 REFUSED: list[tuple[str, type[LightningModule], Options, str]] = [
     ("ValueError", ManualClassifier, parallel(), "manual optimization with num_replicas=4 on 2"),
     ("ValueError", ManualStepEnd, PER_RANK, "training_step_end with manual optimization"),
@@ -132,6 +135,17 @@ REFUSED: list[tuple[str, type[LightningModule], Options, str]] = [
     ("ValueError", Classifier, single(), "batch norm with a forward of its own in parts.own"),
     ("ValueError", Classifier, single(max_device_batch_size=2), "max_device_batch_size=2 with batch norm in norm"),
     ("RuntimeError", Classifier, single(), "buffer 'parts.buffer.seen' is not the same on all of them"),
+    (
+        "ValueError",
+        Classifier,
+        parallel(3, **BITS),
+        "num_replicas=3 on 2 ranks, as the number of processes",
+    ),
+    ("ValueError", Classifier, parallel(5, **BITS), "Use 1, 5 of them, or another num_replicas"),
+    ("ValueError", ManualClassifier, parallel(2, **BITS), "reproducible=True cannot hold:\n  manual optimization"),
+    ("ValueError", ClassifierEnd, parallel(2, **BITS), "training_step_end: the gradient of one loss"),
+    ("ValueError", Classifier, parallel(2, **BITS), "sparse gradients in parts.table. Make"),
+    ("ValueError", Terms, parallel(2, **BITS), "serves one weight for the whole loss, got one for each of 'a', 'b'"),
     ("ValueError", Terms, parallel(), "named loss terms need the global weight of each"),
     ("RuntimeError", Gathers, parallel(), "training_step gathers over the ranks"),
     ("RuntimeError", AllGathers, parallel(), "training_step gathers over the ranks"),

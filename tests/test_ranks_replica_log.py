@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from replicas import (
     Classifier,
-    ClassifierEnd,
     Options,
     Regression,
     RegressionEnd,
@@ -153,37 +151,6 @@ def test_a_modules_own_log_and_log_dict_are_called(world):
         logged = world(2).run(outcome, kind, strategy)[0][1]
         assert {"mine/a_step", "mine/b_epoch", "mine/infinite", "mine/mean"} < set(logged)
         assert_same(world, (2,), kind, strategy)
-
-
-class KeptMetric(ClassifierEnd):
-    """Updates a metric of the whole batch on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = MeanMetric()
-
-    def training_step_end(self, outputs: Any) -> Tensor:
-        self.mean.update(outputs["logits"].detach().mean())
-        self.rows.update(len(outputs["labels"]))
-        return super().training_step_end(outputs)
-
-    def on_train_epoch_end(self) -> None:
-        self.found = float(self.rows.compute()), float(self.mean.compute())
-
-
-def whole_metrics() -> tuple[tuple[float, float], int]:
-    module = KeptMetric()
-    fit(module, single())
-    return module.found, dist.get_world_size()
-
-
-def test_a_metric_of_the_whole_batch_counts_it_once(world):
-    expected = world(1).run(whole_metrics)[0][0]
-    assert expected[0] == 24
-    for size in (2, 3):
-        for found, ranks in world(size).run(whole_metrics):
-            assert ranks == size
-            assert found == pytest.approx(expected, rel=1e-12)
 
 
 class Lists(Metric):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from toys import FirstLater
 
-from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, monitor
 
 
 class Net(LightningModule):
@@ -113,6 +114,14 @@ class Zeros(Net):
         return self.net(batch[0]).sum() * -0.0
 
 
+class Undetermined(Net):
+    """Uses an operator that torch has in no deterministic form."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.empty(2).put_(torch.tensor([0]), torch.ones(1))
+        return super().training_step(batch, batch_idx)
+
+
 class Fractions(Net):
     """Weights that no sum in floating point holds exactly."""
 
@@ -133,6 +142,7 @@ def trained(
     batch_size: int = 32,
     batches: int = 12,
     workers: int = 0,
+    resumed: str | None = None,
     options: Mapping[str, Any] | None = None,
     make: Callable[..., Trainer] = make_trainer,
     **trainer_options: Any,
@@ -145,7 +155,7 @@ def trained(
     loader = DataLoader(data, batch_size=batch_size, shuffle=True, num_workers=workers)
     strategy = GradAvgStrategy(num_replicas=replicas, reproducible=True, **(options or {}))
     trainer = make(strategy, nodes=nodes, **{"max_epochs": 1, **trainer_options})
-    trainer.fit(module, loader)
+    trainer.fit(module, loader, ckpt_path=resumed)
     state: dict[str, Tensor] = dict(module.state_dict())
     for index, values in strategy.optimizers[0].state_dict()["state"].items():
         state |= {f"{index} {name}": value for name, value in values.items()}
@@ -261,3 +271,47 @@ def test_another_order_shows(world, ranks):
     expected, *_ = world(2).run(trained, Net, 4, batches=5)
     found, *_ = world(ranks).run(one_after_another, Net, 4, batches=5)
     assert not same_bits(expected, found)
+
+
+def test_an_operator_without_order_is_torchs_error(world):
+    for raised in world(2).run_expecting_errors(trained, Undetermined, 4):
+        assert "put_ does not have a deterministic implementation" in raised.message
+
+
+class Fingerprints(Callback):
+    """Notes the fingerprint after each step, and saves a checkpoint after the second."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path, self.prints = path, list[str]()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.prints.append(trainer.strategy.fingerprint())
+        if self.path is not None and trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def prints(path: str | None = None, **options: Any) -> tuple[list[str], list[str]]:
+    """Body: the fingerprints after all steps of 3 per epoch, and what the monitor says of them on rank 0."""
+    noted, said = Fingerprints(path), list[str]()
+    with mock.patch.object(monitor, "rank_zero_info", said.append):
+        callbacks = [noted, GradAvgMonitor(every_n_steps=1, fingerprint_every_n_steps=2)]
+        trained(Net, 4, batches=3, callbacks=callbacks, **options)
+    return noted.prints, said
+
+
+def test_fingerprints_tell_states_apart_and_runs_go_on_alike(world, tmp_path):
+    path = str(tmp_path / "saved.ckpt")
+    ((whole, _),) = world(1).run(prints, max_epochs=2)
+    assert len(whole) == len(set(whole)) == 6
+    assert all(re.fullmatch("[0-9a-f]{16}", one) for one in whole)
+    ((other, *_), _), *_ = world(1).run(prints, adamw=True)
+    assert other != whole[0]
+    for found, said in world(2).run(prints, path):
+        assert whole[:3] == found
+        assert [f"GradAvgMonitor: after step 2, fingerprint {whole[1]}"] == said
+    assert [whole[2:]] * 4 == [found for found, _ in world(4).run(prints, resumed=path, max_epochs=2)]
+
+
+def test_a_fingerprint_of_nothing():
+    with pytest.raises(RuntimeError, match="nothing to take a fingerprint of before the Trainer has begun a run"):
+        GradAvgStrategy().fingerprint()

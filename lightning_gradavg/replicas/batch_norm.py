@@ -46,20 +46,10 @@ def count_rows(*, counted: bool) -> None:
 
 
 def synchronize_batch_norm(module: nn.Module) -> list[str]:
-    """Let every batch norm of a module normalize over the values of all ranks. Call it on every rank.
+    """Let every batch norm in training mode normalize over the values of all ranks; return the layers' names.
 
-    It applies to layers in training mode. Only their attribute `forward` is set. Copies of `copy.deepcopy` are
-    synchronized, too; pickled ones are not. Ranks may have different numbers of rows, or none. Half precision is
-    computed in float32. There is no second derivative.
-
-    Args:
-        module: The model, the same on all ranks.
-
-    Returns:
-        The names of the synchronized layers. Those that `unsynchronizable_batch_norms` names are left alone.
-
-    Raises:
-        ValueError: From a forward, on all ranks, if all ranks together have one value per channel.
+    Only their attribute `forward` is set. Copies of `copy.deepcopy` are synchronized, too; pickled ones are not. Ranks
+    may have different numbers of rows, or none. Half precision is computed in float32. There is no second derivative.
     """
     names = {name: norm for name, norm in _batch_norms(module).items() if _forward_of(norm) in _FORWARDS}
     for norm in names.values():

@@ -59,23 +59,15 @@ class _Entry(NamedTuple):
 class ReplicaLog:
     """Collects what `self.log` is given in a step, and logs it once per batch.
 
-    A mean is weighted by the replicas' samples, or the `batch_size` that was given. With `sync_dist=True` a value is
-    that of the replicas of all ranks. What does not count adds nothing, nor does a rank that has not logged a name that
-    another has.
-
-    Args:
-        module: The module whose `log` is replaced.
-        world: The ranks that share the replicas.
-        whole: Whether values are those of the whole run even without `sync_dist=True`, as on one process.
-
-    Attributes:
-        samples: How many samples has what is logged now; 0 if they do not count.
+    A mean is weighted by the replicas' samples, or the `batch_size` that was given. With `sync_dist=True`, or `whole`,
+    a value is that of the replicas of all ranks. What does not count adds nothing, nor does a rank that has not logged
+    a name that another has.
     """
 
     def __init__(self, module: LightningModule, world: World, *, whole: bool) -> None:
         self._module, self._world, self._whole = module, world, whole
         self._entries: dict[str, _Entry] = {}
-        self.samples = 0
+        self.samples = 0  # of what is logged now; 0 if they do not count
 
     @contextmanager
     def collecting(self, *, joined: bool) -> Iterator[None]:
@@ -159,17 +151,10 @@ def gather_outputs(
     numbers: bool,
     sparse: Sequence[Tensor],
 ) -> Any:
-    """Return the outputs of all replicas of all ranks as one, in the order of the replicas. A collective operation.
+    """Return the outputs of all ranks' replicas as one, in their order. A collective operation.
 
-    Every rank can compute the same loss from the result; `gather` brings each row's gradient home.
-
-    Args:
-        output: What this rank's replica returned; without one, its stand-in, of which the structure is used and no row.
-        device: Where Python's numbers are put.
-        group: The process group.
-        counted: Whether this rank has a replica.
-        numbers: Whether a replica may return one number.
-        sparse: The parameters whose gradients are sparse.
+    Every rank can compute the same loss from the result; `gather` brings each row's gradient home. Of an output that is
+    not `counted` only the structure is used. `numbers` says whether a replica may return one.
     """
     rows = _rows(output, device, numbers=numbers)
     own = rows if counted else [_no_rows(each, sparse) for each in rows]
@@ -180,19 +165,21 @@ def _rows(output: Any, device: torch.device, *, numbers: bool = True) -> list[Te
     """Return the tensors of an output, each with a dimension to concatenate along."""
     found = []
     for label, leaf in leaves(output):
-        if not isinstance(leaf, (Tensor, Number, type(None))):
+        if leaf is None:
+            continue
+        if not isinstance(leaf, (Tensor, Number)):
             raise TypeError(
                 f"output{label}={leaf!r} of type {type(leaf).__name__} cannot be gathered over the replicas: return"
                 " tensors, numbers, None, or dicts, lists and tuples of them from training_step."
             )
-        row = None if leaf is None else torch.as_tensor(leaf, device=device)
-        if row is not None and row.ndim == 0 and not numbers:
+        row = torch.as_tensor(leaf, device=device)
+        if row.ndim == 0 and not numbers:
             raise TypeError(
                 f"output{label} of training_step is one number, which each rank has computed from its own samples: on"
                 " one device it would be computed from all. Return rows, one per sample, and compute it in"
                 " training_step_end."
             )
-        found += [] if row is None else [torch.atleast_1d(row)]
+        found.append(torch.atleast_1d(row))
     return found
 
 

@@ -76,7 +76,8 @@ def require_none(run: Run, options: Options, *, static_graph: bool) -> None:
 
 def remarks(module: LightningModule, options: Options, *, world_size: int) -> list[str]:
     """Return what differs from the run that was asked for without making it another run."""
-    random = [name for name, each in module.named_modules() if isinstance(each, _RANDOM) and _rate(each) != 0]
+    drawing = {name: each for name, each in module.named_modules() if isinstance(each, _RANDOM)}
+    random = [name for name, each in drawing.items() if getattr(each, "p", getattr(each, "dropout", None)) != 0]
     stages = ["training"] * (options.preset is None) + ["validation", "test"]
     ignored = [f"{stage}_step_end" for stage in stages if has_step_end(module, stage)]
     remarked = {
@@ -87,7 +88,3 @@ def remarks(module: LightningModule, options: Options, *, world_size: int) -> li
         " num_replicas": options.one_device and world_size > 1 and random,
     }
     return [text for text, holds in remarked.items() if holds]
-
-
-def _rate(module: nn.Module) -> object:
-    return getattr(module, "p", getattr(module, "dropout", None))

@@ -61,15 +61,12 @@ class Replicas(Pieces):
 
     Of one device, a rank's samples are its replica: batch norm normalizes over those of all ranks, and what ranks write
     must be what one device would.
-
-    Attributes:
-        gathers: Whether the loss is that of `training_step_end`.
     """
 
     def __init__(self, options: Options, *, static_graph: bool = False) -> None:
         super().__init__(options, static_graph=static_graph)
         self._saved_seed: int | None = None
-        self._seed, self.gathers = 0, False
+        self._seed, self._gathers = 0, False
         self._evaluating = ExitStack()
 
     def setup(self, run: Run) -> None:
@@ -83,7 +80,7 @@ class Replicas(Pieces):
         super().configure_ddp(run)
         # At the end of the step they are the same on all ranks.
         run.ddp.broadcast_buffers = False
-        self.gathers = self._options.preset is not None and has_step_end(run.module)
+        self._gathers = self._options.preset is not None and has_step_end(run.module)
         saved, self._saved_seed = self._saved_seed, None
         # Rank 0's, as unseeded ranks differ.
         own = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
@@ -104,7 +101,7 @@ class Replicas(Pieces):
 
     def weight(self, chunk: Chunk | None) -> float | None:
         """Return the samples of the loss of a step: with `training_step_end`, those of all ranks."""
-        return chunk.batch_samples if self.gathers and chunk is not None else super().weight(chunk)
+        return chunk.batch_samples if self._gathers and chunk is not None else super().weight(chunk)
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Return the output of a training step of all of this rank's replicas."""
@@ -167,7 +164,7 @@ class Replicas(Pieces):
             )
 
     def _as_piece(self, piece: ReplicaSlice, step: Step) -> AbstractContextManager[Any]:
-        if not self.gathers:
+        if not self._gathers:
             return self._piece(piece)
         module = self.run.module
         return replaced(module, "training_step", partial(self._run_step_end, module.training_step, piece, step))
@@ -210,14 +207,11 @@ class Replicas(Pieces):
 
     def describe(self) -> str:
         """Return the run that is reproduced, and its replicas."""
-        preset, world_size = self._options.preset, self.run.world.size
-        replicas = self.num_replicas(world_size)
-        idle = world_size - -(-replicas // -(-replicas // world_size))
-        without = f" ({idle} of {world_size} ranks without one)" if idle else ""
+        preset, replicas = self._options.preset, self.num_replicas(self.run.world.size)
         return (
             f"{f'; equivalent to {preset}' if preset else ''}"
-            f"{'' if self._options.one_device else f'; {replicas} replicas{without}'}"
-            f"{', training_step_end gets all outputs' if self.gathers else ''}"
+            f"{'' if self._options.one_device else f'; {replicas} replicas'}"
+            f"{', training_step_end gets all outputs' if self._gathers else ''}"
         )
 
     def teardown(self) -> None:

@@ -29,17 +29,10 @@ __all__ = ["Pieces", "Step"]
 
 
 class Step(NamedTuple):
-    """How a training step is run.
-
-    Attributes:
-        forward: Runs the user's through the wrapper.
-        backward: Runs the backward of a loss that is not the step's last.
-        reduction: Reads the losses.
-        batches: Knows what is behind the batch.
-    """
+    """How a training step is run."""
 
     forward: Callable[..., Any]
-    backward: Callable[[], None]
+    backward: Callable[[], None]  # of a loss that is not the step's last
     reduction: Reduction
     batches: Batches
 
