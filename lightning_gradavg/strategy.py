@@ -512,16 +512,12 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Name the parameters whose gradients DDP missed, and the rank that failed first."""
+        """Name the rank that failed first."""
         self._rates.end()
-        advice = self._reduction.advice(exception)
-        if advice is not None:
-            exception.args = (advice,)
         told = self._faults.on_exception(exception)
         if told is not None:
             exception.args = (f"{told}.\n{exception}",)
-        if advice is None:
-            super().on_exception(exception)
+        # Not Lightning's: it replaces what DDP says of unused parameters by the name of another strategy.
 
 
 def _widened(value: Any) -> Any:

@@ -53,10 +53,8 @@ def test_double_precision(world):
 
 
 def test_unused_parameters_are_told_of(world):
-    """By their indices, with the option of this strategy: Lightning would name that of another one."""
-    with pytest.raises(
-        RankError, match=r"(?s)GradAvgStrategy\(find_unused_parameters=True\).*did not receive grad.*: 4 5"
-    ):
+    """By the words of DDP: Lightning would name another strategy."""
+    with pytest.raises(RankError, match=r"(?s)`find_unused_parameters=True`.*did not receive grad.*: 4 5"):
         world(2).run(train, shares(3), {"variant": "unused"}, WEIGHTED, module=MLP)
 
 

@@ -344,7 +344,7 @@ def refused(kind: str) -> None:
         ("graphless", 2, "a loss without a graph"),
         ("term", 2, "loss term 'b' of weight 0 is not finite"),
         ("unweighed", 2, "reached the model by a backward that bypassed reduction='weighted_mean'"),
-        ("peers", 4, "tensor-parallel group weigh one batch differently (on rank 0: {'weight'"),
+        ("peers", 4, "tensor-parallel group weigh one batch differently, here by {'weight'"),
         ("fabric", 2, "fabric.setup_optimizers"),
     ],
 )

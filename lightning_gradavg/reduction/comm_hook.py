@@ -19,15 +19,8 @@ from lightning_gradavg.rules import RULES, Rule
 
 __all__ = ["CommHook"]
 
-_LOCAL_SGD = "it stops reducing gradients and averages weights instead"
-_OPTIMIZER = "it runs the optimizer before the window is complete"
-_REFUSED = {
-    "post_localSGD_hook": _LOCAL_SGD,
-    "hierarchical_model_averager": _LOCAL_SGD,
-    "optimizer_overlap_hooks": _OPTIMIZER,
-    "ddp_zero_hook": _OPTIMIZER,
-}
-_REFUSED_ON_GLOO = {"quantization_hooks": "it reads the result of an all_gather as only NCCL returns it"}
+_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
+_SERVED = ("default_hooks", "powerSGD_hook", "debugging_hooks")
 
 
 class CommHook:
@@ -41,23 +34,18 @@ class CommHook:
     def register(self, run: Run, rule: Rule) -> Callable[[MicroBatch], None] | None:
         """Register the hook that the run needs, or none: then DDP divides, to the bits of stock.
 
-        Returns:
-            What has buckets masked by weights that may stay unread on an accelerator; None elsewhere.
-
-        Raises:
-            ValueError: If the user's hook owns the optimizer or averages weights.
+        Return what has buckets masked by weights that may stay unread on an accelerator; None elsewhere.
         """
         model, hook = run.ddp, self._hook
-        gloo = backend_name(model.process_group, run.device) == "gloo"
-        refused = {**_REFUSED, **(_REFUSED_ON_GLOO if gloo else {})}
         for module in (getattr(hook, "__module__", ""), type(self._state).__module__):
             folder, _, file = module.rpartition(".")
-            if folder == "torch.distributed.algorithms.ddp_comm_hooks" and file in refused:
+            if folder == _OF_TORCH and file not in _SERVED:
                 raise ValueError(
-                    f"ddp_comm_hook={getattr(hook, '__qualname__', hook)} cannot be combined with a reduction:"
-                    f" {refused[file]}. Use lightning.pytorch.strategies.DDPStrategy for it, or a hook that returns the"
-                    " mean of the bucket."
+                    f"ddp_comm_hook={getattr(hook, '__qualname__', hook)} cannot be combined with a reduction: hooks of"
+                    f" {file} average weights, run the optimizer, or work on NCCL only. Use"
+                    " lightning.pytorch.strategies.DDPStrategy, or a hook that returns the mean of the bucket."
                 )
+        gloo = backend_name(model.process_group, run.device) == "gloo"
         # It starts collectives when others complete, at another moment on each rank: gloo would mix those up.
         self._in_turn = gloo and type(self._state).__name__ == "PowerSGDState"
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}

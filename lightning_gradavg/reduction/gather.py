@@ -24,11 +24,11 @@ from lightning_gradavg.reduction.sums import SUM_DTYPES, exchange_rows, gather_r
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
 from lightning_gradavg.tree import leaves, rebuilt
 
-__all__ = ["gather", "losses_weighed", "require_allowed", "weigh_losses_from_here"]
+__all__ = ["WITHIN", "gather", "losses_weighed", "require_allowed", "weigh_losses_from_here"]
 
 T = TypeVar("T")
 
-_WITHIN: ContextVar[str | None] = ContextVar("within", default=None)
+WITHIN: ContextVar[str | None] = ContextVar("within", default=None)
 """None where losses are not weighed, "" where they are, and there else why `gather` is refused."""
 
 
@@ -80,7 +80,7 @@ def gather(
     rule = resolve_rule(reduction)
     rows = [[detail >> 1 for detail in of_leaf] for of_leaf in zip(*agreed.details, strict=True)]
     wanted = [any(detail & 1 for detail in of_leaf) for of_leaf in zip(*agreed.details, strict=True)]
-    factors = rank_factors(rule, agreed.nodes, agreed.weights) if _WITHIN.get() is None else [1.0] * world.size
+    factors = rank_factors(rule, agreed.nodes, agreed.weights) if WITHIN.get() is None else [1.0] * world.size
     lost = [rank for rank, factor in enumerate(factors) if factor == 0 and any(of_leaf[rank] for of_leaf in rows)]
     if any(wanted) and any(factors) and lost:
         raise ValueError(
@@ -99,8 +99,8 @@ def gather(
 
 def require_allowed() -> None:
     """Raise a RuntimeError within `losses_weighed(refused=...)`."""
-    if _WITHIN.get():
-        raise RuntimeError(f"{_WITHIN.get()}.")
+    if WITHIN.get():
+        raise RuntimeError(f"{WITHIN.get()}.")
 
 
 @contextmanager
@@ -110,16 +110,16 @@ def losses_weighed(*, refused: str = "") -> Iterator[None]:
     Args:
         refused: Why all ranks that call `gather` must get a RuntimeError, if they must.
     """
-    token = _WITHIN.set(refused)
+    token = WITHIN.set(refused)
     try:
         yield
     finally:
-        _WITHIN.reset(token)
+        WITHIN.reset(token)
 
 
 def weigh_losses_from_here(*, weighed: bool) -> None:
     """Say so from here on, or no longer, where forwards and losses may take turns, or have other contexts."""
-    _WITHIN.set("" if weighed else None)
+    WITHIN.set("" if weighed else None)
 
 
 _REFUSED_LEAVES: Refusals = (

@@ -189,7 +189,8 @@ class GradAvgReducer:
         def end() -> None:
             if last:
                 self._models.update(dict.fromkeys(self._models, False))
-            accumulation.finish()
+            accumulation.reduce()
+            accumulation.end()
 
         after_backward(end, accumulation.abandon)
 

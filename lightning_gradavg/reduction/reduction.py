@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_gradavg.lightning_internals import flushes_static_graph, stored
 from lightning_gradavg.part import Part, Run
+from lightning_gradavg.ranks import by_value
 from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.comm_hook import CommHook
-from lightning_gradavg.reduction.nonfinite import found_in_step
 from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights, zero_loss
 from lightning_gradavg.reduction.weights import WHOLE_LOSS, MicroBatch, Weights
 from lightning_gradavg.reduction.window import Accumulation
@@ -114,8 +114,8 @@ class Reduction(Part):
             f"DDP was told to ignore the parameter {''.join(ignored[:1])!r}, so only its loss would be weighed. Use"
             " reduction='mean' without split_batches, or Lightning's DDPStrategy.": ignored and not self._is_mean,
         }
-        for text in (text for text, refused in refusals.items() if refused):
-            raise ValueError(text)
+        if found := [text for text, refused in refusals.items() if refused]:
+            raise ValueError(found[0])
 
     def hold(self, *, holding: bool) -> bool:
         """Note whether the backwards that follow stay local; return whether DDP must reduce them all the same."""
@@ -258,7 +258,7 @@ class Reduction(Part):
         if self.judges and self._is_left_out():
             self._leave_out()
             return True
-        # Those that were frozen when DDP was built belong to none of its buckets.
+        # What was frozen when DDP was built is in none of its buckets.
         if unfrozen := [parameter for parameter in self._frozen if parameter.requires_grad]:
             average_gradients(unfrozen)
         if self._lost:
@@ -269,20 +269,28 @@ class Reduction(Part):
         self.window.end()
 
     def _is_left_out(self) -> bool:
-        """Return whether all ranks skip the step, or raise a RuntimeError on all of them."""
+        """Return whether all ranks skip the step, or raise on all. The host waits for the gradients."""
         totals, losses, self._losses = self.window.check(), self._losses, []
         if totals.without_loss == self.run.world.size:
             return True  # nothing is lost: Lightning's own way to leave a batch out
         gradients = {name: p.grad for name, p in self.run.module.named_parameters() if p.grad is not None}
-        found = found_in_step(totals, losses, gradients, self.run)
-        if found is not None and self._nonfinite == "raise":
+        # Read in one go.
+        finite = [stored(gradient).isfinite().all() for gradient in gradients.values()]
+        read = torch.stack(finite).tolist() if finite else []
+        bad = [name for name, fine in zip(gradients, read, strict=True) if not fine]
+        if totals.without_loss == 0 and not bad:
+            return False
+        of_ranks = self.run.world.gather_objects(_fault(losses))
+        if not any(of_ranks):
+            of_ranks = [f"the gradient of parameter {bad[0]!r} is not finite"] * self.run.world.size
+        found = f"optimizer step {self.run.trainer.global_step}: {by_value(text or 'nothing' for text in of_ranks)}"
+        if self._nonfinite == "raise":
             raise RuntimeError(
                 f"{found}. With nonfinite='skip_step' all ranks skip such a step; a loss of weight 0 leaves one"
                 " micro-batch out."
             )
-        if found is not None:
-            rank_zero_info(f"GradAvgStrategy: {found}; nonfinite={self._nonfinite!r}: all ranks skip the step")
-        return found is not None
+        rank_zero_info(f"GradAvgStrategy: {found}; nonfinite={self._nonfinite!r}: all ranks skip the step")
+        return True
 
     def _leave_out(self) -> None:
         for parameter in self._parameters:
@@ -314,11 +322,9 @@ class Reduction(Part):
         """Return what the line at the start of a run says of the hook."""
         return self._hook.describe()
 
-    def advice(self, exception: BaseException) -> str | None:
-        """Return an error of DDP about gradients that it misses, with what to do."""
-        if "Parameter indices which did not receive grad" not in str(exception):
-            return None
-        return (
-            "some parameters are not used in the loss that training_step returns. If that is intended, use"
-            f" GradAvgStrategy(find_unused_parameters=True), or freeze them with requires_grad_(False).\n{exception}"
-        )
+
+def _fault(losses: Sequence[Tensor | None]) -> str | None:
+    """Return what is wrong with the losses of a rank that count, None for one that is missing."""
+    if None in losses:
+        return "training_step returned no loss"
+    return None if all(bool(loss.isfinite().all()) for loss in losses if loss is not None) else "the loss is not finite"

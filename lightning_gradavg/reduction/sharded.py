@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_gradavg.lightning_internals import averages_of, sharded_modules
 from lightning_gradavg.options import refuse_unserved
 from lightning_gradavg.place import places_on_nodes
-from lightning_gradavg.ranks import World, by_rank, digest
+from lightning_gradavg.ranks import World, digest
 from lightning_gradavg.reduction.weigh import WeighedLoss
 from lightning_gradavg.reduction.weights import MicroBatch
 from lightning_gradavg.reduction.window import Accumulation
@@ -76,15 +76,9 @@ class ShardedAccumulation(Accumulation):
         weighs, half = rule.name != "mean", any(leaf.dtype == torch.float16 and leaf.requires_grad for leaf in leaves)
         # Ranks of one tensor-parallel group stand in one place.
         places = [place for place in places_on_nodes([0] * self._ranks) for _ in range(self._peers.size)]
-        super().__init__(
-            *(rule, places, world, next(module.parameters()).device),
-            parameters=(),
-            owned_by_user=manual,
-            leaves=leaves,
-            guards=weighs,
-            compares=manual and weighs,
-            afterwards=manual or half,
-        )
+        numbers = rule, places, world, next(module.parameters()).device
+        ways: Any = {"compares": manual and weighs, "afterwards": manual or half}
+        super().__init__(*numbers, parameters=(), owned_by_user=manual, leaves=leaves, guards=weighs, **ways)
         self._optimizers = optimizers
 
     def _require_averaged(self) -> None:
@@ -100,7 +94,7 @@ class ShardedAccumulation(Accumulation):
             of_groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
             self.parameters = list(dict.fromkeys(parameter for group in of_groups for parameter in group))
             self._require_averaged()
-        micro_batch = self._agreed(loss.micro_batch.read())
+        micro_batch = self._agreed(super()._micro_batch(loss).read())
         pairs = [] if micro_batch.is_zero else zip(micro_batch.weights.items(), loss.terms, strict=False)
         for name in [name for (name, n), term in pairs if n == 0 and not bool(term.isfinite())]:
             # 0 times NaN is NaN, and an undefined gradient would not be sent to the ranks that wait for it.
@@ -114,8 +108,7 @@ class ShardedAccumulation(Accumulation):
         keys = self._peers.gather_integers([digest(weights)]) if self.rule.uses_weight else []
         if all(key == keys[0] for key in keys):
             return micro_batch
-        found = by_rank(self._peers.gather_objects(weights))
-        text = f"ranks of one tensor-parallel group weigh one batch differently ({found}, counted within the group)"
+        text = f"ranks of one tensor-parallel group weigh one batch differently, here by {weights}"
         return micro_batch._replace(problem=f"{text}: have them read the same batches")
 
     def _holds_any(self, gradients: Sequence[Tensor]) -> bool:

@@ -18,25 +18,11 @@ from torch import Tensor
 from lightning_gradavg.lightning_internals import copy_each, views_of
 from lightning_gradavg.ranks import World
 
-__all__ = [
-    "SUM_DTYPES",
-    "as_real",
-    "exchange_rows",
-    "gather_rows",
-    "sum_dense",
-    "writable",
-]
+__all__ = ["SUM_DTYPES", "as_real", "exchange_rows", "gather_rows", "sum_dense", "writable"]
 
-SUM_DTYPES = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float8_e4m3fn: torch.float32,
-    torch.float8_e5m2: torch.float32,
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-    torch.complex64: torch.complex64,
-    torch.complex128: torch.complex128,
-}
+_NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+SUM_DTYPES = {**dict.fromkeys(_NARROW, torch.float32), **{dtype: dtype for dtype in _WIDE}}
 """The dtypes that a gradient may have, and the dtype that each is summed in."""
 
 # From this size on a gradient is a bucket of its own, usually without a copy: one more collective is cheaper than

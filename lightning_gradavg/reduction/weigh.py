@@ -19,9 +19,9 @@ __all__ = ["WeighedLoss", "gradients_discarded", "nan_stopped", "sparse_weights"
 
 
 def weigh_terms(coefficients: list[Any], terms: Iterable[Tensor], begin: Callable[[], None] | None = None) -> Tensor:
-    """Return the plain sum of 0-dim losses, whose gradients `coefficients` multiplies when a backward runs.
+    """Return the plain sum of 0-dim losses, whose gradients a backward multiplies by coefficients, or stops.
 
-    `begin` is called when a backward begins. Then the coefficients are read, one per term; None stops its gradient.
+    `begin` is called before it reads them, one per term; None stops its gradient.
     """
     copies = [term.clone() for term in terms]
     total = sum(copies[1:], copies[0])
@@ -39,18 +39,11 @@ def _weigh(coefficients: list[Any], index: int, gradients: tuple[Tensor | None, 
 
 
 class WeighedLoss(NamedTuple):
-    """A loss whose terms are weighed when its backward runs.
+    """A loss whose terms are weighed when its backward runs."""
 
-    Attributes:
-        value: The sum of the terms, with graph. Its value is not weighed.
-        micro_batch: The weights.
-        coefficients: A list of what the backward multiplies each term by; empty where the loss is not weighed.
-        terms: The terms that it multiplies.
-    """
-
-    value: Tensor
+    value: Tensor  # the sum of the terms, with graph; not weighed
     micro_batch: MicroBatch
-    coefficients: list[Any]
+    coefficients: list[Any]  # what the backward multiplies each term by; empty where the loss is not weighed
     terms: Sequence[Tensor] = ()
 
     @classmethod
@@ -65,12 +58,8 @@ class WeighedLoss(NamedTuple):
     ) -> WeighedLoss:
         """Return a loss to be weighed, of which terms that share a weight are one term.
 
-        Args:
-            terms: The loss terms by name.
-            micro_batch: Their weights.
-            plain: Whether the loss carries nothing, and its graph stays unchanged.
-            sparse: Parameters with sparse gradients, which DDP does not take undefined.
-            begin: Called with the loss when its backward begins.
+        The graph of a `plain` loss, which carries nothing, stays unchanged. DDP does not take `sparse` gradients that
+        are undefined. `begin` is called with the loss when its backward begins.
         """
         losses = list(terms.values())
         if tuple(micro_batch.weights) == (WHOLE_LOSS,):
@@ -110,10 +99,7 @@ def _no_rows(parameter: Tensor) -> Tensor:
 
 
 def zero_loss(parameters: Sequence[Tensor], sparse: Container[int]) -> Tensor:
-    """Return a loss of 0 that gives every parameter a zero gradient, whatever the parameter's value.
-
-    At least one parameter requires a gradient; `sparse` holds the `id` of those whose gradients are sparse.
-    """
+    """Return a loss of 0 that gives every parameter a zero gradient, sparse for each `id` in `sparse`."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     loss: Tensor = _ZeroGradients.apply(sparse, *trained)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return loss
@@ -129,27 +115,22 @@ def gradients_discarded(parameters: Iterable[nn.Parameter], *, nan_only: bool) -
     def zeros(gradient: Tensor | None) -> Tensor | None:
         if gradient is None:
             return None
-        if not nan_only:
-            return torch.zeros_like(gradient)
         kept = gradient.clone()
-        stored(kept).masked_fill_(stored(kept).isnan(), 0)
+        numbers = stored(kept)
+        numbers.masked_fill_(numbers.isnan() | (not nan_only), 0)
         return kept
 
     return [parameter.register_hook(zeros) for parameter in parameters if parameter.requires_grad]
 
 
-def nan_stopped(loss: WeighedLoss, carried: Sequence[Any]) -> list[RemovableHandle]:
-    """Have functions written in Python see and give 0 for NaN where only terms that carry nothing pass through them.
+def nan_stopped(loss: Tensor, counting: Sequence[Tensor]) -> list[RemovableHandle]:
+    """Have functions written in Python see and give 0 for NaN where no terms but those that carry nothing pass through.
 
     The gradient of such a term is undefined, which torch's own operators pass on. A reentrant checkpoint and a compiled
     module make zeros of it, which a derivative that is infinite makes NaN; and a gather would send that to other ranks.
     """
-    stopped, counting = [loss.value], list[Tensor]()
-    if any(value is not None for value in carried):
-        of_terms = list(zip(loss.terms, carried, strict=True))
-        stopped, counting = ([term for term, value in of_terms if (value is None) is none] for none in (True, False))
     handles = []
-    for node in _functions_below(stopped) - _functions_below(counting):
+    for node in _functions_below([loss]) - _functions_below(counting):
         handles += [node.register_prehook(_without_nan), node.register_hook(lambda given, _: _without_nan(given))]
     return handles
 

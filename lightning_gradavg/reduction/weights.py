@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_gradavg.rules import Rule
+from lightning_gradavg.rules import Rule, Share
 from lightning_gradavg.tree import batch_samples
 
 __all__ = ["ALWAYS_OR_NEVER", "MOST_TERMS", "WHOLE_LOSS", "MicroBatch", "Weights", "as_weight", "loss_terms"]
@@ -26,11 +27,7 @@ ALWAYS_OR_NEVER = (
 
 
 def as_weight(value: Any, device: torch.device) -> Any:
-    """Return one number of any type as a float; on an accelerator, as a detached 0-dim float64 copy there.
-
-    Raises:
-        TypeError: If `value` is not one number.
-    """
+    """Return one number of any type as a float; on an accelerator, as a detached 0-dim float64 copy there."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
             raise TypeError(f"a weight is one number, got a tensor of shape {tuple(value.shape)} and {value.dtype}")
@@ -47,21 +44,14 @@ def as_weight(value: Any, device: torch.device) -> Any:
 
 
 class MicroBatch(NamedTuple):
-    """What a rank knows of one micro-batch.
+    """What a rank knows of one micro-batch."""
 
-    Attributes:
-        weights: The weight of every loss term by name; the one name `WHOLE_LOSS` for an undivided loss.
-        explicit: Whether the user gave the weight. If not, it is the number of samples.
-        problem: Why the weights cannot be used, or None. Raised on all ranks together.
-        absent: Whether any rule discards its gradient: it only keeps the rank busy.
-        without_loss: Whether it is absent because `training_step` returned no loss.
-    """
-
-    weights: Mapping[str, Any]
-    explicit: bool = False
-    problem: str | None = None
-    absent: bool = False
-    without_loss: bool = False
+    weights: Mapping[str, Any]  # of every loss term by name; `WHOLE_LOSS` is that of an undivided loss
+    explicit: bool = False  # whether the user gave the weight; if not, it is the number of samples
+    problem: str | None = None  # why the weights cannot be used; raised on all ranks together
+    absent: bool = False  # whether any rule discards its gradient: it only keeps the rank busy
+    without_loss: bool = False  # whether that is because `training_step` returned no loss
+    shares: Mapping[str, Share] = MappingProxyType({})  # of every loss term, once it is in a window
 
     def read(self) -> MicroBatch:
         """Return it with weights that the host has read, which waits for those on an accelerator."""
@@ -76,12 +66,7 @@ class MicroBatch(NamedTuple):
 
 
 def loss_terms(loss: Any) -> Mapping[str, Tensor]:
-    """Return the terms of a loss by name; the one name `WHOLE_LOSS` for a loss that is one tensor.
-
-    Raises:
-        TypeError: If a term is no tensor.
-        ValueError: If there are no terms, or too many.
-    """
+    """Return the terms of a loss by name; the one name `WHOLE_LOSS` for a loss that is one tensor."""
     terms: Mapping[str, Tensor] = loss if isinstance(loss, Mapping) else {WHOLE_LOSS: loss}
     for term in terms.values():
         if not isinstance(term, Tensor):
@@ -105,12 +90,8 @@ class Weights:
     ) -> tuple[Mapping[str, Tensor], MicroBatch]:
         """Return a loss's terms by name and their weights, with what is wrong with these for all ranks to raise.
 
-        Args:
-            loss: A tensor, or terms by name; see `loss_terms`.
-            weight: None, one number for all terms, or one per term by name.
-            batch: Its samples are counted if no weight was given.
-            samples: Their number, where it is known; 0 if they do not count.
-            problem: What is known to be wrong.
+        `samples` are those of the batch, where their number is known; 0 if they do not count. A `problem` is already
+        known.
         """
         terms, explicit, named = loss_terms(loss), weight is not None, isinstance(weight, Mapping)
         if not self._rule.uses_weight:

@@ -72,11 +72,10 @@ class Totals(NamedTuple):
         """What makes the window unusable, as every rank sees it, or None. On the host."""
         if self.faults != 0:
             return "a weight or a share is not usable"
-        # All pairs have the same number where the square of the sum is their count times the sum of the squares.
-        # `x * x` is rounded once, like the product beside it; `x**2` need not be.
-        if self.digest * self.digest != self.pairs * self.digests:
-            return f"the ranks' losses differ in what must be the same. For weights: {ALWAYS_OR_NEVER}"
-        return None
+        # The square of a sum of equal numbers is their count times the sum of their squares. `x * x` is rounded once,
+        # as the product beside it is; `x**2` need not be.
+        alike = self.digest * self.digest == self.pairs * self.digests
+        return None if alike else f"the ranks' losses differ in what must be the same. For weights: {ALWAYS_OR_NEVER}"
 
 
 _HEADER = len(Totals._fields) - 2
@@ -97,19 +96,10 @@ def _scaled(multiplier: Any, scale: float, normalizer: Any) -> Any:
 class Window:
     """The numbers of this rank's micro-batches since the last reduction.
 
-    Ranks that `compares` exchange totals also where the rule uses no weight: their windows may have different lengths,
-    or they judge steps together. `afterwards`, no loss carries the whole factor of a window of one, unless it has named
-    terms: no rank may know whether the windows of all are windows of one; or gradients are float16, in which a loss
-    times W may overflow where the result does not.
-
-    Attributes:
-        known: What all ranks know of the window, once it is exchanged.
-        is_alone: Whether its only micro-batch carries the whole factor.
-        loss_divisor: What the training loop divides every loss of the window by; None for the window's length.
-        missing: Ranks that have no such micro-batch as comes next, and that a mean does not count.
-        terms: The names of the loss terms, sorted.
-        divided_by: What this rank's gradient of the window was divided by, once the window is closed.
-        carries_nothing: Whether losses go into their backward as they are, like those of stock DDP.
+    With `compares`, ranks exchange totals also where the rule uses no weight: their windows may have different lengths,
+    or they judge steps together. With `afterwards`, no loss carries the whole factor of a window of one, unless it has
+    named terms: no rank may know whether the windows of all are windows of one; or gradients are float16, in which a
+    loss times W may overflow where the result does not.
     """
 
     def __init__(
@@ -124,32 +114,34 @@ class Window:
     ) -> None:
         self.rule, self.places, self.world, self.device = rule, places, world, device
         self.afterwards, self._exchanges = afterwards, rule.uses_weight or compares
+        # What the training loop divides every loss of the window by; None for the window's length.
         self.loss_divisor: float | None = 1.0
-        self.divided_by, self.missing = 1.0, 0
-        self._place = places[world.rank]
+        self.divided_by = 1.0  # this rank's gradient, once the window is closed
+        self.missing = 0  # ranks that have no such micro-batch as comes next, and that a mean does not count
+        self.is_alone = False  # whether the only micro-batch carries the whole factor
+        self._place, self._constant = places[world.rank], 0.0
         self._next_lift: float | None = None
-        self._constant = 0.0
         if not rule.uses_weight:
             self._constant = float(sum(share_of(rule, place, 1.0).normalizer for place in places))
             self._next_lift = 1.0 if afterwards else float(_scaled(1.0, world.size, self._constant))
+        # Losses go into their backward as they are, like those of stock DDP.
         self.carries_nothing = not rule.uses_weight and share_of(rule, self._place, 1.0)[0] * self._next_lift == 1
         self._tally: Tally | None = None
         self._unchecked: tuple[Window, Tally] | None = None
-        self.known, self.is_alone = _UNKNOWN, False
+        self._known = _UNKNOWN
         self.reset()
 
     def reset(self) -> None:
         """Begin a window."""
         self.micro_batches: list[MicroBatch] = []
-        self._judged: list[tuple[dict[str, Share], str | None]] = []
         self.terms: tuple[str, ...] = ()
-        self._missed, self._lift = 0, self._next_lift
+        self._missed, self.lift = 0, self._next_lift or 1.0
 
     def take(self, micro_batch: MicroBatch, *, last: bool, unread: bool = False) -> None:
-        """Add a micro-batch, before its backward; a collective operation if it is alone, or begins the first window.
+        """Add a micro-batch, before its backward, whose weights may stay `unread` on an accelerator.
 
-        A step of several backwards does not know yet which is the `last` of the window. `unread` allows weights to stay
-        on an accelerator.
+        A collective operation if it is alone, or begins the first window. A step of several backwards does not know yet
+        which is the `last` one.
         """
         begins, named = not self.micro_batches, tuple(micro_batch.weights) != (WHOLE_LOSS,)
         # All ranks must go the same way.
@@ -162,16 +154,20 @@ class Window:
         self.add(micro_batch)
         if self.is_alone:
             self.exchange()
-        elif begins and self._lift is None:
-            self._agree_on_lift()
+        elif begins and self._next_lift is None:
+            # By the first micro-batches. Later it follows from the windows before. Where no rank has any weight, the
+            # next window asks again.
+            largest = max(float(share.normalizer) for share in self.micro_batches[0].shares.values())
+            (number,) = Tally([largest], "max", self.device, self.world.group).read()
+            self._next_lift = _lift_of(number)
+            self.lift = self._next_lift or 1.0
 
-    def add(self, micro_batch: MicroBatch) -> tuple[dict[str, Share], str | None]:
-        """Append a micro-batch; return its shares, and what is wrong with it."""
-        self.micro_batches.append(micro_batch)
-        self._judged.append(self._judge(micro_batch))
+    def add(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Append a micro-batch; return it with its shares, and what is wrong with it."""
+        self.micro_batches.append(self._judged(micro_batch))
         self.terms = tuple(sorted({*self.terms, *micro_batch.weights}))
         self._missed += self.missing
-        return self._judged[-1]
+        return self.micro_batches[-1]
 
     @property
     def length(self) -> int:
@@ -183,26 +179,21 @@ class Window:
         """`N`, what the training loop divided every loss of the window by."""
         return self.length if self.loss_divisor is None else self.loss_divisor
 
-    @property
-    def lift(self) -> float:
-        """What multipliers are multiplied by while the window's factor is not known."""
-        return 1.0 if self._lift is None else self._lift
-
     def shares(self, term: str) -> list[Share]:
         """Return the shares of one term's micro-batches; one without the term is absent."""
-        alone, (w, z) = [shares.get(term, _NOTHING) for shares, _ in self._judged], self._of_length
+        alone, (w, z) = [each.shares.get(term, _NOTHING) for each in self.micro_batches], self._of_length
         return [Share(share.multiplier * w, share.normalizer * z) for share in alone]
 
-    def _judge(self, micro_batch: MicroBatch) -> tuple[dict[str, Share], str | None]:
-        """Return a micro-batch's shares in a window of one, and what is wrong with it, as far as weights are read."""
-        shares, fault = dict.fromkeys(micro_batch.weights, _NOTHING), micro_batch.problem
-        for term, weight in micro_batch.weights.items() if fault is None else ():
+    def _judged(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch with its shares in a window of one, and its fault, as far as weights are read."""
+        shares, problem = dict.fromkeys(micro_batch.weights, _NOTHING), micro_batch.problem
+        for term, weight in micro_batch.weights.items() if problem is None else ():
             try:
                 share = share_of(self.rule, self._place, weight)
                 shares[term] = share._replace(multiplier=0.0) if micro_batch.absent else share
             except ValueError as error:
-                fault = f"loss term {term!r}: {error}" if term else str(error)
-        return shares, fault
+                problem = f"loss term {term!r}: {error}" if term else str(error)
+        return micro_batch._replace(shares=shares, problem=problem)
 
     @cached_property
     def _powers(self) -> Share:
@@ -213,26 +204,19 @@ class Window:
         """What the numbers of shares in a window of one are multiplied by in this one."""
         return Share(*(self.length**power for power in self._powers)) if self.length > 1 else Share(1.0, 1.0)
 
-    def _agree_on_lift(self) -> None:
-        """Agree on the lift of a first window, by its first micro-batches. Later it follows from the windows before."""
-        largest = max(float(share.normalizer) for share in self._judged[0][0].values())
-        (number,) = Tally([largest], "max", self.device, self.world.group).read()
-        # Where no rank has any weight, the next window asks again.
-        self._lift = self._next_lift = _lift_of(number)
-
     def carried(self, *, last: bool) -> list[Any]:
         """Return what each term of the latest micro-batch carries, None for no gradient."""
         if self.is_alone:
             return self.alone(self.totals())
         if last:
             self.exchange()
-        multipliers = [float(share.multiplier) for share in self._judged[-1][0].values()]
+        multipliers = [float(share.multiplier) for share in self.micro_batches[-1].shares.values()]
         return [w * self.lift if w > 0 else None for w in multipliers]
 
     def alone(self, totals: Totals) -> list[Any]:
         """Return what each term of the window's only micro-batch carries: its whole factor, or None for no gradient."""
-        scale, multipliers = self.divisor * self.world.size, [w for w, _ in self._judged[0][0].values()]
-        of_terms = [(w, self._usable(totals, index)) for index, w in enumerate(multipliers)]
+        scale, shares = self.divisor * self.world.size, self.micro_batches[0].shares.values()
+        of_terms = [(share.multiplier, self._usable(totals, index)) for index, share in enumerate(shares)]
         self.divided_by = of_terms[0][1] / self.world.size
         return [_scaled(w, scale, z) if isinstance(w, Tensor) or w > 0 else None for w, z in of_terms]
 
@@ -259,11 +243,11 @@ class Window:
         """Return the float64 vector whose sum over the ranks `Totals` reads."""
         counted = sum(not each.absent for each in self.micro_batches)
         digest = crc32(self._must_agree.encode()) % 2**16
-        faults = self.length - [fault for _, fault in self._judged].count(None)
+        faults = sum(each.problem is not None for each in self.micro_batches)
         without_loss = any(each.without_loss for each in self.micro_batches)
         sums, unread = [0.0] * MOST_TERMS, None
         for index, term in enumerate(self.terms if self.rule.uses_weight else ()):
-            shares = [shares[term] for shares, _ in self._judged if term in shares]
+            shares = [each.shares[term] for each in self.micro_batches if term in each.shares]
             if isinstance(shares[0].normalizer, Tensor):
                 (unread,) = shares  # alone in its window
             else:
@@ -291,28 +275,27 @@ class Window:
         )
 
     def totals(self) -> Totals:
-        """Return what all ranks know, once it is there; zeros where nothing is exchanged. On a CPU it is read.
+        """Return what all ranks know, or raise on all that the window cannot be used; zeros where nothing is exchanged.
 
-        Raises a ValueError on all ranks if the window cannot be used; on an accelerator, which is not waited for, if
-        the window before it cannot.
+        An accelerator is not waited for: what is raised is wrong with the window before.
         """
         self.check()
-        self.known = _UNKNOWN
+        self._known = _UNKNOWN
         if self._tally is not None and self.device.type == "cpu":
-            self.known = self._checked(Totals.of(self._tally.read()))
+            self._known = self._checked(Totals.of(self._tally.read()))
         elif self._tally is not None:
             self._unchecked = copy.copy(self), self._tally
             self._tally.wait()
-            self.known = Totals.of(self._tally.row)
-        return self.known
+            self._known = Totals.of(self._tally.row)
+        return self._known
 
     def check(self) -> Totals:
         """Return the totals of the last window on the host; raise what is wrong with those that were not read yet."""
         unchecked, self._unchecked = self._unchecked, None
         if unchecked is None:
-            return self.known
-        window, copied = unchecked
-        totals = window._checked(Totals.of(copied.read()))
+            return self._known
+        window, tally = unchecked
+        totals = window._checked(Totals.of(tally.read()))
         self._next_lift = window._next_lift
         return totals
 
@@ -322,16 +305,15 @@ class Window:
             found = self.world.gather_objects(self.problems() if totals.faults != 0 else [self._must_agree])
             culprits = "".join(f"\n  rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts)
             raise ValueError(f"reduction {self.rule.name!r}: {totals.problem}.{culprits}")
-        if self.rule.uses_weight and self._lift is not None:
+        if self.rule.uses_weight:
             self._next_lift = _lift_of(max(totals.normalizers) / max(totals.pairs, 1)) or self._next_lift
         return totals
 
     def problems(self) -> list[str]:
         """Return what is wrong with this rank's micro-batches. Reads their weights."""
-        self.micro_batches = [each.read() for each in self.micro_batches]
-        self._judged = [self._judge(each) for each in self.micro_batches]
-        found = enumerate(fault for _, fault in self._judged)
-        return [f"micro-batch {index} of the window: {fault}" for index, fault in found if fault is not None]
+        self.micro_batches = [self._judged(each.read()) for each in self.micro_batches]
+        found = enumerate(each.problem for each in self.micro_batches)
+        return [f"micro-batch {index} of the window: {problem}" for index, problem in found if problem is not None]
 
 
 def _lift_of(number: float) -> float | None:
@@ -343,16 +325,10 @@ def _lift_of(number: float) -> float | None:
 class Accumulation(Window):
     """A window and its gradients: only those that it computed.
 
-    Args:
-        numbers: What `Window` takes.
-        parameters: The parameters that it trains.
-        owned_by_user: Whether gradients may be there before the window, and may be changed within it, as in manual
-            optimization and loops of users.
-        leaves: What autograd accumulates into; by default the parameters.
-        guards: Whether gradients that arrive by other backwards are an error.
-        mask: Has gradients masked, on an accelerator, by weights that the host has not read; None to read them.
-        compares: As of `Window`.
-        afterwards: As of `Window`.
+    `owned_by_user`, gradients may be there before the window, and may be changed within it, as in manual optimization
+    and loops of users. `leaves` are what autograd accumulates into, by default the parameters. With `guards`, gradients
+    that arrive by other backwards are an error. `mask` has gradients masked, on an accelerator, by weights that the
+    host has not read.
     """
 
     _stopped: float | None = None  # what stands for the gradient of a term that does not count
@@ -374,17 +350,14 @@ class Accumulation(Window):
         self._before: list[Tensor | None] = []  # gradients that the window found
         self._left: list[tuple[Tensor | None, int]] = []  # gradients that it left to the user, and their versions
         self._trained: list[bool] = []
-        self._of_pieces: list[Tensor | None] = []
+        # Backwards of the step under way that are not its last, and their gradients.
+        self._pieces, self._of_pieces = 0, list[Tensor | None]()
         self._inside: list[RemovableHandle] = []  # hooks of the backward under way
         self._entered = self._begun = self._running = self._last = False
         self._handles = [one.register_hook(self._guard) for one in self._leaves if guards and one.requires_grad]
-        self._pieces = 0  # backwards of the step under way that are not its last
 
     def begin_step(self, *, anew: bool) -> None:
-        """Begin a step of one or more backwards; one that was not finished gives its window up.
-
-        An epoch that ended within a window gives it up, too: then the step begins `anew`.
-        """
+        """Begin a step; one that was not finished gives its window up. `anew`, a window that an epoch cut off ends."""
         if self._pieces > 0 or self._entered:
             self._of_pieces, self._pieces = [], 0
             self.abandon()
@@ -405,14 +378,11 @@ class Accumulation(Window):
         if self._entered:
             self.abandon()  # its backward has never begun
         with self._or_abandon():
-            micro_batch = self._micro_batch(loss)
-            if self._owned_by_user:
-                micro_batch = self._of_user(micro_batch)
-            self.take(micro_batch, last=last, unread=self._mask is not None)
+            self.take(self._micro_batch(loss), last=last, unread=self._mask is not None)
         self._entered = True
 
     def _micro_batch(self, loss: WeighedLoss) -> MicroBatch:
-        return loss.micro_batch
+        return self._of_user(loss.micro_batch) if self._owned_by_user else loss.micro_batch
 
     def _of_user(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch, with the problem that it trains other parameters than those before it, if it does."""
@@ -424,16 +394,15 @@ class Accumulation(Window):
         return micro_batch._replace(problem=_OTHERS) if differs else micro_batch
 
     def begin(self, loss: WeighedLoss, *, last: bool) -> None:
-        """Weigh a loss at the root of its backward, which ends with `finish`, or with `abandon` if it raises."""
+        """Weigh a loss at the root of its backward, which ends with `reduce` and `end`, or with `abandon`."""
         self.enter(loss, last=last)
         with self._or_abandon():
             self._start(loss, last=last)
 
     def backward(self, loss: WeighedLoss, run: Callable[[], None], *, last: bool, final: bool) -> None:
-        """Call `run`, which runs the backward of the loss that was entered, the last one of its window or not.
+        """Call `run`, which runs the backward of the loss that was entered, `last` of its window, `final` of its step.
 
-        `final` says whether it is the last one of its step. If it raises, the window is given up, and what it added to
-        the gradients.
+        If it raises, the window is given up, and what it added to the gradients.
         """
         with self._piece(final=final) if self._pieces > 0 or not final else nullcontext(), self._or_abandon():
             self._start(loss, last=last)
@@ -444,13 +413,12 @@ class Accumulation(Window):
     def _piece(self, *, final: bool) -> Iterator[None]:
         """Keep the gradients of a step's backwards until the final one: the loop zeroes gradients in between."""
         before, began = [p.grad for p in self.parameters], self.length == self._pieces + 1
+        if final and began:
+            self._before, before = self._copies(), []
         self._set_gradients(self._of_pieces)
         if final:
             self._of_pieces, self._pieces = [], 0
-            if began:
-                self._before = _cloned(before)
-            else:
-                self._add(before)
+            self._add(before)
             yield
             return
         self._pieces += 1
@@ -472,6 +440,7 @@ class Accumulation(Window):
     def _start(self, loss: WeighedLoss, *, last: bool) -> None:
         self._entered, self._running, self._last = False, True, last
         if self.length == 1:
+            # What multiplies nothing afterwards may leave gradients there: DDP averages what is equal on all ranks.
             self._begin(aside=not last or self.afterwards or self.loss_divisor != 1)
         carried, micro_batch = self.carried(last=last), self.micro_batches[-1]
         if loss.coefficients:
@@ -480,19 +449,22 @@ class Accumulation(Window):
         if nothing or all(value is None for value in carried):
             self._inside += gradients_discarded(self._leaves, nan_only=not nothing)
         if nothing or any(value is None for value in carried):
-            self._inside += nan_stopped(loss, [] if nothing else carried)
+            terms = zip(loss.terms, carried, strict=False)
+            counting = [term for term, value in terms if value is not None and not nothing]
+            self._inside += nan_stopped(loss.value, counting)
         if self._mask is not None:
             self._mask(micro_batch)
 
     def _begin(self, *, aside: bool) -> None:
-        """Begin a window, with the gradients set aside that it finds.
-
-        A window of one that multiplies nothing afterwards may leave them: DDP averages what is equal on all ranks.
-        """
+        """Begin a window, with the gradients set aside that it finds."""
         self._before, self._begun = [], True
         if aside and any(parameter.grad is not None for parameter in self.parameters):
-            self._before = _cloned([parameter.grad for parameter in self.parameters])
+            self._before = self._copies()
             self._set_gradients([])
+
+    def _copies(self) -> list[Tensor | None]:
+        # A gradient may live in a bucket of DDP, which the next reduction overwrites.
+        return [None if parameter.grad is None else parameter.grad.clone() for parameter in self.parameters]
 
     def _guard(self, gradient: Tensor) -> None:
         if not self._running:
@@ -551,11 +523,6 @@ class Accumulation(Window):
             self._before, self._begun = [], False
             self.reset()
 
-    def finish(self) -> None:
-        """Finish the gradients of a window that ended, and begin the next."""
-        self.reduce()
-        self.end()
-
     def abandon(self) -> None:
         """Give the window up, and restore the gradients that it found."""
         self._remove_hooks()
@@ -564,8 +531,3 @@ class Accumulation(Window):
         self._before, self._begun = [], False
         self._entered = self._running = False
         self.reset()
-
-
-def _cloned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return copies: a gradient may live in a bucket of DDP, which the next reduction overwrites."""
-    return [None if gradient is None else gradient.clone() for gradient in gradients]

@@ -64,9 +64,9 @@ class TreeReduction(Reduction):
                 "reproducible=True serves one weight for the whole loss, got one for each of"
                 f" {', '.join(map(repr, loss.micro_batch.weights))}. Return one number, or leave reproducible out."
             )
-        shares, fault = window.add(loss.micro_batch.read())
-        (share,) = shares.values()
-        nothing = loss.micro_batch.absent or fault is not None
+        micro_batch = window.add(loss.micro_batch.read())
+        (share,) = micro_batch.shares.values()
+        nothing = micro_batch.absent or micro_batch.problem is not None
         loss.coefficients[:] = [None if nothing or share.multiplier == 0 else float(share.multiplier)]
         kept = self._gradients()
         self._set_gradients({} if nothing else self._leaves.get(replica, {}))
