@@ -1,6 +1,5 @@
 """A callback that logs what the strategy observes, and warns of ranks that do not train as one."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
-from lightning_gradavg.faults.drift import SameData, require_replicas
+from lightning_gradavg.faults.drift import SameData
 from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.strategy import GradAvgStrategy
@@ -27,12 +26,9 @@ class GradAvgMonitor(Callback):
 
     Args:
         every_n_steps: Optimizer steps from one logged step to the next; None for the Trainer's `log_every_n_steps`.
-        prefix: The prefix of all logged names.
         prog_bar: Whether the progress bar shows the loss and the gradient norm.
         per_rank: Whether to log the values of every rank beside their mean, minimum and maximum.
         check_data: Whether to compare the first batches.
-        check_parameters_every_n_steps: Optimizer steps from one comparison of the parameters to the next; None for no
-            comparison. Ranks that drifted apart raise a `RuntimeError`.
         fingerprint_every_n_steps: Optimizer steps from one log line with `strategy.fingerprint()`, by which you compare
             runs, to the next; None for no line.
 
@@ -41,32 +37,21 @@ class GradAvgMonitor(Callback):
         TypeError: When training starts, if the Trainer's strategy is not a `GradAvgStrategy`.
     """
 
-    _since: tuple[int, float] | None = None
-
     def __init__(
         self,
         every_n_steps: int | None = None,
         *,
-        prefix: str = "gradavg",
         prog_bar: bool = False,
         per_rank: bool = False,
         check_data: bool = True,
-        check_parameters_every_n_steps: int | None = None,
         fingerprint_every_n_steps: int | None = None,
     ) -> None:
-        steps = {
-            "every_n_steps": every_n_steps,
-            "check_parameters_every_n_steps": check_parameters_every_n_steps,
-            "fingerprint_every_n_steps": fingerprint_every_n_steps,
-        }
+        steps = {"every_n_steps": every_n_steps, "fingerprint_every_n_steps": fingerprint_every_n_steps}
         for name, value in steps.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be None or an integer >= 1, got {value!r}.")
-        self.every_n_steps = every_n_steps
-        self.prefix, self.prog_bar, self.per_rank = prefix, prog_bar, per_rank
-        self.check_data = check_data
-        self.check_parameters_every_n_steps = check_parameters_every_n_steps
-        self.fingerprint_every_n_steps = fingerprint_every_n_steps
+        self.every_n_steps, self.fingerprint_every_n_steps = every_n_steps, fingerprint_every_n_steps
+        self.prog_bar, self.per_rank, self.check_data = prog_bar, per_rank, check_data
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -79,17 +64,18 @@ class GradAvgMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._waits, self._since = False, None
+        self._waits = False
         self._data = SameData("training batches") if self.check_data and trainer.world_size > 1 else None
+        by_trainer: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector; 0 logs nothing
+        self._every = self.every_n_steps or by_trainer
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        strategy, step = _strategy_of(trainer), TrainingLoop(trainer.fit_loop).step
+        strategy: Any = trainer.strategy
         if self._data is not None and self._data.left > 0:
             # A digest reads no values on an accelerator.
-            own = None if strategy.facts().samples == 0 else move_data_to_device(batch, "cpu")
-            self._data.compare(own)
-        if _is_due(step, self._steps_between(trainer)):
+            self._data.compare(None if strategy.facts().samples == 0 else move_data_to_device(batch, "cpu"))
+        if _is_due(TrainingLoop(trainer.fit_loop).step, self._every):
             self._waits = True
             if not strategy.observing:  # a window has several batches and is asked for once
                 strategy.observe_next_step()
@@ -98,43 +84,21 @@ class GradAvgMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        strategy, step = _strategy_of(trainer), TrainingLoop(trainer.fit_loop).step
+        strategy: Any = trainer.strategy
+        loop = TrainingLoop(trainer.fit_loop)
         if self._waits and not strategy.observing:
             self._waits = False
-            self._log(trainer, pl_module, strategy.report(), step)
-        if TrainingLoop(trainer.fit_loop).accumulates:
-            return
-        if _is_due(step, self.check_parameters_every_n_steps):
-            parameters = ((f"parameter {name!r}", parameter) for name, parameter in pl_module.named_parameters())
-            require_replicas(parameters, f"{trainer.global_step} optimizer steps")
-        if _is_due(step, self.fingerprint_every_n_steps):
-            rank_zero_info(f"GradAvgMonitor: after step {step + 1}, fingerprint {strategy.fingerprint()}")
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._paused_at = time.perf_counter()
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._since is not None:
-            step, clock = self._since
-            self._since = step, clock + time.perf_counter() - self._paused_at
-
-    def _steps_between(self, trainer: Trainer) -> int | None:
-        if self.every_n_steps is not None:
-            return self.every_n_steps
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-        return every or None  # 0 is Lightning's way to log nothing
+            self._log(trainer, pl_module, strategy.report(), loop.step)
+        if not loop.accumulates and _is_due(loop.step, self.fingerprint_every_n_steps):
+            rank_zero_info(f"GradAvgMonitor: after step {loop.step + 1}, fingerprint {strategy.fingerprint()}")
 
     def _log(self, trainer: Trainer, module: LightningModule, report: StepReport, step: int) -> None:
-        values = self._values_of(report) | self._throughput(trainer, report, step)
-        named = {f"{self.prefix}/{name}": value for name, value in values.items()}
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
+        values = {f"gradavg/{name}": value for name, value in self._values_of(report).items()}
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         for logger in trainer.loggers:
-            logger.log_metrics(named, step=step)
-        if self.prog_bar:
-            for name in ("loss", "gradient_norm"):
-                module.log(f"{self.prefix}/{name}", values[name], prog_bar=True, logger=False, batch_size=1)
+            logger.log_metrics(values, step=step)
+        for name in ("gradavg/loss", "gradavg/gradient_norm") if self.prog_bar else ():
+            module.log(name, values[name], prog_bar=True, logger=False, batch_size=1)
 
     def _values_of(self, report: StepReport) -> dict[str, float]:
         values = {"loss": report.loss, "gradient_norm": report.gradient_norm, "lr_scale": report.lr_scale}
@@ -151,23 +115,6 @@ class GradAvgMonitor(Callback):
             values |= {f"{name}/rank_{rank}": value for rank, value in enumerate(each) if self.per_rank}
         return values
 
-    def _throughput(self, trainer: Trainer, report: StepReport, step: int) -> dict[str, float]:
-        """Return the samples per second since the previous logged step, without validation."""
-        now, since = time.perf_counter(), self._since
-        self._since = step, now
-        size = report.global_batch_size or getattr(trainer.strategy, "global_batch_size", None)
-        module = trainer.lightning_module
-        # In manual optimization only the user knows the number of steps.
-        if since is None or size is None or not module.automatic_optimization:
-            return {}
-        return {"samples_per_second": (step - since[0]) * size / (now - since[1])}
-
-
-def _strategy_of(trainer: Trainer) -> GradAvgStrategy:
-    strategy = trainer.strategy
-    assert isinstance(strategy, GradAvgStrategy)
-    return strategy
-
 
 def _is_due(step: int, every: int | None) -> bool:
-    return every is not None and (step + 1) % every == 0
+    return bool(every and (step + 1) % every == 0)

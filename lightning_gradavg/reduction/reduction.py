@@ -161,7 +161,7 @@ class Reduction(Part):
         plain = self.window.carries_nothing and not micro_batch.absent
         weighed = WeighedLoss.of(terms, micro_batch, plain=plain, sparse=self.sparse)
         if self.observer is not None:
-            self.observer.weighed(loss, weighed, samples, self._batch)
+            self.observer.weighed(samples, self._batch)
         if self.judges and not micro_batch.absent:
             self._losses.append(weighed.value.detach())
         return self._pend(weighed)

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.reduction.sums import SUM_DTYPES
 from lightning_gradavg.reduction.weigh import WeighedLoss
-from lightning_gradavg.reduction.weights import WHOLE_LOSS, loss_terms
 from lightning_gradavg.reduction.window import Window
-from lightning_gradavg.report.report import ObservedMicroBatch, StepReport, measure_rank
+from lightning_gradavg.report.report import StepReport, known_sum, measure_rank
 from lightning_gradavg.tree import batch_samples
 
 __all__ = ["Reports", "local_gradients", "squared_norm"]
@@ -59,9 +58,7 @@ def _total(values: Iterable[Tensor], device: torch.device | None) -> Tensor:
 class Reports(Part):
     """Reports single optimizer steps. Steps that are not observed cost nothing.
 
-    Args:
-        crosses_ranks: Whether gradients of one rank's loss reach another within the backward.
-        facts: Returns what else a report holds of the step under way: `learning_rates` and `lr_scale`.
+    If the loss of a rank `crosses_ranks`, its samples are unknown. `facts` returns `learning_rates` and `lr_scale`.
     """
 
     def __init__(self, *, crosses_ranks: bool, facts: Callable[[], Mapping[str, Any]]) -> None:
@@ -77,11 +74,9 @@ class Reports(Part):
 
     def _forget(self) -> None:
         self._under_way = False
-        # What is known of losses, by their weighed form, of micro-batches whose backward has been, and, after the last
-        # backward, the squared norms of local gradients by parameter.
-        self._losses: dict[int, ObservedMicroBatch] = {}
-        self._micro_batches: list[ObservedMicroBatch] = []
-        self._local: dict[Tensor, Tensor] | None = None
+        self._known: float | None = None  # samples of the loss whose backward comes next
+        self._micro_batches: list[tuple[list[Tensor], float | None]] = []  # terms of the loss, and samples if known
+        self._local: dict[Tensor, Tensor] | None = None  # squared norms of local gradients, after the last backward
 
     def observe_next_step(self) -> None:
         """Observe the step whose window begins next."""
@@ -93,11 +88,7 @@ class Reports(Part):
         return self._asked or self._under_way
 
     def report(self) -> StepReport:
-        """Return the numbers of the last observed step, equal on all ranks.
-
-        Raises:
-            RuntimeError: If no step was observed.
-        """
+        """Return the numbers of the last observed step, equal on all ranks; RuntimeError if there is none."""
         if self._report is None:
             raise RuntimeError(
                 "no optimizer step was observed. Add GradAvgMonitor() to the Trainer's callbacks, or call"
@@ -112,20 +103,17 @@ class Reports(Part):
             self._under_way, self._asked = True, False
         return self if self._under_way else None
 
-    def weighed(self, loss: Any, weighed: WeighedLoss, samples: float | None, batch: Any) -> None:
-        """Note a loss as the user returned it, its weighed form, and its samples if known, else its batch."""
-        named = tuple(weighed.micro_batch.weights) != (WHOLE_LOSS,)
-        terms = loss_terms(loss) if named else {WHOLE_LOSS: weighed.value}
-        losses = {name: term.detach() for name, term in terms.items()}
-        if samples is None:
-            with suppress(ValueError):
-                samples = batch_samples(batch)
-        self._losses[id(weighed)] = ObservedMicroBatch(losses, None if self._crosses_ranks else samples)
+    def weighed(self, samples: float | None, batch: Any) -> None:
+        """Note the samples of the loss whose backward comes next, if they are known, else those of its batch."""
+        with suppress(ValueError):
+            samples = batch_samples(batch) if samples is None else samples
+        self._known = None if self._crosses_ranks else samples
 
     @contextmanager
     def backward(self, loss: WeighedLoss, *, last: bool) -> Iterator[None]:
         """Surround the backward of a loss, the last one of its window or not."""
-        self._micro_batches.append(self._losses.pop(id(loss), ObservedMicroBatch({}, None)))
+        self._micro_batches.append(([term.detach() for term in loss.terms], self._known))
+        self._known = None
         if not (last and self._under_way):  # a step may have several windows, in manual optimization
             yield
             return
@@ -154,6 +142,7 @@ class Reports(Part):
         reduced = squared_norm([parameter.grad for parameter in self._parameters], self.run.device)
         own = _total(local.values(), self.run.device)
         local_norm, norm = (math.sqrt(square) / loss_scale for square in (own, reduced))
-        ranks = window.world.gather_objects(measure_rank(window, seen, local_norm))
+        losses, samples = zip(*seen, strict=True)
+        ranks = window.world.gather_objects(measure_rank(window, losses, known_sum(samples), local_norm))
         step = self.run.trainer.global_step
         self._report = StepReport.of(window, ranks, gradient_norm=norm, step=step, **self._facts())

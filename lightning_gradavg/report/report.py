@@ -7,7 +7,7 @@ The formula holds among the reported numbers, where each rank `r` stands for its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,12 +17,10 @@ from lightning_gradavg.reduction.weights import WHOLE_LOSS
 from lightning_gradavg.reduction.window import Window
 from lightning_gradavg.rules import Share
 
-__all__ = ["SUMMED_LOSSES", "ObservedMicroBatch", "RankMeasurement", "StepReport", "TermReport", "measure_rank"]
+__all__ = ["SUMMED_LOSSES", "RankMeasurement", "StepReport", "TermReport", "known_sum", "measure_rank"]
 
 SUMMED_LOSSES = ("sum", "normalized_sum", "mean_of_node_sums")
 """The rules that are meant for losses that are sums over the samples; every other is for means."""
-
-_VALUES_SHOWN = 16
 
 
 @dataclass(frozen=True)
@@ -99,95 +97,68 @@ class StepReport:
     @property
     def weights(self) -> tuple[float, ...]:
         """The weights of the ranks. A ValueError if the loss has several terms."""
-        return self._only_term.weights
+        (term,) = self.terms
+        return term.weights
 
     @property
     def normalizer(self) -> float:
         """The normalizer `Z`. A ValueError if the loss has several terms."""
-        return self._only_term.normalizer
+        (term,) = self.terms
+        return term.normalizer
 
     @property
     def global_batch_size(self) -> float | None:
         """The samples of the step, over ranks and windows; None where a batch does not tell."""
-        return _known_sum(self.samples)
-
-    @property
-    def _only_term(self) -> TermReport:
-        if len(self.terms) != 1:
-            names = ", ".join(repr(term.name) for term in self.terms)
-            raise ValueError(
-                f"the loss has {len(self.terms)} terms with weights of their own, {names}: read `terms` of the report."
-            )
-        return self.terms[0]
+        return known_sum(self.samples)
 
     def __str__(self) -> str:
-        size = self.global_batch_size
-        rows: list[tuple[str, Any]] = []
+        rows: dict[str, Sequence[float | None]] = {}
         for term in self.terms:
-            values = {"loss": term.loss, "weights": term.weights, "multipliers": term.multipliers, "Z": term.normalizer}
-            rows += [(f"{name} of {term.name}" if term.name else name, value) for name, value in values.items()]
-        rows += [
-            ("global batch", "unknown" if size is None else f"{_number(size)} samples"),
-            ("micro-batches", self.micro_batches),
-            ("gradient norm", self.gradient_norm),
-            ("local gradient norms", self.local_gradient_norms),
-            ("learning rates", self.learning_rates),
-        ]
+            of = f" of {term.name}" if term.name else ""
+            rows |= {f"loss{of}": (term.loss,), f"weights{of}": term.weights}
+            rows |= {f"multipliers{of}": term.multipliers, f"Z{of}": (term.normalizer,)}
+        rows |= {
+            "global batch": (self.global_batch_size,),
+            "micro-batches": self.micro_batches,
+            "gradient norm": (self.gradient_norm,),
+            "local gradient norms": self.local_gradient_norms,
+            "learning rates": self.learning_rates,
+        }
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
         lines = [f"step {self.step}: reduction={self.rule!r}, g = {self.formula}, {ranks}"]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(lines + [f"  {name:<{width}}  {_text(value)}" for name, value in rows])
+        width = max(map(len, rows))
+        return "\n".join(lines + [f"  {name:<{width}}  {', '.join(map(_text, row))}" for name, row in rows.items()])
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    values = tuple(value) if isinstance(value, Iterable) else (value,)
-    if len(values) <= _VALUES_SHOWN:
-        return ", ".join(map(_number, values))
-    return f"{_number(min(values))} to {_number(max(values))}, {len(values)} values"
-
-
-def _number(value: float) -> str:
+def _text(value: float | None) -> str:
+    if value is None:
+        return "unknown"
     return f"{value:.10g}" if float(value).is_integer() else f"{value:.6g}"
 
 
-@dataclass(frozen=True)
-class ObservedMicroBatch:
-    """The undivided loss terms of one micro-batch, by name, and its samples if known."""
-
-    losses: Mapping[str, Tensor]
-    samples: float | None
-
-
 class RankMeasurement(NamedTuple):
-    """What one rank tells the others of an observed step, in float64.
+    """What one rank tells the others of an observed step, in float64."""
 
-    Attributes:
-        micro_batches: Length of its window.
-        samples: Samples of its window, if known.
-        norm: `|g_r|`.
-        terms: For each loss term the sum of multiplier times loss, `n_r`, `w_r` and `z_r`.
-    """
-
-    micro_batches: int
-    samples: float | None
-    norm: float
-    terms: tuple[tuple[float, ...], ...]
+    micro_batches: int  # length of its window
+    samples: float | None  # of its window, if known
+    norm: float  # `|g_r|`
+    terms: tuple[tuple[float, ...], ...]  # for each loss term the sum of multiplier * loss, `n_r`, `w_r` and `z_r`
 
 
-def measure_rank(window: Window, micro_batches: Sequence[ObservedMicroBatch], norm: float) -> RankMeasurement:
-    """Return one rank's measurement, from the norm of its accumulated gradient.
+def measure_rank(
+    window: Window, losses: Sequence[Sequence[Tensor]], samples: float | None, norm: float
+) -> RankMeasurement:
+    """Return one rank's measurement, from the terms of its micro-batches and the norm of its accumulated gradient.
 
     That gradient is `G = S / D` with `S = sum(w_m * g_m)` over the window and `D` what the window divided by. The
     rank's own gradient is `g_r = S / w_r`, where `w_r` is the sum of the multipliers for mean losses and their mean for
     sum losses. With several terms `G` already is the rank's summand of `g` times the number of ranks.
     """
     terms = []
-    for name in window.terms:
+    for index, name in enumerate(window.terms):
         shares = [Share(*map(float, share)) for share in window.shares(name)]
         multipliers = [share.multiplier for share in shares]
-        loss = sum(w * float(seen.losses[name]) for w, seen in zip(multipliers, micro_batches, strict=True) if w > 0)
+        loss = sum(w * float(of_terms[index]) for w, of_terms in zip(multipliers, losses, strict=True) if w > 0)
         loss *= window.length if window.loss_divisor is None else 1
         weight = sum(float(micro_batch.weights.get(name, 0.0)) for micro_batch in window.micro_batches)
         multiplier = sum(multipliers) / (len(multipliers) if window.rule.name in SUMMED_LOSSES else 1)
@@ -196,11 +167,11 @@ def measure_rank(window: Window, micro_batches: Sequence[ObservedMicroBatch], no
         own = terms[0][2]
         # Selected, not multiplied: the gradient of a rank that contributes nothing may be NaN.
         norm = norm * float(window.divided_by) / own if own > 0 else 0.0
-    samples = [seen.samples for seen in micro_batches]
-    return RankMeasurement(window.length, _known_sum(samples), norm, tuple(terms))
+    return RankMeasurement(window.length, samples, norm, tuple(terms))
 
 
-def _known_sum(values: Sequence[float | None]) -> float | None:
+def known_sum(values: Sequence[float | None]) -> float | None:
+    """Return the sum; None where a value is not known."""
     return None if None in values else sum(value for value in values if value is not None)
 
 
