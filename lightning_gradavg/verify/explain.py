@@ -229,12 +229,11 @@ class _Reading:
         dropped = sum(max(map(len, batches), default=0) for batches in self.of_ranks)  # what drop_last leaves out
         total, more = self.there.total(), self.repeats(here)
         missing = (self.there - here).total() if here.keys() & self.there.keys() else total - here.total()
-        dealt = not self.facts.ours or any(tape.read.dealt for tape in self.tapes)  # else these are stand-ins
         if self.chosen or not self.complete:
             return
         if missing > dropped:
             yield Finding("unread samples", "samples", f"{missing} of the {total} samples of an epoch are never read")
-        elif more and not self.facts.splits_batches and (dealt or more >= total):
+        elif more and not self.facts.splits_batches:
             first = [taken for taken, epoch in zip(self.taken, self.epochs, strict=False) if epoch == self.epochs[0]]
             within = self.repeats(Counter(one for taken in first for each in taken for one in each.ids))
             cause, text = "padding", f"{more} samples of an epoch are read twice, to fill the ranks"

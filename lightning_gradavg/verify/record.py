@@ -1,10 +1,9 @@
 """What both runs write down: the samples of their batches, gradients, weights, buffers and logs.
 
 Loaders load in this process, so that the samples of a batch are known by the batch itself. A draw for a whole batch,
-such as one dropout mask of shape `(8, 64)`, consists of the draws of its samples. A number depends on the sample and on
-its place in what the sample draws, and not on the batch, nor on the length to which the sample is padded. So N
-processes and one process draw the same for the same samples. Draws that belong to no sample are noted: what depends on
-them cannot be shown.
+such as one dropout mask of shape `(8, 64)`, consists of the draws of its samples: a number depends on the sample and on
+its place in what the sample draws, not on the batch, nor on the length to which the sample is padded. Draws that belong
+to no sample are noted: what depends on them cannot be shown.
 
 Large tensors are not copied. A *sketch* of 4096 numbers stands for each: half of them are elements, half are signed
 sums over all elements. It is linear, and changes if any element does.
@@ -22,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
@@ -41,7 +40,7 @@ from lightning_gradavg.random_state import random_state, restore_random_state, s
 from lightning_gradavg.rules import RULES, Rule
 from lightning_gradavg.tree import batch_samples, bits, leaves, mapped
 
-__all__ = ["Draws", "Moment", "Read", "Recorder", "Refused", "Step", "Taken", "Tape", "Tensors", "loss_of", "sketch"]
+__all__ = ["Draws", "Read", "Recorder", "Refused", "Step", "Taken", "Tape", "Tensors", "loss_of", "sketch"]
 
 Tensors: TypeAlias = dict[str, Tensor]
 """Sketches by the name of their parameter, buffer, option or value."""
@@ -92,7 +91,6 @@ class Read:
     complete: bool = False
     shuffles: bool = False  # a sampler, or whatever a stream does
     chooses: bool = False  # a sampler of the user's own, which may leave out or repeat samples
-    dealt: bool = False  # by a DistributedSampler
 
 
 @dataclass
@@ -110,20 +108,13 @@ class Taken:
     trace: list[Any] = field(default_factory=list)
 
 
-class Moment(NamedTuple):
-    """What there is at one stage of a step, of those that `report.STAGES` names."""
-
-    stage: str
-    tensors: Tensors
-
-
 @dataclass
 class Step:
     """What one global batch does, in order."""
 
     epoch: int
     taken: list[Taken]
-    moments: list[Moment]
+    moments: list[tuple[str, Tensors]]  # what there is at the stages that `report.STAGES` names
     logged: dict[str, float]
 
 
@@ -280,7 +271,6 @@ class _Loading:
             complete=0 < len(found) < most,
             shuffles=streams or isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
             chooses=chooses and not streams,
-            dealt=isinstance(sampler, DistributedSampler),
         )
 
 
@@ -422,7 +412,7 @@ class Recorder(Callback):
         self.loading, self.mode = _Loading(), Draws(double=double)
         self.tape = Tape(shared=self.mode.shared, collectives=self.mode.collectives)
         self.window: list[Taken] = []
-        self.moments: list[Moment] = []
+        self.moments: list[tuple[str, Tensors]] = []
         self.keys: Sequence[tuple[int, ...]] = []  # of the samples of the batch
         self._counted, self._epoch, self._batch = 0, 0, ExitStack()
         # The plugin is the first to be given a batch as the loader made it.
@@ -478,7 +468,7 @@ class Recorder(Callback):
 
     def _note(self, stage: str, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
         held = {name: sketch(each) for name, each in tensors if each is not None and each.numel()}
-        self.moments.append(Moment(stage, held))
+        self.moments.append((stage, held))
 
     def _arrived(self, batch: Any) -> Any:
         """Begin with a batch, as the loader made it, and return it in the run's type."""
@@ -536,7 +526,7 @@ class Recorder(Callback):
 
     def _close(self) -> None:
         """Note what a step left behind, once all hooks behind it ran."""
-        if not any(moment.stage == "optimizer options" for moment in self.moments):
+        if not any(stage == "optimizer options" for stage, _ in self.moments):
             return
         buffers = ((n, b) for n, b in self.module.named_buffers() if not n.endswith("num_batches_tracked"))
         self._note("weights", self.module.named_parameters())

@@ -27,7 +27,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gradavg.loaders import Shows
-from lightning_gradavg.verify.record import Moment, Recorder, Refused, Taken, Tape, Tensors, loss_of
+from lightning_gradavg.verify.record import Recorder, Refused, Taken, Tape, Tensors, loss_of
 from lightning_gradavg.verify.report import Difference
 
 __all__ = ["Build", "Group", "Seen", "Twin", "difference", "differences", "flat", "gap_between", "multiple_of"]
@@ -132,7 +132,7 @@ class Twin:
         if tape.problem:
             raise Refused(tape.problem)
         step = tape.steps[position]
-        gradient = next(moment.tensors for moment in step.moments if moment.stage == "reduced gradient")
+        gradient = next(tensors for stage, tensors in step.moments if stage == "reduced gradient")
         return gradient, step.taken[-1].loss
 
     def windowed(self) -> Tape:
@@ -257,9 +257,9 @@ def differences(run: Tape, alone: Tape, tolerance: float) -> Iterator[Seen]:
     """Yield where a run differs from another, in its order."""
     before: Tensors = {}
     for position, (step, own) in enumerate(zip(run.steps, alone.steps, strict=False)):
-        tiny: Tensors = {}
-        for other, mine in zip_longest(step.moments, own.moments, fillvalue=Moment("", {})):
-            (stage, found), (known, expected), noise = other, mine, {}
+        tiny, none = Tensors(), ("", Tensors())
+        for other, mine in zip_longest(step.moments, own.moments, fillvalue=none):
+            (stage, found), (known, expected), noise = other, mine, Tensors()
             if stage != known:
                 raise Refused("one process takes other optimizer steps in a batch than the run, or more of them")
             if stage == "clipped gradient":
