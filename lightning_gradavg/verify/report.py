@@ -188,7 +188,9 @@ class Report:
 
     def __str__(self) -> str:
         head = "NOT SHOWN: no step differs from one process, but not everything could be compared."
-        head = "EQUAL: every step matches one process." if self.equal else head
+        if self.equal:
+            accepted = "not compared" in self.stages.values()
+            head = f"EQUAL{', but for what you accept, and as far as that' * accepted}: every step matches one process."
         if (one := self.first) is not None:
             head = f"DIFFERENT, from step {one.step} on, in the {one.stage}: {CAUSES[one.cause].plain} ({one.cause})."
         told = [*map(str, self.findings), *(f"not shown: {remark}" for remark in self.remarks)]
