@@ -135,8 +135,6 @@ _NODES: WeakKeyDictionary[dist.ProcessGroup, _Nodes] = WeakKeyDictionary()
 _UNDER_WAY: WeakKeyDictionary[dist.ProcessGroup, list[_Steps]] = WeakKeyDictionary()
 """What is left to do for buckets, the newest first: its exchange begins before this rank waits for another."""
 
-_ENDED = object()
-
 
 def _hops(world: World, group: dist.ProcessGroup, flat: Tensor, wire: _Code | None, *, by_node: bool) -> list[_Hop]:
     if by_node and group not in _NODES:
@@ -188,7 +186,7 @@ def _reduce(state: Any, bucket: dist.GradBucket, wire: _Code | None = None, *, b
     # Ranks must begin the collectives of a group in one order. So all begin here, as buckets come in one order, and
     # none when another is done, which is at another moment on every rank.
     while under_way:
-        under_way[:] = [steps for steps in under_way if next(steps, _ENDED) is not _ENDED]
+        under_way[:] = [steps for steps in under_way if next(steps, "ended") is None]
         if not bucket.is_last():
             break
     return future

@@ -14,14 +14,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from faults import run_ranks
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import RankPool, on_ranks
 from roundings import relative_error
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from toys import same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy, hooks
 
@@ -265,13 +263,6 @@ def test_stock_ddp(world, name, nodes, views):
     assert [expected] * ranks == world(ranks).run(gradients_of_ddp, name, nodes, gradient_as_bucket_view=views)
 
 
-def test_strategy_on_cpu(world):
-    """Lightning drops hooks on a CPU, and GradAvgStrategy registers them there."""
-    toy, strategy = {"dtype": torch.float32}, {"ddp_comm_hook": hooks.bfloat16}
-    seen = same_everywhere(world(2).run(train, [[[1.0], [5.0]], [[3.0], [5.0]]], toy, strategy))
-    assert [2.0, 5.0] == [gradient.item() for gradient in seen.gradients]
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LightningCLI of 2.6 calls an old API of jsonargparse
 @pytest.mark.parametrize("strategy", [GradAvgStrategy, DDPStrategy])
 def test_import_path_in_yaml(strategy):
@@ -331,29 +322,6 @@ def test_groups_of_some_ranks(world):
     *refused, alone = world(5).run_expecting_errors(begin_in_groups)
     assert all("takes all 5 ranks of the run, but it reduces over 4" in one.message for one in refused)
     assert [8.0, 8.0] == alone
-
-
-def fail_on_one_rank() -> None:
-    """Body: something that rank 1 sends fails."""
-    calls, encode = Counter[str](), hooks._Code.encode
-
-    def failing(*args: Any) -> Tensor:
-        calls["encode"] += 1
-        if dist.get_rank() == 1 and calls["encode"] == 8:
-            raise MemoryError("out of paper")
-        return encode(*args)
-
-    with mock.patch.object(hooks._Code, "encode", failing):
-        for future in begin("bfloat16", *(torch.ones(100) for _ in range(6))):
-            future.wait()
-
-
-def test_failure_of_one_rank_reaches_all(tmp_path):
-    """What fails on one rank is raised by the backward that waits for it, and on the others when that rank has left."""
-    first, second = run_ranks(fail_on_one_rank, {}, folder=tmp_path, timeout=300)
-    assert "out of paper" in second.said
-    assert (first.exit_code, second.exit_code) == (1, 1)
-    assert "gloo" in first.said
 
 
 SCRIPT = """

@@ -18,7 +18,7 @@ from faults import fail, interrupt, run_ranks
 from faults import train as train_injected
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from ranks import RankError, make_trainer
+from ranks import make_trainer
 from torch.utils.data import DataLoader
 from toys import Toy
 
@@ -110,22 +110,19 @@ def test_other_file_systems_are_left_to_lightning():
     assert 3 == WholeCheckpoints().load_checkpoint("memory://folder/last.ckpt", weights_only=True)["global_step"]
 
 
-class Killed(Callback):
-    """Ends its own process at one step of one rank, by a signal that may leave it no time for anything."""
+class Terminated(Callback):
+    """Has a rank terminated at one step."""
 
-    def __init__(self, rank: int, step: int, number: int = signal.SIGKILL) -> None:
-        self.rank, self.step, self.number = rank, step, number
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
 
     def on_before_optimizer_step(self, trainer: Any, *args: Any) -> None:
         if dist.get_rank() == self.rank and trainer.global_step == self.step:
-            os.kill(os.getpid(), self.number)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train(folder: str, *callbacks: Callback, resume: str | None = None, tear: str | None = None, **options: Any) -> Any:
+def train(folder: str, *callbacks: Callback, resume: str | None = None, **options: Any) -> Any:
     """Body: save after every second step; return the step that the run began with, the last, and the weight."""
-    if tear is not None and dist.get_rank() == 0:
-        cut(Path(folder, tear))
-    dist.barrier()
     model, begun = Toy(kind="s"), []
     model.on_train_start = lambda: begun.append(model.trainer.global_step)  # type: ignore[method-assign]  # to note it
     keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1, save_last=True, **options)
@@ -149,22 +146,6 @@ def undisturbed(world, tmp_path_factory):
     return ended
 
 
-def test_a_killed_run_goes_on_from_the_checkpoint_that_is_named(world, undisturbed, tmp_path):
-    """Killed in its sixth step, with the last two checkpoints torn, the run names that of step 2, and ends equal."""
-    folder = tmp_path / "killed"
-    with pytest.raises(RankError, match="ProcessDied"):
-        world(2).run(train, str(folder), Killed(rank=1, step=5))
-    assert {"last.ckpt", "step=2.ckpt", "step=4.ckpt"} == {path.name for path in folder.iterdir()}
-    cut(folder / "step=4.ckpt")
-    whole = str(folder / "step=2.ckpt")
-    for raised in world(2).run_expecting_errors(train, str(folder), resume="last", tear="last.ckpt"):
-        assert raised.type_name == "ValueError"
-        assert "last.ckpt is damaged: " in raised.message
-        assert f"The newest intact one in its folder is {whole}" in raised.message
-    resumed = world(2).run(train, str(folder), resume=whole)
-    assert [([2], STEPS, weight) for _, _, weight in undisturbed] == resumed
-
-
 SAVES_ON_EXCEPTION = pytest.mark.skipif(
     "save_on_exception" not in signature(ModelCheckpoint).parameters, reason="Lightning 2.6 brought it"
 )
@@ -175,7 +156,7 @@ SAVES_ON_EXCEPTION = pytest.mark.skipif(
 def test_a_terminated_run_goes_on_from_its_last_step(world, undisturbed, tmp_path, rank):
     """Terminated in its second step, a run saves after the third, on all ranks, and goes on from there."""
     folder = str(tmp_path / "terminated")
-    ended = world(2).run(train, folder, Killed(rank, 1, signal.SIGTERM), save_on_exception=True)
+    ended = world(2).run(train, folder, Terminated(rank, 1), save_on_exception=True)
     assert [([0], 3), ([0], 3)] == [(begun, steps) for begun, steps, _ in ended]
     assert [([3], STEPS, weight) for _, _, weight in undisturbed] == world(2).run(train, folder, resume="last")
 
