@@ -102,11 +102,9 @@ class World:
         return values
 
     def agree(self, refusal: str, contribute: Callable[[], Contribution]) -> tuple[Contribution, Agreed]:
-        """Return what this rank and all others bring to a collective call, or raise one ValueError on all ranks.
+        """Return what this rank and all others bring to a collective call.
 
-        Args:
-            refusal: What the error begins with if `contribute` raises on any rank, or what must be equal differs.
-            contribute: Checks this rank's arguments.
+        If `contribute` raises on any rank, or what must be equal differs, all ranks raise a ValueError with a refusal.
         """
         mine, error, row = Contribution(), None, [True, 0.0, 0.0, 0.0, 0.0]
         try:

@@ -70,17 +70,17 @@ def leaves(value: Any, label: str = "", *, is_leaf: IsLeaf | None = None) -> Ite
         yield from leaves(item, label + place, is_leaf=is_leaf)
 
 
-def rebuilt(value: Any, items: Iterator[Any], *, is_leaf: IsLeaf | None = None) -> Any:
-    """Return a value of the same structure and types that holds other leaves, in the order of `leaves`."""
+def mapped(value: Any, function: Callable[[Any], Any], *, is_leaf: IsLeaf | None = None) -> Any:
+    """Return a value of the same structure and types with `function` of each leaf, in the order of `leaves`."""
     opened = None if is_leaf and is_leaf(value) else _opened(value)
     if opened is None:
-        return next(items)
-    return opened.made_of([rebuilt(item, items, is_leaf=is_leaf) for _, item in opened.items])
+        return function(value)
+    return opened.made_of([mapped(item, function, is_leaf=is_leaf) for _, item in opened.items])
 
 
-def mapped(value: Any, function: Callable[[Any], Any], *, is_leaf: IsLeaf | None = None) -> Any:
-    """Return a value of the same structure with `function` of each leaf."""
-    return rebuilt(value, (function(leaf) for _, leaf in leaves(value, is_leaf=is_leaf)), is_leaf=is_leaf)
+def rebuilt(value: Any, items: Iterator[Any], *, is_leaf: IsLeaf | None = None) -> Any:
+    """Return a value of the same structure that holds other leaves."""
+    return mapped(value, lambda _: next(items), is_leaf=is_leaf)
 
 
 def _is_column(value: Any) -> bool:

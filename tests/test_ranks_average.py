@@ -6,8 +6,8 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -156,25 +156,22 @@ def test_size_of_buckets_does_not_matter(world, single):
 def record_collectives(of_ranks: Sequence[Gradients], **options: Any) -> list[tuple[str, int]]:
     """Body: return the collectives of a call and the waits for the sums, in order, each with its size."""
     seen: list[tuple[str, int]] = []
-    stock_reduce, stock_gather = dist.all_reduce, dist.all_gather
 
-    class Recorded(NamedTuple):
-        work: Any
-        size: int
+    def recorded(stock: Any) -> Any:
+        def call(*tensors: Any, **rest: Any) -> Any:
+            assert {"group", "async_op"} >= rest.keys()  # a sum: a backend may know nothing else
+            size, work = tensors[-1].numel(), stock(*tensors, **rest)
+            seen.append((stock.__name__, size))
 
-        def wait(self) -> None:
-            seen.append(("wait", self.size))
-            self.work.wait()
+            def wait() -> None:
+                seen.append(("wait", size))
+                work.wait()
 
-    def all_reduce(tensor: Tensor, *, group: Any, async_op: bool) -> Any:  # a sum: a backend may know nothing else
-        seen.append(("all_reduce", tensor.numel()))
-        return Recorded(stock_reduce(tensor, group=group, async_op=async_op), tensor.numel())
+            return Mock(wait=wait)
 
-    def all_gather(tensors: list[Tensor], tensor: Tensor, **rest: Any) -> Any:
-        seen.append(("all_gather", tensor.numel()))
-        return stock_gather(tensors, tensor, **rest)
+        return call
 
-    with patch.multiple(dist, all_reduce=all_reduce, all_gather=all_gather):
+    with patch.multiple(dist, all_reduce=recorded(dist.all_reduce), all_gather=recorded(dist.all_gather)):
         reduce_given(of_ranks, **options)
     return seen
 
@@ -343,33 +340,13 @@ MISUSES: dict[str, tuple[Sequence[int], dict[str, Any], str]] = {
     "two problems": ([0, 2], {"weight": RankDependent()}, r"on rank 0: a weight is one number.*; on rank 2: "),
     "no weight": ([0, 2], {"weight": None}, r"on ranks 0, 2: .*'weighted_mean'.* needs a weight: pass weight="),
     "weights too large": (EVERYWHERE, {"weight": 1.7e308}, r"the normalizer inf\. Scale the weights"),
-    "other reduction": (
-        [1],
-        {"reduction": "mean"},
-        r"cannot reduce: reduction='weighted_mean'.*; reduction='mean'",
-    ),
-    "no reduction": (
-        [1],
-        {"reduction": "median"},
-        r"on rank 1: reduction='median' is not.* Did you mean 'mean'",
-    ),
+    "other reduction": ([1], {"reduction": "mean"}, r"cannot reduce: reduction='weighted_mean'.*; reduction='mean'"),
+    "no reduction": ([1], {"reduction": "median"}, r"on rank 1: reduction='median' is not.* Did you mean 'mean'"),
     "failing rule": (EVERYWHERE, {"reduction": failing_rule}, r"rule 'failing_rule' failed on.*no such place"),
     "fewer parameters": ([2], {"source": lambda model: model[0]}, "4 parameters on ranks 0, 1; 2 parameters on rank 2"),
-    "another shape": (
-        [1],
-        {"source": lambda model: pair(3)},
-        r"of shape \(1, 2\).* 0, 2;.* of shape \(3, 2\).* 1",
-    ),
-    "another dtype": (
-        [0],
-        {"source": lambda model: pair(1).double()},
-        r"'0\.weight' of.*torch\.float64 on cpu on.* 0",
-    ),
-    "sparse": (
-        [1],
-        {"source": sparse},
-        r"on rank 1: .* 4 is torch\.sparse_coo: convert it by to_dense",
-    ),
+    "another shape": ([1], {"source": lambda model: pair(3)}, r"of shape \(1, 2\).* 0, 2;.* of shape \(3, 2\).* 1"),
+    "another dtype": ([0], {"source": lambda model: pair(1).double()}, r"'0\.weight' of.*torch\.float64 on cpu on.* 0"),
+    "sparse": ([1], {"source": sparse}, r"on rank 1: .* 4 is torch\.sparse_coo: convert it by to_dense"),
     "DDP submodule": (
         EVERYWHERE,
         {"source": lambda model: nn.ModuleDict({"generator": DistributedDataParallel(model)})},

@@ -52,10 +52,7 @@ def test_ranks_agree(world: Any) -> None:
     ("case", "message"),
     [
         ("failing", "refused, on rank 0: KeyError: 'rank 0'; on rank 2: KeyError: 'rank 2'."),
-        (
-            "misplaced",
-            "refused, on rank 1: invalid literal for int() with base 10: 'first'",
-        ),
+        ("misplaced", "refused, on rank 1: invalid literal for int() with base 10: 'first'"),
         ("unlike", "refused: a on ranks 0, 2; b on rank 1. Pass the same, in the same order, on all ranks."),
     ],
 )

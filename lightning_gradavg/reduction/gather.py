@@ -24,7 +24,7 @@ from lightning_gradavg.reduction.sums import SUM_DTYPES, exchange_rows, gather_r
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
 from lightning_gradavg.tree import leaves, rebuilt
 
-__all__ = ["WITHIN", "gather", "losses_weighed", "require_allowed", "weigh_losses_from_here"]
+__all__ = ["WITHIN", "gather", "losses_weighed", "require_allowed"]
 
 T = TypeVar("T")
 
@@ -105,21 +105,12 @@ def require_allowed() -> None:
 
 @contextmanager
 def losses_weighed(*, refused: str = "") -> Iterator[None]:
-    """Say that losses are multiplied by their weights before the backward, of what `gather` is called for within.
-
-    Args:
-        refused: Why all ranks that call `gather` must get a RuntimeError, if they must.
-    """
+    """Say that losses are multiplied by their weights before the backward, or why `gather` must be an error within."""
     token = WITHIN.set(refused)
     try:
         yield
     finally:
         WITHIN.reset(token)
-
-
-def weigh_losses_from_here(*, weighed: bool) -> None:
-    """Say so from here on, or no longer, where forwards and losses may take turns, or have other contexts."""
-    WITHIN.set("" if weighed else None)
 
 
 _REFUSED_LEAVES: Refusals = (

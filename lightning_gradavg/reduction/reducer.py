@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradavg.lightning_internals import after_backward
 from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import Contribution, World
-from lightning_gradavg.reduction.gather import weigh_losses_from_here
+from lightning_gradavg.reduction.gather import WITHIN
 from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights
 from lightning_gradavg.reduction.weights import Weights
 from lightning_gradavg.reduction.window import Accumulation
@@ -116,7 +116,7 @@ class GradAvgReducer:
 
     def _on_forward(self, model: Any, *_: Any) -> None:
         self._models[model] = getattr(model, "require_backward_grad_sync", True)
-        weigh_losses_from_here(weighed=True)
+        WITHIN.set("")
 
     def weigh(
         self,
@@ -151,7 +151,7 @@ class GradAvgReducer:
             raise ValueError(
                 f"divided_by={divided_by!r} is not a finite number > 0: pass what the trainer divides each loss by"
             )
-        weigh_losses_from_here(weighed=False)
+        WITHIN.set(None)  # forwards and losses may take turns, in other contexts
         last, problem = self._ends_window(), None
         if self._rule.uses_weight and weight is None and samples is None:
             problem = (
