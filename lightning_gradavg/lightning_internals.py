@@ -121,8 +121,8 @@ class TrainingLoop:
 
     @property
     def epoch_ended(self) -> bool:
-        """Whether the epoch trains on no further batch, although loaders may have some."""
-        return bool(self._loop.epoch_loop._num_ready_batches_reached())
+        """Whether the epoch trains on no further batch, although loaders may have some, or fewer than they said."""
+        return bool(self._loop.epoch_loop._num_ready_batches_reached() or self._loop._data_fetcher.done)
 
     @property
     def between_batches(self) -> bool:

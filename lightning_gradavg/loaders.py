@@ -11,16 +11,8 @@ from torch.utils.data import DistributedSampler
 
 from lightning_gradavg.lightning_internals import iterator_of
 
-__all__ = [
-    "LoaderWrapper",
-    "Shows",
-    "distributed_sampler",
-    "is_sharded",
-    "keeps_state",
-    "length_of",
-    "loader_batch_size",
-    "user_loader",
-]
+__all__ = ["LoaderWrapper", "Shows", "distributed_sampler", "is_sharded", "length_of", "loader_batch_size"]
+__all__ += ["loader_parts", "loader_samplers", "user_loader"]
 
 
 class Shows:
@@ -66,28 +58,32 @@ def user_loader(loader: Any) -> Any:
     return loader.loader if isinstance(loader, LoaderWrapper) else loader
 
 
+def loader_samplers(loader: Any) -> list[Any]:
+    """Return a loader's samplers, each once, in an order that is the same in every run."""
+    batch_sampler, sampler = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
+    found = (batch_sampler, getattr(batch_sampler, "sampler", None), sampler)
+    return list({id(one): one for one in found if one is not None}.values())
+
+
+def loader_parts(loader: Any) -> list[Any]:
+    """Return the loader, its samplers, and its dataset, which may be None."""
+    return [loader, *loader_samplers(loader), getattr(loader, "dataset", None)]
+
+
 def is_sharded(loader: Any) -> bool:
     """Return whether the user declares that every rank reads its own part of the data."""
-    owners = (loader, getattr(loader, "dataset", None))
-    return any(getattr(owner, "sharded_by_rank", False) for owner in owners)
-
-
-def keeps_state(part: Any) -> bool:
-    """Return whether a loader, a sampler or a dataset can be put back to where it was."""
-    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+    return any(getattr(part, "sharded_by_rank", False) for part in loader_parts(loader))
 
 
 def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
     """Return the sampler that splits a loader's data over ranks, if any."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    samplers = loader_samplers(loader)
     return next((one for one in samplers if isinstance(one, DistributedSampler) and one.num_replicas > 1), None)
 
 
 def loader_batch_size(loader: Any) -> int | None:
     """Return the samples in a batch of a loader, if it tells."""
-    holders = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None))
-    sizes = (getattr(holder, "batch_size", None) for holder in holders)
+    sizes = (getattr(part, "batch_size", None) for part in loader_parts(loader))
     return next((size for size in sizes if isinstance(size, int)), None)
 
 

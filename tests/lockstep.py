@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_gradavg.batches.chunks import Chunk, Split
-from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
+from lightning_gradavg.batches.loader import SplitLoader
 from lightning_gradavg.batches.progress import NumberedLoader, Progress
 from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.ranks import World
-
-Body = Callable[[BatchSplitter], Any]
 
 
 class Loop(TrainingLoop):
@@ -31,27 +29,38 @@ class Loop(TrainingLoop):
         epochs = SimpleNamespace(
             _num_ready_batches_reached=lambda: self.ended, batch_progress=SimpleNamespace(current=self.count)
         )
-        super().__init__(SimpleNamespace(_combined_loader=combined_loader, epoch_loop=epochs))
+        super().__init__(
+            SimpleNamespace(
+                _combined_loader=combined_loader, epoch_loop=epochs, _data_fetcher=SimpleNamespace(done=False)
+            )
+        )
 
     def read(self, combined_loader: Any) -> None:
         self._loop._combined_loader = combined_loader
 
 
-def splitter_of(split: Split, world: Any = World()) -> BatchSplitter:  # noqa: B008  # immutable
-    """Return the splitter of one rank."""
-    return BatchSplitter(split, world)
+@dataclass
+class Rank:
+    """One rank: how it splits batches, and with whom."""
+
+    split: Split
+    world: Any = field(default_factory=World)
+
+    def load(self, loader: Any) -> SplitLoader:
+        return SplitLoader(loader, self.split, self.world)
 
 
-def in_one_world(loader: Any, *, whole: bool = False, **options: Any) -> SplitLoader:
+def in_one_world(loader: Any, **options: Any) -> SplitLoader:
     """Return a loader split for one rank that nobody compares with others."""
-    splitter = splitter_of(Split(**options))
-    splitter.whole_batches = whole
-    return splitter.wrap(loader, SplitLoader)
+    return Rank(Split(**options)).load(loader)
 
 
-def numbered(loader: Any, splitter: BatchSplitter, progress: Progress | None = None) -> NumberedLoader:
+def numbered(loader: Any, rank: Rank, progress: Progress | None = None) -> NumberedLoader:
     """Return a loader split as Lightning reads it, whose loop reads what its `read` is given."""
-    return splitter.wrap(loader, partial(NumberedLoader, progress=progress or Progress(Loop(), lambda: 1)))
+    return NumberedLoader(loader, rank.split, rank.world, progress or Progress(Loop(), lambda: 1))
+
+
+Body = Callable[[Rank], Any]
 
 
 class Taken(NamedTuple):
@@ -69,7 +78,7 @@ class _Exchange:
         self.sent: list[Any] = []
         self.compared: list[list[int]] = [[] for _ in range(world_size)]
 
-    def splitter(self, rank: int, verdicts: Sequence[bool] | None) -> BatchSplitter:
+    def rank(self, rank: int, verdicts: Sequence[bool] | None) -> Rank:
         received = iter(self.sent)
         count = iter(range(10**9))
 
@@ -87,14 +96,14 @@ class _Exchange:
             return [row, row]
 
         world = SimpleNamespace(rank=rank, size=self.world_size, from_first=from_first, gather_integers=gather_integers)
-        return splitter_of(Split(rank, self.world_size, **self.options), world)
+        return Rank(Split(rank, self.world_size, **self.options), world)
 
     def run(self, body: Body, verdicts: Sequence[bool] | None = None) -> list[Any]:
         results = []
         for rank in range(self.world_size):
             torch.manual_seed(self.seeds[rank])
             try:
-                results.append(body(self.splitter(rank, verdicts)))
+                results.append(body(self.rank(rank, verdicts)))
             except Exception as error:  # noqa: BLE001  # what it should not raise is raised below
                 results.append(error)
         return results
@@ -107,7 +116,7 @@ def on_ranks(
     raises: tuple[type[Exception], ...] = (),
     **options: Any,
 ) -> list[Any]:
-    """Return what `body(splitter)` returns or raises on every rank, each with its own random state.
+    """Return what `body(rank)` returns or raises on every rank, each with its own random state.
 
     The test fails where the ranks would not come to every comparison together: real ones would wait forever.
     """
@@ -135,8 +144,8 @@ def take_all(loader: SplitLoader) -> list[Taken]:
 def epochs(make: Callable[[], Any], count: int = 1) -> Body:
     """Return a body that reads a new loader for some epochs."""
 
-    def body(splitter: BatchSplitter) -> list[list[Taken]]:
-        loader = splitter.wrap(make(), SplitLoader)
+    def body(rank: Rank) -> list[list[Taken]]:
+        loader = rank.load(make())
         return [take_all(loader) for _ in range(count)]
 
     return body

@@ -16,13 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.utilities import CombinedLoader
 from lockstep import (
     Graphs,
     Logged,
     Loop,
+    Rank,
     Stream,
     Taken,
     Unsized,
@@ -32,7 +32,6 @@ from lockstep import (
     numbered,
     on_ranks,
     plain,
-    splitter_of,
     take_all,
 )
 from torch import Tensor
@@ -47,53 +46,24 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_gradavg.batches.chunks import Chunk, Split, chunk_bounds, require_same_reach
-from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
+from lightning_gradavg.batches.chunks import Chunk, Split, chunk_bounds
 from lightning_gradavg.batches.progress import Progress
 from lightning_gradavg.tree import batch_samples, data_digest, slice_batch
 
+EIGHT: Any = range(8)
+
 
 class Fixed:
-    """A batch sampler of its own kind: no base class, constructor arguments of its own, and a memory."""
+    """A batch sampler of its own kind: no base class, and constructor arguments of its own."""
 
     def __init__(self, batches: list[list[int]]) -> None:
         self.batches = batches
-        self.asked = 0
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.asked += 1
         return iter(self.batches)
-
-
-def real(taken: list[Taken]) -> list[list[int]]:
-    return [each.batch.tolist() for each in taken if not each.chunk.stand_in]
-
-
-CHUNKS: list[tuple[dict[str, int], int, list[list[tuple[int, int, int]]]]] = [
-    # Options of the split, samples, and each rank's pieces: replica, first sample, sample after the last.
-    ({"world_size": 4}, 5, [[(0, 0, 2)], [(1, 2, 4)], [(2, 4, 5)], []]),
-    ({"world_size": 2, "replicas": 4}, 5, [[(0, 0, 2), (1, 2, 4)], [(2, 4, 5)]]),
-    ({"world_size": 3, "replicas": 4}, 10, [[(0, 0, 3), (1, 3, 6)], [(2, 6, 9), (3, 9, 10)], []]),
-    ({"world_size": 1, "max_samples": 4}, 10, [[(0, 0, 3), (1, 3, 6), (2, 6, 10)]]),
-    ({"world_size": 2, "max_samples": 2}, 8, [[(0, 0, 2), (2, 2, 4)], [(1, 4, 6), (3, 6, 8)]]),
-]
-
-
-@pytest.mark.parametrize(("options", "samples", "expected"), CHUNKS)
-def test_pieces_by_hand(options: dict[str, int], samples: int, expected: list[Any]) -> None:
-    chunks = [Split(rank, **options).cut(samples) for rank in range(options["world_size"])]
-
-    assert expected == [[tuple(piece) for piece in chunk.pieces] for chunk in chunks]
-    assert {sum(map(bool, expected))} == {chunk.ranks for chunk in chunks}
-
-
-@pytest.mark.parametrize(("size", "parts"), [(-1, 2), (3, 0)])
-def test_chunks_of_nothing_are_refused(size: int, parts: int) -> None:
-    with pytest.raises(ValueError, match=f"size={size} and parts={parts}"):
-        chunk_bounds(size, parts)
 
 
 class Doubling(DataLoader[Any]):
@@ -144,7 +114,7 @@ LOADERS: dict[str, Callable[[int], Any]] = {
 def test_global_batches_are_those_of_a_plain_loader(kind: str) -> None:
     make = LOADERS[kind]
 
-    ranks = on_ranks(3, lambda splitter: take_all(splitter.wrap(make(splitter.split.rank), SplitLoader)))
+    ranks = on_ranks(3, lambda rank: take_all(rank.load(make(rank.split.rank))))
 
     assert plain(make(0)) == global_batches(ranks)
 
@@ -161,8 +131,8 @@ class TestOrder:
         torch.manual_seed(99)
         own = torch.rand(3).tolist()
 
-        def body(splitter: BatchSplitter) -> list[float]:
-            take_all(splitter.wrap(make(), SplitLoader))
+        def body(rank: Rank) -> list[float]:
+            take_all(rank.load(make()))
             drawn: list[float] = torch.rand(3).tolist()
             return drawn
 
@@ -174,9 +144,9 @@ class TestOrder:
         def make() -> DataLoader[Any]:
             return DataLoader(torch.arange(20), batch_size=6, shuffle=True)  # type: ignore[arg-type]  # a tensor will do
 
-        def body(splitter: BatchSplitter) -> list[Taken]:
-            batches = splitter.wrap(make(), SplitLoader).begin().items
-            torch.rand(3 + splitter.split.rank)
+        def body(rank: Rank) -> list[Taken]:
+            batches = rank.load(make()).begin().items
+            torch.rand(3 + rank.split.rank)
             return [Taken(batch, behind.chunk) for batch, behind in batches]
 
         torch.manual_seed(7)
@@ -197,10 +167,10 @@ class TestOrder:
             def __getitem__(self, index: int) -> Any:
                 return torch.rand(())
 
-        def body(splitter: BatchSplitter, workers: int) -> list[float]:
+        def body(rank: Rank, workers: int) -> list[float]:
             own = None if generator is None else torch.Generator().manual_seed(generator)
             loader = DataLoader(Noise(), batch_size=8, num_workers=workers, generator=own)
-            (taken,) = take_all(splitter.wrap(loader, SplitLoader))
+            (taken,) = take_all(rank.load(loader))
             return taken.batch.tolist()  # type: ignore[no-any-return]
 
         for workers in (0, 1):
@@ -229,35 +199,22 @@ class TestMapStyle:
 
     def test_all_arguments_of_the_loader_are_kept(self) -> None:
         """The copy that is read has every attribute of the user's loader, but a batch sampler that asks the user's."""
-        loader: DataLoader[Any] = DataLoader(
-            range(8),  # type: ignore[arg-type]  # a range will do
-            batch_size=4,
-            num_workers=1,
-            collate_fn=list,
-            pin_memory=True,
-            timeout=9,
-            worker_init_fn=print,
-            multiprocessing_context="spawn",
-            generator=torch.Generator(),
-            prefetch_factor=5,
-            persistent_workers=True,
-        )
+        options: dict[str, Any] = {"pin_memory": True, "timeout": 9, "worker_init_fn": print, "prefetch_factor": 5}
+        loader: DataLoader[Any] = DataLoader(EIGHT, 4, num_workers=1, persistent_workers=True, **options)
         vars(loader)["_iterator"] = object()  # persistent workers that have already been used
         before = dict(vars(loader))
 
         split = in_one_world(loader)
 
-        read = vars(split.read)
+        read = vars(split._read)
         assert before == vars(loader)
         assert {"batch_sampler", "_iterator"} == {name for name in read if read[name] is not before[name]}
         assert read["_iterator"] is None, "its workers are its own"
         assert split.batch_sampler is loader.batch_sampler
-        assert (split.batch_size, split.num_workers, split.dataset) == (4, 1, loader.dataset)
 
 
 class TestIterables:
-    @pytest.mark.parametrize("drop_last", [False, True])
-    def test_samples_of_a_stream_are_split_before_they_are_collated(self, drop_last: bool) -> None:
+    def test_samples_of_a_stream_are_split_before_they_are_collated(self) -> None:
         """Every rank reads the stream, and collates its own samples; the short last batch is split like any other."""
         got: list[int] = []
 
@@ -265,14 +222,9 @@ class TestIterables:
             got.append(len(samples))
             return torch.tensor(samples)
 
-        def make() -> DataLoader[Any]:
-            return DataLoader(Stream(13), batch_size=5, drop_last=drop_last, collate_fn=collate)
+        on_ranks(2, epochs(lambda: DataLoader(Stream(13), batch_size=5, collate_fn=collate)))
 
-        expected = plain(DataLoader(Stream(13), batch_size=5, drop_last=drop_last))
-        ranks = on_ranks(2, epochs(make))
-
-        assert expected == global_batches([taken for (taken,) in ranks])
-        assert got == ([3, 3, 2, 2] if drop_last else [3, 3, 2, 2, 2, 1])
+        assert [3, 3, 2, 2, 2, 1] == got
 
     def test_what_workers_send_can_be_pinned(self) -> None:
         """`torch` pins memory inside what the copy of the loader yields, and leaves the rest as it is."""
@@ -287,7 +239,7 @@ class TestIterables:
         loader = in_one_world(DataLoader(Stream(3), batch_size=4, collate_fn=lambda _: Pinnable()))
         next(iter(loader))
 
-        sent = pin_memory(loader.read.collate_fn([1, 2, 3]))
+        sent = pin_memory(loader._read.collate_fn([1, 2, 3]))
 
         assert (3, data_digest((3, 1, 3))) == (sent.rows, sent.key)
         assert sent.part.pinned
@@ -478,7 +430,6 @@ def with_attribute(loader: Any, name: str, value: Any) -> Any:
     return loader
 
 
-EIGHT: Any = range(8)
 DEALT: Any = DistributedSampler(EIGHT, num_replicas=2, rank=0)
 TWO_WORKERS: list[dict[str, Any]] = [{"num_workers": 1}, {}]
 RAGGED = [[torch.zeros(size) for size in (1, 2, 3, 4)]]
@@ -518,7 +469,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
         {},
         ["Use in_order=True"],
     ),
-    "more batches": (lambda rank: Repeating(EIGHT, 2), {"whole": True}, ["Repeating yielded more batches"]),
+    "more batches": (lambda rank: Repeating(EIGHT, 2), {}, ["Repeating yielded more batches"]),
     "fewer batches": (lambda rank: Merging(EIGHT, 2), {}, ["Merging yielded fewer batches"]),
     "other samples": (
         lambda rank: DataLoader(Drawing(rank), 4),
@@ -546,24 +497,15 @@ REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_split_is_an_error_on_all_ranks(name: str) -> None:
     make, options, messages = REFUSED[name]
-    whole = options.get("whole", False)
 
-    def body(splitter: BatchSplitter) -> Any:
-        splitter.whole_batches = whole
-        return take_all(splitter.wrap(make(splitter.split.rank), SplitLoader))
+    def body(rank: Rank) -> Any:
+        return take_all(rank.load(make(rank.split.rank)))
 
-    split = {key: value for key, value in options.items() if key != "whole"}
-    errors = on_ranks(2, body, raises=(KeyError,), **split)
+    errors = on_ranks(2, body, raises=(KeyError,), **options)
 
     for error, message in zip(errors, messages if len(messages) == 2 else messages * 2, strict=True):
         assert isinstance(error, (ValueError, RuntimeError, KeyError))
         assert message in str(error)
-
-
-def test_loaders_that_reach_different_ranks_are_an_error() -> None:
-    """A step of one loader's samples and another's stand-in has no right weight."""
-    with pytest.raises(RuntimeError, match="now 4 samples in 2 and 1 samples in 1 ranks, do not reach the same ranks"):
-        require_same_reach([Split(1, 2).cut(4), Split(1, 2).cut(1)], None)
 
 
 def _rows(fetcher: _DataFetcher, progress: Progress, loop: Loop, steps: int) -> list[tuple[Any, list[Chunk | None]]]:
@@ -573,7 +515,7 @@ def _rows(fetcher: _DataFetcher, progress: Progress, loop: Loop, steps: int) -> 
         batch, _, _ = next(fetcher)
         loop.count.ready = len(rows) + 1
         for _ in range(2):  # asked twice, it is the same
-            chunks = [each and each.chunk for each in progress.in_training()]
+            chunks = [each and each.chunk for each in progress.behind(loop.ready - 1)]
         rows.append((batch, chunks))
         _look(fetcher.combined_loader.flattened)
     return rows
@@ -606,13 +548,13 @@ class TestInLightning:
         self, mode: Any, sized: bool, sizes: tuple[int, ...], rank: int
     ) -> None:
         """Fetched ahead or not, cycled, exhausted, left early, looked at between: every batch meets its own chunk."""
-        splitter, loop = splitter_of(Split(rank, 3)), Loop()
+        of_rank, loop = Rank(Split(rank, 3)), Loop()
         progress = Progress(loop, lambda: 1)
         loaders = []
         for start, size in zip((0, 100), sizes, strict=False):
             batches = torch.arange(start, start + size).split(4)
             read: Any = list(batches) if sized else Unsized(partial(iter, batches))
-            loaders.append(numbered(read, splitter, progress))
+            loaders.append(numbered(read, of_rank, progress))
         fetcher = _PrefetchDataFetcher()
         fetcher.setup(CombinedLoader(loaders, mode))
         loop.read(fetcher.combined_loader)
@@ -629,28 +571,6 @@ class TestInLightning:
             assert len(rows) == min(steps, expected)
             assert all(map(_matches, rows))
             assert all(any(chunk is not None for chunk in chunks) for _, chunks in rows)
-
-    def test_a_loader_that_keeps_its_place_is_asked_for_it(self) -> None:
-        """Lightning saves and restores the state of a user's loader that has some, untouched."""
-
-        class Resumable(list[Any]):
-            at = 0
-
-            def state_dict(self) -> dict[str, int]:
-                return {"at": self.at}
-
-            def load_state_dict(self, state: dict[str, int]) -> None:
-                self.at = state["at"]
-
-        resumable = Resumable()
-        loader = numbered(resumable, splitter_of(Split()))
-        assert isinstance(loader, _Stateful)
-
-        combined = CombinedLoader([loader])
-        combined._load_state_dicts([{"at": 3}])
-
-        assert 3 == resumable.at
-        assert [{"at": 3}] == combined._state_dicts()
 
     def test_epochs_reach_the_samplers(self) -> None:
         """Lightning's `set_epoch` arrives at the user's sampler."""

@@ -12,10 +12,8 @@ import pytest
 import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lockstep import Augmented, Graphs, Logged, Taken, in_one_world, on_ranks, pad_and_mix, take_all
+from lockstep import Augmented, Graphs, Logged, Rank, Taken, in_one_world, on_ranks, pad_and_mix, take_all
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info
-
-from lightning_gradavg.batches.loader import BatchSplitter, SplitLoader
 
 SIZE, BATCH = 22, 8
 
@@ -25,11 +23,6 @@ class AugmentedStream(IterableDataset[Any]):
         info = get_worker_info()
         mine = slice(None) if info is None else slice(info.id, None, info.num_workers)
         return ((index, torch.randn(1 + index % 5) + random.random()) for index in torch.randperm(SIZE).tolist()[mine])
-
-
-def whole(splitter: BatchSplitter) -> BatchSplitter:
-    splitter.whole_batches = True
-    return splitter
 
 
 def rows(batch: Any, start: int, stop: int) -> list[Any]:
@@ -77,9 +70,9 @@ def test_replicas_are_cut_out_of_the_batches_of_a_plain_loader(kind: str) -> Non
         for epoch in zip(plain, replicas, strict=True)
     ]
 
-    def body(splitter: BatchSplitter) -> list[list[Taken]]:
-        seed_all(7 + splitter.split.rank)
-        split = whole(splitter).wrap(LOADERS[kind](), SplitLoader)
+    def body(rank: Rank) -> list[list[Taken]]:
+        seed_all(7 + rank.split.rank)
+        split = rank.load(LOADERS[kind]())
         taken = [take_all(split) for _ in range(2)]
         split._iterator = None  # ends persistent workers
         return taken
@@ -87,7 +80,7 @@ def test_replicas_are_cut_out_of_the_batches_of_a_plain_loader(kind: str) -> Non
     sizes = [8, 8, 3, 3] if kind == "stream, workers" else [8, 8, 6]
     assert [sizes] * 2 == [[len(batch["x"]) for batch in epoch] for epoch in plain]
     for world_size in (1, 2, 3, 4):
-        ranks = on_ranks(world_size, body, replicas=4)
+        ranks = on_ranks(world_size, body, replicas=4, whole=True)
         for epoch in range(2):
             steps = zip(*(rank[epoch] for rank in ranks), strict=True)
             assert expected[epoch] == [[piece for taken in step for piece in pieces(taken)] for step in steps]
@@ -146,11 +139,11 @@ def test_a_flagged_dataset_is_loaded_in_parts(draws: bool) -> None:
     """With `draws_no_random_numbers`, 2 ranks load the samples of their replicas; without, all of them."""
     datasets: list[Logged] = []
 
-    def body(splitter: BatchSplitter) -> None:
+    def body(rank: Rank) -> None:
         datasets.append(Logged(8) if draws else flagged(Logged(8)))
-        take_all(whole(splitter).wrap(DataLoader(datasets[-1], batch_size=8), SplitLoader))
+        take_all(rank.load(DataLoader(datasets[-1], batch_size=8)))
 
-    on_ranks(2, body, replicas=4)
+    on_ranks(2, body, replicas=4, whole=True)
 
     expected = [list(range(8))] * 2 if draws else [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert expected == [dataset.loaded for dataset in datasets]
@@ -178,11 +171,11 @@ def test_workers_are_seeded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_cut_is_collated_apart(replicas: int | None) -> None:
     """Batches of 8 graphs on 2 ranks: each rank, and each of 4 replicas, has its own samples, collated by the user."""
 
-    def body(splitter: BatchSplitter) -> Any:
+    def body(rank: Rank) -> Any:
         loader: Any = DataLoader(range(16), batch_size=8, collate_fn=Graphs)  # type: ignore[arg-type]
-        return take_all(whole(splitter).wrap(loader, SplitLoader))
+        return take_all(rank.load(loader))
 
-    ranks = on_ranks(2, body, replicas=replicas)
+    ranks = on_ranks(2, body, replicas=replicas, whole=True)
     for step in range(2):
         parts = [part for rank in ranks for part in (rank[step].batch if replicas else [rank[step].batch])]
         size = 8 // len(parts)

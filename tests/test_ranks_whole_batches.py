@@ -195,9 +195,9 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str]] = {
         "has sharded_by_rank = True",
     ),
     "other samples": (single, (0, True), {}, "does not yield the same batches on all ranks: found at batch 1"),
-    "several": (several, (5,), {}, "now 8 samples in 4 and 5 samples in 3 replicas, do not reach the same"),
+    "several": (several, (5,), {}, "now 8 samples in 2 + 2 + 0 pieces and 5 samples in 2 + 1 + 0 pieces on the ranks"),
     "samples": (single, (), {"hook": changed}, "samples where the train loader yielded"),
-    "structure": (several, (), {"hook": renamed}, "does not have the structure of the train loaders any more"),
+    "structure": (several, (), {"hook": renamed}, "is not as the train loader yielded it"),
 }
 
 

@@ -1,33 +1,35 @@
 """The order of one pass over a training loader: that of one process with the random state of rank 0.
 
-A pass draws from that state at three moments: when it begins, when the iterator is made, where workers and some
-samplers draw, and when the first batch is asked for, where most samplers draw. Hooks and other loaders may draw in
-between. From there the pass goes on independently of them, and of the number of ranks.
+A pass draws from that state at two moments: when its iterator is made, where workers and some samplers draw, and when
+the first batch is asked for, where most samplers draw. Hooks and other loaders may draw in between. From there the pass
+goes on independently of them, and of the number of ranks.
 
-Where samples have indices, rank 0 asks its samplers, and sends what they yield to all ranks, in blocks.
+A checkpoint holds what the pass drew from, and the number of loader batches that training stepped on. To resume, the
+pass is repeated from the same states, and that many batches are passed over; a digest proves that they are the same.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn, TypedDict
 
+import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_gradavg.batches.chunks import EMPTY_BATCH, Chunk, Split
-from lightning_gradavg.batches.state import LoaderParts, LoaderState, PassState, Snapshot
-from lightning_gradavg.loaders import length_of
+from lightning_gradavg.batches.chunks import Chunk, Split
+from lightning_gradavg.loaders import length_of, loader_parts, loader_samplers
 from lightning_gradavg.random_state import RandomState, RandomStream, forked, random_state
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import data_digest
 
-__all__ = ["Behind", "Mark", "Order", "SharedIndices", "require_equal"]
+__all__ = ["Behind", "LoaderState", "Order", "SharedIndices", "Sources", "require_equal"]
 
 _BLOCK = 256
 """Batches of indices that are sent at once, where the sampler draws no random numbers and sees nothing of training."""
@@ -36,22 +38,75 @@ _BLOCK = 256
 _DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-class Mark(NamedTuple):
-    """A place in a pass: the loader batches before it, the samples in them, and their digest."""
+class Snapshot(TypedDict):
+    """What draws depend on: rank 0's random state, and the loader's own generators."""
 
-    batches: int = 0
-    samples: int = 0
-    digest: bytes = b""
+    random: RandomState
+    generators: list[Tensor]
+
+
+class PassState(TypedDict):
+    """What determines a pass: what it drew from, by moment, and the states of samplers before it."""
+
+    snapshots: dict[str, Snapshot]
+    objects: list[Any]
+
+
+class LoaderState(TypedDict):
+    """Where training stands in a loader.
+
+    Attributes:
+        complete: Whether the epoch is over, so that the next pass starts at its first batch.
+        batches: Loader batches of the pass that were trained on.
+        digest: Of the digests of these batches, in hexadecimal digits.
+        passes: The pass; none after a complete epoch.
+        generators: States of the loader's own generators now.
+        objects: States of the samplers that have some, now.
+        random: Rank 0's global random state after these batches.
+    """
+
+    complete: bool
+    batches: int
+    digest: str
+    passes: list[PassState]
+    generators: list[Tensor]
+    objects: list[Any]
+    random: RandomState
+
+
+class Sources:
+    """What the order of a loader depends on beside global random states: generators, and samplers with a state."""
+
+    def __init__(self, loader: Any) -> None:
+        owned = [getattr(part, "generator", None) for part in loader_parts(loader)]
+        self._generators = list({id(each): each for each in owned if isinstance(each, torch.Generator)}.values())
+        self._samplers = [each for each in loader_samplers(loader) if hasattr(each, "load_state_dict")]
+
+    def generators(self) -> list[Tensor]:
+        """Return the states of generators."""
+        return [generator.get_state() for generator in self._generators]
+
+    def objects(self) -> list[Any]:
+        """Return the states of samplers."""
+        return [copy.deepcopy(sampler.state_dict()) for sampler in self._samplers]
+
+    def load(self, generators: list[Tensor], objects: Sequence[Any] = ()) -> None:
+        """Give generators and samplers their states."""
+        for generator, drawn in zip(self._generators, generators, strict=False):
+            generator.set_state(drawn)
+        for sampler, state in zip(self._samplers, objects, strict=False):
+            sampler.load_state_dict(copy.deepcopy(state))
 
 
 class Behind(NamedTuple):
     """What stands behind a batch: which samples of the loader batch it holds, and the place after that batch.
 
-    There is no such place (None) for a batch that is passed over.
+    The place is the number of loader batches, and their digest.
     """
 
     chunk: Chunk
-    mark: Mark | None
+    batches: int
+    digest: str
 
 
 class Order:
@@ -60,138 +115,86 @@ class Order:
     Args:
         loader: The user's loader.
         world: The ranks that read the same batches.
-        start: Where the pass starts; None at its beginning.
+        start: Where the pass starts: the batches before are passed over. None for its beginning.
         shared: Whether all ranks draw the same numbers as they read. Otherwise rank 0 draws what one process draws, and
             each other rank from a stream of its own, so that no two ranks draw the same augmentation.
 
     Attributes:
-        start: The place where it starts: batches before it are passed over.
-        mark: The place after the last batch that was noted.
-        stream: What it draws from.
+        forks: Whether this rank draws from a stream of its own.
+        batches: The loader batches so far.
         asked: What stands behind the batches whose indices were asked for, and which are still to come.
         state: What determines the pass, complete once its first batch was asked for.
     """
 
     def __init__(self, loader: Any, world: World, start: LoaderState | None, *, shared: bool) -> None:
-        self.world, self.shared = world, shared
-        self.forks = not shared and world.rank > 0
-        self.start = self.mark = Mark()
-        self.asked = deque[Behind]()
-        self._parts = LoaderParts(loader)
-        self._seen: dict[str, Snapshot] = {}
+        self.world, self._shared, self.forks = world, shared, not shared and world.rank > 0
+        self.batches, self.asked = 0, deque[Behind]()
+        self._sources, self._sized = Sources(loader), length_of(loader) < math.inf
+        self.start, self.digest, self._seen = 0, "", dict[str, Snapshot]()
         if start is not None:
-            self.start = Mark(start["batches"], start["samples"], bytes.fromhex(start["digest"]))
-            self._parts.load(start["generators"], start["objects"])
-            for begun in start["passes"]:
-                self._parts.load(objects=begun["objects"])
-                self._seen = dict(begun["snapshots"])
-        self.state = PassState(snapshots={}, objects=self._parts.object_states())
-        self.stream = RandomStream()
-        self._hash = blake2b(digest_size=16)
-        self.agree("begin")
-        self._begun = self.stream.state
+            begun = start["passes"][0] if start["passes"] else PassState(snapshots={}, objects=start["objects"])
+            self.start, self.digest, self._seen = start["batches"], start["digest"], begun["snapshots"]
+            self._sources.load(start["generators"], begun["objects"])
+        self.state = PassState(snapshots={}, objects=self._sources.objects())
+        self._hash, self.stream = blake2b(digest_size=16), RandomStream()
+        self.draw_on("begin")
         if self.forks:
-            self.stream.state = forked(self._begun, world.rank)
-        if start is not None and start["complete"] and start["seeded"]:
-            # The workers had their seed from an earlier epoch: where they are started anew, the draw is taken back.
-            self._seen["made"] = self.state["snapshots"]["begin"]
-        length = length_of(loader)
-        self._sized = length < math.inf
-        require_equal(
-            world, ("length", length), f"the ranks' train loaders differ: on this rank the length is {length}."
-        )
+            self.stream.state = forked(self.stream.state, world.rank)
 
-    def agree(self, moment: Literal["begin", "made", "first"]) -> None:
+    def draw_on(self, moment: Literal["begin", "first"]) -> None:
         """Have further draws start from rank 0's random state, or from where the pass to go through again drew.
 
-        A collective operation at `begin`, and where the ranks draw the same numbers. `begin` is before an iterator is
-        made, `made` before that of a sampler is, or after that of an iterable, `first` before the first batch is asked
-        for. Within a draw, as where worker processes are fed their first indices, the state is rank 0's already.
+        A collective operation at `begin`, and where the ranks draw the same numbers. Within a draw, as where worker
+        processes are fed their first indices, the state is the pass's already.
         """
-        snapshots = self.state["snapshots"]
-        if (moment == "first" and moment in snapshots) or (moment != "begin" and self.forks):
-            return
-        seen = self._seen.get(moment)
-        if seen is not None:
-            self.stream.state = seen["random"]
-            self._parts.load(seen["generators"])
-        elif not self.stream.drawing_now:
-            exchanges = self.shared or moment == "begin"
-            self.stream.state = self.world.from_first(random_state()) if exchanges else random_state()
-        snapshots[moment] = Snapshot(random=self.stream.state, generators=self._parts.generator_states())
+        now = self._seen.get(moment)
+        if now is None:
+            now = Snapshot(random=random_state(), generators=self._sources.generators())
+            if not self.stream.drawing_now and (self._shared or moment == "begin"):
+                now = self.world.from_first(now)
+        self.state["snapshots"][moment] = now
+        self.stream.state = now["random"]
+        if not self.forks:
+            self._sources.load(now["generators"])
 
     def drawing(self) -> AbstractContextManager[None]:
         """Draw from the random state of the pass inside.
 
         While batches are passed over, every rank has its own state back at the end: that of the resumed run.
         """
-        return self.stream.drawing(apart=self.behind)
+        return self.stream.drawing(apart=self.batches < self.start)
 
     def follow(self, before: RandomState, after: RandomState) -> None:
-        """Move on as rank 0 did, which drew: where the ranks draw the same numbers, or this one's state was rank 0's.
+        """Move on as rank 0 did, which drew, if this rank's state was rank 0's.
 
         A model expects that ranks with equal seeds keep drawing equal numbers.
         """
         if self.forks:
             self.stream.pull(before, after)
-        else:
-            self.stream.state = after
 
-    def end_making(self) -> None:
-        """Move on as rank 0 did when it made its iterator. A collective operation unless `shared`."""
-        if not self.shared:
-            self.follow(self._begun, self.world.from_first(self.stream.state))
+    def note(self, key: bytes, chunk: Chunk) -> Behind | None:
+        """Note the next loader batch by its digest; return what stands behind it, None if it is to be passed over.
 
-    @property
-    def behind(self) -> bool:
-        """Whether batches are still to be passed over."""
-        return self.mark.batches < self.start.batches
-
-    @property
-    def yielded_nothing(self) -> bool:
-        """Whether there was no batch but those to be passed over."""
-        return self.mark.batches == self.start.batches
-
-    def note(self, key: bytes, samples: int, *, compares: bool = False) -> Mark | None:
-        """Note the next loader batch by its digest; return the place after it, None if it is to be passed over.
-
-        With `compares` the ranks compare some batches, a collective operation; without a known length every batch, so
+        Where all ranks read, they compare some batches, a collective operation; without a known length every batch, so
         that a rank that ends early and one that goes on meet here.
-
-        Raises:
-            RuntimeError: If the batches so far are not the same on all ranks, or not those of the pass to go through.
         """
         self._hash.update(key)
-        count = self.mark.batches + 1
-        self.mark = Mark(count, self.mark.samples + samples, self._hash.digest())
-        if self.behind:
-            return None
-        resumes = self.yielded_nothing
-        if compares and (resumes or not self._sized or _is_compared(count)):
-            self._compare(self.mark.digest, f"batch {count}" + ", the last that the checkpoint counts" * resumes)
-        if resumes and self.mark.digest != self.start.digest:
-            raise self._other_batches("are not those of the checkpoint")
-        return None if resumes else self.mark
+        self.batches += 1
+        resumes, is_power_of_2 = self.batches == self.start, self.batches & (self.batches - 1) == 0
+        if self.batches >= self.start and (resumes or not self._sized or is_power_of_2):
+            self._compare(f"batch {self.batches}" + ", the last that the checkpoint counts" * resumes)
+        if resumes and self._hash.hexdigest() != self.digest:
+            self._refuse("are not those of the checkpoint")
+        return Behind(chunk, self.batches, self._hash.hexdigest()) if self.batches > self.start else None
 
-    def compare_read(self, key: bytes, batch: int) -> None:
-        """Raise on all ranks unless they read the same for the same indices. A collective operation for some batches.
+    def finish(self) -> None:
+        """Raise if some batches to pass over are missing, or ranks that all read had others."""
+        self._compare(f"the end after batch {self.batches}")
+        if self.batches < self.start:
+            self._refuse(f"are missing, it ends after {self.batches}")
 
-        Args:
-            key: A digest of what was read.
-            batch: The number of the batch in the pass.
-        """
-        if _is_compared(batch - self.start.batches):
-            self._compare(key, f"batch {batch}")
-
-    def finish(self, *, compares: bool) -> None:
-        """Raise if some batches to pass over are missing, or ranks had others. A collective operation if `compares`."""
-        if compares:
-            self._compare(self._hash.digest(), f"the end after batch {self.mark.batches}")
-        if self.behind:
-            raise self._other_batches(f"are missing, it ends after {self.mark.batches}")
-
-    def _compare(self, digest: bytes, what: str) -> None:
-        if not _equal(self.world, digest):
+    def _compare(self, what: str) -> None:
+        if self._shared and not _equal(self.world, self._hash.digest()):
             raise RuntimeError(
                 f"the train loader does not yield the same batches on all ranks: found at {what} of this epoch. Every"
                 " rank takes its part of the same batch. Make dataset and collate_fn independent of the rank, and have"
@@ -200,25 +203,18 @@ class Order:
                 " leave split_batches, equivalent_to and num_replicas out."
             )
 
-    def _other_batches(self, found: str) -> RuntimeError:
-        batches, samples, _ = self.start
-        return RuntimeError(
-            f"the checkpoint was saved after {batches} batches ({samples} samples) of its epoch, but the"
-            f" first {batches} batches of the train loader {found}: going on would train on some samples twice"
-            " and on others never. Resume with the dataset, batch size and sampler of that run. A sampler whose order"
-            " does not come from `generator=` or the global random state needs methods `state_dict` and"
-            " `load_state_dict`. Or resume from a checkpoint of the end of an epoch."
+    def _refuse(self, found: str) -> NoReturn:
+        raise RuntimeError(
+            f"the checkpoint was saved after {self.start} batches of its epoch, but the first {self.start} batches of"
+            f" the train loader {found}: going on would train on some samples twice and on others never. Resume with"
+            " the dataset, batch size and sampler of that run. A sampler whose order does not come from `generator=` or"
+            " the global random state needs methods `state_dict` and `load_state_dict`. Or resume from a checkpoint of"
+            " the end of an epoch."
         )
 
 
 class SharedIndices:
-    """The batch sampler of a copy of the loader: what rank 0's yields, on every rank whole or its own part of it.
-
-    Args:
-        batch_sampler: The user's.
-        split: Says which samples are this rank's.
-        whole: Whether this rank loads all samples.
-        loads_again: Whether batches that were trained on are loaded again.
+    """The batch sampler of a copy of the loader: this rank's part of what rank 0's yields, which is sent in blocks.
 
     Attributes:
         order: That of the next pass.
@@ -226,8 +222,8 @@ class SharedIndices:
 
     order: Order
 
-    def __init__(self, batch_sampler: Any, split: Split, *, whole: bool, loads_again: bool) -> None:
-        self._batch_sampler, self._split, self._whole, self._loads_again = batch_sampler, split, whole, loads_again
+    def __init__(self, batch_sampler: Any, split: Split) -> None:
+        self._batch_sampler, self._split = batch_sampler, split
         inner = getattr(batch_sampler, "sampler", None)
         self._draws_once = type(batch_sampler) is BatchSampler and type(inner) in _DRAW_ONCE
 
@@ -237,14 +233,14 @@ class SharedIndices:
     def __iter__(self) -> Iterator[Any]:
         order = self.order
         with order.drawing():
-            order.agree("made")
             batches = iter(self._batch_sampler) if order.world.rank == 0 else iter(())
-        return self._parts(self._of_rank_0(batches, order), order)
+        return self._own(self._of_rank_0(batches, order), order)
 
     def _of_rank_0(self, batches: Iterator[Any], order: Order) -> Iterator[Any]:
         """Yield what rank 0's sampler yields, on all ranks."""
         size = 1
-        order.agree("first")
+        if not order.forks:
+            order.draw_on("first")
         while True:
             block, error, drawn = [], None, None
             if order.world.rank == 0:
@@ -265,24 +261,19 @@ class SharedIndices:
                 return
             size = min(2 * size, _BLOCK) if self._draws_once else 1
 
-    def _parts(self, batches: Iterator[Any], order: Order) -> Iterator[Any]:
+    def _own(self, batches: Iterator[Any], order: Order) -> Iterator[Any]:
         """Yield the indices that this rank loads, and pass over batches that were trained on."""
         for indices in batches:
-            chunk, mark = self._split.cut(len(indices)), order.note(data_digest(indices), len(indices))
-            if mark is not None or self._loads_again:
-                order.asked.append(Behind(chunk, mark))
-                yield indices if self._whole else indices[chunk.start : chunk.stop]
+            chunk = self._split.cut(len(indices))
+            behind = order.note(data_digest(indices), chunk)
+            if behind is not None:
+                order.asked.append(behind)
+                yield indices[chunk.start : chunk.stop]
 
 
 def _listed(indices: Any) -> list[Any]:
     listed: list[Any] = indices.tolist() if isinstance(indices, Tensor) else list(indices)
-    if not listed:
-        raise ValueError(EMPTY_BATCH)
     return listed
-
-
-def _is_compared(count: int) -> bool:
-    return count & (count - 1) == 0  # 1, 2, 4, 8, and so on
 
 
 def require_equal(world: World, value: Any, message: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +11,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_gradavg.batches.chunks import Chunk, Split, even_parts, require_same_reach
-from lightning_gradavg.batches.collate import Apart
-from lightning_gradavg.batches.joined import fetched_now, join
-from lightning_gradavg.batches.loader import BatchSplitter
-from lightning_gradavg.batches.order import Behind
-from lightning_gradavg.batches.progress import NumberedLoader, Progress
+from lightning_gradavg.batches.chunks import Apart, Chunk, Split, require_same_reach
+from lightning_gradavg.batches.order import Behind, LoaderState
+from lightning_gradavg.batches.progress import JoinedIterator, NumberedLoader, Progress, join
 from lightning_gradavg.lightning_internals import TrainingLoop, injects_samplers, set_injection_of_samplers
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Part, Run, Saved
@@ -35,7 +31,7 @@ class ReplicaSlice(NamedTuple):
     batch: Any
 
 
-_STAND_IN = Chunk(0, 0, (), ranks=1, batch_samples=0, batch_replicas=0)
+_STAND_IN = Chunk(0, 0, (), batch_samples=0, layout=())
 
 
 class Batches(Part):
@@ -47,12 +43,11 @@ class Batches(Part):
     """
 
     joins = stepping = False
-    _loop: TrainingLoop | None = None
 
     def setup(self, run: Run) -> None:
         """Forget an earlier run."""
         super().setup(run)
-        self.joins, self._loop = False, None
+        self.joins, self._loop = False, TrainingLoop(run.trainer.fit_loop)
 
     @property
     def accumulation(self) -> int:
@@ -76,7 +71,20 @@ class Batches(Part):
 
     @property
     def _fetched(self) -> tuple[bool, int]:
-        return fetched_now(self._loop, self.run.world.size) if self.joins and self._loop is not None else (True, 0)
+        """Whether the batch in training is the rank's own, and how many ranks have none."""
+        if not self.joins:
+            return True, 0
+        world_size, number = self.run.world.size, self._loop.ready - 1
+        loaders = [each.loader for each in self._loop.iterators if isinstance(each, JoinedIterator)]
+        fetched = [now for now in (loader.behind.get(number) for loader in loaders) if now is not None]
+        missing: int = max((world_size - each.tally.read()[0] for each in fetched), default=0)
+        if missing > 0 and len(self._loop.iterators) > 1:
+            raise RuntimeError(
+                f"one of the {len(self._loop.iterators)} train loaders has no more batches on {missing} of"
+                f" {world_size} ranks: no weight of the step can count one loader and not the other. Give all ranks the"
+                " same number of batches, or read them by one loader."
+            )
+        return all(each.own for each in fetched), missing
 
     @property
     def _ranks(self) -> int:
@@ -88,22 +96,25 @@ class Batches(Part):
         """Within a training step whose samples count on some ranks only, the number of those; None else."""
         return self._ranks if self.stepping and 0 < self._ranks < self.run.world.size else None
 
+    @property
+    def _counts(self) -> bool:
+        """Whether the samples of the batch in training count, or only keep the rank busy."""
+        chunk = self.chunk
+        return chunk is None or not chunk.stand_in
+
     def counted(self, value: Any) -> Any:
         """Return what this rank adds to a sum over those ranks."""
-        chunk = self.chunk
-        return torch.zeros_like(value) if chunk is not None and chunk.stand_in else value
+        return value if self._counts else torch.zeros_like(value)
 
     def process_dataloader(self, loader: Any) -> Any:
         """Return the loader, which ends on all ranks at once. A collective operation."""
-        self._loop = TrainingLoop(self.run.trainer.fit_loop)
         joined = join(loader, self.run.world, self.run.device, self._loop)
         self.joins |= joined is not loader
         return joined
 
     def training_step(self) -> AbstractContextManager[Any]:
         """Have a step whose samples do not count leave no trace."""
-        chunk = self.chunk
-        return stand_in(self.run.module) if chunk is not None and chunk.stand_in else nullcontext()
+        return nullcontext() if self._counts else stand_in(self.run.module)
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save that there is nothing to go on with."""
@@ -113,33 +124,27 @@ class Batches(Part):
 class SplitBatches(Batches):
     """Splits the training loaders of a run."""
 
-    _splitter: BatchSplitter | None = None
+    missing, _splits = 0, False
+    _progress: Progress
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._saved: Saved = {}
+        self._states: list[LoaderState] | None = None
 
     def configure_ddp(self, run: Run) -> None:
         """Begin to split the loaders of a run."""
-        trainer, options = run.trainer, self._options
         if is_param_in_hook_signature(run.module.training_step, "dataloader_iter", explicit=True):
             raise ValueError(
                 "split_batches=True cannot serve a training_step(dataloader_iter): it fetches its own batches."
                 " Let training_step take (batch, batch_idx), or set split_batches=False."
             )
         super().configure_ddp(run)
-        self._splitter = BatchSplitter(
-            Split(run.world.rank, run.world.size, options.num_replicas, options.max_device_batch_size),
-            run.world,
-            whole_batches=options.replicated,
+        options = self._options
+        self._split = Split(
+            run.world.rank, run.world.size, options.num_replicas, options.max_device_batch_size, options.replicated
         )
-        self._loop = TrainingLoop(trainer.fit_loop)
-        self._progress = Progress(self._loop, lambda: self.accumulation)
-        self._injects_samplers = injects_samplers(trainer)
-        resumed, self._saved = self._saved, {}
-        self._states: list[Any] | None = resumed.get("loaders")
-        # Of an earlier version, which had Lightning count parts of batches.
-        self._parts_before = resumed.get("micro_batches", 1)
+        self._splits, self._progress = True, Progress(self._loop, lambda: self.accumulation)
+        self._injects_samplers = injects_samplers(run.trainer)
         self._loaders: list[NumberedLoader] = []
 
     @property
@@ -148,36 +153,26 @@ class SplitBatches(Batches):
         return next((each.chunk for each in self._behind if each is not None), None)
 
     @property
-    def missing(self) -> int:
-        """None: all ranks know what stands behind the batch."""
-        return 0
-
-    @property
     def _ranks(self) -> int:
         chunk = self.chunk
         return self.run.world.size if chunk is None else chunk.ranks
 
     @property
     def _behind(self) -> list[Behind | None]:
-        return [] if self._splitter is None else self._progress.in_training()
+        return self._progress.behind(self._loop.ready - 1) if self._splits else []
 
     def prepare_loaders(self, stage: str) -> None:
-        """Have Lightning leave the samplers of training loaders alone.
-
-        The only moment at which training and evaluation loaders can be told apart and their samplers kept.
-        """
-        if self._splitter is not None:
+        """Have Lightning leave the samplers of training loaders alone, which can be told from others here only."""
+        if self._splits:
             set_injection_of_samplers(self.run.trainer, self._injects_samplers and stage != "train")
             self._loaders = [] if stage == "train" else self._loaders
 
     def process_dataloader(self, loader: Any) -> NumberedLoader:
         """Return a training loader of this rank's parts of the batches. A collective operation."""
-        assert self._splitter is not None
-        split = self._splitter.wrap(loader, partial(NumberedLoader, progress=self._progress))
-        place = len(self._loaders)
+        split = NumberedLoader(loader, self._split, self.run.world, self._progress)
+        if self._states is not None and len(self._loaders) < len(self._states):
+            split.load_state_dict(self._states[len(self._loaders)])
         self._loaders.append(split)
-        if self._states is not None and place < len(self._states):
-            split.load_state_dict(self._states[place])
         rank_zero_info(f"GradAvgStrategy: {split.describe()}")
         return split
 
@@ -185,70 +180,57 @@ class SplitBatches(Batches):
         """Begin training, with the loaders set up and the progress of a checkpoint restored.
 
         Raises:
-            ValueError: If the checkpoint is of a run with other loaders, or of the middle of an epoch of several.
+            ValueError: If the checkpoint is of the middle of an epoch of several loaders.
         """
         self._progress.end_set_up()
         states, self._states = self._states, None
         if states is None:
             return
-        assert self._loop is not None
-        loaders = self._loaders
-        if len(states) != len(loaders):
-            raise ValueError(
-                f"the checkpoint holds the states of {len(states)} train loaders, and this run has {len(loaders)}."
-                " Resume with the train loaders of the run that saved it."
-            )
-        within = [each.start["batches"] for each in loaders if each.start and not each.start["complete"]]
-        if len(states) > 1 and any(within):
+        within = [state["batches"] for state in states if not state["complete"]]
+        if any(within) and max(len(states), len(self._loaders)) > 1:
             raise ValueError(
                 f"the checkpoint was saved within an epoch, after {max(within)} batches of one of {len(states)} train"
-                " loaders: with several, training resumes only from the end of an epoch. Resume from a checkpoint that"
-                " was saved there, or read the data by one loader."
+                f" loaders, and this run has {len(self._loaders)}: with several, training resumes only from the end of"
+                " an epoch. Resume from a checkpoint that was saved there, or read the data by one loader."
             )
-        loop = self.run.trainer.fit_loop
-        epochs: Any = loop.epoch_progress
+        fit_loop = self.run.trainer.fit_loop
+        epochs: Any = fit_loop.epoch_progress
         if epochs.total.ready == epochs.total.processed:
             # Resumed at the last batch of an epoch, Lightning 2.6 ends it in `reset`, but takes itself to be within it:
             # the next epoch would not count as begun, and another checkpoint would not resume it.
-            loop.reset_restart_stage()
-        self._loop.restart_at(next(iter(within), self._loop.processed // self._parts_before))
+            fit_loop.reset_restart_stage()
+        self._loop.restart_at(next(iter(within), self._loop.processed))
 
     def on_train_batch_start(self) -> None:
         """Note that a batch is about to be trained on."""
-        chunks = [each.chunk for each in self._progress.arrive() if each is not None]
-        if len(chunks) > 1:
-            require_same_reach(chunks, self._options.num_replicas)
+        require_same_reach([each.chunk for each in self._progress.arrive()])
 
     def slices(self, batch: Any) -> list[ReplicaSlice]:
-        """Cut the rank's batch in training, as `training_step` gets it, into its replicas, in order.
+        """Cut the rank's batch in training, of each of several loaders, into its replicas, in order.
 
-        Several loaders' batches are each cut, and keep their structure. A stand-in is the batch itself.
+        A stand-in is the batch itself.
         """
         chunk = self.chunk
         assert chunk is not None, "slices() needs a batch that is in training"
-        assert self._loop is not None
-        chunks = [each and each.chunk for each in self._behind]
-        pieces = max((each.pieces for each in chunks if each is not None), key=len)
-        if self._options.num_replicas is None and len(pieces) <= 1:
-            return [ReplicaSlice(pieces[0].replica if pieces else None, chunk.samples, batch)]
-        structure = self._loop.structure
+        if self._options.num_replicas is None and len(chunk.pieces) <= 1:
+            return [ReplicaSlice(chunk.pieces[0].replica if chunk.pieces else None, chunk.samples, batch)]
         try:
-            parts = structure.flatten_up_to(batch)
+            structure = self._loop.structure
+            # On ranks without samples, too: all raise, or none.
+            cut = [
+                _cut_out(part, behind.chunk) if behind else [None] * len(chunk.pieces)
+                for part, behind in zip(structure.flatten_up_to(batch), self._behind, strict=True)
+            ]
         except ValueError as error:
             raise ValueError(
-                f"the batch of type {type(batch).__name__} that training_step gets does not have the structure of the"
-                f" train loaders any more, so it cannot be cut into replicas. {_KEEP} one batch for each loader."
+                f"training_step gets a batch of type {type(batch).__name__} that is not as the train loader yielded it,"
+                f" so it cannot be cut into replicas: {error}. Have on_before_batch_transfer and"
+                " on_after_batch_transfer keep structure and number of samples, or change them in training_step."
             ) from error
-        # On ranks without samples, too: all raise, or none.
-        cut = [_cut_out(part, each, len(pieces)) for part, each in zip(parts, chunks, strict=True)]
-        if not pieces:
+        if not chunk.pieces:
             return [ReplicaSlice(None, 0, batch)]
-        return [
-            ReplicaSlice(piece.replica, stop - start, structure.unflatten(row))
-            for piece, (start, stop), row in zip(
-                pieces, _bounds(chunk, len(pieces)), zip(*cut, strict=True), strict=True
-            )
-        ]
+        rows = zip(chunk.pieces, zip(*cut, strict=True), strict=True)
+        return [ReplicaSlice(at.replica, at.stop - at.start, structure.unflatten(row)) for at, row in rows]
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save the loaders' states here: Lightning would load them only within an epoch, and not if they were there."""
@@ -257,42 +239,20 @@ class SplitBatches(Batches):
 
     def load(self, saved: Saved) -> None:
         """Go on, in the next run, where a checkpoint was written."""
-        self._saved = saved
+        self._states = saved.get("loaders")
 
     def teardown(self) -> None:
         """Have Lightning treat samplers as it did."""
-        if self._splitter is None:
-            return
-        self._splitter = None
-        set_injection_of_samplers(self.run.trainer, self._injects_samplers)
+        self._states = None
+        if self._splits:
+            self._splits = False
+            set_injection_of_samplers(self.run.trainer, self._injects_samplers)
 
 
-_KEEP = "Have on_before_batch_transfer and on_after_batch_transfer keep"
-
-
-def _bounds(chunk: Chunk, count: int) -> list[tuple[int, int]]:
-    """Return the bounds of the pieces, as many as the largest of several loaders' batches has."""
-    pieces = [(start, stop) for _, start, stop in chunk.pieces]
-    return pieces if len(pieces) == count else even_parts(chunk.start, chunk.stop, count)
-
-
-def _cut_out(batch: Any, chunk: Chunk | None, count: int) -> Sequence[Any]:
-    """Return the samples of each of the rank's pieces; None of a loader that has no more."""
-    if chunk is None:
-        return [None] * count
-    if isinstance(batch, Apart) and len(batch) == count:
+def _cut_out(batch: Any, chunk: Chunk) -> Sequence[Any]:
+    """Return the samples of each of the rank's pieces."""
+    if isinstance(batch, Apart):
         return batch
-    if not isinstance(batch, Apart) and batch_samples(batch) != chunk.stop - chunk.start:
-        raise ValueError(
-            f"training_step gets a batch of {batch_samples(batch)} samples where the train loader yielded"
-            f" {chunk.stop - chunk.start}, so it cannot be cut into replicas. {_KEEP} the number of samples, or change"
-            " it in training_step."
-        )
-    if isinstance(batch, Apart) or chunk.samples < count:
-        raise RuntimeError(
-            f"a train loader yielded {chunk.samples} samples for this rank in {len(chunk.pieces)} parts beside"
-            f" another's in {count}, so some part has samples of one loader and none of another. Set drop_last=True,"
-            " raise max_device_batch_size, or use equal batch sizes."
-        )
-    bounds = _bounds(chunk, count) if count > 0 else []
-    return [slice_batch(batch, start - chunk.start, stop - chunk.start) for start, stop in bounds]
+    if (found := batch_samples(batch)) != chunk.stop - chunk.start:
+        raise ValueError(f"it has {found} samples where the train loader yielded {chunk.stop - chunk.start}")
+    return [slice_batch(batch, start - chunk.start, stop - chunk.start) for _, start, stop in chunk.pieces]

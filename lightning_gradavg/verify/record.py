@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_gradavg.batches.collate import PartCollator
+from lightning_gradavg.batches.chunks import PartCollator
 from lightning_gradavg.lightning_internals import BatchNorm, TorchDispatchMode, fetched_here, writes_in_place
 from lightning_gradavg.loaders import user_loader
 from lightning_gradavg.options import StrategyFacts
