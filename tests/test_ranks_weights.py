@@ -51,7 +51,7 @@ class Returns(Toy):
         return {"loss": self.losses(batch).mean(), **self.result}
 
 
-SAMPLES = ["n = samples of the batch, as training_step returned no weight"]
+SAMPLES = ["n = samples of the batch, as no weight is given"]
 
 
 @pytest.mark.parametrize(

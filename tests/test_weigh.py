@@ -65,7 +65,7 @@ def test_what_is_not_one_number(value: Any, said: str) -> None:
 
 
 def reader(rule: Rule = WEIGHTED, **told: Any) -> Weights:
-    return Weights(rule, CPU, "training_step returned", told.get("warn", print), told.get("tell", print))
+    return Weights(rule, CPU, told.get("warn", print), told.get("tell", print))
 
 
 @pytest.mark.parametrize(

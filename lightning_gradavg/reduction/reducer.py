@@ -108,7 +108,7 @@ class GradAvgReducer:
         """Weigh the losses of a model of any engine from its next forward on."""
         if self._accumulation is not None:
             self._accumulation.close()
-        self._weights = Weights(self._rule, accumulation.device, "weigh was given", warnings.warn, lambda _: None)
+        self._weights = Weights(self._rule, accumulation.device, warnings.warn, lambda _: None)
         self._accumulation, self._ends_window = accumulation, ends_window
         self._models[model] = True
         self._sparse = {key: weight for each in self._models for key, weight in sparse_weights(each).items()}

@@ -54,8 +54,7 @@ class Reduction(Part):
         """Forget an earlier run."""
         super().setup(run)
         self.is_manual = not run.module.automatic_optimization
-        giver = "manual_backward was given" if self.is_manual else "training_step returned"
-        self._weights = Weights(self.rule, run.device, giver, self.warn, lambda text: self.warn(text, rank_zero_info))
+        self._weights = Weights(self.rule, run.device, self.warn, lambda text: self.warn(text, rank_zero_info))
         self._batch: Any = None
         self._close: Callable[[], None] = lambda: None
         self.observer: Any = None  # looks at the step under way: `lightning_gradavg.report.part.Reports`
@@ -169,11 +168,8 @@ class Reduction(Part):
     def _pend(self, loss: WeighedLoss) -> WeighedLoss:
         """Add a loss to the window as soon as it is there: what the ranks exchange then travels until its backward."""
         self.pending = loss
-        self._enter(loss)
-        return loss
-
-    def _enter(self, loss: WeighedLoss) -> None:
         self.window.enter(loss, last=not self._holding and not self._pieces)
+        return loss
 
     @property
     def _expected(self) -> int:

@@ -77,12 +77,12 @@ def loss_terms(loss: Any) -> Mapping[str, Tensor]:
 
 
 class Weights:
-    """Reads the weights of a run's micro-batches, which `giver` gives; 1 for each under a rule that uses none."""
+    """Reads the weights of a run's micro-batches; 1 for each under a rule that uses none."""
 
     def __init__(
-        self, rule: Rule, device: torch.device, giver: str, warn: Callable[[str], None], tell: Callable[[str], None]
+        self, rule: Rule, device: torch.device, warn: Callable[[str], None], tell: Callable[[str], None]
     ) -> None:
-        self._rule, self._device, self._giver, self._warn, self._tell = rule, device, giver, warn, tell
+        self._rule, self._device, self._warn, self._tell = rule, device, warn, tell
         self._explicit: bool | None = None
 
     def read(
@@ -124,8 +124,8 @@ class Weights:
         before, self._explicit = self._explicit, given
         if not given:
             self._tell(
-                f"GradAvgStrategy: n = samples of the batch, as {self._giver} no weight. If the loss is a mean over"
-                " tokens, or leaves targets out, give their number as weight"
+                "GradAvgStrategy: n = samples of the batch, as no weight is given. If the loss is a mean over tokens,"
+                " or leaves targets out, give their number as weight"
             )
         if before in (None, given):
             return None

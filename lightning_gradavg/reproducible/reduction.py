@@ -44,8 +44,10 @@ class TreeReduction(Reduction):
         self._normalizers = [0.0] * self._replicas
         self._ends = False
 
-    def _enter(self, loss: WeighedLoss) -> None:
+    def _pend(self, loss: WeighedLoss) -> WeighedLoss:
         """Multiply losses by their weights as they are: the backward adds them to the window."""
+        self.pending = loss
+        return loss
 
     def begin_step(self, batch: Any, missing: int = 0) -> None:
         """Note the batch of a training step, of which the rank's first replica comes next."""
