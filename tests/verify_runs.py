@@ -676,6 +676,11 @@ RUNS = {
     "a communication hook that divides again": Run(
         strategy=gradavg(ddp_comm_hook=reduced_by(lambda bucket: bucket / 2)), cause="double division"
     ),
+    "a communication hook that divides again under `sum`": Run(
+        lambda: Net("sum"),
+        strategy=gradavg(reduction="sum", ddp_comm_hook=reduced_by(lambda bucket: bucket / 2)),
+        cause="double division",
+    ),
     "a hook on parameters that divides, dropout": Run(
         lambda: Hooked(lambda grad: grad / m.world(), nn.Dropout(0.5)), cause="double division"
     ),

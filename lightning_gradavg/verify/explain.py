@@ -347,6 +347,7 @@ def _of_combinations(known: _Evidence) -> tuple[str, str] | None:
     factors, sums = known.factors(known.reduced), "sum" in facts.rule.name
     if "sum" in known.right and factors and not sums:
         return "sum loss", f"{known.multiple}: the loss is a sum over samples"
+    factors = {name: factor / (number if "sum" in known.right else 1) for name, factor in factors.items()}
     length = f"the window has {number / ranks:g} micro-batches on each rank and is divided by {facts.accumulation}"
     multiples = (
         (number / (ranks * facts.accumulation), "short window", length),
