@@ -11,9 +11,6 @@ from torch.utils.data import DistributedSampler
 
 from lightning_gradavg.lightning_internals import iterator_of
 
-__all__ = ["LoaderWrapper", "Shows", "distributed_sampler", "is_sharded", "length_of", "loader_batch_size"]
-__all__ += ["loader_parts", "loader_samplers", "user_loader"]
-
 
 class Shows:
     """Shows the attributes of another object, unless it has its own."""
@@ -28,13 +25,9 @@ class Shows:
 
 
 class LoaderWrapper(Shows):
-    """Stands in for a user's loader, of which Lightning reads and sets more than batches.
+    """Stands in for a user's loader, or for the copy that is read, of which Lightning reads and sets more than batches.
 
-    Args:
-        loader: The user's loader.
-        read: What is iterated: that loader, or a copy of it.
-        shown: Which of the two shows its attributes.
-        shared: Whether all ranks read the same, so that worker processes must not be seeded by rank.
+    Of a `shared` one all ranks read the same, so that worker processes must not be seeded by rank.
     """
 
     def __init__(self, loader: Any, *, read: Any, shown: Any, shared: bool) -> None:

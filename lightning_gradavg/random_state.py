@@ -11,16 +11,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = [
-    "RandomState",
-    "RandomStream",
-    "forked",
-    "random_state",
-    "restore_random_state",
-    "same_random_state",
-    "seeded",
-]
-
 RandomState: TypeAlias = tuple[torch.Tensor, Any, Any]
 """States of torch's, Python's and NumPy's global generators, as values that `torch.load(weights_only=True)` reads."""
 
@@ -73,9 +63,6 @@ class RandomStream:
     """A stream of random numbers beside the process's own, from which everything draws within `drawing`.
 
     A process whose own state equals that of the stream moves on with it. Any other gets its own back.
-
-    Attributes:
-        drawing_now: Whether the process draws from the stream.
     """
 
     def __init__(self) -> None:
@@ -99,11 +86,9 @@ class RandomStream:
         if self.drawing_now:
             yield
             return
-        own = random_state()
-        moves = not apart and same_random_state(own, self._state)
-        self._own = own
+        self._own, self.drawing_now = random_state(), True
+        moves = not apart and same_random_state(self._own, self._state)
         restore_random_state(self._state)
-        self.drawing_now = True
         try:
             yield
         finally:
@@ -113,7 +98,7 @@ class RandomStream:
 
     def pull(self, before: RandomState, after: RandomState) -> None:
         """Have the process move on to `after`, if its own state is `before`."""
-        if not self.drawing_now and same_random_state(random_state(), before):
-            restore_random_state(after)
-        elif self.drawing_now and same_random_state(self._own, before):
+        if same_random_state(self._own if self.drawing_now else random_state(), before):
             self._own = after
+            if not self.drawing_now:
+                restore_random_state(after)

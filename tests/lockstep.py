@@ -15,28 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from lightning_gradavg.batches.chunks import Chunk, Split
 from lightning_gradavg.batches.loader import SplitLoader
-from lightning_gradavg.batches.progress import NumberedLoader, Progress
-from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.ranks import World
-
-
-class Loop(TrainingLoop):
-    """Stands in for Lightning's training loop, which counts."""
-
-    def __init__(self, combined_loader: Any = None) -> None:
-        self.ended = False
-        self.count = SimpleNamespace(ready=0, processed=0, completed=0)
-        epochs = SimpleNamespace(
-            _num_ready_batches_reached=lambda: self.ended, batch_progress=SimpleNamespace(current=self.count)
-        )
-        super().__init__(
-            SimpleNamespace(
-                _combined_loader=combined_loader, epoch_loop=epochs, _data_fetcher=SimpleNamespace(done=False)
-            )
-        )
-
-    def read(self, combined_loader: Any) -> None:
-        self._loop._combined_loader = combined_loader
 
 
 @dataclass
@@ -53,11 +32,6 @@ class Rank:
 def in_one_world(loader: Any, **options: Any) -> SplitLoader:
     """Return a loader split for one rank that nobody compares with others."""
     return Rank(Split(**options)).load(loader)
-
-
-def numbered(loader: Any, rank: Rank, progress: Progress | None = None) -> NumberedLoader:
-    """Return a loader split as Lightning reads it, whose loop reads what its `read` is given."""
-    return NumberedLoader(loader, rank.split, rank.world, progress or Progress(Loop(), lambda: 1))
 
 
 Body = Callable[[Rank], Any]

@@ -16,12 +16,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from lockstep import (
     Graphs,
     Logged,
-    Loop,
     Rank,
     Stream,
     Taken,
@@ -29,11 +28,11 @@ from lockstep import (
     epochs,
     global_batches,
     in_one_world,
-    numbered,
     on_ranks,
     plain,
     take_all,
 )
+from ranks import make_trainer
 from torch import Tensor
 from torch.nn.parallel import scatter
 from torch.nn.parallel._functions import Scatter
@@ -46,8 +45,8 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_gradavg.batches.chunks import Chunk, Split, chunk_bounds
-from lightning_gradavg.batches.progress import Progress
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.batches.chunks import chunk_bounds
 from lightning_gradavg.tree import batch_samples, data_digest, slice_batch
 
 EIGHT: Any = range(8)
@@ -508,69 +507,54 @@ def test_what_cannot_be_split_is_an_error_on_all_ranks(name: str) -> None:
         assert message in str(error)
 
 
-def _rows(fetcher: _DataFetcher, progress: Progress, loop: Loop, steps: int) -> list[tuple[Any, list[Chunk | None]]]:
-    """Read as the training loop does, and note what stands behind every batch."""
-    rows: list[tuple[Any, list[Chunk | None]]] = []
-    while not fetcher.done and len(rows) < steps:
-        batch, _, _ = next(fetcher)
-        loop.count.ready = len(rows) + 1
+class Held(list[Any]):
+    """Batches in memory, of which `CombinedLoader` takes a plain list for several loaders."""
+
+
+class Looking(LightningModule):
+    """Finds in every batch the samples that are said to stand behind it, and looks at the data in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        strategy: Any = self.trainer.strategy
         for _ in range(2):  # asked twice, it is the same
-            chunks = [each and each.chunk for each in progress.behind(loop.ready - 1)]
-        rows.append((batch, chunks))
-        _look(fetcher.combined_loader.flattened)
-    return rows
+            for part, behind in zip(batch, strategy._batches._behind, strict=True):
+                expected = None if behind is None else [*range(behind.chunk.start, behind.chunk.stop)]
+                assert expected == (None if part is None else [value % 4 for value in part.tolist()])
+        loaders: Any = self.trainer.train_dataloader
+        for loader in loaders if batch_idx == 1 else ():
+            next(iter(loader))
+            list(loader)
+        return self.weight * 1.0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _look(loaders: Any) -> None:
-    """Look at the first batch of each loader, and at all of them, as a user may."""
-    for loader in loaders:
-        next(iter(loader))
-        list(loader)
-
-
-def _matches(row: tuple[Any, list[Chunk | None]]) -> bool:
-    """Whether every batch of the row holds the samples that are said to stand behind it."""
-    batches, chunks = row
-    return all(
-        batch is None
-        if chunk is None
-        else [value % 4 for value in batch.tolist()] == list(range(chunk.start, chunk.stop))
-        for batch, chunk in zip(batches, chunks, strict=True)
-    )
+def steps_of(mode: Any, sized: bool, sizes: tuple[int, ...], limit: float) -> int:
+    """Body: train two epochs, and return how many steps were taken."""
+    batches = [torch.arange(100 * place, 100 * place + size).split(4) for place, size in enumerate(sizes)]
+    loaders = CombinedLoader([Held(each) if sized else Unsized(partial(iter, each)) for each in batches], mode)
+    trainer = make_trainer(GradAvgStrategy(split_batches=True), max_epochs=2, limit_train_batches=limit)
+    trainer.fit(Looking(), loaders)
+    return trainer.global_step
 
 
 class TestInLightning:
     @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
     @pytest.mark.parametrize("sized", [True, False])
     @pytest.mark.parametrize("sizes", [(7, 22), (22, 7), (9, 9), (13,)])
-    @pytest.mark.parametrize("rank", [0, 2])
     def test_what_stands_behind_a_batch_is_told_in_step(
-        self, mode: Any, sized: bool, sizes: tuple[int, ...], rank: int
+        self, world: Any, mode: str, sized: bool, sizes: tuple[int, ...]
     ) -> None:
         """Fetched ahead or not, cycled, exhausted, left early, looked at between: every batch meets its own chunk."""
-        of_rank, loop = Rank(Split(rank, 3)), Loop()
-        progress = Progress(loop, lambda: 1)
-        loaders = []
-        for start, size in zip((0, 100), sizes, strict=False):
-            batches = torch.arange(start, start + size).split(4)
-            read: Any = list(batches) if sized else Unsized(partial(iter, batches))
-            loaders.append(numbered(read, of_rank, progress))
-        fetcher = _PrefetchDataFetcher()
-        fetcher.setup(CombinedLoader(loaders, mode))
-        loop.read(fetcher.combined_loader)
         lengths = [-(-size // 4) for size in sizes]
         expected = min(lengths) if mode == "min_size" else max(lengths)
-
-        iter(fetcher)
-        for epoch, steps in enumerate((99, 2, 99, 1, 99)):
-            _look(loaders)
-            if epoch > 0:
-                iter(fetcher)
-            rows = _rows(fetcher, progress, loop, steps)
-
-            assert len(rows) == min(steps, expected)
-            assert all(map(_matches, rows))
-            assert all(any(chunk is not None for chunk in chunks) for _, chunks in rows)
+        assert [2 * expected] * 2 == world(2).run(steps_of, mode, sized, sizes, 1.0)
+        assert [2] * 2 == world(2).run(steps_of, mode, sized, sizes, 1)
 
     def test_epochs_reach_the_samplers(self) -> None:
         """Lightning's `set_epoch` arrives at the user's sampler."""

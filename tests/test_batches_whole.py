@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lockstep import Augmented, Graphs, Logged, Rank, Taken, in_one_world, on_ranks, pad_and_mix, take_all
+from lockstep import Augmented, Graphs, Rank, Taken, in_one_world, on_ranks, pad_and_mix, take_all
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info
 
 SIZE, BATCH = 22, 8
@@ -132,21 +132,6 @@ def test_parts_are_read_where_nobody_can_tell(name: str) -> None:
 def test_all_else_is_read_whole(name: str) -> None:
     """Whatever may draw or mix is read whole by every rank; the log says so."""
     assert in_one_world(WHOLE[name](), whole=True).describe().endswith("; every rank reads whole batches")
-
-
-@pytest.mark.parametrize("draws", [True, False])
-def test_a_flagged_dataset_is_loaded_in_parts(draws: bool) -> None:
-    """With `draws_no_random_numbers`, 2 ranks load the samples of their replicas; without, all of them."""
-    datasets: list[Logged] = []
-
-    def body(rank: Rank) -> None:
-        datasets.append(Logged(8) if draws else flagged(Logged(8)))
-        take_all(rank.load(DataLoader(datasets[-1], batch_size=8)))
-
-    on_ranks(2, body, replicas=4, whole=True)
-
-    expected = [list(range(8))] * 2 if draws else [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert expected == [dataset.loaded for dataset in datasets]
 
 
 def test_workers_are_seeded_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,23 +53,13 @@ class PassState(TypedDict):
 
 
 class LoaderState(TypedDict):
-    """Where training stands in a loader.
+    """Where training stands in a loader."""
 
-    Attributes:
-        complete: Whether the epoch is over, so that the next pass starts at its first batch.
-        batches: Loader batches of the pass that were trained on.
-        digest: Of the digests of these batches, in hexadecimal digits.
-        passes: The pass; none after a complete epoch.
-        generators: States of the loader's own generators now.
-        objects: States of the samplers that have some, now.
-        random: Rank 0's global random state after these batches.
-    """
-
-    complete: bool
-    batches: int
-    digest: str
-    passes: list[PassState]
-    generators: list[Tensor]
+    complete: bool  # whether the epoch is over, so that the next pass starts at its first batch
+    batches: int  # loader batches of the pass that were trained on
+    digest: str  # of the digests of these batches
+    passes: list[PassState]  # the pass; none after a complete epoch
+    generators: list[Tensor]  # the states now
     objects: list[Any]
     random: RandomState
 
@@ -99,10 +89,7 @@ class Sources:
 
 
 class Behind(NamedTuple):
-    """What stands behind a batch: which samples of the loader batch it holds, and the place after that batch.
-
-    The place is the number of loader batches, and their digest.
-    """
+    """What stands behind a batch: its samples of the loader batch, and the place after that batch in the pass."""
 
     chunk: Chunk
     batches: int
@@ -112,16 +99,11 @@ class Behind(NamedTuple):
 class Order:
     """The order of one pass over a loader. Making it is a collective operation.
 
-    Args:
-        loader: The user's loader.
-        world: The ranks that read the same batches.
-        start: Where the pass starts: the batches before are passed over. None for its beginning.
-        shared: Whether all ranks draw the same numbers as they read. Otherwise rank 0 draws what one process draws, and
-            each other rank from a stream of its own, so that no two ranks draw the same augmentation.
+    Where reading is `shared`, all ranks draw the same numbers. Otherwise rank 0 draws what one process draws, and each
+    other rank from a stream of its own, so that no two ranks draw the same augmentation.
 
     Attributes:
-        forks: Whether this rank draws from a stream of its own.
-        batches: The loader batches so far.
+        start: How many loader batches are passed over.
         asked: What stands behind the batches whose indices were asked for, and which are still to come.
         state: What determines the pass, complete once its first batch was asked for.
     """
@@ -214,13 +196,9 @@ class Order:
 
 
 class SharedIndices:
-    """The batch sampler of a copy of the loader: this rank's part of what rank 0's yields, which is sent in blocks.
+    """The batch sampler of a copy of the loader: this rank's part of what rank 0's yields, which is sent in blocks."""
 
-    Attributes:
-        order: That of the next pass.
-    """
-
-    order: Order
+    order: Order  # of the next pass
 
     def __init__(self, batch_sampler: Any, split: Split) -> None:
         self._batch_sampler, self._split = batch_sampler, split

@@ -57,17 +57,12 @@ class Numbers:
 
 
 class NumberedLoader(SplitLoader):
-    """A split loader that Lightning reads. A checkpoint holds its place, in loader batches, for any world size.
-
-    Attributes:
-        start: Where the next passes start, until something is trained on; None for the beginning of a pass.
-        behind: What stands behind its batches.
-    """
+    """A split loader that Lightning reads. A checkpoint holds its place, in loader batches, for any world size."""
 
     def __init__(self, loader: Any, split: Split, world: World, progress: Progress) -> None:
         super().__init__(loader, split, world)
         self.progress, self.behind = progress, Numbers(progress.loop)
-        self.start: LoaderState | None = None
+        self.start: LoaderState | None = None  # of the next passes, until something is trained on
 
     def __iter__(self) -> NumberedIterator:
         return NumberedIterator(self)
@@ -126,12 +121,7 @@ class NumberedIterator(Iterator[Any]):
 
 
 class Progress:
-    """Where training stands in the loaders of one rank.
-
-    Args:
-        loop: Lightning's, which counts.
-        window: Returns the loader batches of an optimizer step.
-    """
+    """Where training stands in the loaders of one rank; `window` returns the loader batches of an optimizer step."""
 
     def __init__(self, loop: TrainingLoop, window: Callable[[], int]) -> None:
         self.loop, self.window = loop, window
