@@ -30,9 +30,9 @@ TRAINER = {"max_epochs": 1, "use_distributed_sampler": False}
 
 SCHEDULERS: dict[str, Any] = {
     "none": None,
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.1),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=12),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+    "StepLR": lambda o, _: lr_scheduler.StepLR(o, 2, 0.1),
+    "OneCycleLR": lambda o, trainer: lr_scheduler.OneCycleLR(o, 0.3, total_steps=trainer.estimated_stepping_batches),
+    "ReduceLROnPlateau": lambda o, _: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
 }
 """What a schedule becomes is shown for all of torch's schedulers in test_learning_rate.py."""
 
@@ -60,7 +60,7 @@ class Scheduled(Toy):
         optimizer = torch.optim.SGD([{"params": [self.w]}, {"params": [self.v], "lr": 0.01}], lr=0.1, momentum=0.5)
         if self.scheduler == "none":
             return optimizer
-        scheduler = SCHEDULERS[self.scheduler](optimizer)
+        scheduler = SCHEDULERS[self.scheduler](optimizer, self.trainer)
         monitor = {"monitor": "metric", "strict": False} if self.scheduler == "ReduceLROnPlateau" else {}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", **monitor}}
 
@@ -113,26 +113,12 @@ def test_effective_rate_is_factor_times_schedule(world, name, warmup):
             assert [approx(factor * rate) for rate in theirs] == list(mine)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_one_cycle_over_estimated_steps(world, world_size):
-    ranks = world(world_size).run(run_one_cycle, world_size)
-    expected = world(1).run(run_one_cycle, 1)[0]
-    assert [expected] * world_size == ranks
-    assert len(expected) == 16
-
-
-class OneCycle(Scheduled):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
-        total = self.trainer.estimated_stepping_batches
-        scheduler = lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=total)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def run_one_cycle(world_size: int) -> Any:
-    module = OneCycle(batch=8, size=64)
-    make_trainer(GradAvgStrategy(split_batches=True, max_device_batch_size=2), max_epochs=2).fit(module)
-    return module.rates
+def test_one_cycle_over_estimated_steps(world):
+    one_cycle = {"scheduler": "OneCycleLR", "batch": 8, "size": 64}
+    strategy = {"split_batches": True, "max_device_batch_size": 2}
+    (expected,), *others = (world(ranks).run(run, one_cycle, strategy, max_epochs=2) for ranks in (1, 2, 4))
+    assert [[expected] * 2, [expected] * 4] == others
+    assert 16 == len(expected[0])
 
 
 class Noting(Callback):
@@ -300,35 +286,23 @@ def test_monitors_and_the_start_line_show_the_effective_rate(world, manual):
         assert line.endswith("; scale 3, learning rate x 3, at first 0.3"), line
 
 
-def swa() -> list[float]:
-    """Body: the rate of every step of an epoch at 0.1 and two of averaging at 0.05."""
-    module = Scheduled(size=8)
-    callbacks = [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)]
-    strategy = GradAvgStrategy(lr_scaling="linear")
-    make_trainer(strategy, **{**TRAINER, "max_epochs": 3}, callbacks=callbacks).fit(module)
-    return [rate for rate, _ in module.rates]
-
-
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
 def test_the_rate_of_weight_averaging_is_a_base_rate(world):
-    for rates in world(2).run(swa):
-        assert [approx(0.2)] * 4 == rates[:4]
-        assert [approx(0.1)] * 4 == rates[-4:]
-
-
-def run_scheduled_window(schedule: dict[int, int]) -> Any:
-    module = Scheduled(batch=2, size=8)
-    strategy = GradAvgStrategy(lr_scaling="linear", base_batch_size=4)
-    callbacks = [GradientAccumulationScheduler(schedule)]
-    make_trainer(strategy, **{**TRAINER, "max_epochs": 2}, callbacks=callbacks).fit(module)
-    return [rate[0] for rate in module.rates], strategy.global_batch_size
+    """An epoch at 0.1, and two of averaging at 0.05."""
+    averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)
+    for rates, *_ in world(2).run(run, {"size": 8}, {"lr_scaling": "linear"}, max_epochs=3, callbacks=[averaging]):
+        assert [approx(0.2)] * 4 == [rate for rate, _ in rates[:4]]
+        assert [approx(0.1)] * 4 == [rate for rate, _ in rates[-4:]]
 
 
 @pytest.mark.parametrize(
     ("schedule", "rates", "size"), [({0: 1, 1: 2}, [0.1] * 4 + [0.2] * 2, 8), ({0: 2, 1: 1}, [0.2] * 2 + [0.1] * 4, 4)]
 )
 def test_scale_follows_a_scheduled_window(world, schedule, rates, size):
-    assert [(list(map(approx, rates)), size)] * 2 == world(2).run(run_scheduled_window, schedule)
+    strategy = {"lr_scaling": "linear", "base_batch_size": 4}
+    callbacks = [GradientAccumulationScheduler(schedule)]
+    for found, batch, _ in world(2).run(run, {"size": 8}, strategy, max_epochs=2, callbacks=callbacks):
+        assert (list(map(approx, rates)), size) == ([rate for rate, _ in found], batch)
 
 
 class Found(Toy):

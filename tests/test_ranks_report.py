@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from ranks import make_trainer
 from torch.utils.data import DataLoader
 from toys import MLP, Toy, approx, loader, samples
@@ -129,7 +129,9 @@ REPORTS: dict[str, tuple[Any, ...]] = {
     "a sum over manual windows": (
         WINDOWS, {"loss": "sum", "window": 2}, {"reduction": "sum"}, MANUAL, 36.0, 36.0, (10.0, 26.0)),
     "case 5, a rank without samples": ([[[2, 4]], [[]]], {}, WEIGHTED, {}, 3.0, 3.0, (3.0, 0.0)),
-    "two parameters": ([[[[3, 0]]], [[[0, 4]]]], {"start": [0.0, 0.0]}, WEIGHTED, {}, 0.0, 2.5, (3.0, 4.0)),
+    "two parameters": (
+        [[[[3, 0]]], [[[0, 4]]]], {"start": [0.0, 0.0]}, {**WEIGHTED, "gradient_as_bucket_view": True}, {},
+        0.0, 2.5, (3.0, 4.0)),
 }
 # fmt: on
 
@@ -205,72 +207,24 @@ def test_nodes_and_rules_of_users(world, rule, multipliers, norm):
     assert approx(norm) == report.gradient_norm
 
 
-class StepEnd(Toy):
-    """The loss of Lightning 1.x: of the outputs of all replicas."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.losses(batch)
-
-    def training_step_end(self, losses: torch.Tensor) -> torch.Tensor:
-        return losses.mean()
-
-
 @pytest.mark.parametrize(
-    ("preset", "replicas", "module"),
-    [
-        ("data_parallel", None, Toy),
-        ("data_parallel", None, StepEnd),
-        ("data_parallel", 4, Toy),
-        ("single_device", None, Toy),
-        ("single_device", None, StepEnd),
-    ],
+    ("preset", "replicas"), [("data_parallel", None), ("data_parallel", 4), ("single_device", None)]
 )
-def test_reference_modes(world, preset, module, replicas):
+def test_reference_modes(world, preset, replicas):
     """Under equivalent_to= the loss and the norm are those of one process, however the replicas share the batch."""
     strategy = {"equivalent_to": preset} | ({"num_replicas": replicas} if replicas else {})
-    results = world(2).run(observe_whole_batches, strategy, module)
-    reports = same_everywhere(results, steps=2)
+    reports = same_everywhere(world(2).run(observe_whole_batches, strategy), steps=2)
     assert [approx(3.75), approx(12.5)] == [report.loss for report in reports]
     assert [approx(7.5), approx(25.0)] == [report.gradient_norm for report in reports]
+    assert {(None, None)} == {report.samples for report in reports}, "a rank's loss may reach another's samples"
 
 
-def observe_whole_batches(strategy: Mapping[str, Any], module: Callable[..., Any]) -> list[StepReport]:
+def observe_whole_batches(strategy: Mapping[str, Any]) -> list[StepReport]:
     seen = Reports()
     trainer = make_trainer(GradAvgStrategy(**strategy), callbacks=[seen], max_epochs=1)
     batches = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
-    trainer.fit(module(kind="s", lr=0.0), DataLoader(batches, batch_size=4))
+    trainer.fit(Toy(kind="s", lr=0.0), DataLoader(batches, batch_size=4))
     return seen.reports
-
-
-class TwoParts(LightningModule):
-    """Two parameters; the second is used only in micro-batches with a sample below 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (torch.nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(2))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return (batch * (self.b if batch.min() < 0 else self.a)).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def test_a_parameter_that_the_last_micro_batch_does_not_reach(world):
-    """Its gradient from earlier in the window is part of the local norm: 3 and 4 make 5, halved by the window."""
-    for strategy in ({}, WEIGHTED):
-        (report,) = same_everywhere(
-            world(2).run(
-                observe,
-                [[[-3.0], [4.0]]] * 2,
-                {},
-                {**strategy, "find_unused_parameters": True},
-                module=TwoParts,
-                accumulate_grad_batches=2,
-            )
-        )
-        assert approx(2.5) == report.gradient_norm
-        assert (approx(2.5), approx(2.5)) == report.local_gradient_norms
 
 
 def train_bits(monitored: bool, bucket_view: bool, strategy: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -295,25 +249,6 @@ def test_observing_changes_no_bit(world, bucket_view, strategy):
     (alone, *_) = world(3).run(train_bits, False, bucket_view, strategy)
     for of_rank in watched:
         assert all(torch.equal(expected, mine) for mine, expected in zip(of_rank, alone, strict=True))
-
-
-def local_norms(bucket_view: bool) -> tuple[tuple[float, ...], float]:
-    """Body: the reported norms of all ranks, and this rank's own as autograd gives it."""
-    module, seen, batch = MLP(), Reports(), samples(2)[dist.get_rank()]
-    strategy = GradAvgStrategy(gradient_as_bucket_view=bucket_view, bucket_cap_mb=0.0005)
-    gradients = torch.autograd.grad(module.training_step(batch, 0), list(module.parameters()))
-    own = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt().item()
-    trainer = make_trainer(strategy, max_steps=1, use_distributed_sampler=False, callbacks=[seen])
-    trainer.fit(module, DataLoader([batch], batch_size=None))  # type: ignore[arg-type]  # as above
-    return seen.reports[0].local_gradient_norms, own
-
-
-@pytest.mark.parametrize("bucket_view", [False, True])
-def test_local_norms_are_taken_before_the_reduction(world, bucket_view):
-    """With several buckets in flight, too, a rank's norm is that of its own gradient."""
-    results = world(2).run(local_norms, bucket_view)
-    for reported, _ in results:
-        assert [approx(own, 1e-6) for _, own in results] == list(reported)
 
 
 def test_a_step_asked_for_before_fit(world):

@@ -40,10 +40,6 @@ def test_factors_are_monotonic_and_one_at_scale_one(name: str, scale: float, lar
     assert SCALINGS[name].at(1.0) == 1.0
 
 
-def test_adam_sde_values() -> None:
-    assert SDE.hyperparameters(4.0, ADAM) == {"lr": 2e-3, "betas": (0.6, 0.996), "eps": 5e-9}
-
-
 @pytest.mark.parametrize(
     ("optimizer", "smoothing", "scaled"),
     [
@@ -154,27 +150,8 @@ def test_gradual_warmup_values() -> None:
     assert warmup_factor(4.0, 0, 0) == 4.0
 
 
-@given(factor=st.floats(0.01, 100), steps=st.integers(0, 1000), step=st.integers(0, 2000))
-def test_warmup_moves_steadily_from_one_to_the_factor(factor: float, steps: int, step: int) -> None:
-    now, later = warmup_factor(factor, step, steps), warmup_factor(factor, step + 1, steps)
-    low, high = sorted((1.0, factor))
-    assert low * (1 - 1e-15) <= now <= high * (1 + 1e-15)
-    assert (later - now) * (factor - 1) >= -1e-13
-    if step >= steps:
-        assert now == factor
-
-
 @pytest.mark.parametrize(
     ("steps", "scale", "expected"), [(1000, 4.0, 250), (5, 2.0, 3), (1, 64.0, 1), (0, 4.0, 0), (100, 0.25, 400)]
 )
 def test_steps_shrink_with_the_scale(steps: int, scale: float, expected: int) -> None:
     assert scaled_steps(steps, scale) == expected
-
-
-@given(steps=st.integers(0, 10**9), scale=SCALES, larger=SCALES)
-def test_steps_are_monotonic_and_within_half_a_step(steps: int, scale: float, larger: float) -> None:
-    low, high = sorted((scale, larger))
-    assert scaled_steps(steps, low) >= scaled_steps(steps, high)
-    assert scaled_steps(steps, 1.0) == steps
-    result = scaled_steps(steps, scale)
-    assert abs(result - Fraction(steps) / Fraction(repr(scale))) <= Fraction(1, 2) or result == 1

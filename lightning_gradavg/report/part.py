@@ -138,7 +138,7 @@ class Reports(Part):
         if skipped:
             return
         scaler = getattr(self.run.trainer.precision_plugin, "scaler", None)
-        loss_scale = float(scaler.get_scale()) if scaler is not None else 1.0
+        loss_scale = 1.0 if scaler is None else float(scaler.get_scale())
         reduced = squared_norm([parameter.grad for parameter in self._parameters], self.run.device)
         own = _total(local.values(), self.run.device)
         local_norm, norm = (math.sqrt(square) / loss_scale for square in (own, reduced))
