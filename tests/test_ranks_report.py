@@ -28,10 +28,7 @@ class Reports(Callback):
         self.reports: list[StepReport] = []
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        if (
-            trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
-            and not trainer.strategy.observing
-        ):
+        if not trainer.strategy.observing:
             trainer.strategy.observe_next_step()
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:

@@ -146,7 +146,7 @@ class Rates(Part):
 
     def arrive(self, accumulation: int) -> None:
         """Begin a batch, and with it a step. Callbacks may move batches at any other time."""
-        if TrainingLoop(self.run.trainer.fit_loop).between_batches:
+        if not self.scales or TrainingLoop(self.run.trainer.fit_loop).between_batches:
             self.end()
             self._follow(accumulation)
             self.apply()
