@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -186,3 +187,19 @@ def test_named_terms_keep_their_graph(world):
     """Of x = 1 and 5 the terms are (1 + 3 * 5) / 4 and 10 * 1."""
     seen = run(world, kept_graph, [[[1.0]], [[5.0]]])
     assert [approx(14.0)] == [gradient.item() for gradient in seen.gradients]
+
+
+def interrupted(module: ByHand, batch: Tensor, _: int) -> None:
+    """Have a hook raise between the weighing of a loss and its backward, over gradients that are kept."""
+    weight = 3 - 2 * dist.get_rank()
+    module.manual_backward(module.losses(batch).mean(), weight=weight)
+    with patch.object(module, "on_before_backward", side_effect=KeyError), pytest.raises(KeyError):
+        module.manual_backward(100 * module.losses(batch).mean(), weight=9)
+    module.manual_backward(module.losses(batch).mean(), weight=weight)
+    module.seen.gradients.append(module.w.grad.clone())
+
+
+def test_a_loss_whose_backward_never_ran_is_forgotten(world):
+    """Twice (3 * 1 + 5) / 4."""
+    seen = run(world, interrupted, [[[1.0]], [[5.0]]])
+    assert [approx(4.0)] == [gradient.item() for gradient in seen.gradients]

@@ -43,9 +43,6 @@ class ShardedAccumulation(Accumulation):
     """The gradients of a window, where autograd accumulates into unsharded parameters, whose memory comes and goes.
 
     The optimizers' parameters have the gradients; optimizers may be added later. The mesh is Lightning's.
-
-    Raises:
-        ValueError: If the engine would not average the gradient of a parameter over the data-parallel ranks.
     """
 
     _stopped = 0.0  # not undefined: the engine waits for the gradients of all ranks

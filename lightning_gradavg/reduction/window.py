@@ -514,7 +514,7 @@ class Accumulation(Window):
         return True
 
     def _scale(self, gradients: Sequence[Tensor], factor: Any) -> None:
-        scale_each([as_real(stored(gradient)) for gradient in gradients], factor)
+        scale_each(map(as_real, map(stored, gradients)), factor)
 
     def end(self) -> None:
         """Add what was there before the window to what it reduced, and begin the next."""
