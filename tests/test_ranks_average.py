@@ -350,7 +350,7 @@ MISUSES: dict[str, tuple[Sequence[int], dict[str, Any], str]] = {
     "DDP submodule": (
         EVERYWHERE,
         {"source": lambda model: nn.ModuleDict({"generator": DistributedDataParallel(model)})},
-        r"the submodule 'generator' is a DistributedDataParallel",
+        "generator is a DistributedDataParallel, which has reduced the gradients",
     ),
     "DTensor": (EVERYWHERE, {"source": dtensor}, r"parameter 0 is a DTensor, whose placements say how it is reduced"),
     "named": ([0], {"source": lambda model: model.named_parameters()}, r"on rank 0: parameter 0 is \('0\.weight'"),

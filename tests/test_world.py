@@ -72,16 +72,6 @@ def test_ranks_in_words() -> None:
     assert "a on rank 0; b on ranks 1, 2" == by_value("abb")
 
 
-def test_rank_that_is_alone() -> None:
-    """Without a process group a rank is a world of its own, and every exchange returns what it brought."""
-    world = World.of(None)
-    assert World() == world
-    exchanged = world.gather_integers([1, 2]), world.gather_floats([0.5]), world.gather_objects(("x",))
-    assert ([[1, 2]], [[0.5]], [("x",)]) == exchanged
-    assert "y" == world.from_first("y")
-    assert places_on_nodes([7]) == world.places(7)
-
-
 def exchange() -> Any:
     """Body: every exchange, of the default group and of one of two ranks."""
     rank = dist.get_rank()

@@ -105,12 +105,6 @@ def checked_weight(rule: Rule, weight: float | Tensor | None) -> float:
     return number
 
 
-_REFUSED_MODULES: Refusals = (
-    (
-        lambda module: hasattr(module, "no_sync"),  # DDP's and FSDP's
-        "is a {0.__class__.__name__}, which has reduced the gradients: leave this out, or use no_sync() and `.module`",
-    ),
-)
 _REFUSED_PARAMETERS: Refusals = (
     (
         lambda parameter: not isinstance(parameter, Tensor),
@@ -144,7 +138,11 @@ def _labeled(source: Any) -> dict[str, Tensor]:
     """Return every parameter once, by what messages call it."""
     if isinstance(source, nn.Module):
         for name, module in source.named_modules():
-            refuse(f"the submodule {name!r}" if name else "the module", module, _REFUSED_MODULES)
+            if hasattr(module, "no_sync"):  # DDP's and FSDP's
+                raise ValueError(
+                    f"{name or 'the module'} is a {type(module).__name__}, which has reduced the gradients: leave this"
+                    " out, or use no_sync() and `.module`"
+                )
         return {f"parameter {name!r}": parameter for name, parameter in source.named_parameters()}
     listed = [source] if isinstance(source, Tensor) else list(source)  # not its rows
     first = {id(tensor): index for index, tensor in reversed(list(enumerate(listed)))}
