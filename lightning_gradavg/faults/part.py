@@ -43,7 +43,7 @@ class Faults(Part):
     def setup(self, run: Run) -> None:
         """Begin a run, in which ranks hear of each other's errors."""
         super().setup(run)
-        number = next(_RUNS)  # the same on ranks, whatever their world
+        number = next(_RUNS)
         self._last_words = LastWords(run.world, number) if run.world.size > 1 else None
         self._apart, self._batches = None, 0
 
