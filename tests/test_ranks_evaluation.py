@@ -442,7 +442,6 @@ KINDS = ["custom", "shuffled", "unbatched", "plain", "stream", "sharded"]
 
 @pytest.mark.parametrize(("kind", "sizes", "world_size"), grid(KINDS, [(10, 1), (10, 4), (1, 1)], [2, 3, 4]))
 def test_every_kind_of_loader(world, world_size, kind, sizes):
-    """Each sample is seen once, whatever yields it: samplers of any kind, iterables, and streams."""
     size, batch = (10, 1) if kind == "custom" else sizes
     ranks = world(world_size).run(run, "validate", {"size": size, "batch": batch, "kind": kind, "logs": "value"})
     seen_once(ranks, range(size))
@@ -451,7 +450,6 @@ def test_every_kind_of_loader(world, world_size, kind, sizes):
 
 @pytest.mark.parametrize("kind", ["workers", "shuffled"])
 def test_epoch_after_epoch(world, kind):
-    """Persistent workers and a shuffled order are dealt anew in every epoch."""
     net = {"size": 7, "batch": 2, "kind": kind, "logs": "value"}
     ranks = world(3).run(run, "fit", net, max_epochs=2, limit_train_batches=1)
     seen_once(ranks, [*range(7)] * 2)
@@ -459,7 +457,6 @@ def test_epoch_after_epoch(world, kind):
 
 
 def test_a_distributed_sampler_that_yields_each_sample_once_is_kept(world):
-    """8 samples on 2 ranks by the user's own DistributedSampler: strided, as it does it."""
     ranks = world(2).run(run, "validate", {"size": 8, "batch": 2, "kind": "sampled", "logs": "value"})
     assert [[0, 2, 4, 6], [1, 3, 5, 7]] == [rank["seen"] for rank in ranks]
     assert [3.5, 3.5] == [rank["metrics"]["value"] for rank in ranks]
@@ -536,7 +533,6 @@ def test_training_goes_on_as_if_not_evaluated(world):
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_with_batches_that_are_split(world, world_size):
-    """split_batches shares out the training batches, and evaluation its own loaders, in the same run."""
     options = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2}
     net = {"size": 5, "batch": 2, "logs": "value"}
     ranks = world(world_size).run(run, "fit", net, {"split_batches": True}, **options, limit_train_batches=2)

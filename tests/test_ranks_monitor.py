@@ -75,7 +75,6 @@ def test_every_value(world):
     ("every", "log_every", "steps"), [(None, 3, [2, 5]), (4, 3, [3]), (None, 0, []), (1, 0, [0, 1, 2, 3, 4, 5, 6])]
 )
 def test_how_often(world, every, log_every, steps):
-    """Every n-th step, as the Trainer says or the monitor; the steps are those that Lightning logs with."""
     results = world(2).run(
         monitored, [[[index] for index in range(1, 15)]] * 2, {"every_n_steps": every, "check_data": False},
         log_every_n_steps=log_every, accumulate_grad_batches=2,
