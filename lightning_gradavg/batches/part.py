@@ -203,7 +203,9 @@ class SplitBatches(Batches):
 
     def on_train_batch_start(self) -> None:
         """Note that a batch is about to be trained on."""
-        require_same_reach([each.chunk for each in self._progress.arrive()])
+        chunks = [each.chunk for each in self._progress.arrive()]
+        if len(chunks) > 1:
+            require_same_reach(chunks)
 
     def slices(self, batch: Any) -> list[ReplicaSlice]:
         """Cut the rank's batch in training, of each of several loaders, into its replicas, in order.

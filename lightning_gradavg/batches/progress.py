@@ -140,9 +140,10 @@ class Progress:
         self._epoch = ref(loop.epoch)
         if ready % self.window() == 0:
             self._arrived = ready, random_state()
-        for each in loop.iterators:
-            each.loader.start = None
-        return [behind for behind in self.behind(ready) if behind is not None]
+        loaders = [each.loader for each in loop.iterators]
+        for loader in loaders:
+            loader.start = None
+        return [behind for loader in loaders if (behind := loader.behind.get(ready)) is not None]
 
     def behind(self, number: int) -> list[Behind | None]:
         """Return what stands behind the batches of a number, for every loader in order; None for an exhausted one."""
