@@ -34,7 +34,6 @@ class TreeReduction(Reduction):
         super().configure_ddp(run)
         each, rank = self._replicas // run.world.size, run.world.rank
         self._held = range(rank * each, (rank + 1) * each)
-        self._position = 0
         self._trained: list[nn.Parameter] = []
         self._forget()
 
@@ -107,8 +106,7 @@ class TreeReduction(Reduction):
         if not self._ends:
             return False
         totals = self.window.totals()
-        # Exactly rounded, so that no order shows.
-        total = math.fsum(totals.more) if self.rule.uses_weight else 1.0
+        total = math.fsum(totals.more) if self.rule.uses_weight else 1.0  # exactly rounded, so that no order shows
         self.window.divided_by = float(self.window.divisor)
         sums = self._sum.gradients(self.window.divisor / total if total > 0 else 0.0)
         kept = self._gradients()
