@@ -58,7 +58,7 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_one_run(world: World, trainer: Trainer, module: LightningModule, options: Mapping[str, Any]) -> None:
-    """Raise a ValueError on all ranks, before any waits for another, unless they are parts of one run.
+    """Raise a RuntimeError on all ranks, before any waits for another, unless they are parts of one run.
 
     They are if packages, options of strategy and Trainer, and the module's class and parameters are equal, and no two
     ranks have one place. A collective operation.
@@ -80,9 +80,9 @@ def require_one_run(world: World, trainer: Trainer, module: LightningModule, opt
         return Contribution(equal, [strategy.node_rank, strategy.local_rank])
 
     refusal = "the ranks are in different runs (start the same script in the same environment on all of them)"
-    places = [tuple(place) for place in world.agree(refusal, described)[1].details]
+    places = [tuple(place) for place in world.agree(refusal, described, RuntimeError)[1].details]
     if len(set(places)) < len(places):
-        raise ValueError(
+        raise RuntimeError(
             f"two processes share a place: (node, rank on the node) is {by_value(places)}. Give every node its own"
             " NODE_RANK and every process of a node its own LOCAL_RANK, or let one launcher set both."
         )

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
-from lightning_gradavg.faults.drift import SameData
+from lightning_gradavg.faults.drift import SameData, require_replicas
 from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.strategy import GradAvgStrategy
@@ -26,9 +26,12 @@ class GradAvgMonitor(Callback):
 
     Args:
         every_n_steps: Optimizer steps from one logged step to the next; None for the Trainer's `log_every_n_steps`.
+        prefix: The prefix of all logged names.
         prog_bar: Whether the progress bar shows the loss and the gradient norm.
         per_rank: Whether to log the values of every rank beside their mean, minimum and maximum.
         check_data: Whether to compare the first batches.
+        check_parameters_every_n_steps: Optimizer steps from one comparison of the parameters to the next; None for no
+            comparison. Ranks that drifted apart raise a `RuntimeError`.
         fingerprint_every_n_steps: Optimizer steps from one log line with `strategy.fingerprint()`, by which you compare
             runs, to the next; None for no line.
 
@@ -41,16 +44,23 @@ class GradAvgMonitor(Callback):
         self,
         every_n_steps: int | None = None,
         *,
+        prefix: str = "gradavg",
         prog_bar: bool = False,
         per_rank: bool = False,
         check_data: bool = True,
+        check_parameters_every_n_steps: int | None = None,
         fingerprint_every_n_steps: int | None = None,
     ) -> None:
-        steps = {"every_n_steps": every_n_steps, "fingerprint_every_n_steps": fingerprint_every_n_steps}
+        steps = {
+            "every_n_steps": every_n_steps,
+            "check_parameters_every_n_steps": check_parameters_every_n_steps,
+            "fingerprint_every_n_steps": fingerprint_every_n_steps,
+        }
         for name, value in steps.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be None or an integer >= 1, got {value!r}.")
         self.every_n_steps, self.fingerprint_every_n_steps = every_n_steps, fingerprint_every_n_steps
+        self.check_parameters_every_n_steps, self.prefix = check_parameters_every_n_steps, prefix
         self.prog_bar, self.per_rank, self.check_data = prog_bar, per_rank, check_data
 
     @override
@@ -89,15 +99,20 @@ class GradAvgMonitor(Callback):
         if self._waits and not strategy.observing:
             self._waits = False
             self._log(trainer, pl_module, strategy.report(), loop.step)
-        if not loop.accumulates and _is_due(loop.step, self.fingerprint_every_n_steps):
+        if loop.accumulates:
+            return
+        if _is_due(loop.step, self.check_parameters_every_n_steps):
+            parameters = ((f"parameter {name!r}", parameter) for name, parameter in pl_module.named_parameters())
+            require_replicas(parameters, f"{trainer.global_step} optimizer steps")
+        if _is_due(loop.step, self.fingerprint_every_n_steps):
             rank_zero_info(f"GradAvgMonitor: after step {loop.step + 1}, fingerprint {strategy.fingerprint()}")
 
     def _log(self, trainer: Trainer, module: LightningModule, report: StepReport, step: int) -> None:
-        values = {f"gradavg/{name}": value for name, value in self._values_of(report).items()}
+        values = {f"{self.prefix}/{name}": value for name, value in self._values_of(report).items()}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
-        for name in ("gradavg/loss", "gradavg/gradient_norm") if self.prog_bar else ():
+        for name in (f"{self.prefix}/loss", f"{self.prefix}/gradient_norm") if self.prog_bar else ():
             module.log(name, values[name], prog_bar=True, logger=False, batch_size=1)
 
     def _values_of(self, report: StepReport) -> dict[str, float]:

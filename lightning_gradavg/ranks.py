@@ -101,10 +101,12 @@ class World:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def agree(self, refusal: str, contribute: Callable[[], Contribution]) -> tuple[Contribution, Agreed]:
+    def agree(
+        self, refusal: str, contribute: Callable[[], Contribution], error_type: type[Exception] = ValueError
+    ) -> tuple[Contribution, Agreed]:
         """Return what this rank and all others bring to a collective call.
 
-        If `contribute` raises on any rank, or what must be equal differs, all ranks raise a ValueError with a refusal.
+        If `contribute` raises on any rank, or what must be equal differs, all ranks raise one error with a refusal.
         """
         mine, error, row = Contribution(), None, [True, 0.0, 0.0, 0.0, 0.0]
         try:
@@ -120,11 +122,11 @@ class World:
         failed, calls, details, nodes, weights = map(list, zip(*self.gather_floats(row), strict=True))
         if any(failed):
             texts = by_rank(self.gather_objects(error and _text(error)))
-            raise ValueError(f"{refusal}, {texts.rstrip('.')}.") from error
+            raise error_type(f"{refusal}, {texts.rstrip('.')}.") from error
         if len(set(calls)) > 1:
             lines = zip_longest(*self.gather_objects(mine.equal), fillvalue="nothing")
             first = next(of_ranks for of_ranks in lines if len(set(of_ranks)) > 1)
-            raise ValueError(f"{refusal}: {by_value(first)}. Pass the same, in the same order, on all ranks.")
+            raise error_type(f"{refusal}: {by_value(first)}. Pass the same, in the same order, on all ranks.")
         of_ranks = [mine.details] * self.size if len(set(details)) == 1 else self.gather_integers(mine.details)
         return mine, Agreed([int(node) for node in nodes], weights, of_ranks)
 

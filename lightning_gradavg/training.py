@@ -88,8 +88,9 @@ class WeighedTraining(EndsProcessGroup, ParallelStrategy):
             self._begin_batch(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
-    def _begin_batch(self, batch: Any) -> None:  # noqa: ARG002  # what overrides it looks at it
+    def _begin_batch(self, batch: Any) -> None:
         self._batches.on_train_batch_start()
+        self._reduction.look_at(batch)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -362,7 +362,7 @@ def evaluate(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outc
 def monitored(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Train under the monitor, and return its last report."""
     strategy, module = OnNodes(**path.options()), path.module()
-    monitor = GradAvgMonitor(every_n_steps=2)
+    monitor = GradAvgMonitor(every_n_steps=2, check_parameters_every_n_steps=2)
     trainer = trainer_on(device, path, strategy, callbacks=[monitor])
     trainer.fit(module, DataLoader(batches_of_rank(path.steps * path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
     report = strategy.report()

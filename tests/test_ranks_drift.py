@@ -11,7 +11,7 @@ from ranks import make_trainer
 from torch import Tensor
 from toys import Toy, loader
 
-from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 from lightning_gradavg.faults.drift import drifted
 
 
@@ -32,10 +32,11 @@ class Drifts(Toy):
             changed[1] += 1e-3
 
 
-def train_drifting(strategy: dict[str, Any], what: str, batch: int) -> int:
+def train_drifting(strategy: dict[str, Any], what: str, batch: int, monitor: int | None = None) -> int:
     """Body: train two epochs of four batches; return how many were trained on."""
     model = Drifts(what, batch)
-    options: dict[str, Any] = {"max_epochs": 2, "use_distributed_sampler": False}
+    callbacks = [GradAvgMonitor(check_parameters_every_n_steps=monitor)] if monitor is not None else []
+    options: dict[str, Any] = {"max_epochs": 2, "use_distributed_sampler": False, "callbacks": callbacks}
     try:
         make_trainer(GradAvgStrategy(**strategy), **options).fit(model, loader([[1.0, 2.0]] * 4))
     except RuntimeError as error:
@@ -43,14 +44,24 @@ def train_drifting(strategy: dict[str, Any], what: str, batch: int) -> int:
     return model.seen.calls
 
 
-@pytest.mark.parametrize(("every", "batch", "found"), [(1, 2, 2), (3, 2, 3), (1000, 2, 4), (1000, 6, 8), (1, 8, 8)])
-def test_a_changed_weight(world, every, batch, found):
-    """Case 52: 1e-3 on one weight of rank 1 is found at the next comparison: by steps, or at the end of the epoch."""
+@pytest.mark.parametrize(
+    ("every", "monitor", "batch", "found"),
+    [
+        *((1, None, 2, 2), (3, None, 2, 3), (1000, None, 2, 4), (1000, None, 6, 8), (1, None, 8, 8)),
+        *((None, 1, 2, 3), (None, 4, 2, 4)),
+    ],
+)
+def test_a_changed_weight(world, every, monitor, batch, found):
+    """Case 52: 1e-3 on one weight of rank 1 is found at the next comparison: by steps, or at the end of the epoch.
+
+    A monitor compares before the module's own `on_train_batch_end`.
+    """
+    seen = found if monitor is None else found - 1
     strategy = {"check_replicas_every_n_steps": every}
-    raised = world(2).run_expecting_errors(train_drifting, strategy, "w", batch)
+    raised = world(2).run_expecting_errors(train_drifting, strategy, "w", batch, monitor)
     assert ["RuntimeError"] * 2 == [one.type_name for one in raised]
     for one in raised:
-        assert one.message.startswith(f"after batch {found}: the ranks drifted apart: after {found} optimizer steps")
+        assert one.message.startswith(f"after batch {seen}: the ranks drifted apart: after {found} optimizer steps")
         assert "parameter 'w' is not the same on all of them: another one is on rank 1" in one.message
 
 

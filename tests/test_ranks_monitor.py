@@ -122,18 +122,18 @@ def test_steps_that_are_not_logged_do_nothing(world):
 
 def shown_metrics(prog_bar: bool) -> tuple[set[str], set[str]]:
     """Body: return the names in the progress bar and in callback_metrics."""
-    callbacks = [GradAvgMonitor(1, prog_bar=prog_bar)]
+    callbacks = [GradAvgMonitor(1, prefix="run", prog_bar=prog_bar)]
     trainer = make_trainer(GradAvgStrategy(), callbacks=callbacks, max_epochs=1, use_distributed_sampler=False)
     trainer.fit(Toy(), loader([[1 + dist.get_rank()], [2]]))
     return set(trainer.progress_bar_metrics), set(trainer.callback_metrics)
 
 
 def test_the_progress_bar(world):
-    """With prog_bar the loss and the norm are in the progress bar's metrics, and in callback_metrics always."""
-    for prog_bar, shown in ((True, {"gradavg/loss", "gradavg/gradient_norm"}), (False, set())):
+    """With prog_bar the loss and the norm are in the progress bar's metrics, by their prefix; in callback_metrics always."""
+    for prog_bar, shown in ((True, {"run/loss", "run/gradient_norm"}), (False, set())):
         for in_bar, in_callbacks in world(2).run(shown_metrics, prog_bar):
-            assert shown == {name for name in in_bar if name.startswith("gradavg/")}
-            assert {"gradavg/loss", "gradavg/gradient_norm", "gradavg/weight/min"} <= in_callbacks
+            assert shown == {name for name in in_bar if name.startswith("run/")}
+            assert {"run/loss", "run/gradient_norm", "run/weight/min"} <= in_callbacks
 
 
 class Stream(IterableDataset[Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -47,11 +48,21 @@ class Embedded(Recorded):
         return {"loss": torch.nn.functional.cross_entropy(self.net(tokens), labels), "weight": (labels != -100).sum()}
 
 
+def train_and_hear(batches: Any) -> Any:
+    """Body: return what was said of weights of 0, too."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen = train(batches, strategy=WEIGHTED, module=Embedded)
+    return seen, [str(warning.message) for warning in caught if "weight 0" in str(warning.message)]
+
+
 def test_all_labels_of_a_rank_ignored(world):
-    """The rank with only ignored labels changes nothing in the other's mean gradient."""
+    """The rank with only ignored labels changes nothing in the other's mean gradient, and is warned once."""
     tokens, labels, model = torch.arange(6), torch.arange(1, 7), Embedded()
     batches = [[(tokens, labels)] * 3, [(tokens, torch.full_like(labels, -100))] * 3]
     loss = torch.nn.functional.cross_entropy(model.net(tokens), labels)
     expected = flat(torch.autograd.grad(loss, list(model.parameters())))
-    seen = same_everywhere(world(2).run(train, batches, strategy=WEIGHTED, module=Embedded))
-    torch.testing.assert_close(seen.gradients[-1], expected, rtol=1e-6, atol=1e-6)
+    for rank, (seen, said) in enumerate(world(2).run(train_and_hear, batches)):
+        warned = ["rank 1 has a micro-batch of weight 0, which contributes nothing"] if rank == 1 else []
+        assert warned == [message.partition(" to the gradient")[0] for message in said]
+        torch.testing.assert_close(seen.gradients[-1], expected, rtol=1e-6, atol=1e-6)

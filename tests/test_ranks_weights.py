@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
@@ -69,6 +71,43 @@ SAMPLES = ["n = samples of the batch, as no weight is given"]
 def test_what_stands_in_for_a_weight_is_told_once(world, result, strategy, told):
     """Without a weight rank 0 says, in the first step, what n is, and no other rank anything."""
     assert [told, []] == world(2).run(train_told, BATCHES, {"result": result}, strategy, module=Returns)
+
+
+class Tokens(Toy):
+    """Batches of a tensor of integers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch.double(), batch_idx)
+
+
+def targets_that_count(batch: Any, batch_idx: int) -> Any:
+    return (batch != -100).sum()
+
+
+def train_tokens(weight: Any, strategy: dict[str, Any]) -> Any:
+    """Body: train on targets of which the second batch has one that does not count; return what is warned of."""
+    batches = [torch.tensor([1, 2]), torch.tensor([3, -100]), torch.tensor([-100, 4])]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train([batches] * 2, {"weight": weight}, strategy, module=Tokens)
+    return [str(one.message)[:44] for one in seen if "-100" in str(one.message)]
+
+
+WARNED = ["integer tensors of a batch hold -100, the ta"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "strategy", "warned"),
+    [
+        (None, WEIGHTED, WARNED),
+        (None, {"split_batches": True}, WARNED),
+        (targets_that_count, WEIGHTED, []),
+        (None, {}, []),
+    ],
+)
+def test_targets_that_do_not_count_are_warned_of_once(world, weight, strategy, warned):
+    """Integer targets of -100 without a weight are warned of, once and on rank 0."""
+    assert [warned, []] == world(2).run(train_tokens, weight, strategy)
 
 
 class Iterates(Toy):

@@ -74,7 +74,7 @@ class Faults(Part):
         trainer = self.run.trainer
         begins = [f"training begins after {trainer.global_step} steps and {trainer.current_epoch} epochs"]
         refusal = "the ranks resume from different checkpoints (give them one ckpt_path in a folder that all nodes see)"
-        self.run.world.agree(refusal, lambda: Contribution(begins))
+        self.run.world.agree(refusal, lambda: Contribution(begins), RuntimeError)
         self._check()
 
     def on_train_batch_start(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -55,6 +56,7 @@ class Reduction(Part):
         super().setup(run)
         self.is_manual = not run.module.automatic_optimization
         self._weights = Weights(self.rule, run.device, self.warn, lambda text: self.warn(text, rank_zero_info))
+        self.look_at = self._weights.look_at
         self._batch: Any = None
         self._close: Callable[[], None] = lambda: None
         self.observer: Any = None  # looks at the step under way: `lightning_gradavg.report.part.Reports`
@@ -155,6 +157,12 @@ class Reduction(Part):
         """Return a loss, or terms by name, weighed by the backward that runs next; arguments as of `Weights.read`."""
         terms, micro_batch = self._weights.read(loss, weight, self._batch, samples, problem)
         self._terms = tuple(micro_batch.weights)
+        if micro_batch.is_zero and micro_batch.explicit and not (micro_batch.absent or micro_batch.problem):
+            self.warn(
+                f"rank {self.run.world.rank} has a micro-batch of weight 0, which contributes nothing to the gradient."
+                " Further ones are not reported.",
+                warnings.warn,
+            )
         if micro_batch.is_zero and not any(term.requires_grad for term in terms.values()):
             terms = dict.fromkeys(terms, self._zero_loss())
         plain = self.window.carries_nothing and not micro_batch.absent
@@ -309,7 +317,7 @@ class Reduction(Part):
         self.window.check()
 
     def warn(self, message: str, how: Callable[[str], None] = rank_zero_warn) -> None:
-        """Say something once in the life of the strategy, on rank 0."""
+        """Say something once in the life of the strategy, by default on rank 0."""
         if message not in self._said:
             self._said.add(message)
             how(message)

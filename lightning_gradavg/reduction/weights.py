@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_gradavg.rules import Rule, Share
-from lightning_gradavg.tree import batch_samples
+from lightning_gradavg.tree import batch_samples, leaves
 
 __all__ = ["ALWAYS_OR_NEVER", "MOST_TERMS", "WHOLE_LOSS", "MicroBatch", "Weights", "as_weight", "loss_terms"]
 
@@ -76,6 +76,15 @@ def loss_terms(loss: Any) -> Mapping[str, Tensor]:
     return {name: terms[name] for name in sorted(terms)}
 
 
+_IGNORE_INDEX = -100  # the default of torch's losses
+_TARGETS = (torch.int16, torch.int32, torch.int64)
+_IGNORED = (
+    "integer tensors of a batch hold -100, the targets that torch's losses ignore, and no weight is given: the loss"
+    " is then weighted by its samples, including the ignored ones. If it is a mean over targets, return"
+    ' {"loss": loss, "weight": (targets != -100).sum()} from training_step.'
+)
+
+
 class Weights:
     """Reads the weights of a run's micro-batches; 1 for each under a rule that uses none."""
 
@@ -84,6 +93,14 @@ class Weights:
     ) -> None:
         self._rule, self._device, self._warn, self._tell = rule, device, warn, tell
         self._explicit: bool | None = None
+        self._looks, self._ignores = 8 if rule.uses_weight else 0, False
+
+    def look_at(self, batch: Any) -> None:
+        """Look for targets that do not count in the first batches, before they move to where reading waits."""
+        if self._looks > 0:
+            self._looks -= 1
+            held = (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.device.type == "cpu")
+            self._ignores = any(bool((leaf == _IGNORE_INDEX).any()) for leaf in held if leaf.dtype in _TARGETS)
 
     def read(
         self, loss: Any, weight: Any, batch: Any, samples: float | None = None, problem: str | None = None
@@ -122,7 +139,11 @@ class Weights:
     def _note(self, *, given: bool) -> str | None:
         """Say what stands in for a weight that is not given; return what is wrong where others of the run had one."""
         before, self._explicit = self._explicit, given
-        if not given:
+        if given:
+            self._looks = 0
+        else:
+            if self._ignores:
+                self._warn(_IGNORED)
             self._tell(
                 "GradAvgStrategy: n = samples of the batch, as no weight is given. If the loss is a mean over tokens,"
                 " or leaves targets out, give their number as weight"
