@@ -129,7 +129,7 @@ def shown_metrics(prog_bar: bool) -> tuple[set[str], set[str]]:
 
 
 def test_the_progress_bar(world):
-    """With prog_bar the loss and the norm are in the progress bar's metrics, by their prefix; in callback_metrics always."""
+    """With prog_bar the loss and the norm are in the progress bar, and in callback_metrics always, by the prefix."""
     for prog_bar, shown in ((True, {"run/loss", "run/gradient_norm"}), (False, set())):
         for in_bar, in_callbacks in world(2).run(shown_metrics, prog_bar):
             assert shown == {name for name in in_bar if name.startswith("run/")}
