@@ -10,7 +10,7 @@ import argparse
 import os
 import statistics
 import time
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,20 +29,9 @@ ELEMENTS = 1_000_000
 BUCKETS = (262_144, 6_553_600, 4_367_360)
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """What a hook reads of a bucket of DDP."""
-
-    gradients: Tensor
-    last: bool = True
-
-    def buffer(self) -> Tensor:
-        """Return the gradients, in one dimension."""
-        return self.gradients
-
-    def is_last(self) -> bool:
-        """Return whether no bucket of this backward follows."""
-        return self.last
+def _bucket(gradients: Tensor, *, last: bool = True) -> Any:
+    """Return what a hook reads of a bucket of DDP."""
+    return SimpleNamespace(buffer=lambda: gradients, is_last=lambda: last)
 
 
 def _error(hook: Any, dtype: torch.dtype) -> float:
@@ -50,12 +39,12 @@ def _error(hook: Any, dtype: torch.dtype) -> float:
         torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank)) for rank in range(dist.get_world_size())
     ]
     exact = torch.stack([one.to(dtype).double() for one in own]).mean(0)
-    found = hook(None, Bucket(own[dist.get_rank()].to(dtype))).wait()
+    found = hook(None, _bucket(own[dist.get_rank()].to(dtype))).wait()
     return float((found - exact).norm() / exact.norm())
 
 
 def _milliseconds(hook: Any, rounds: int) -> list[float]:
-    buckets, taken = [Bucket(torch.randn(size), size == BUCKETS[-1]) for size in BUCKETS], []
+    buckets, taken = [_bucket(torch.randn(size), last=size == BUCKETS[-1]) for size in BUCKETS], []
     for _ in range(rounds + 2):
         dist.barrier()
         begun = time.perf_counter()

@@ -23,10 +23,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from lightning_gradavg import GradAvgStrategy
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:This process .* is multi-threaded",  # Python 3.12 and later, of the workers that are forked from a rank
-    "ignore:rank . has a micro-batch of weight 0:UserWarning",
-)
+# Python 3.12 and later, of the workers that are forked from a rank.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 
 
 class Lazy:
