@@ -15,9 +15,11 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
+    Sampler,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
@@ -61,6 +63,9 @@ class Step(LightningModule):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return self.hooks.get("transferred", lambda _, batch: batch)(self, batch)
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.hooks.get("stepping", lambda _: None)(self)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.hooks.get("ended", lambda _: None)(self)
@@ -283,9 +288,22 @@ def bucketed() -> DataLoader[Any]:
     return DataLoader(rows, batch_sampler=Buckets([len(row) for row in rows]), collate_fn=texts().collate_fn)
 
 
-def replaced() -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(rank())
-    return plain(sampler=WeightedRandomSampler([1.0] * 16 + [2.0] * 16, 16, generator=generator))
+def replaced(*, in_batches: bool = False) -> DataLoader[Any]:
+    sampler = WeightedRandomSampler([1.0] * 16 + [2.0] * 16, 16, generator=torch.Generator().manual_seed(rank()))
+    if in_batches:
+        return DataLoader(TensorDataset(*tensors()), batch_sampler=BatchSampler(sampler, 4, False))
+    return plain(sampler=sampler)
+
+
+class Permuted(Sampler[int]):
+    """Every W-th row of a permutation, which should not depend on the rank."""
+
+    def __len__(self) -> int:
+        return 32 // world()
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(rank())).tolist()
+        return iter(order[rank() :: world()])
 
 
 def by_hand() -> DataLoader[Any]:
@@ -340,6 +358,13 @@ def summed_value(module: Any, batch: Any) -> Tensor:
     dist.all_reduce(total)
     module.log("loss", total)
     return loss + (total - loss.detach())
+
+
+def noisy(module: Any) -> None:
+    """Add noise to the gradients, the same on all ranks."""
+    torch.manual_seed(module.global_step)
+    for parameter in module.parameters():
+        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
 
 
 def in_float(module: Any, batch: Any) -> Tensor:

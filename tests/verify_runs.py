@@ -811,6 +811,9 @@ MINE = {
     "a stream, every W-th": on_stream(""),
     "a stream, a part for each": on_stream("halves"),
     "a sampler with replacement": Run(lambda: m.Step(m.layers, m.classified), reads=m.replaced),
+    "batches of a sampler with replacement": Run(
+        lambda: m.Step(m.layers, m.classified), reads=lambda: m.replaced(in_batches=True)
+    ),
     "bucketed batches, a mean over texts": Run(lambda: m.Step(m.Words, m.each_text), reads=m.bucketed),
     "manual optimization, clipping": Run(Manual, reads=m.plain, options=SHUFFLED),
     "a schedule by `estimated_stepping_batches`": on(hooks={"optimizers": m.scheduled}, steps=3),
@@ -848,6 +851,12 @@ MINE = {
     "a short last batch in a window": on(reads=lambda: m.plain(28), options=TWO, cause="mean of means"),
     # Not shown.
     "samples that cannot be copied": on(reads=m.uncopied, not_shown="a sample cannot be copied"),
+    "a permutation of each rank": Run(
+        lambda: m.Step(m.layers, m.classified),
+        reads=lambda: m.plain(sampler=m.Permuted()),
+        not_shown="by a sampler of your own, the ranks leave out",
+    ),
+    "noise for whole gradients": on(hooks={"stepping": m.noisy}, not_shown="one draw for a whole batch"),
     "one draw for each batch": on(step=m.one_draw, not_shown="one draw for a whole batch (aten.rand)"),
     "a short last batch beyond the steps": Run(
         lambda: m.Step(m.layers, m.classified),

@@ -78,7 +78,8 @@ class _Judge:
         if drawn := dict.fromkeys(name for each in (*self.tapes, alone) for name in each.shared):
             remarks.insert(0, f"one draw for a whole batch ({', '.join(drawn)}): {_OF_DRAWS}")
             found = found if found is not None and found.stage in _BESIDE_DRAWS else None
-        found = min(filter(None, [*self._between_ranks(), found]), key=lambda each: each.step, default=None)
+        between = (each for each in self._between_ranks() if not drawn or each.stage in _BESIDE_DRAWS)
+        found = min(filter(None, [*between, found]), key=lambda each: each.step, default=None)
         untold = bool(remarks) or (found is not None and found.stage == "initial weights")
         told = [found, *_Reading(self.tapes, alone.read).told(), *([] if untold else self._logged(alone, steps))]
         findings = sorted((one for one in told if isinstance(one, Finding)), key=lambda one: one.note)
@@ -177,6 +178,7 @@ class _Reading:
         self.tapes, self.facts = tapes, tapes[0].facts
         reads = [alone, *(tape.read for tape in tapes)]
         self.complete, self.chosen = all(each.complete for each in reads), any(each.chooses for each in reads)
+        self.replaces = any(each.replaces for each in reads)
         self.shuffled = any(each.shuffles for each in reads)
         self.stream = [one for batch in alone.batches for one in batch]
         self.there = Counter(self.stream)
@@ -229,9 +231,12 @@ class _Reading:
         dropped = sum(max(map(len, batches), default=0) for batches in self.of_ranks)  # what drop_last leaves out
         total, more = self.there.total(), self.repeats(here)
         missing = (self.there - here).total() if here.keys() & self.there.keys() else total - here.total()
-        if self.chosen or not self.complete:
+        if self.replaces or not self.complete:
             return
-        if missing > dropped:
+        if self.chosen:
+            if missing > dropped or (more and not self.facts.splits_batches):
+                yield f"by a sampler of your own, the ranks leave out {missing} samples of one process and add {more}"
+        elif missing > dropped:
             yield Finding("unread samples", "samples", f"{missing} of the {total} samples of an epoch are never read")
         elif more and not self.facts.splits_batches:
             first = [taken for taken, epoch in zip(self.taken, self.epochs, strict=False) if epoch == self.epochs[0]]

@@ -91,6 +91,7 @@ class Read:
     complete: bool = False
     shuffles: bool = False  # a sampler, or whatever a stream does
     chooses: bool = False  # a sampler of the user's own, which may leave out or repeat samples
+    replaces: bool = False  # a sampler that does, by its nature
 
 
 @dataclass
@@ -258,9 +259,10 @@ class _Loading:
 
     def read(self, loader: Any) -> Read:
         """Read the loader of a run once, without training; of a map-style one the indices alone."""
-        sampler, streams = loader.sampler, isinstance(loader.dataset, IterableDataset)
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        streams, replaces = isinstance(loader.dataset, IterableDataset), bool(getattr(sampler, "replacement", False))
         deals = type(loader.batch_sampler).__module__.partition(".")[0] in ("torch", "builtins")
-        chooses = not (deals and isinstance(sampler, _SAMPLERS)) or bool(getattr(sampler, "replacement", False))
+        chooses = not (deals and isinstance(sampler, _SAMPLERS)) or replaces
         most = _MOST_SAMPLES // (loader.batch_size or 1) if streams else _MOST_BATCHES
         try:
             found = list(islice(self._ids(loader), most))
@@ -271,6 +273,7 @@ class _Loading:
             complete=0 < len(found) < most,
             shuffles=streams or isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
             chooses=chooses and not streams,
+            replaces=replaces and not streams,
         )
 
 
