@@ -30,7 +30,7 @@ from toys import AWARE, WEIGHTED
 
 from lightning_gradavg import GradAvgModelParallelStrategy
 from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabric
-from lightning_gradavg.verify.target import resolve_strategy
+from lightning_gradavg.verify.run import resolve_strategy
 
 pytestmark = AWARE
 

@@ -19,10 +19,18 @@ from verify_runs import RUNS, Net
 
 from lightning_gradavg.cli import main
 from lightning_gradavg.cli.lightning import read_names
-from lightning_gradavg.verify.processes import require_memory
-from lightning_gradavg.verify.record import Draws, sketch
+from lightning_gradavg.verify.draws import Draws
+from lightning_gradavg.verify.record import sketch
 from lightning_gradavg.verify.report import CAUSES, Difference, Finding, Report, explanation
-from lightning_gradavg.verify.target import Settings, Target, imported, of_values, quiet_options, resolve_strategy
+from lightning_gradavg.verify.run import (
+    Settings,
+    Target,
+    imported,
+    of_values,
+    quiet_options,
+    require_memory,
+    resolve_strategy,
+)
 from lightning_gradavg.verify.twin import difference
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,10 +25,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gradavg import GradAvgStrategy, gather
 from lightning_gradavg.verify.explain import judge
-from lightning_gradavg.verify.processes import record_run
 from lightning_gradavg.verify.record import Tape
 from lightning_gradavg.verify.report import Report
-from lightning_gradavg.verify.target import Settings, quiet_options
+from lightning_gradavg.verify.run import Settings, quiet_options, record_run
 
 FEATURES, CLASSES = 6, 3
 Batch = tuple[Tensor, Tensor]
@@ -549,12 +548,12 @@ def recorded(name: str) -> Tape:
     return record_run(run.strategy(), options, run.build(), {"train_dataloaders": run.loader()}, settings)
 
 
-def judged(name: str, tapes: Sequence[Tape], tolerance: float | None = None) -> Report:
+def judged(name: str, tapes: Sequence[Tape], tolerance: float = 1e-8) -> Report:
     """Return what one process makes of a recorded run."""
-    run, settings = RUNS[name], Settings(tolerance=tolerance)
+    run = RUNS[name]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="lightning")  # advice for a longer run
-        return judge(tapes, lambda: (run.build(), {"train_dataloaders": run.loader()}, options_of(run)), settings)
+        return judge(tapes, lambda: (run.build(), {"train_dataloaders": run.loader()}, options_of(run)), tolerance)
 
 
 def gradavg(**options: Any) -> Callable[[], GradAvgStrategy]:

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
         sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
     # A command imports only what it needs.
-    name = {"plan": "cli.plan", "verify": "verify.processes"}.get(command, "cli.lightning")
+    name = {"plan": "cli.plan", "verify": "cli.verify"}.get(command, "cli.lightning")
     module = importlib.import_module(f"lightning_gradavg.{name}")
     code: int = module.main(arguments if command in _OWN else [command, *arguments])
     return code

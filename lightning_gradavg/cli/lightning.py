@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
-from lightning_gradavg.verify.target import Read, as_list, imported, of_values
+from lightning_gradavg.verify.run import Read, as_list, imported, of_values
 
 __all__ = ["main", "read_config", "read_names"]
 

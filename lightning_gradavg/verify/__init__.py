@@ -1,6 +1,59 @@
 """Proof on the user's own model: a run on several processes against one process that trains freely."""
 
-from lightning_gradavg.verify.processes import verify
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
 from lightning_gradavg.verify.report import Report
 
 __all__ = ["Report", "verify"]
+
+
+def verify(
+    module: LightningModule | Callable[..., LightningModule] | str,
+    data: Any = None,
+    *,
+    strategy: Any = "ddp",
+    devices: int = 2,
+    steps: int = 3,
+    accelerator: str = "cpu",
+    single: bool = False,
+    tolerance: float | None = None,
+    ignore: Sequence[str] = (),
+    seed: int = 0,
+    **trainer_options: Any,
+) -> Report:
+    """Train a few steps on `devices` processes and on one, and say whether the results are equal.
+
+    Arguments are pickled to send them to the processes.
+
+    Args:
+        module: A module, or a function without arguments that returns one, such as its class, or `file.py:Name`.
+        data: A data module, a training loader, or a function that returns one of them, or `file.py:Name`.
+        strategy: The strategy to verify: a name or an instance, `DDPStrategy` or a subclass such as `GradAvgStrategy`.
+        devices: The number of processes.
+        steps: The number of global batches.
+        accelerator: "cpu", or a type of device such as "cuda", with one for each process.
+        single: True to compute in float32, for models that cannot compute in float64, and to compare at 1e-4.
+        tolerance: The largest relative difference that counts as equal; default: 1e-8, in float32 1e-4.
+        ignore: Causes that you accept: they are notes in the report.
+        seed: The seed that every process sets before it builds the model.
+        **trainer_options: Further options of the Trainer.
+
+    Returns:
+        The report; `print` shows what the command prints. `report.verdict` is "equal", "different" or "not shown", and
+        `report.first` is the first cause.
+
+    Raises:
+        ValueError: If an option is out of range.
+        RuntimeError: If one of the processes failed, with the last line of the user's code.
+    """
+    from lightning_gradavg.verify import run  # noqa: PLC0415  # a script that trains does not need it
+
+    settings = run.Settings(devices, steps, accelerator, single, tolerance)
+    target = run.Target(partial(run.of_values, module, data), {**trainer_options, "strategy": strategy}, seed)
+    return run.verify_target(target, settings, ignore)

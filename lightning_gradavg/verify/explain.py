@@ -21,7 +21,6 @@ from torch import Tensor
 
 from lightning_gradavg.verify.record import Read, Refused, Tape
 from lightning_gradavg.verify.report import CAUSES, Finding, Report
-from lightning_gradavg.verify.target import Settings
 from lightning_gradavg.verify.twin import Build, Seen, Twin, difference, differences, flat, gap_between, multiple_of
 
 __all__ = ["judge"]
@@ -52,13 +51,14 @@ _MOST_BATCHES = 20_000  # of an epoch whose windows are looked at
 _ELEMENTS = 2048  # of a sketch; the others are sums
 
 
-def judge(tapes: Sequence[Tape], build: Build, settings: Settings) -> Report:
+def judge(
+    tapes: Sequence[Tape], build: Build, tolerance: float, double: bool = True, accelerator: str = "cpu"
+) -> Report:
     """Return how a run, as all ranks recorded it, differs from one process, and why."""
     facts, untold = tapes[0].facts, "the run took no optimizer step"
     if problems := [tape.problem or untold for tape in tapes if tape.problem or not tape.steps]:
         return Report(facts.strategy, facts.rule.name, len(tapes), 0, math.nan, remarks=problems[:1])
-    twin = Twin(tapes, build, not settings.single, settings.accelerator)
-    return _Judge(tapes, twin, settings.largest_difference).report()
+    return _Judge(tapes, Twin(tapes, build, double, accelerator), tolerance).report()
 
 
 class _Judge:

@@ -14,7 +14,7 @@ from verify_runs import Net, samples
 
 from lightning_gradavg import verify
 from lightning_gradavg.cli import main
-from lightning_gradavg.verify.processes import in_processes
+from lightning_gradavg.verify.run import in_processes
 
 JOB = HERE / "verify_job.py"
 DATA = ["--data", f"{JOB}:Data", "--trainer", "max_epochs=1"]

@@ -1,0 +1,101 @@
+"""`gradavg verify`: a few steps of the user's own run against one process, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_gradavg.cli import OneLineParser
+from lightning_gradavg.cli.lightning import read_config, read_names
+from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, explanation
+from lightning_gradavg.verify.run import Settings, Target, resolve_strategy, verify_target
+
+__all__ = ["main"]
+
+DESCRIPTION = (
+    "Trains a few optimizer steps on several processes, then on one with the same samples, both in float64, and"
+    " compares the two until they differ. Exit code 0: equal; 1: different; 2: wrong usage, or the run failed; 3: not"
+    " shown, because not everything could be compared."
+)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="gradavg verify", description=DESCRIPTION)
+    several: dict[str, Any] = {"action": "append", "default": []}
+    what = parser.add_argument_group("what to verify: a config file of LightningCLI, or a module").add_argument
+    what("module", nargs="?", metavar="NAME", help="the model, a class or function: package.module:Net or train.py:Net")
+    what("--model", metavar="NAME", help="the same, together with --config")
+    what("--data", metavar="NAME", help="the data, a data module or a function that returns a loader")
+    what("--init", **several, type=_assignment, metavar="NAME=VALUE", help="an argument of the module; repeatable")
+    what("--config", **several, metavar="FILE", help="a config file of `fit`; repeatable")
+    what("--strategy", metavar="NAME", help="a registered name, or train.py:Class (default: the config's, else ddp)")
+    of_trainer = "an option of the Trainer, its value as JSON or a plain string; repeatable"
+    what("--trainer", **several, type=_assignment, metavar="NAME=VALUE", help=of_trainer)
+    how = parser.add_argument_group("how").add_argument
+    how("--devices", type=int, default=2, metavar="N", help="processes (default: 2)")
+    how("--steps", type=int, default=3, metavar="N", help="global batches (default: 3)")
+    how("--accelerator", default="cpu", metavar="TYPE", help="a type of device: cpu, cuda (default: cpu)")
+    how("--single", action="store_true", help="compute in float32, for models that cannot compute in float64")
+    equal = "largest relative difference that counts as equal (default: 1e-8, or 1e-4 with --single)"
+    how("--tolerance", type=float, metavar="X", help=equal)
+    how("--seed", type=int, default=0, metavar="N", help="the seed if the config has none (default: 0)")
+    accepted = "a cause that you accept, such as 'data order'; repeatable"
+    how("--ignore", **several, choices=tuple(CAUSES), metavar="CAUSE", help=accepted)
+    how("--json", action="store_true", help="print the report as JSON")
+    explain = "print only what a cause means, and what to do about it"
+    how("--explain", choices=tuple(CAUSES), metavar="CAUSE", help=explain)
+    return parser
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    with suppress(json.JSONDecodeError):
+        return name, json.loads(value)
+    return name, value
+
+
+def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
+    module = args.model or args.module
+    missing = [file for file in args.config if not Path(file).is_file()]
+    refused = {
+        "nothing to verify: give --config FILE, or module:LightningModule": not (args.config or module),
+        "--init is for a module without --config; beside it write --model.NAME=VALUE": args.config and args.init,
+        f"--config {''.join(missing[:1])!r}: there is no such file": missing,
+        f"{''.join(further[:1])!r} is not an option; further options of LightningCLI need --config": further
+        and not args.config,
+    }
+    for message in (message for message, wrong in refused.items() if wrong):
+        raise ValueError(message)
+    options = {} if args.config else {"strategy": "ddp"}
+    options |= dict(args.trainer) | ({"strategy": args.strategy} if args.strategy else {})
+    if ":" not in options.get("strategy", ":"):
+        resolve_strategy(options["strategy"])
+    read = partial(read_names, module, args.data, dict(args.init))
+    if args.config:
+        arguments = [f"--config={file}" for file in args.config] + [f"--model={module}"] * bool(module)
+        read = partial(read_config, [*arguments, *further], args.data)
+    return Target(read, options, args.seed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `gradavg verify`, whose unknown options are those of LightningCLI, and return its exit code."""
+    args, further = _parser().parse_known_args(argv)
+    if args.explain is not None:
+        print(explanation(args.explain))
+        return 0
+    try:
+        settings = Settings(args.devices, args.steps, args.accelerator, args.single, args.tolerance)
+        report = verify_target(_target(args, further), settings, args.ignore)
+    except Exception as error:  # noqa: BLE001  # no failure may look like a verdict
+        print(f"gradavg verify: error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(report.as_dict(), indent=2) if args.json else report)
+    return EXIT_CODES[report.verdict]
