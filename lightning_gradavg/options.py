@@ -130,6 +130,10 @@ class Options:
         """Whether a training step runs once per replica, each with its own buffers and random numbers."""
         return self.preset is not None or self.num_replicas is not None
 
+    def shaping_replicas(self, world_size: int) -> int | None:
+        """Return the chunks of each loader batch with their own batch statistics; None if those are the ranks' own."""
+        return (self.num_replicas or world_size) if self.replicated and not self.one_device else None
+
 
 @dataclass(frozen=True)
 class StrategyFacts:

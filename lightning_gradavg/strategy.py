@@ -244,11 +244,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         """Chunks of each loader batch."""
         return self._replicas.num_replicas(self.world_size)
 
-    @property
-    def _shaping_replicas(self) -> int | None:
-        """Chunks of each loader batch with their own batch statistics."""
-        return self.num_replicas if self._options.replicated and not self._options.one_device else None
-
     def observe_next_step(self) -> None:
         """Observe the optimizer step whose window begins next; `report()` returns it once its gradients are reduced.
 
@@ -276,7 +271,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             rule=options.rule,
             splits_batches=options.split_batches,
             accumulation=self._batches.accumulation,
-            replicas=self._shaping_replicas,
+            replicas=options.shaping_replicas(self.world_size),
             replicated=options.replicated,
             scales_rates=self._rates.scales,
             samples=self._replicas.weight(self._batches.chunk),
@@ -341,7 +336,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         run = Run(module.trainer, module, self.root_device, World.of(None), model, places)
         for part in self._parts:
             part.configure_ddp(run)
-        self._rates.num_replicas = self._shaping_replicas
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -373,9 +367,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def on_train_start(self) -> None:
         """Begin with the training loaders, which are known now."""
         super().on_train_start()
-        warning = self._rates.begin(self._batches.accumulation)
-        if warning:
-            self._reduction.warn(warning)
+        self._rates.begin(self._batches.accumulation)
         rank_zero_info(self._start_line())
         for logger in self._reduction.run.trainer.loggers if self._log_hyperparams else ():
             logger.log_hyperparams({f"gradavg/{name}": value for name, value in self._hyperparams().items()})
@@ -386,7 +378,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
             "reduction": self._options.rule.name,
             "global_batch_size": self.global_batch_size,
             "lr_scale": self.lr_scale,
-            "num_replicas": self._shaping_replicas,
+            "num_replicas": self._options.shaping_replicas(self.world_size),
             "world_size": self.world_size,
             **{f"version/{name}": version for name, version in versions.items()},
         }
@@ -411,7 +403,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
         self._reduction.observer = self._reports.begin_step(self._reduction.window)
         step = Step(forward, self._backward_within_step, self._reduction, self._batches)
-        self._rates.begin_step()
         output = self._replicas.run_step(step, *arguments)
         return self._reduction.agree(output) if self._reduction.judges else output
 

@@ -182,7 +182,7 @@ class Moments(Toy):
         self.noting.note("stepped", self.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        if self.how == "start raises":
+        if self.how == "start raises" and batch_idx == 1:
             raise KeyError(self.how)
         return -1 if self.how == "ends the epoch" and batch_idx == 1 else None
 
@@ -233,7 +233,7 @@ def moments(how: str, folder: str, **options: Any) -> Any:
         ("ends the epoch", {}, set()),
         ("raises", {}, {"on_exception"}),
         ("start raises", {}, set()),
-        ("manual", {}, {"training_step", "on_before_zero_grad", "on_before_backward"}),
+        ("manual", {}, {"on_train_batch_start", "training_step", "on_before_zero_grad", "on_before_backward"}),
         ("sgd", {"accumulate_grad_batches": 2}, set()),
         ("skips", {}, set()),
     ],
@@ -246,7 +246,7 @@ def test_the_factor_is_in_force_from_a_batch_to_the_step(world, tmp_path, how, o
             assert (1.0 if name in at_rest else 2.0) in values, name
             assert 1 == len(values), name
         assert {0.5} == seen
-        assert saved == (set() if how == "start raises" and not saved else {0.5})
+        assert {0.5} == saved
         assert 0.5 == left
 
 
@@ -306,13 +306,13 @@ def test_scale_follows_a_scheduled_window(world, schedule, rates, size):
 
 
 class Found(Toy):
-    def __init__(self) -> None:
+    def __init__(self, tells: bool) -> None:
         super().__init__(kind="s", lr=0.003)
-        self.rates: list[float] = []
+        self.tells, self.rates = tells, list[float]()
 
     def train_dataloader(self) -> Any:
         data: Any = torch.arange(1, 65, dtype=torch.float64) / 64
-        return DataLoader(data, batch_size=4)
+        return DataLoader(data, batch_size=4) if self.tells else loader(data.split(4))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
@@ -321,8 +321,8 @@ class Found(Toy):
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def find_then_fit(folder: str) -> Any:
-    model = Found()
+def find_then_fit(folder: str, tells: bool) -> Any:
+    model = Found(tells)
     strategy = GradAvgStrategy(lr_scaling="linear")
     trainer = make_trainer(strategy, **TRAINER, default_root_dir=folder)
     finder = Tuner(trainer).lr_find(model, num_training=12, min_lr=1e-4, max_lr=0.5, early_stop_threshold=None)
@@ -336,8 +336,10 @@ def find_then_fit(folder: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:The number of training batches")
-def test_learning_rate_finder(world, tmp_path):
-    ranks = world(2).run(find_then_fit, str(tmp_path))
+@pytest.mark.parametrize("tells", [True, False])
+def test_learning_rate_finder(world, tmp_path, tells):
+    """Case 24, also where no loader tells its batch size."""
+    ranks = world(2).run(find_then_fit, str(tmp_path), tells)
     assert [0, 1] == [rank[0] for rank in ranks]
     assert ranks[0][1] is not None
     for _, suggestion, used, results, _ in ranks:

@@ -22,14 +22,9 @@ from torch.optim import Optimizer
 from lightning_gradavg.lightning_internals import version_of
 from lightning_gradavg.rates.scaling import Scaling
 
-__all__ = ["ScaledGroups", "effective_values"]
+__all__ = ["ScaledGroups"]
 
 _Values: TypeAlias = dict[str, Any]
-
-
-def effective_values(optimizer: Optimizer, scaling: Scaling, scale: float, factor: float) -> list[_Values]:
-    """Return what the groups of an optimizer, which hold base values, are to hold in its next step."""
-    return [{**scaling.hyperparameters(scale, group), "lr": group["lr"] * factor} for group in optimizer.param_groups]
 
 
 class ScaledGroups:
@@ -40,8 +35,8 @@ class ScaledGroups:
     """
 
     def __init__(self, optimizer: Optimizer, scaling: Scaling, scale: float, factor: float) -> None:
-        values = effective_values(optimizer, scaling, scale, factor)
         self._factor, self._groups = factor, list(optimizer.param_groups)
+        values = [scaling.hyperparameters(scale, group, factor) for group in self._groups]
         pairs = list(zip(self._groups, values, strict=True))
         self._bases = [{name: _kept(group[name]) for name in effective} for group, effective in pairs]
         _write(pairs)

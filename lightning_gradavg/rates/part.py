@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_gradavg.lightning_internals import TrainingLoop, finds_learning_rate
 from lightning_gradavg.methods import replaced
 from lightning_gradavg.options import Options
-from lightning_gradavg.part import Part, Saved
-from lightning_gradavg.rates.groups import ScaledGroups, effective_values
+from lightning_gradavg.part import Part, Run, Saved
+from lightning_gradavg.rates.groups import ScaledGroups
 from lightning_gradavg.rates.scaling import (
     BatchScale,
     ScaleFunction,
@@ -31,8 +32,7 @@ class Rates(Part):
     """Keeps the recipe of a run: what a user stated once, and what it means for the loaders and the world of this run.
 
     If the recipe scales learning rates, optimizers hold effective ones from the arrival of a batch until they have
-    stepped, or the batch ends. In manual optimization they hold them until `training_step` begins, and within every
-    `step`.
+    stepped, or the batch ends; in manual optimization within every `step`.
 
     Args that are no options of `GradAvgStrategy`:
         options: How batches are split and losses reduced.
@@ -41,7 +41,7 @@ class Rates(Part):
 
     Attributes:
         batch: The global and the base batch; of scale 1 until the training loaders are known.
-        num_replicas: Chunks that every loader batch is computed in, where they shape the result; else None.
+        scales: Whether the learning rate follows the global batch.
     """
 
     def __init__(
@@ -56,28 +56,33 @@ class Rates(Part):
         stock: bool = False,
     ) -> None:
         self._options, self._scaling, self._warmup_steps = options, resolve_scaling(lr_scaling), lr_warmup_steps
-        self._base_batch_size, self._base_world_size = base_batch_size, base_world_size
+        self.scales = self._scaling.name != "none"
         self._allow_change, self._may_differ = allow_change, stock and not self.scales
         if lr_warmup_steps < 0 or (lr_warmup_steps > 0 and not self.scales):
             raise ValueError(
                 f"lr_warmup_steps={lr_warmup_steps} must be 0 or more, and 0 with lr_scaling='none', which has nothing"
                 " to warm up to. Choose an lr_scaling, or warm up with a scheduler."
             )
-        self._batch_of([1], 1, 1)  # the same checks, before there is a loader
+        self._batch_of = partial(
+            batch_scale,
+            split_batches=options.split_batches,
+            base_batch_size=base_batch_size,
+            base_world_size=base_world_size,
+        )
+        self._batch_of([1], world_size=1)  # the same checks, before there is a loader
         self.batch = BatchScale(1, 1, known=False)
-        self.num_replicas: int | None = None
         self._sizes: list[int | None] = []
         self._accumulation = 1
-        self._loaded: Saved | None = None
+        self._found_with: int | None = None  # the global batch of a search for a learning rate
+        self._loaded: Saved = {}
         self._steps: dict[Optimizer, int] = {}
         self._begun: dict[Optimizer, ScaledGroups] = {}
-        self._finds_lr = False
         self._hooks = ExitStack()
 
-    @property
-    def scales(self) -> bool:
-        """Whether the learning rate follows the global batch."""
-        return self._scaling.name != "none"
+    def setup(self, run: Run) -> None:
+        """Begin a run."""
+        super().setup(run)
+        self._loop = TrainingLoop(run.trainer.fit_loop)
 
     @property
     def global_batch_size(self) -> int | None:
@@ -103,35 +108,44 @@ class Rates(Part):
         self._sizes.append(size)
         self._set_batch(accumulation)
 
-    def _set_batch(self, accumulation: int) -> None:
-        """Set what the steps from the next one on follow; ValueError if a value cannot be scaled."""
+    def _set_batch(self, accumulation: int, *, searches: bool = False) -> None:
+        """Set what the steps from the next one on follow.
+
+        A learning rate is found with a global batch: scaled in the search or after it, it would count the batch twice.
+        """
         self.end()
-        self.batch, self._accumulation = self._batch_of(self._sizes, accumulation, self.run.world.size), accumulation
-        for optimizer in self._steps if self.scales else ():
-            effective_values(optimizer, self._scaling, self.batch.scale, 1)
+        self._accumulation = accumulation
+        now = self._batch_of(self._sizes, accumulation, world_size=self.run.world.size)
+        self._found_with = now.global_batch_size if searches else self._found_with
+        self.batch = now._replace(base_batch_size=self._found_with or now.base_batch_size)
 
-    def _batch_of(self, sizes: Sequence[int | None], accumulation: int, world_size: int) -> BatchScale:
-        return batch_scale(
-            sizes,
-            accumulation,
-            world_size=world_size,
-            split_batches=self._options.split_batches,
-            base_batch_size=self._base_batch_size,
-            base_world_size=self._base_world_size,
-        )
+    def _follow(self, accumulation: int) -> None:
+        """Follow what may have changed since the last batch."""
+        searches = self.scales and finds_learning_rate(self.run.trainer)
+        if searches or accumulation != self._accumulation:
+            self._set_batch(accumulation, searches=searches)
 
-    def begin(self, accumulation: int) -> str:
-        """Begin training, and return what does not fit together in the recipe, if anything."""
+    def begin(self, accumulation: int) -> None:
+        """Begin training, or raise a ValueError about what cannot be scaled or resumed."""
         self._follow(accumulation)
         self._compare()
+        warning = counted_twice(self._options.rule.name, self._scaling, self.batch.scale, self.run.num_nodes)
+        if warning:
+            rank_zero_warn(warning)
         if self.scales:
+            self.apply()
+            self.end()
             trainer: Any = self.run.trainer
             # Schedulers see base values, whether an optimizer stepped in the batch or not, and monitors effective ones.
             self._surround(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self.end)
+            hooks = ["on_train_epoch_start"] + ["on_train_batch_start"] * (not self._steps_by_loop)
             for monitor in trainer.callbacks:
-                if isinstance(monitor, LearningRateMonitor):
-                    self._surround(monitor, "on_train_epoch_start", self.apply)
-        return counted_twice(self._options.rule.name, self._scaling, self.batch.scale, self.run.num_nodes)
+                for hook in hooks if isinstance(monitor, LearningRateMonitor) else ():
+                    self._surround(monitor, hook, self.apply)
+
+    @property
+    def _steps_by_loop(self) -> bool:
+        return self.run.module.automatic_optimization
 
     def _surround(self, owner: object, name: str, before: Callable[[], None]) -> None:
         """Call something before a hook, and end all steps after it."""
@@ -146,54 +160,35 @@ class Rates(Part):
 
     def arrive(self, accumulation: int) -> None:
         """Begin a batch, and with it a step. Callbacks may move batches at any other time."""
-        if not self.scales or TrainingLoop(self.run.trainer.fit_loop).between_batches:
+        self._follow(accumulation)
+        if self.scales and self._steps_by_loop and self._loop.between_batches:
             self.end()
-            self._follow(accumulation)
             self.apply()
-
-    def _follow(self, accumulation: int) -> None:
-        """Follow what may have changed since the last batch."""
-        found, self._finds_lr = self._finds_lr, self.scales and finds_learning_rate(self.run.trainer)
-        ended = found and not self._finds_lr
-        if ended:
-            # The learning rate was found with this global batch: scaling it again would count the batch twice.
-            self._base_batch_size = self.global_batch_size or self._base_batch_size
-        if ended or accumulation != self._accumulation:
-            self._set_batch(accumulation)
-
-    def begin_step(self) -> None:
-        """Begin a training step, in manual optimization at rest."""
-        if not self.run.module.automatic_optimization:
-            self.end()
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         """Have a step use effective values, and count it unless it fails."""
-        self._begin([optimizer])
+        self.apply(optimizer)
         try:
             result = step()
-            self._steps[optimizer] = self._steps.get(optimizer, 0) + (not self._finds_lr)
+            self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         finally:
-            if optimizer in self._begun:
-                self._begun.pop(optimizer).end()
+            self.end(optimizer)
         return result
 
-    def apply(self) -> None:
-        """Have all groups hold effective values, until `end` or the end of their optimizer's step."""
-        self._begin(self._steps)
-
-    def _begin(self, optimizers: Iterable[Optimizer]) -> None:
-        if self.scales and not self._finds_lr:
-            for optimizer in {*optimizers} - self._begun.keys():
+    def apply(self, *optimizers: Optimizer) -> None:
+        """Have the groups of some optimizers, by default of all, hold effective values until `end`."""
+        if self.scales:
+            for optimizer in {*(optimizers or self._steps)} - self._begun.keys():
                 factor = self._factor(optimizer)
                 self._begun[optimizer] = ScaledGroups(optimizer, self._scaling, self.batch.scale, factor)
 
+    def end(self, *optimizers: Optimizer) -> None:
+        """Have these groups hold base values."""
+        for optimizer in self._begun.keys() & (optimizers or self._begun.keys()):
+            self._begun.pop(optimizer).end()
+
     def _factor(self, optimizer: Optimizer) -> float:
         return warmup_factor(self.lr_scale, self._steps.get(optimizer, 0), self._warmup_steps)
-
-    def end(self) -> None:
-        """Have all groups hold base values."""
-        while self._begun:
-            self._begun.popitem()[1].end()
 
     def learning_rates(self) -> tuple[float, ...]:
         """Return those that the step in progress or the next one uses, of every group of every optimizer."""
@@ -216,7 +211,7 @@ class Rates(Part):
 
     def load(self, saved: Saved) -> None:
         """Remember what the checkpoint's run was, until this one's loaders are known."""
-        self._loaded = saved
+        self._loaded = saved.get("recipe", {})
 
     def _settings(self) -> dict[str, Any]:
         """Return what a run that continues this one must agree with, free of the world size."""
@@ -226,7 +221,7 @@ class Rates(Part):
             "reduction": self._options.rule.name,
             "split_batches": self._options.split_batches,
             "equivalent_to": self._options.preset,
-            "num_replicas": self.num_replicas,
+            "num_replicas": self._options.shaping_replicas(self.run.world.size),
             "global_batch_size": self.global_batch_size,
             "lr_scaling": self._scaling.name,
             "base_batch_size": self.batch.base_batch_size if says_base else None,
@@ -235,14 +230,13 @@ class Rates(Part):
 
     def _compare(self) -> None:
         """Refuse to continue a run under another recipe than it was begun with."""
-        loaded, self._loaded = self._loaded, None
-        saved = {} if loaded is None or self._may_differ else loaded.get("recipe", {})
+        saved, self._loaded = self._loaded, {}
         differences = [
             f"{name}: {saved[name]!r} in the checkpoint, now {value!r}"
             for name, value in self._settings().items()
             if saved.get(name) not in (None, value)
         ]
-        if not differences:
+        if self._may_differ or not differences:
             return
         message = "the checkpoint was trained under another recipe:\n  " + "\n  ".join(differences)
         if not self._allow_change:

@@ -39,6 +39,14 @@ ScaleFunction: TypeAlias = Callable[[float], float]
 """`scale -> factor` of the learning rate. Pure, the same on all ranks; the factor is finite and > 0."""
 
 
+def _unscaled(scale: float) -> float:  # by name, so that it can be pickled
+    return 1.0
+
+
+def _nothing(scale: float, base: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Scaling:
     """How the learning rate follows the scale.
@@ -47,49 +55,29 @@ class Scaling:
         name: What messages call it: the `lr_scaling=` name, or the qualified name of a user's function.
         factor: The pure function `scale -> factor`.
         formula: The scaling in one line of text, for messages.
-        rescales_moments: Whether the optimizer's smoothing (`betas`, `alpha`) and `eps` follow the scale too.
+        moments: The pure function of the scale and a parameter group with base values that returns the optimizer's
+            smoothing (`betas`, `alpha`) and `eps`, by name, as far as they follow the scale too.
     """
 
     name: str
     factor: ScaleFunction
     formula: str
-    rescales_moments: bool = False
+    moments: Callable[[float, Mapping[str, Any]], Mapping[str, Any]] = _nothing
 
     def at(self, scale: float) -> float:
         """Return the factor of the learning rate; ValueError unless it and the scale are finite and > 0."""
         factor = self.factor(as_positive("scale", scale))
         return as_positive(f"the factor of lr_scaling {self.name!r} at scale {scale:g}", factor)
 
-    def hyperparameters(self, scale: float, base: Mapping[str, Any]) -> dict[str, Any]:
+    def hyperparameters(self, scale: float, base: Mapping[str, Any], factor: float | None = None) -> dict[str, Any]:
         """Return what the scaling governs of a parameter group with base values, by name.
 
-        `"adam_sde"` keeps the stochastic differential equation of Adam or RMSprop (Malladi et al. 2022): lr' = sqrt(k)
-        * lr, 1 - beta' = k * (1 - beta) for every beta (RMSprop: `alpha`), eps' = eps / sqrt(k) with eps outside the
-        square root as in `torch.optim`. Weight decay is not part of it.
+        In a warm-up the learning rate has a factor of its own.
 
         Raises:
             ValueError: If `"adam_sde"` meets an optimizer of another kind, or a scale of `scale_limit` or more.
         """
-        factor = self.at(scale)
-        scaled: dict[str, Any] = {"lr": base["lr"] * factor}
-        if self.rescales_moments:
-            scaled |= {**_sde_smoothing(scale, base), "eps": base["eps"] / factor}
-        return scaled
-
-
-def _unscaled(scale: float) -> float:  # by name, so that it can be pickled
-    return 1.0
-
-
-SCALINGS: Mapping[str, Scaling] = MappingProxyType(
-    {
-        "none": Scaling("none", _unscaled, "lr"),
-        "linear": Scaling("linear", operator.pos, "k * lr"),
-        "sqrt": Scaling("sqrt", math.sqrt, "sqrt(k) * lr"),
-        "adam_sde": Scaling("adam_sde", math.sqrt, "sqrt(k) * lr, 1 - k * (1 - beta), eps / sqrt(k)", True),
-    }
-)
-"""The named scalings. k: scale."""
+        return {"lr": base["lr"] * (self.at(scale) if factor is None else factor), **self.moments(scale, base)}
 
 
 def resolve_scaling(lr_scaling: str | ScaleFunction) -> Scaling:
@@ -153,7 +141,12 @@ def scale_limit(base: Mapping[str, Any]) -> Fraction:
     return 1 / (1 - _as_written(min(_smoothing(base).values())))
 
 
-def _sde_smoothing(scale: float, base: Mapping[str, Any]) -> dict[str, Any]:
+def _sde_moments(scale: float, base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what keeps the stochastic differential equation of Adam or RMSprop (Malladi et al. 2022).
+
+    lr' = sqrt(k) * lr, 1 - beta' = k * (1 - beta) for every beta (RMSprop: `alpha`), eps' = eps / sqrt(k) with eps
+    outside the square root as in `torch.optim`. Weight decay is not part of it.
+    """
     named, limit = _smoothing(base), scale_limit(base)
     if _as_written(scale) >= limit and scale != 1:
         name, smallest = min(named.items(), key=lambda item: item[1])
@@ -162,7 +155,18 @@ def _sde_smoothing(scale: float, base: Mapping[str, Any]) -> dict[str, Any]:
             f" below {float(limit):g}. Use a smaller global batch, a {name} closer to 1, or lr_scaling='sqrt'."
         )
     scaled = tuple(float(1 - _as_written(scale) * (1 - _as_written(value))) for value in named.values())
-    return {"betas": scaled} if "betas" in base else {"alpha": scaled[0]}
+    return {**({"betas": scaled} if "betas" in base else {"alpha": scaled[0]}), "eps": base["eps"] / math.sqrt(scale)}
+
+
+SCALINGS: Mapping[str, Scaling] = MappingProxyType(
+    {
+        "none": Scaling("none", _unscaled, "lr"),
+        "linear": Scaling("linear", operator.pos, "k * lr"),
+        "sqrt": Scaling("sqrt", math.sqrt, "sqrt(k) * lr"),
+        "adam_sde": Scaling("adam_sde", math.sqrt, "sqrt(k) * lr, 1 - k * (1 - beta), eps / sqrt(k)", _sde_moments),
+    }
+)
+"""The named scalings. k: scale."""
 
 
 def warmup_factor(factor: float, step: int, warmup_steps: int) -> float:
