@@ -5,19 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import random
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import cache
 from typing import Any
 
+import accelerator
 import hypothesis
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from accelerator.build import build, obstacle
-from accelerator.device import load
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from ranks import RankPool, ensure_forkserver, isolated
 
@@ -33,9 +31,6 @@ LAUNCHER_NAMES = frozenset(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if getattr(config.option, "numprocesses", None) and obstacle() is None:
-        # The process that hands out the tests has time to compile; the workers build what is missing when they need it.
-        threading.Thread(target=build, daemon=True).start()
     for name in list(os.environ):
         if name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES):
             del os.environ[name]
@@ -85,8 +80,7 @@ def world() -> Iterator[Callable[[int], RankPool]]:
 
 @pytest.fixture(scope="session")
 def sim_world() -> Iterator[Callable[[int], RankPool]]:
-    """Return `sim_world(n)`: like `world`, with one simulated accelerator per rank; skips where it cannot be built."""
-    if (reason := obstacle()) is not None:
-        pytest.skip(reason)
-    build()
-    yield from _pools(backend="cpu:gloo,sim:simnccl", prepare=load)
+    """Return `sim_world(n)`: like `world`, with one simulated accelerator per rank; skips where torch is too old."""
+    if not accelerator.AVAILABLE:
+        pytest.skip("this torch cannot have a device whose operators are written in Python")
+    yield from _pools(backend=accelerator.BACKEND, prepare=accelerator.load)

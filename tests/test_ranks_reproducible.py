@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerator.trainer import make_sim_trainer
+from accelerator import make_sim_trainer
 from grids import grid
 from lightning.pytorch import Callback, LightningModule, Trainer
 from ranks import make_trainer

@@ -1,0 +1,309 @@
+"""A simulated device: what the package does with tensors that are not on the CPU, seen on any machine without a GPU.
+
+Torch's reducer, autograd and optimizers, Lightning's Trainer and this package run on the device `sim` unmodified. Its
+memory is the CPU's, the CPU computes every operator in place, and gloo reduces. An operator on tensors of two devices
+is an error, as on CUDA, `waits()` lists each time the host would wait for CUDA, and `counts` what the device does. It
+has no streams that could race, no sparse tensors, no autocast and no static graph: run `make gpu` for those.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from pathlib import Path
+from types import MethodType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from ranks import make_trainer
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+__all__ = ["AVAILABLE", "BACKEND", "Wait", "counts", "load", "make_sim_trainer", "waits"]
+
+AVAILABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+"""Whether this torch can have a device whose operators are written in Python."""
+BACKEND = "cpu:gloo,sim:gloo"
+"""That of a process group for both devices."""
+
+_CPU, _KEY = torch.device("cpu"), "PrivateUse1"
+_ON_CPU, _ON_SIM = 1, 12  # kDLCPU and kDLExtDev, as DLPack numbers devices
+_AFTER_DATA = ctypes.sizeof(ctypes.c_void_p)  # where the device stands in a DLTensor
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+class Wait(NamedTuple):
+    """The host waited for the device.
+
+    Attributes:
+        what: What it did: "item", "copy to the host", "event.synchronize", an operator.
+        where: The innermost line of Python that is not torch's; "" in a thread of torch's own, such as autograd's.
+    """
+
+    what: str
+    where: str
+
+
+_waits: list[Wait] = []
+_NOT_NAMED = (__file__, str(Path(torch.__file__).parent))
+
+
+def _note(what: str) -> None:
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_NAMED):
+        frame = frame.f_back
+    _waits.append(Wait(what, "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"))
+
+
+@contextmanager
+def waits() -> Iterator[list[Wait]]:
+    """Yield a list of the waits of the host within the block, which grows with them."""
+    _waits.clear()
+    yield _waits
+
+
+def _is_sim(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "sim"
+
+
+def _same_memory(tensor: Tensor, device: int) -> Tensor:
+    """Return the memory of a tensor as a tensor of another device."""
+    capsule = torch._C._to_dlpack(tensor.detach())
+    ctypes.c_int32.from_address(_pointer(capsule, b"dltensor") + _AFTER_DATA).value = device
+    found: Tensor = torch._C._from_dlpack(capsule)
+    return found
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return _CPU
+    if not _is_sim(value):
+        return value
+    return _same_memory(value, _ON_CPU) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
+
+
+def _on_sim(value: Tensor) -> Tensor:
+    return value if _is_sim(value) else _same_memory(value, _ON_SIM)
+
+
+counts: Counter[str] = Counter()
+"""What the device was asked for so far: collectives, operators that compute, and copies to the host."""
+_ALLOCATES = ("empty", "new_empty", "detach", "_unsafe_view")
+
+
+def _compute(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator on the CPU, in the device's memory: the kernel of all that have none of their own."""
+    _require_one_device(op, args, kwargs)
+    host_args, host_kwargs = tree_map(_on_host, (args, kwargs))
+    with torch.no_grad():
+        # Torch hands on a number as a number where the operator takes a tensor, and another of its name takes it.
+        numbers = any(
+            str(one.type) == "Tensor" and isinstance(value, (int, float))
+            for one, value in zip(op._schema.arguments, args, strict=False)
+        )
+        found = (op.overloadpacket if numbers else op)(*host_args, **host_kwargs)
+    if _must_wait(op, args):
+        _note(op._schema.name)
+    if op.namespace == "c10d":
+        counts["collectives"] += 1
+        tree_leaves(found)[-1].wait()  # the exchange is over when it was launched, and the host is not told to wait
+        return tree_map_only(Tensor, _on_sim, found)
+    counts["operators"] += not op.__name__.startswith(_ALLOCATES)
+    names = [one.name for one in op._schema.arguments]
+    given, of_host = (dict(zip(names, a, strict=False)) | k for a, k in ((args, kwargs), (host_args, host_kwargs)))
+    written = [one.name for one in op._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    for name in written:
+        # A result of size 0 is one that the operator makes as large as it needs.
+        if isinstance(given[name], Tensor) and given[name].shape != of_host[name].shape:
+            given[name].data = _on_sim(of_host[name])
+    if written and op._schema.returns:
+        return given[written[0]] if len(written) == 1 else tuple(given[name] for name in written)
+    return tree_map_only(Tensor, _on_sim, found)
+
+
+def _require_one_device(op: Any, args: Any, kwargs: Any) -> None:
+    """Beside tensors of the device an operator takes numbers of the host, and few take more; as on CUDA."""
+    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    others = [one for one in tensors if not _is_sim(one) and one.dim()]
+    if others and not op._schema.name.startswith(("aten::copy_", "aten::index", "aten::_foreach_", "aten::_fused_")):
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {op} got {others[0].device} and sim")
+
+
+def _must_wait(op: Any, args: Any) -> bool:
+    """Return whether the host must know the size or value of a result, or where a mask is true, before it goes on."""
+    name, tags = op._schema.name, {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    if name == "aten::_index_put_impl_":
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    # Torch has turned the masks of `index` into indices, with a `nonzero` of its own.
+    return name != "aten::index" and not tags.isdisjoint(op.tags)
+
+
+def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    _on_host(target).copy_(_on_host(source))
+    from_host, to_host = not _is_sim(source), not _is_sim(target)
+    counts["copies to the host"] += to_host
+    counts["operators"] += not (from_host or to_host)
+    # To memory that is not pinned, the host waits whatever it is asked; from there, the driver takes the bytes at once.
+    if (from_host or to_host) and not (non_blocking and (from_host or hasattr(target, "pinned"))):
+        _note("copy to the host" if to_host else "copy to the device")
+    return target
+
+
+def _copy_from_and_resize(source: Tensor, target: Tensor) -> Tensor:
+    return _copy_from(source, target.resize_(source.shape))
+
+
+def _item(value: Tensor) -> Any:
+    _note("item")
+    counts["copies to the host"] += 1
+    return _on_host(value).item()
+
+
+def _empty(make: Callable[..., Tensor], *args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+    return _pinned(make(*args, **kwargs)) if pin_memory else make(*args, **kwargs)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    pinned: Any = tensor.clone()
+    pinned.pinned = True
+    return pinned  # type: ignore[no-any-return]
+
+
+class SimStream:
+    """All that is launched is over at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def record_event(self) -> SimStream:
+        """Return what serves as an event."""
+        return self
+
+    def synchronize(self) -> None:
+        """Wait, on the host."""
+        _note("event.synchronize")
+
+
+_ANSWERS: Mapping[str, Any] = {
+    "is_available": True,
+    "is_initialized": True,
+    "_is_in_bad_fork": False,
+    "_lazy_init": None,  # torch 2.11 takes a device without this method for one that was never used
+    "device_count": 1,
+    "current_device": 0,
+    "set_device": None,
+    "device": nullcontext(),
+    "get_amp_supported_dtype": [torch.bfloat16],
+}
+
+
+class SimModule(types.ModuleType):
+    """`torch.sim`: what torch, Lightning and users ask of the module of a device. Its random numbers are the CPU's."""
+
+    manual_seed = manual_seed_all = staticmethod(torch.default_generator.manual_seed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _ANSWERS:
+            raise AttributeError(name)
+        return lambda *_: _ANSWERS[name]
+
+    def get_rng_state(self, device: Any = "sim") -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = "sim") -> None:
+        torch.set_rng_state(state)
+
+
+_LIBRARIES: list[torch.library.Library] = []
+"""What is registered goes with them."""
+
+
+@cache
+def load() -> None:
+    """Register the device in this process, for good."""
+    backend_registration._setup_privateuseone_for_python_backend("sim", SimModule("torch.sim"))
+    every, aten, c10d = (torch.library.Library(name, "IMPL") for name in ("_", "aten", "c10d"))
+    _LIBRARIES.extend((every, aten, c10d))
+    every.fallback(_compute, _KEY)
+    on_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    for name in ("as_strided", "view", "_reshape_alias", "unfold"):  # the CPU's share the memory of any device
+        aten.impl(name, partial(getattr(torch.ops.aten, name).default.redispatch, on_cpu), _KEY)
+    for kernel in (_copy_from, _copy_from_and_resize):
+        aten.impl(kernel.__name__, kernel, _KEY)
+    aten.impl("_local_scalar_dense", _item, _KEY)
+    aten.impl("record_stream", lambda tensor, stream: None, _KEY)
+    of_groups = "allreduce_ broadcast_ allgather_ _allgather_base_ _reduce_scatter_base_ alltoall_base_ barrier"
+    for name in of_groups.split():
+        c10d.impl(name, partial(_compute, getattr(torch.ops.c10d, name).default), _KEY, allow_override=True)
+    torch.Stream, torch.empty = SimStream, partial(_empty, torch.empty)  # type: ignore[assignment,misc]
+    Tensor.pin_memory = _pinned  # type: ignore[assignment]
+    # DDP keeps nodes of the stream that it was made on; on CUDA, too, torch says so to every user of Lightning.
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+
+
+class SimAccelerator(Accelerator):
+    """One simulated device per process, whatever the number of ranks on a node: as with CUDA_VISIBLE_DEVICES."""
+
+    def setup_device(self, device: torch.device) -> None:
+        """Nothing is to be done."""
+
+    def setup(self, trainer: Trainer) -> None:
+        if isinstance(trainer.strategy, DDPStrategy):
+            trainer.strategy._setup_model = MethodType(_setup_model, trainer.strategy)  # type: ignore[method-assign]
+
+    def teardown(self) -> None:
+        """Nothing is to be done."""
+
+    @staticmethod
+    def parse_devices(devices: int) -> int:
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: int) -> list[torch.device]:
+        return [torch.device("sim", 0)] * devices
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return "sim"
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {}
+
+
+def _setup_model(strategy: DDPStrategy, model: nn.Module) -> DistributedDataParallel:
+    """Wrap the model without the side stream that Lightning 2.6.6 asks `torch.cuda` for (strategies/ddp.py:194)."""
+    with patch.object(torch.cuda, "Stream", lambda: None), patch.object(torch.cuda, "stream", lambda _: nullcontext()):
+        return type(strategy)._setup_model(strategy, model)
+
+
+def make_sim_trainer(strategy: Strategy | str, **options: Any) -> Trainer:
+    """Return a quiet `Trainer` on the simulated device, as `ranks.make_trainer` does for the CPU."""
+    if "sim" not in AcceleratorRegistry:
+        AcceleratorRegistry.register("sim", SimAccelerator, description="a simulated device")
+    return make_trainer(strategy, accelerator="sim", **options)
