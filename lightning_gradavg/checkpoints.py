@@ -11,16 +11,14 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_gradavg.ranks import World
-
-__all__ = ["WholeCheckpoints", "require_whole"]
+__all__ = ["WholeCheckpoints"]
 
 
 class WholeCheckpoints(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, and moves it there when it is on the disk.
+    """Writes a checkpoint beside its place, moves it there when it is on the disk, and refuses to read a damaged one.
 
     Lightning moves it from the folder for temporary files, perhaps on another disk, and does not wait for the disk: a
-    kill or a power cut replaces the previous checkpoint by a part of a file. Lightning writes what is not local.
+    kill or a power cut replaces the previous checkpoint by a part of a file. What is not local is left to Lightning.
     """
 
     @override
@@ -45,31 +43,25 @@ class WholeCheckpoints(TorchCheckpointIO):
             os.fsync(folder)
             os.close(folder)
 
+    @override
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        place = Path(path)
+        if _is_local(path) and (damage := _damage(place)):
+            others = sorted(filter(Path.is_file, place.parent.glob("*.ckpt")), key=_changed, reverse=True)
+            whole = next((other for other in others if not _damage(other)), "none")
+            raise ValueError(
+                f"the checkpoint {place} is damaged: {damage}. Train from the start, or pass another one as ckpt_path."
+                f" The newest intact one in its folder is {whole}"
+            )
+        return super().load_checkpoint(path, *args, **kwargs)
 
-def require_whole(path: Any, world: World) -> None:
-    """Raise a ValueError on all ranks if a checkpoint is torn: rank 0 reads every byte. A collective operation."""
-    problem = world.from_first(_problem(Path(path)) if world.rank == 0 and _is_local(path) else None)
-    if problem is not None:
-        raise ValueError(problem)
 
-
-def _problem(place: Path) -> str | None:
-    damage = _damage(place)
-    if damage is None:
-        return None
-    beside = sorted(place.parent.glob("*.ckpt"), key=lambda other: other.stat().st_mtime_ns, reverse=True)
-    whole = next((other for other in beside if _damage(other) is None), "none")
-    advice = f"Train from the start, or pass another one as ckpt_path. The newest intact one in its folder is {whole}"
-    return f"the checkpoint {place} is damaged: {damage}. {advice}"
+def _changed(place: Path) -> int:
+    return place.stat().st_mtime_ns
 
 
 def _damage(place: Path) -> str | None:
-    if not place.is_file():
-        return None
-    with place.open("rb") as file:
-        begin = file.read(2)
-    if begin not in (b"PK", b"", b"\0\0"):  # torch.save writes zip archives; blocks that were not written read as zeros
-        return None
+    """Return what is wrong with an archive of `torch.save`: reading it checks no checksum."""
     try:
         with zipfile.ZipFile(place) as archive:
             broken = archive.testzip()

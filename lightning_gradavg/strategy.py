@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_gradavg.arguments import by_keyword
 from lightning_gradavg.batches.part import Batches, SplitBatches
-from lightning_gradavg.checkpoints import WholeCheckpoints, require_whole
+from lightning_gradavg.checkpoints import WholeCheckpoints
 from lightning_gradavg.evaluation.part import Evaluation, ExactEvaluation
 from lightning_gradavg.faults.part import Faults
 from lightning_gradavg.fingerprint import combined, state_digests
@@ -315,16 +315,12 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def setup_distributed(self) -> None:
         state = random_state()
         super().setup_distributed()
+        if type(self.checkpoint_io) is TorchCheckpointIO:
+            self.checkpoint_io = WholeCheckpoints()
         if self._options.split_batches:
             # Lightning seeds again here, so that all ranks draw the same. Our loaders do that themselves, and a script
             # goes on drawing as on one device.
             restore_random_state(state)
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        if type(self.checkpoint_io) is TorchCheckpointIO:
-            self.checkpoint_io = WholeCheckpoints()
-        super().setup(trainer)
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -493,8 +489,6 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if self._trains:
-            require_whole(checkpoint_path, World.of(None))
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self._trains and (saved := checkpoint.get(_CHECKPOINT_KEY)) is not None:
             for part in self._parts:
