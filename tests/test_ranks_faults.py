@@ -80,18 +80,15 @@ def last_words() -> str | None:
         files.wait(["rank 1 listens"])
     else:
         store = dist.TCPStore("127.0.0.1", int(files.get("port")))
-    words = LastWords(World.of(None), 0)
-    listen = words._listen
+    with mock.patch("lightning_gradavg.faults.last_words.store_of_world", return_value=store):
+        words = LastWords(World.of(None), 0)
+    lines = words._lines
 
-    def noted(store: object) -> str:
+    def noted(seconds: float) -> dict[int, str]:
         files.set(f"rank {rank} listens", "")
-        return listen(store)
+        return lines(0.8 if rank == 1 else 0.1)
 
-    with (
-        mock.patch("lightning_gradavg.faults.last_words.store_of_world", return_value=store),
-        mock.patch("lightning_gradavg.faults.last_words._WAIT_SECONDS", 0.8 if rank == 1 else 0.1),
-        mock.patch.object(words, "_listen", noted),
-    ):
+    with mock.patch.object(words, "_lines", noted):
         return words.say(RuntimeError("gloo: connection closed by peer"), 0)[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from itertools import count
@@ -35,17 +36,15 @@ class Faults(Part):
     def __init__(self, every: int | None, *, buffers: bool) -> None:
         if every is not None and every < 1:
             raise ValueError(f"check_replicas_every_n_steps must be an integer >= 1, or None, got {every}")
-        self._every, self._buffers = every, buffers
-        self._checked, self._batches, self._evaluated = (0, 0), 0, False
+        self._every, self._buffers = every or math.inf, buffers
         self._last_words: LastWords | None = None
-        self._apart: bool | None = None
 
     def setup(self, run: Run) -> None:
         """Begin a run, in which ranks hear of each other's errors."""
         super().setup(run)
-        number = next(_RUNS)
-        self._last_words = LastWords(run.world, number) if run.world.size > 1 else None
-        self._apart, self._batches = None, 0
+        self._last_words = LastWords(run.world, next(_RUNS))
+        self._apart: bool | None = None
+        self._batches, self._compares_buffers = 0, self._buffers
 
     def ends_apart(self) -> bool:
         """Return whether the run ends by an exception that other ranks do not share: do not wait for them."""
@@ -79,37 +78,38 @@ class Faults(Part):
 
     def on_train_batch_start(self) -> None:
         """Compare the replicas after an epoch, and when they are due."""
-        (epoch, before), done = self._checked, self._done
-        early = not self.run.module.automatic_optimization and done & (done - 1) == 0
-        if self._every and (self.run.trainer.current_epoch != epoch or done - before >= self._every or early):
+        if self._moment != self._checked:
             self._check()
         self._batches += 1
-        self._evaluated = False
+        self._compares_buffers = self._buffers
 
     @property
     def _done(self) -> int:
         return self.run.trainer.global_step if self.run.module.automatic_optimization else self._batches
 
+    @property
+    def _moment(self) -> tuple[float, ...]:
+        """What changes when a comparison is due."""
+        early = 0 if self.run.module.automatic_optimization else self._batches.bit_length()
+        return self.run.trainer.current_epoch, self._done // self._every, early
+
     def on_evaluation_start(self) -> None:
         """Compare buffers before ranks evaluate different batches, which may change those of a module that trains."""
-        if self._buffers and self.run.model is not None and not self._evaluated:
+        if self._compares_buffers and self.run.model is not None:
             self._check()
-        self._evaluated = True
+        self._compares_buffers = False
 
     def on_train_end(self) -> None:
         """Compare the replicas after the last epoch."""
         self._check()
 
     def _check(self) -> None:
-        run = self.run
-        self._checked = run.trainer.current_epoch, self._done
-        if self._every is not None and run.world.size > 1:
+        run, self._checked = self.run, self._moment
+        if self._every < math.inf and run.world.size > 1:
             unit = "optimizer steps" if run.module.automatic_optimization else "batch(es)"
             require_replicas(self._tensors(run), f"{self._done} {unit}")
 
     def _tensors(self, run: Run) -> Iterator[tuple[str, Tensor]]:
-        buffers = run.module.named_buffers() if self._buffers and not self._evaluated else ()
+        buffers = run.module.named_buffers() if self._compares_buffers else ()
         for kind, tensors in (("parameter", run.module.named_parameters()), ("buffer", buffers)):
-            for name, one in tensors:
-                if name not in run.ddp.parameters_to_ignore:
-                    yield f"{kind} {name!r}", one
+            yield from ((f"{kind} {name!r}", one) for name, one in tensors if name not in run.ddp.parameters_to_ignore)
