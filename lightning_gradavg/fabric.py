@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gradavg.batches.loader import SplitLoader, split_batches
-from lightning_gradavg.launch import EndsProcessGroup
+from lightning_gradavg.launch import Registered
 from lightning_gradavg.lightning_internals import SyncControl
 from lightning_gradavg.options import refuse_unserved
 from lightning_gradavg.reduction.reducer import GradAvgReducer
@@ -25,7 +25,7 @@ from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule, rul
 __all__ = ["GradAvgModelParallelStrategy", "GradAvgStrategy"]
 
 
-class _Weighing(EndsProcessGroup, ParallelStrategy):
+class _Weighing(Registered, ParallelStrategy):
     """What both strategies do around a backward and a checkpoint."""
 
     _rule: Rule

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from collections.abc import Mapping
@@ -10,7 +9,6 @@ from typing import Any, ClassVar
 
 import lightning
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_gradavg.ranks import Contribution, World, by_value
 
-__all__ = ["EndsProcessGroup", "plain", "require_launch", "require_one_run"]
+__all__ = ["Registered", "plain", "require_launch", "require_one_run"]
 
 
 def require_launch(strategy: Any, start_method: str) -> None:
@@ -88,29 +86,17 @@ def require_one_run(world: World, trainer: Trainer, module: LightningModule, opt
         )
 
 
-class EndsProcessGroup:
-    """Ends a strategy's process group before the interpreter: gloo's threads can abort it. Lightning ends NCCL's."""
+class Registered:
+    """A strategy that users may give by names."""
 
     names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """The options of the strategy under each name that users may give instead of it."""
+    """The options of the strategy under each of them."""
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the names of this strategy. Doing it again changes nothing."""
         for name, options in cls.names.items():
             strategy_registry.register(name, cls, description=f"{cls.__name__} {options}", override=True, **options)
-
-    def setup_environment(self) -> None:
-        """Join the process group, and see to its end."""
-        ours = not dist.is_initialized()
-        super().setup_environment()  # type: ignore[misc]  # the strategy's
-        if ours and dist.is_initialized() and dist.get_backend() != "nccl":
-            atexit.register(_destroy)
-
-
-def _destroy() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _shape(parameter: torch.nn.Parameter) -> str:

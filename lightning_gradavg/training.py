@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gradavg.batches.part import Batches
-from lightning_gradavg.launch import EndsProcessGroup, require_one_run
+from lightning_gradavg.launch import Registered, require_one_run
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.gather import WITHIN
@@ -25,7 +25,7 @@ from lightning_gradavg.reduction.reduction import Reduction
 __all__ = ["WeighedTraining"]
 
 
-class WeighedTraining(EndsProcessGroup, ParallelStrategy):
+class WeighedTraining(Registered, ParallelStrategy):
     """Weighs the losses of a strategy that averages gradients. Its class comes before that of the engine."""
 
     _reduction: Reduction

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,9 +10,11 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import on_ranks
 
 from lightning_gradavg.place import node_from_environment, places_on_nodes
-from lightning_gradavg.ranks import Agreed, Contribution, World, _settle_at_exit, by_value, digest, on_ranks
+from lightning_gradavg.ranks import Agreed, Contribution, World, _end, _end_in_order, by_value, digest
+from lightning_gradavg.ranks import on_ranks as in_words
 
 
 @given(weight=st.floats(0, allow_infinity=False), details=st.lists(st.integers()))
@@ -24,22 +24,19 @@ def test_what_a_rank_brings_survives_the_exchange(weight: float, details: list[i
     assert (mine, Agreed([0], [weight], [details])) == World().agree("refused", lambda: mine)
 
 
-def agree(case: str) -> Any:
-    """Body: bring something, on rank 1 something else."""
-    rank = dist.get_rank()
-    if case == "failing" and rank != 1:
-        raise KeyError(f"rank {rank}")
-    if case == "misplaced" and rank == 1:
-        os.environ["NODE_RANK"] = "first"
-    equal = ["same", "b" if case == "unlike" and rank == 1 else "a"]
-    return Contribution(equal, [7, rank % 2 if case == "uneven" else 0], 0.1, node_from_environment())
-
-
 def agreed(case: str) -> Any:
-    """Body: what the ranks agree on."""
-    mine, others = World.of(None).agree("refused", partial(agree, case))
-    assert mine.details == others.details[dist.get_rank()]
-    return others
+    """Body: what the ranks agree on, of which rank 1 brings something else."""
+
+    def bring() -> Contribution:
+        rank = dist.get_rank()
+        if case == "failing" and rank != 1:
+            raise KeyError(f"rank {rank}")
+        if case == "misplaced" and rank == 1:
+            os.environ["NODE_RANK"] = "first"
+        equal = ["same", "b" if case == "unlike" and rank == 1 else "a"]
+        return Contribution(equal, [7, rank % 2 if case == "uneven" else 0], 0.1, node_from_environment())
+
+    return World.of(None).agree("refused", bring)[1]
 
 
 def test_ranks_agree(world: Any) -> None:
@@ -67,58 +64,34 @@ def test_ranks_in_words() -> None:
     """Messages say which ranks hold which value, and shorten long lists of ranks; a digest is a 64-bit integer."""
     assert digest("a") == digest("a") != digest("b")
     assert all(-(2**63) <= digest(str(number)) < 2**63 for number in range(100))
-    assert "on rank 3" == on_ranks([3])
-    assert "on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 504 more" == on_ranks(range(512))
+    assert "on rank 3" == in_words([3])
+    assert "on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 504 more" == in_words(range(512))
     assert "a on rank 0; b on ranks 1, 2" == by_value("abb")
 
 
-def exchange() -> Any:
-    """Body: every exchange, of the default group and of one of two ranks."""
+@on_ranks(3)
+def test_exchanges() -> None:
+    """Every rank gets the rows of all in rank order, the value of the first, and everybody's place."""
     rank = dist.get_rank()
     group = dist.new_group([0, 2])
-    mine = World.of(group) if rank != 1 else World()
-    worlds = (World.of(None), mine)
-    try:
-        return [
-            (
-                *(world.rank, world.size),
-                *(world.gather_integers([2**60 + rank]), world.gather_floats([0.1 * rank])),
-                *(world.gather_objects({"rank": rank}), world.from_first(rank), world.places(rank // 2)),
-            )
-            for world in worlds
-        ]
-    finally:
-        if rank != 1:
-            dist.destroy_process_group(group)
+    worlds = {World.of(None): [0, 1, 2], (World() if rank == 1 else World.of(group)): [1] if rank == 1 else [0, 2]}
+    for world, ranks in worlds.items():
+        assert (world.rank, world.size) == (ranks.index(rank), len(ranks))
+        assert [[2**60 + one] for one in ranks] == world.gather_integers([2**60 + rank])
+        assert [[0.1 * one] for one in ranks] == world.gather_floats([0.1 * rank])
+        assert [{"rank": one} for one in ranks] == world.gather_objects({"rank": rank})
+        assert ranks[0] == world.from_first(rank)
+        assert places_on_nodes([one // 2 for one in ranks]) == world.places(rank // 2)
+    if rank != 1:
+        dist.destroy_process_group(group)
 
 
-def test_exchanges(world: Any) -> None:
-    """Every rank gets the rows of all in rank order, the value of the first, and everybody's place."""
-
-    def expected(rank: int, ranks: list[int]) -> Any:
-        rows, floats = [[2**60 + one] for one in ranks], [[0.1 * one] for one in ranks]
-        objects, places = [{"rank": one} for one in ranks], places_on_nodes([one // 2 for one in ranks])
-        return rank, len(ranks), rows, floats, objects, ranks[0], places
-
-    assert [
-        [expected(0, [0, 1, 2]), expected(0, [0, 2])],
-        [expected(1, [0, 1, 2]), expected(0, [1])],
-        [expected(2, [0, 1, 2]), expected(1, [0, 2])],
-    ] == world(3).run(exchange)
-
-
-def settles() -> int:
-    """Body: how often the process waits at its exit."""
-    World.of(None)
-    return _settle_at_exit.cache_info().currsize
-
-
-def test_a_process_among_others_waits_once_at_its_exit(world):
+@on_ranks()
+def test_a_process_among_others_settles_once_at_its_exit() -> None:
     """Threads of gloo have a moment for what they do with the interpreter, or they may abort the process."""
-    with mock.patch("atexit.register") as register:
-        _settle_at_exit.cache_clear()
-        _settle_at_exit()
-        _settle_at_exit()
-        _settle_at_exit.cache_clear()
-    assert [mock.call(time.sleep, 0.1)] == register.call_args_list
-    assert [1, 1] == world(2).run(settles)
+    World.of(None)
+    assert _end_in_order.cache_info().currsize == 1
+    with mock.patch("time.sleep") as sleep, mock.patch("torch.distributed.destroy_process_group") as destroy:
+        _end()
+    assert [mock.call(0.1)] == sleep.call_args_list
+    destroy.assert_called_once_with()
