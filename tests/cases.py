@@ -8,8 +8,11 @@ every way that it names: `test_ranks_cases.py`.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +20,8 @@ import torch
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.place import Place
+from lightning_gradavg.reduction.reference import combine
+from lightning_gradavg.reduction.weights import MOST_TERMS
 from lightning_gradavg.rules import RULES, Share, resolve_rule
 
 __all__ = ["CASES", "CLEARED", "CLEARS", "WAYS", "Case", "Fails"]
@@ -52,6 +57,7 @@ class Case:
         refused: Ways that refuse the row, with what the error says.
         options: Of the strategy, or of DDP where there is none.
         keeps: Whether no gradient is zeroed between windows.
+        dtype: Of the parameters.
     """
 
     name: str
@@ -63,6 +69,7 @@ class Case:
     refused: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     keeps: bool = False
+    dtype: torch.dtype = torch.float64
 
     def said(self, way: str) -> str | None:
         """Return what the error says, or None if there is none."""
@@ -127,6 +134,24 @@ def raised_between(fails: Fails, before: int = 0, after: int = 0) -> Any:
     return [[[(100.0, 1)], between, [last]] for last in ((1.0, 3), (5.0, 1))]
 
 
+def drawn(reduction: Any, nodes: Sequence[int], lengths: Sequence[int], ways: Sequence[str]) -> Case:
+    """Return windows drawn by chance, one after another in one run, with the gradients of the dense reference.
+
+    Weights of many magnitudes, or none: what does not count is NaN.
+    """
+    rule, draw = resolve_rule(reduction), random.Random(str((nodes, lengths)))
+    windows, gradients = [list[Any]() for _ in nodes], []
+    for length in lengths:
+        weights = [draw.choice([0.0, 0.0, 1.0, 3.0, 0.125, 4096.0, 1e-3]) for _ in [*nodes] * length]
+        pairs = [(NAN if weight == 0 and rule.uses_weight else draw.uniform(-5, 5), weight) for weight in weights]
+        dense = torch.tensor([[gradient] for gradient, _ in pairs], dtype=torch.float64)
+        gradients.append(combine(dense, rule=rule, nodes=[*nodes] * length, weights=weights).item())
+        for rank, of_rank in enumerate(windows):
+            of_rank.append(pairs[rank :: len(nodes)])
+    served = [way for way in ways if way != "sharded" or reduction in OF_SHARDED]
+    return Case(f"drawn {max(lengths)} on {nodes}", reduction, windows, gradients, served, nodes)
+
+
 def bad(name: str, weight: Any, said: str, **options: Any) -> list[Case]:
     """Return rows in which rank 1 gives a weight that cannot be used, in a window of one and at the end of two."""
     good = [(1.0, 1)]
@@ -149,13 +174,27 @@ THREE = [[[(1.0, 1)]], [[(3.0, 4)]], [[(8.0, 9)]]]
 TWO = [[[(1.0, 1), (3.0, 4)], [(5.0, 1)]], [[(5.0, 9), (8.0, 16)], [(9.0, 3)]]]
 """A window of two, and a short one."""
 LATE = [[[(2.0, 1)]] * 3, [[(4.0, 3)], [(NAN, 0)], [(6.0, 1)]]]
-TYPES: Mapping[str, Any] = {
-    "numpy int": np.int64(3),
-    "count": torch.ones(3, dtype=torch.bool).sum(),
-    "bfloat16": torch.tensor([3], dtype=torch.bfloat16),
-    "with graph": torch.tensor(3.0, requires_grad=True),
+FLOATING = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+WEIGHTS: Sequence[Any] = [
+    *(3, 3.0, np.int64(3), np.float32(3), np.float64(3), np.uint8(3), np.array(3), Fraction(3), Decimal(3)),
+    torch.ones(3, dtype=torch.bool).sum(),
+    *(
+        torch.full(shape, 3, dtype=dtype, requires_grad=dtype in FLOATING)
+        for shape in ((), (1,), (1, 1))
+        for dtype in (*FLOATING, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    ),
+]
+"""3 in every type."""
+NO_WEIGHTS: Mapping[str, Any] = {
+    "[3] of type list": [3],
+    "b'3' of type bytes": b"3",
+    "3j of type complex": 3j,
+    "of type int": 10**400,
+    "of type ndarray": np.array([1, 2]),
+    "a tensor of shape (0,) and torch.float32": torch.ones(0),
+    "a tensor of shape () and torch.complex64": torch.tensor(1j),
 }
-"""`test_weigh.py` has all others."""
+MANY = [f"term {index}" for index in range(MOST_TERMS + 1)]
 A, B = {"a": 1.0, "b": 10.0}, {"a": 5.0, "b": NAN}
 NAMED = [[[(A, {"a": 1, "b": 2})]], [[(B, {"a": 3, "b": 0})]]]
 FULL = ({"first": 1.0, "second": 10.0}, {"first": 1, "second": 2})
@@ -248,9 +287,28 @@ CASES: Sequence[Case] = [
         [[[(1.0, 1), (1.0, 1)], [(1.0, 4e6), (1.0, 0)]], [[(1.0, 1), (5.0, 1)], [(3.0, 1e6), (1.0, 3e6)]]],
         [2.0, 10 / 8],
     ),
+    weighted(
+        "of weights of every type",
+        [[[(2.0, one)] for one in WEIGHTS], [[(10.0, 1)]] * len(WEIGHTS)],
+        [4.0] * len(WEIGHTS),
+    ),
+    weighted(
+        "of extreme weights",
+        [[[(1.0, number)] for number in (1e-300, -0.0, 1e300)], [[(3.0, number)] for number in (3e-300, 5, 3e300)]],
+        [2.5, 3.0, 2.5],
+    ),
+    weighted("of the smallest weight", [[[(1.0, 5e-324)]]] * 2, [1.0], ways=["automatic", "average", "sharded"]),
+    # Totals of so many micro-batches have squares that float64 rounds.
+    weighted("of a long window", [[[(2.0, 1)] * 1500], [[(4.0, 3)] * 1500]], [3.5], ways=["reducer"]),
     *(
-        weighted(f"of a weight of type {name}", [[[(2.0, weight)]], [[(10.0, 1)]]], [4.0])
-        for name, weight in TYPES.items()
+        drawn(rule, nodes, lengths, ways)
+        for rule in (*RULES, root)
+        for nodes in ([0], [0, 0], [0, 1], [1, 0, 0])
+        for lengths, ways in (
+            ([1] * 12, WAYS),
+            ([3, 3, 3, 3, 3, 2], (*OF_DDP, "sharded")),
+            ([1, 2, 4, 1, 1, 3, 2, 1], LOOPS),
+        )
     ),
     *of_rules(
         "with windows of different lengths",
@@ -404,6 +462,26 @@ CASES: Sequence[Case] = [
     *bad("an infinite weight", INF, "weight inf is not a finite number >= 0"),
     *bad("a text for a weight", "many", "a weight is one number, got 'many' of type str"),
     *bad("two numbers for a weight", torch.ones(2), "a weight is one number, got a tensor of shape (2,)"),
+    *(
+        weighted(f"what is no weight, {said}", [[[(1.0, 1)]], [[(1.0, one)]]], said, ways=["reducer", "average"])
+        for said, one in NO_WEIGHTS.items()
+    ),
+    Case("of no terms", "weighted_mean", [[[({}, 1)]]] * 2, f"a loss has 1 to {MOST_TERMS} named terms, got 0", OF_DDP),
+    Case(
+        "of too many terms",
+        "weighted_mean",
+        [[[(dict.fromkeys(MANY, 1.0), 1)]]] * 2,
+        f"got {MOST_TERMS + 1}: add some",
+        OF_DDP,
+    ),
+    Case("of terms that are none", "weighted_mean", [[[({"a": None}, 1)]]] * 2, "got None of type NoneType", OF_DDP),
+    Case(
+        "with many terms on one rank",
+        "weighted_mean",
+        [[[(dict.fromkeys(MANY[1:], 1.0), dict.fromkeys(MANY[1:], 1))]], [[(1.0, 1)]]],
+        "the ranks' losses differ in what must be the same",
+        ["automatic"],
+    ),
     weighted("a negative weight", [[[(1.0, 1)]], [[(1.0, -1)]]], "weight", ways=["average", "sharded"]),
     weighted(
         "without a weight on one rank",

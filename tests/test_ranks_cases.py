@@ -29,15 +29,19 @@ SLOPES = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
 class Line(nn.Module):
     """Its loss has the gradient that the micro-batch says, in both parameters, or in the one that a term names."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        self.first, self.second = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
+        self.first, self.second = (nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(2))
 
     def forward(self, gradient: Any) -> Any:
-        first, second = (self.first * SLOPES[:2]).sum(), (self.second * SLOPES[2:]).sum()
+        slopes = SLOPES.to(self.first.dtype)
+        first, second = (self.first * slopes[:2]).sum(), (self.second * slopes[2:]).sum()
         if isinstance(gradient, Mapping):
             trained = {"first": first, "second": second}
-            return {name: value * trained.get(name, first + second) for name, value in gradient.items()}
+            return {
+                name: value if value is None else value * trained.get(name, first + second)
+                for name, value in gradient.items()
+            }
         return gradient * (first + second)
 
 
@@ -88,8 +92,13 @@ class Automatic(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         gradient, weight = parts(self.case, batch)
-        loss = self.net(gradient)
+        loss = self.loss = self.net(gradient)
         return {"loss": loss, **weight} if weight else loss
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.automatic_optimization:  # the gradient is weighed, and the value is not
+            value = sum(self.loss.values()) if isinstance(self.loss, Mapping) else self.loss
+            assert approx(value.item() / self.trainer.accumulate_grad_batches) == loss.item()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients.append(gradient_of(self.net))
@@ -210,7 +219,7 @@ def test_gradient_by_hand(world, way, case):
         raised = ranks.run_expecting_errors(WAY_OF[way], case)
         assert len({tuple(one) for one in raised}) == 1
         assert said in raised[0].message
-        assert raised[0].type_name in ("ValueError", "RuntimeError")
+        assert raised[0].type_name in ("ValueError", "RuntimeError", "TypeError")
         return
     first, *others = ranks.run(WAY_OF[way], case)
     assert by_hand(case) == [gradient.tolist() for gradient in first]

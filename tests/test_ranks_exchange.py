@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from ranks import make_trainer
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from toys import Toy, loader, same_everywhere, train
+from toys import WEIGHTED, Toy, loader, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.rules import RULES
@@ -94,15 +94,16 @@ class Wide(Toy):
 
 @pytest.mark.parametrize(
     ("world_size", "options", "window"),
-    grid([1, 2, 3], [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.01}], [1, 2]),
+    grid([1, 2, 3], [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.01}, WEIGHTED], [1, 2]),
 )
-def test_default_is_stock_ddp(world, world_size, options, window):
-    """Without an option of its own the strategy has the bits of stock DDP, on 3 ranks too, where 1/W is rounded."""
+def test_the_mean_and_equal_weights_are_stock_ddp(world, world_size, options, window):
+    """The bits of stock DDP, on 3 ranks too, where 1/W is rounded."""
     batches = [[[10.0 * step + rank] for step in range(4)] for rank in range(world_size)]
     given = {"module": Wide, "accumulate_grad_batches": window}
+    of_ddp = {name: value for name, value in options.items() if name != "reduction"}
     ours, stock = (
-        same_everywhere(world(world_size).run(train, batches, None, options, of=of, **given))
-        for of in (GradAvgStrategy, DDPStrategy)
+        same_everywhere(world(world_size).run(train, batches, None, chosen, of=of, **given))
+        for of, chosen in ((GradAvgStrategy, options), (DDPStrategy, of_ddp))
     )
     assert 4 // window == len(ours.gradients)
     for mine, theirs in zip(ours.gradients, stock.gradients, strict=True):

@@ -180,6 +180,7 @@ def kept_graph(module: ByHand, batch: Tensor, _: int) -> None:
     module.seen.gradients.append(module.w.grad.clone())
     first.zero_grad()
     sum(loss.values()).backward()
+    assert approx(11 * batch.item()) == module.w.grad.item()
     first.zero_grad()
 
 
