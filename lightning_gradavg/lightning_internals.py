@@ -322,6 +322,14 @@ def averages_of(module: Any) -> list[tuple[int, float]]:
     return found
 
 
+def buckets_of(tensors: Sequence[Tensor], size: int) -> list[list[Tensor]]:
+    """Return tensors in buckets of one dtype and device and about that many bytes, as DDP cuts them."""
+    if not tensors:
+        return []
+    indices, _ = dist._compute_bucket_assignment_by_size(list(tensors), [size])
+    return [[tensors[index] for index in of_bucket] for of_bucket in indices]
+
+
 def views_of(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the parts of a flat tensor in the shapes of others."""
     return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))

@@ -1,4 +1,7 @@
-"""`average_gradients` on real ranks: the numbers of one process, and the same error on all ranks if it is misused."""
+"""`average_gradients`: the numbers of one process, and the same error on all ranks if it is misused.
+
+Rules, weights and weights of 0 are rows of `cases.py`, too.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg.place import Place
-from lightning_gradavg.reduction import sums
+from lightning_gradavg.reduction import average
 from lightning_gradavg.reduction.average import average_gradients
-from lightning_gradavg.reduction.reference import combine
-from lightning_gradavg.rules import RULES, Share, resolve_rule
+from lightning_gradavg.reduction.reference import combine, rank_factors
+from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule
 
 Gradients = Sequence["Tensor | None"]
 inf, nan = torch.inf, torch.nan
 TINY = 2.0**-24
-
-
 EVERY_RULE = [*RULES, root]
 
 
@@ -65,7 +66,7 @@ def draw_gradients(world_size: int, shapes: Sequence[Any], dtype: torch.dtype = 
 
 
 LAYOUTS = {1: [[0]], 2: [[0, 0], [0, 1]], 3: [[0, 0, 0], [1, 0, 1]], 4: [[0, 0, 1, 1], [0, 0, 0, 1], [7, 3, 5, 3]]}
-SHAPES = ((), (3,), (0, 4), (2, 5), (131_072,), (1,), (3, 2, 2))
+SHAPES = ((), (3,), (0, 4), (2, 5), (3, 2, 2))
 
 
 def reduce_by_every_rule(of_ranks: Sequence[Gradients], weights: Sequence[float]) -> list[Gradients]:
@@ -81,7 +82,7 @@ def reduce_by_every_rule(of_ranks: Sequence[Gradients], weights: Sequence[float]
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_every_rule_is_its_formula(world, world_size):
-    """Small gradients in a bucket and one large, on any nodes, to 1e-12; a rule without weights needs none."""
+    """On any nodes, to 1e-12; a rule without weights needs none."""
     of_ranks, weights = draw_gradients(world_size, SHAPES), [3.0, 0.25, 0.0, 17.5][:world_size]
     ways = [(nodes, rule) for nodes in LAYOUTS[world_size] for rule in EVERY_RULE]
     of_ways = zip(*world(world_size).run(reduce_by_every_rule, of_ranks, weights), strict=True)
@@ -96,41 +97,31 @@ def half(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float16)
 
 
-one, lists = torch.tensor, {"reduction": "weighted_mean"}
+one = torch.tensor
 OVERFLOWING = [half(40000.0, TINY, 60000.0, 40000.0), half(40000.0, TINY, -60000.0, 0.0)]
 MILLION = [2.0**20] * 2
 
-# Name: the gradient of each rank, reduction, weights, nodes, and the reduced gradient computed by hand.
-GIVEN: dict[str, tuple[Gradients, str, Any, Any, Any]] = {
-    "None on a rank": ([one([2.0, 4.0]), one([4.0, 5.0]), None], "mean", None, None, [2.0, 3.0]),
-    "one has it": ([None, one([3.0])], "sum", None, None, [3.0]),
-    "None": ([None, None], "mean", None, None, None),
-    "NaN of a rank": ([one([2.0, 1.0]), one([nan, 3.0])], "mean", None, None, [nan, 2.0]),
-    "NaN of weight 0": ([one([2.0]), one([nan])], "weighted_mean", [1, 0], [0, 1], [2.0]),
-    "infinite of weight 0, large": (
-        [torch.ones(2**18), torch.full((2**18,), -inf)],
-        "weighted_mean",
-        [1, 0],
-        [0, 1],
-        [1.0] * 2**18,
-    ),
-    "no weight": ([one([nan, 1.0]), one([inf, 2.0])], "weighted_mean", [0, 0.0], None, [0.0, 0.0]),
-    "no weight, None on a rank": ([None, torch.ones(3)], "weighted_mean", [0, 0.0], None, [0.0, 0.0, 0.0]),
+# Name: the gradient of each rank, reduction, weights, and the reduced gradient computed by hand.
+GIVEN: dict[str, tuple[Gradients, str, Any, Any]] = {
+    "None on a rank": ([one([2.0, 4.0]), one([4.0, 5.0]), None], "mean", None, [2.0, 3.0]),
+    "one has it": ([None, one([3.0])], "sum", None, [3.0]),
+    "None": ([None, None], "mean", None, None),
+    "NaN of a rank": ([one([2.0, 1.0]), one([nan, 3.0])], "mean", None, [nan, 2.0]),
+    "no weight, None on a rank": ([None, torch.ones(3)], "weighted_mean", [0, 0.0], [0.0, 0.0, 0.0]),
     # Summed in float32: what fits in the result is not lost on the way, and what does not is infinite.
-    "float16 mean": (OVERFLOWING, "mean", None, None, [40000.0, TINY, 0.0, 20000.0]),
-    "float16 sum": (OVERFLOWING, "sum", None, None, [inf, 2 * TINY, 0.0, 40000.0]),
-    "bfloat16": ([one([256.0, 1, 1, 1]).bfloat16().roll(n) for n in range(4)], "mean", None, None, [65.0] * 4),
-    "complex": ([one([1 + 2j]), one([complex(inf, -4)])], "mean", None, None, [complex(inf, -1)]),
-    "float16 in units": (OVERFLOWING, "normalized_sum", MILLION, None, half(80000 / 2**21, 0, 0, 40000 / 2**21)),
+    "float16 mean": (OVERFLOWING, "mean", None, [40000.0, TINY, 0.0, 20000.0]),
+    "float16 sum": (OVERFLOWING, "sum", None, [inf, 2 * TINY, 0.0, 40000.0]),
+    "bfloat16": ([one([256.0, 1, 1, 1]).bfloat16().roll(n) for n in range(4)], "mean", None, [65.0] * 4),
+    "complex": ([one([1 + 2j]), one([3 - 4j])], "mean", None, [2 - 1j]),
+    "float16 in units": (OVERFLOWING, "normalized_sum", MILLION, half(80000 / 2**21, 0, 0, 40000 / 2**21)),
 }
 
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_gradient_computed_by_hand(world, name):
-    """Every rank has the number computed by hand, in the dtype of the gradients."""
-    of_ranks, reduction, weights, nodes, expected = GIVEN[name]
+    of_ranks, reduction, weights, expected = GIVEN[name]
     given = [[gradient] for gradient in of_ranks]
-    (found,) = same_everywhere(world(len(given)).run(reduce_given, given, weights, nodes, reduction=reduction))
+    (found,) = same_everywhere(world(len(given)).run(reduce_given, given, weights, reduction=reduction))
     if expected is None:
         assert found is None
         return
@@ -139,17 +130,16 @@ def test_gradient_computed_by_hand(world, name):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0, equal_nan=True)
 
 
-def reduce_in_small_buckets(of_ranks: Sequence[Gradients], single: int) -> Gradients:
-    with patch.object(sums, "SINGLE_BYTES", single):
+def reduce_in_small_buckets(of_ranks: Sequence[Gradients]) -> Gradients:
+    with patch.object(average, "_BUCKET_BYTES", 64):
         return reduce_given(of_ranks, reduction="sum")
 
 
-@pytest.mark.parametrize("single", [1, 64])
-def test_size_of_buckets_does_not_matter(world, single):
+def test_buckets_of_many_dtypes(world):
     """However the gradients are cut into buckets, and whatever dtypes are mixed, integers are summed exactly."""
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.float16]
     of_ranks = [[torch.full((i % 5 + 1,), rank + i).to(dtypes[i % 5]) for i in range(40)] for rank in range(3)]
-    for i, gradient in enumerate(same_everywhere(world(3).run(reduce_in_small_buckets, of_ranks, single))):
+    for i, gradient in enumerate(same_everywhere(world(3).run(reduce_in_small_buckets, of_ranks))):
         assert torch.equal(torch.full((i % 5 + 1,), 3.0 + 3 * i).to(dtypes[i % 5]), gradient)
 
 
@@ -171,67 +161,70 @@ def record_collectives(of_ranks: Sequence[Gradients], **options: Any) -> list[tu
 
         return call
 
-    with patch.multiple(dist, all_reduce=recorded(dist.all_reduce), all_gather=recorded(dist.all_gather)):
+    all_of = {name: recorded(getattr(dist, name)) for name in ("all_reduce", "all_gather")}
+    with patch.multiple(dist, **all_of), patch.object(average, "_BUCKET_BYTES", 2**14):
         reduce_given(of_ranks, **options)
     return seen
 
 
-@pytest.mark.parametrize("reduction", ["mean", "weighted_mean", "mean_of_node_means"])
-def test_one_small_exchange_and_all_buckets_in_flight(world, reduction):
+def test_one_small_exchange_and_all_buckets_in_flight(world):
     """Cases 16 and 31: one exchange of five numbers, and sums alone, each begun before the first is waited for."""
-    of_ranks = draw_gradients(2, [(100,)] * 50 + [(2**18,), (7,)], torch.float32)
-    expected = [("all_gather", 5), ("all_reduce", 5007), ("all_reduce", 2**18), ("wait", 5007), ("wait", 2**18)]
-    options = {"weights": [1, 2], "nodes": [0, 1], "reduction": reduction}
+    of_ranks = draw_gradients(2, [(100,)] * 50 + [(2**12,), (7,)], torch.float32)
+    reduced = [4100, 900 + 2**12, 7]
+    expected = [("all_gather", 5), *(("all_reduce", size) for size in reduced), *(("wait", size) for size in reduced)]
+    options = {"weights": [1, 2], "nodes": [0, 1], "reduction": "weighted_mean"}
     assert [expected] * 2 == world(2).run(record_collectives, of_ranks, **options)
 
 
-REPLACED = ("expanded", "one element expanded", "conjugate", "imaginary")
-WRITTEN = ("contiguous", "transposed", "contiguous on rank 0", "every other column", "half of one tensor", "graph")
+REPLACED = ("conjugate", "imaginary")
+WRITTEN = ("contiguous", "transposed", "contiguous on rank 0", "every other column", "channels_last", "graph")
 
 
-@pytest.mark.parametrize("size", [4, 520], ids=["small", "large"])
-@pytest.mark.parametrize("case", [*WRITTEN, "channels_last", *REPLACED])
+@pytest.mark.parametrize("case", [*WRITTEN, *REPLACED])
 @on_ranks(3)
-def test_memory_of_a_gradient(case, size):
-    """A gradient is reduced in place whatever its strides on any rank; one that cannot be written is replaced."""
+def test_memory_of_a_gradient(case):
+    """A gradient is reduced in place whatever its strides on any rank; one conjugated lazily is replaced."""
 
     def gradients(x: Tensor, rank: int) -> dict[str, Tensor]:
-        image = x.reshape(1, size, size, 1).expand(1, size, size, 2).clone()
+        image = x.reshape(1, 4, 4, 1).expand(1, 4, 4, 2).clone()
         return {
             "contiguous": x,
             "transposed": x.t().clone().t(),
             "contiguous on rank 0": x if rank == 0 else x.t().clone().t(),
-            "expanded": x[0].expand(size, size),
-            "one element expanded": x[0, 1].expand(size, size),
-            "every other column": torch.zeros(size, 2 * size)[:, ::2].copy_(x),
-            "half of one tensor": torch.zeros(size, 2 * size)[:, :size].copy_(x),
+            "every other column": torch.zeros(4, 8)[:, ::2].copy_(x),
             "channels_last": image.to(memory_format=torch.channels_last),
             "conjugate": torch.complex(x, -x).conj(),
             "imaginary": torch.complex(x, -x).conj().imag,
             "graph": x.clone().requires_grad_() * 1,
         }
 
-    x, rank = torch.arange(size * size, dtype=torch.float32).reshape(size, size), dist.get_rank()
+    x, rank = torch.arange(16.0).reshape(4, 4), dist.get_rank()
     gradient = gradients(x * (rank + 1), rank)[case]
     parameter = nn.Parameter(torch.zeros_like(gradient).contiguous())
-    parameter.grad = gradient
+    parameter.grad, graph = gradient, gradient.grad_fn
     average_gradients([parameter], reduction="sum")
-    assert (case not in REPLACED) == (parameter.grad is gradient)
+    assert ((case not in REPLACED), graph) == (parameter.grad is gradient, parameter.grad.grad_fn)
     assert torch.equal(gradients(6 * x, rank)[case], parameter.grad)
 
 
-@pytest.mark.parametrize("size", [4, 2**19])
 @on_ranks()
-def test_gradients_in_one_memory_are_reduced_once(size):
+def test_gradients_in_one_memory_are_reduced_once():
     """Two parameters were given the same gradient, and a third a part of it."""
-    memory = torch.full((size,), dist.get_rank() + 1.0)
-    parameters = [nn.Parameter(torch.zeros(length)) for length in (size, size, size // 2)]
+    memory = torch.full((4,), dist.get_rank() + 1.0)
+    parameters = [nn.Parameter(torch.zeros(length)) for length in (4, 4, 2)]
     for parameter in parameters:
         parameter.grad = memory[: parameter.numel()]
     average_gradients(parameters, reduction="sum")
-    for parameter in parameters:
-        assert parameter.grad is not None
-        assert torch.equal(torch.full_like(parameter, 3.0), parameter.grad)
+    assert [[3.0] * len(one) for one in parameters] == [one.grad.tolist() for one in parameters if one.grad is not None]
+
+
+@on_ranks()
+def test_module_without_gradients_is_left_alone():
+    """Frozen parameters, also of integers, and parameters without gradient take part and change nothing."""
+    model = nn.Linear(2, 2).requires_grad_(False)
+    model.register_parameter("counts", nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False))
+    average_gradients(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 SOURCES: dict[str, Callable[[nn.Module], Any]] = {
@@ -320,6 +313,12 @@ def failing_rule(place: Place, weight: Any) -> Share:
     raise KeyError("no such place")
 
 
+def expanded(model: nn.Module) -> list[Tensor]:
+    table = nn.Parameter(torch.zeros(2, 2))
+    table.grad = torch.zeros(2).expand(2, 2)
+    return [*model.parameters(), table]
+
+
 class RankDependent:
     """No number, and what messages call it differs between ranks."""
 
@@ -347,6 +346,7 @@ MISUSES: dict[str, tuple[Sequence[int], dict[str, Any], str]] = {
     "another shape": ([1], {"source": lambda model: pair(3)}, r"of shape \(1, 2\).* 0, 2;.* of shape \(3, 2\).* 1"),
     "another dtype": ([0], {"source": lambda model: pair(1).double()}, r"'0\.weight' of.*torch\.float64 on cpu on.* 0"),
     "sparse": ([1], {"source": sparse}, r"on rank 1: .* 4 is torch\.sparse_coo: convert it by to_dense"),
+    "expanded": ([1], {"source": expanded}, r"on rank 1: .* 4 repeats elements in memory, .*: clone\(\) it"),
     "DDP submodule": (
         EVERYWHERE,
         {"source": lambda model: nn.ModuleDict({"generator": DistributedDataParallel(model)})},
@@ -379,3 +379,32 @@ def test_misuse_raises_the_same_error_on_all_ranks(world, name):
     errors = world(3).run_expecting_errors(misuse, name)
     assert [Raised("ValueError", errors[0].message)] * 3 == errors
     assert re.search(MISUSES[name][2], errors[0].message), errors[0].message
+
+
+def test_original_error_is_kept():
+    """The error that this rank met is the cause of the one that all ranks raise."""
+    with pytest.raises(ValueError, match="got 'x' of type str") as caught:
+        average_gradients([], weight="x")  # type: ignore[arg-type]  # the mistake under test
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def rule_of(*share: Any) -> Rule:
+    return Rule("broken", lambda place, weight: Share(*share), uses_weight=True, formula="?")
+
+
+@pytest.mark.parametrize(
+    ("rule", "weights", "message"),
+    [
+        (
+            RULES["normalized_sum"],
+            [5e-324, 0.0],
+            r"\[1\.0, 0\.0\] and the normalizer 5e-324\. .* quotients, are finite",
+        ),
+        (rule_of(torch.tensor(nan), 1.0), [1.0, 1.0], r"the multipliers \[nan, nan\]"),
+        (rule_of(1.0, torch.tensor(-1.0)), [1.0], r"the normalizer -1\.0"),
+    ],
+)
+def test_factors_that_are_no_numbers(rule, weights, message):
+    """A factor or a normalizer that is no finite number >= 0 is an error that quotes it."""
+    with pytest.raises(ValueError, match=message):
+        rank_factors(rule, [0] * len(weights), weights)

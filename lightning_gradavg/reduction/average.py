@@ -14,16 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_gradavg.lightning_internals import buckets_of, copy_each, views_of
 from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.reduction.reference import rank_factors
-from lightning_gradavg.reduction.sums import SUM_DTYPES, sum_dense, writable
 from lightning_gradavg.reduction.weights import as_weight
 from lightning_gradavg.rules import Rule, RuleFunction, is_number, resolve_rule
 
-__all__ = ["Refusals", "average_gradients", "checked_weight", "refuse"]
+__all__ = ["Refusals", "average_gradients", "checked_weight", "needs_weight", "refuse"]
 
 Refusals: TypeAlias = Sequence[tuple[Callable[[Any], object], str]]
 """What is refused, and why: a predicate, and what the message goes on with, in which `{0}` is the value."""
+
+_BUCKET_BYTES = 25 * 2**20  # as DDP's: while one is on its way, the next is copied
 
 
 @torch.no_grad()
@@ -43,8 +45,7 @@ def average_gradients(
     - A gradient that is None on some ranks counts as zero there, and those ranks receive the reduced one. None on
       all ranks stays None.
     - Gradients are dense, real or complex, in any memory format. Those of fewer than 32 bits are summed in float32. A
-      gradient that repeats an element in memory (`expand`) or is lazily conjugated is replaced by a new tensor; others
-      are written in place.
+      gradient that is lazily conjugated is replaced by a new tensor; others are written in place.
     - Under a rule that uses weights, a rank of weight 0 contributes nothing, even if its gradients are NaN. If no rank
       has any weight, the gradients become zero.
     - Without parameters, only the arguments are checked.
@@ -69,36 +70,66 @@ def average_gradients(
     )
     factor = rank_factors(resolve_rule(reduction), agreed.nodes, agreed.weights)[world.rank]
     having = map(any, zip(*agreed.details, strict=True))
-    reduced = [parameter for parameter, has in zip(mine.tensors.values(), having, strict=True) if has]
-    gradients = [writable(parameter, _dtype(parameter)) for parameter in reduced]
+    gradients = [_writable(parameter) for parameter, has in zip(mine.tensors.values(), having, strict=True) if has]
     if world.size > 1 or factor != 1:
-        sum_dense(gradients, factor, world)
-    for parameter, gradient in zip(reduced, gradients, strict=True):
-        parameter.grad = gradient
+        sum_gradients(gradients, factor, world)
+
+
+def sum_gradients(gradients: Sequence[Tensor], factor: float, world: World) -> None:
+    """Replace every gradient by `sum over ranks of factor * gradient`, in place; 0 discards them, whatever they hold.
+
+    They have the same shapes and dtypes, in the same order, on all ranks; strides may differ, and memory may be shared.
+    """
+    sums, works = list[tuple[list[Tensor], Tensor]](), []
+    for members in buckets_of(gradients, _BUCKET_BYTES):
+        # In no fewer than 32 bits: a sum of float16 overflows and a pre-divided one underflows where the result does
+        # neither, and bfloat16 loses bits at every addition.
+        wide = torch.promote_types(members[0].dtype, torch.float32)
+        flat = torch.cat([gradient.reshape(-1) for gradient in members]).to(wide)
+        flat = flat.mul_(factor) if factor > 0 else flat.zero_()
+        if world.group is not None:
+            works.append(dist.all_reduce(flat, group=world.group, async_op=True))
+        sums.append((members, flat))
+    for work in works:
+        work.wait()
+    for members, flat in sums:
+        copy_each(members, views_of(flat, members))
+
+
+def _writable(parameter: Tensor) -> Tensor:
+    """Return a parameter's gradient, made writable: zeros where it has none, and stored as it reads."""
+    gradient = parameter.grad
+    parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient.resolve_conj().resolve_neg()
+    return parameter.grad
 
 
 def _brought(source: Any, reduction: Any, weight: Any) -> Contribution:
     """Return what this rank brings to a reduction, checked, and which gradients it has."""
     rule, parameters = resolve_rule(reduction), _labeled(source)
+    equal = [f"reduction={rule.name!r}, {rule.formula}", f"{len(parameters)} parameters"]
     for label, parameter in parameters.items():
         refuse(label, parameter, _REFUSED_PARAMETERS)
+        like = parameter
         if parameter.grad is not None:
-            refuse(f"the gradient of {label}", parameter.grad, _REFUSED_GRADIENTS)
-    equal = [f"reduction={rule.name!r}, {rule.formula}", f"{len(parameters)} parameters"]
-    equal += [
-        f"{label} of shape {tuple(one.shape)}, {_dtype(one)} on {one.device.type}" for label, one in parameters.items()
-    ]
-    has = [one.grad is not None for one in parameters.values()]
+            like = parameter.grad
+            refuse(f"the gradient of {label}", like, _REFUSED_GRADIENTS)
+        equal.append(f"{label} of shape {tuple(like.shape)}, {like.dtype} on {like.device.type}")
+    has = [parameter.grad is not None for parameter in parameters.values()]
     return Contribution(equal, has, checked_weight(rule, weight), rule.node, parameters)
+
+
+def needs_weight(rule: Rule) -> str:
+    """Return what is said where a rule uses weights, and there is none."""
+    return (
+        f"reduction={rule.name!r}, {rule.formula}, needs a weight: pass weight= on every rank, with every loss or its"
+        " gradient, the number of loss terms (samples, tokens, ...) behind it, 0 where it has none"
+    )
 
 
 def checked_weight(rule: Rule, weight: float | Tensor | None) -> float:
     """Return a rank's weight as a number; 1 where it is not given, which only a rule without weights allows."""
     if weight is None and rule.uses_weight:
-        raise ValueError(
-            f"reduction={rule.name!r}, {rule.formula}, needs a weight: pass weight= on every rank, the number of loss"
-            " terms (samples, tokens, ...) behind its gradient, 0 where it has none"
-        )
+        raise ValueError(needs_weight(rule))
     number = 1.0 if weight is None else float(as_weight(weight, torch.device("cpu")))
     if not is_number(number):
         raise ValueError(f"weight {number!r} is not a finite number >= 0")
@@ -121,8 +152,8 @@ _REFUSED_GRADIENTS: Refusals = (
         "is {0.layout}: convert it by to_dense(), or let DDP with GradAvgReducer or GradAvgStrategy reduce it",
     ),
     (
-        lambda gradient: gradient.dtype not in SUM_DTYPES,
-        f"is {{0.dtype}}; only {', '.join(map(str, SUM_DTYPES))} can be reduced",
+        lambda gradient: 0 in gradient.stride() and not gradient.is_contiguous(),
+        "repeats elements in memory, as after expand(): clone() it",
     ),
 )
 
@@ -136,20 +167,13 @@ def refuse(name: str, value: object, refusals: Refusals) -> None:
 
 def _labeled(source: Any) -> dict[str, Tensor]:
     """Return every parameter once, by what messages call it."""
-    if isinstance(source, nn.Module):
-        for name, module in source.named_modules():
-            if hasattr(module, "no_sync"):  # DDP's and FSDP's
-                raise ValueError(
-                    f"{name or 'the module'} is a {type(module).__name__}, which has reduced the gradients: leave this"
-                    " out, or use no_sync() and `.module`"
-                )
-        return {f"parameter {name!r}": parameter for name, parameter in source.named_parameters()}
-    listed = [source] if isinstance(source, Tensor) else list(source)  # not its rows
-    first = {id(tensor): index for index, tensor in reversed(list(enumerate(listed)))}
-    return {f"parameter {index}": listed[index] for index in sorted(first.values())}
-
-
-def _dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's gradient, also where it is None: its own, unless torch >= 2.10 was told."""
-    told = getattr(parameter, "grad_dtype", None) or parameter.dtype
-    return told if parameter.grad is None else parameter.grad.dtype
+    if not isinstance(source, nn.Module):
+        listed = [source] if isinstance(source, Tensor) else source  # not its rows
+        return {f"parameter {index}": parameter for index, parameter in enumerate(dict.fromkeys(listed))}
+    for name, module in source.named_modules():
+        if hasattr(module, "no_sync"):  # DDP's and FSDP's
+            raise ValueError(
+                f"{name or 'the module'} is a {type(module).__name__}, which has reduced the gradients: leave this"
+                " out, or use no_sync() and `.module`"
+            )
+    return {f"parameter {name!r}": parameter for name, parameter in source.named_parameters()}

@@ -7,6 +7,7 @@ losses are multiplied by `w_q` before the backward, as under the strategy, that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,7 +21,6 @@ from torch.autograd.function import once_differentiable
 from lightning_gradavg.ranks import Contribution, World, on_ranks
 from lightning_gradavg.reduction.average import Refusals, checked_weight, refuse
 from lightning_gradavg.reduction.reference import rank_factors
-from lightning_gradavg.reduction.sums import SUM_DTYPES, exchange_rows, gather_rows
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
 from lightning_gradavg.tree import leaves, rebuilt
 
@@ -78,8 +78,8 @@ def gather(
     world = World.of(group)
     mine, agreed = world.agree("gather cannot proceed", lambda: _brought(tensors, resolve_rule(reduction), weight))
     rule = resolve_rule(reduction)
-    rows = [[detail >> 1 for detail in of_leaf] for of_leaf in zip(*agreed.details, strict=True)]
-    wanted = [any(detail & 1 for detail in of_leaf) for of_leaf in zip(*agreed.details, strict=True)]
+    of_ranks, count = list(zip(*agreed.details, strict=True)), len(mine.tensors)
+    rows, wanted = of_ranks[:count], list(map(any, of_ranks[count:]))
     factors = rank_factors(rule, agreed.nodes, agreed.weights) if WITHIN.get() is None else [1.0] * world.size
     lost = [rank for rank, factor in enumerate(factors) if factor == 0 and any(of_leaf[rank] for of_leaf in rows)]
     if any(wanted) and any(factors) and lost:
@@ -127,16 +127,17 @@ _REFUSED_LEAVES: Refusals = (
 
 
 def _brought(tensors: Any, rule: Rule, weight: Any) -> Contribution:
-    """Return one rank's arguments, checked; of each tensor twice its rows, plus 1 if it requires grad."""
+    """Return one rank's arguments, checked; of all tensors the rows, and then whether they require grad."""
     labeled, grad = dict(leaves(tensors, "tensors")), torch.is_grad_enabled()
     if not labeled:
         raise ValueError(f"there is no tensor in {tensors!r}: pass at least one")
     # The rank's own structure counts, and so does every shape but the number of rows.
-    equal, details = [f"reduction={rule.name!r}", "with gradients" if grad else "under torch.no_grad"], []
+    equal = [f"reduction={rule.name!r}", "with gradients" if grad else "under torch.no_grad"]
     for label, leaf in labeled.items():
         refuse(label, leaf, _REFUSED_LEAVES)
         equal.append(f"{label} of shape ({', '.join(map(str, ('rows', *leaf.shape[1:])))}) and {leaf.dtype}")
-        details.append(2 * leaf.shape[0] + (leaf.requires_grad and grad))
+    tensors = labeled.values()
+    details = [*map(len, tensors), *(leaf.requires_grad and grad for leaf in tensors)]
     return Contribution(equal, details, checked_weight(rule, weight), rule.node, labeled)
 
 
@@ -150,7 +151,10 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, world: World, rows: Any, wanted: Any, ratios: Any, anchor: Tensor, *tensors: Tensor) -> Any:
         del anchor
         ctx.given = world, rows, wanted, ratios
-        gathered = [torch.cat(gather_rows(*each, world)) for each in zip(tensors, rows, strict=True)]
+        gathered = [
+            _exchanged([tensor] * world.size, [len(tensor)] * world.size, of_leaf, world)
+            for tensor, of_leaf in zip(tensors, rows, strict=True)
+        ]
         ctx.mark_non_differentiable(*(each for each, is_wanted in zip(gathered, wanted, strict=True) if not is_wanted))
         return tuple(gathered)
 
@@ -159,7 +163,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         world, rows, wanted, ratios = ctx.given
         home = [
-            _summed(exchange_rows(gradient, of_leaf, [of_leaf[world.rank]] * world.size, world), ratios)
+            _summed(_exchanged([gradient], of_leaf, [of_leaf[world.rank]] * world.size, world), ratios)
             if is_wanted
             else None
             for gradient, of_leaf, is_wanted in zip(gradients, rows, wanted, strict=True)
@@ -167,11 +171,29 @@ class _Gather(torch.autograd.Function):
         return *[None] * 5, *home
 
 
+def _exchanged(tensors: list[Tensor], to: Sequence[int], of: Sequence[int], world: World) -> Tensor:
+    """Send so many rows of some tensors, one after another, to each rank in order, and return `of[rank]` from each.
+
+    They travel as bytes: so every dtype does, on every backend. It is no all-gather, which needs as many rows on every
+    rank, nor a reduce-scatter, which on gloo moves twice the bytes, and sums half precision in half precision.
+    """
+    sent = torch.cat(tensors)  # row by row in its own memory, stored as it reads
+    if world.group is None:
+        return sent
+    received, row = sent.new_empty(sum(of), *sent.shape[1:]), math.prod(sent.shape[1:]) * sent.itemsize
+    dist.all_to_all_single(
+        received.view(-1).view(torch.uint8),
+        sent.view(-1).view(torch.uint8),
+        [rows * row for rows in of],
+        [rows * row for rows in to],
+        group=world.group,
+    )
+    return received
+
+
 def _summed(parts: Tensor, ratios: Sequence[float]) -> Tensor:
     """Return the sum of a part from each rank, times its ratio, in no fewer than 32 bits and in rank order."""
-    stacked, wide = parts.view(len(ratios), len(parts) // len(ratios), *parts.shape[1:]), SUM_DTYPES[parts.dtype]
-    total = torch.zeros_like(stacked[0], dtype=wide)
-    for part, ratio in zip(stacked, ratios, strict=True):
-        if ratio > 0:  # else there is nothing behind its loss, which may be NaN
-            total = total + part.to(wide) * ratio
-    return total.to(parts.dtype)
+    wide = parts.to(torch.promote_types(parts.dtype, torch.float32)).tensor_split(len(ratios))
+    # Where the ratio is 0 there is nothing behind the loss, which may be NaN. This rank's own is 1.
+    first, *others = (part * ratio for part, ratio in zip(wide, ratios, strict=True) if ratio > 0)
+    return sum(others, first).to(parts.dtype)

@@ -31,7 +31,6 @@ from lightning_gradavg.device import Tally, on_device
 from lightning_gradavg.lightning_internals import scale_each, stored, version_of
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction.sums import as_real
 from lightning_gradavg.reduction.weigh import WeighedLoss, gradients_discarded, nan_stopped
 from lightning_gradavg.reduction.weights import ALWAYS_OR_NEVER, MOST_TERMS, WHOLE_LOSS, MicroBatch
 from lightning_gradavg.rules import Rule, Share, powers_of_length, share_of
@@ -514,7 +513,7 @@ class Accumulation(Window):
         return True
 
     def _scale(self, gradients: Sequence[Tensor], factor: Any) -> None:
-        scale_each(map(as_real, map(stored, gradients)), factor)
+        scale_each(map(stored, gradients), factor)
 
     def end(self) -> None:
         """Add what was there before the window to what it reduced, and begin the next."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradavg.part import Part, Run
-from lightning_gradavg.reduction.sums import SUM_DTYPES
 from lightning_gradavg.reduction.weigh import WeighedLoss
 from lightning_gradavg.reduction.window import Window
 from lightning_gradavg.report.report import StepReport, known_sum, measure_rank
@@ -46,7 +45,7 @@ def local_gradients(parameters: Sequence[nn.Parameter], *, accumulated: bool) ->
 def squared_norm(gradients: Iterable[Tensor | None], device: torch.device | None = None) -> Tensor:
     """Return the squared norm of all gradients, a 0-dim float64 tensor; half precision is measured in float32."""
     dense = (each.coalesce().values() if each.is_sparse else each for each in gradients if each is not None)
-    norms = (torch.linalg.vector_norm(each, dtype=SUM_DTYPES[each.dtype]) for each in dense)
+    norms = (torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in dense)
     return _total((norm.double().square() for norm in norms), device)
 
 

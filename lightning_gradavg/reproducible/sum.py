@@ -25,7 +25,6 @@ from torch import Tensor
 
 from lightning_gradavg.lightning_internals import copy_each, views_of
 from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction.sums import SUM_DTYPES, as_real
 
 __all__ = ["Gradients", "Span", "TreeSum", "add_up", "subtrees"]
 
@@ -78,7 +77,7 @@ class TreeSum:
         cut: dict[Any, list[Tensor]] = defaultdict(list)
         used = Counter[Any]()
         for one in parameters:
-            kind = SUM_DTYPES[one.dtype], one.device
+            kind = torch.promote_types(one.dtype, torch.float32), one.device
             cut[kind, used[kind] // bucket_bytes].append(one)
             used[kind] += one.numel() * kind[0].itemsize
         self._buckets = [_Bucket(members, spans, world) for members in cut.values()]
@@ -106,7 +105,7 @@ class _Bucket:
 
     def __init__(self, parameters: Sequence[Tensor], spans: Sequence[Sequence[Span]], world: World) -> None:
         self.parameters, self._spans, self._world = parameters, spans, world
-        self._dtype = SUM_DTYPES[parameters[0].dtype]
+        self._dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         self._end = sum(one.numel() for one in parameters)
         self._length = -(-(self._end + len(parameters)) // world.size) * world.size
         self._sums: dict[Span, Tensor] = {}
@@ -163,7 +162,7 @@ class _Bucket:
 
     def _row_of(self, gradients: Gradients) -> Tensor:
         """Return a row of a replica's gradients, which are taken out of `gradients`."""
-        row = as_real(self.parameters[0].new_empty(self._length, dtype=self._dtype)).view(-1)
+        row = self.parameters[0].new_empty(self._length, dtype=self._dtype).view(self._dtype.to_real())
         parts, counts = self._opened(row)
         held = [gradients.pop(id(one), None) for one in self.parameters]
         sources = [torch.zeros_like(part) if one is None else one for part, one in zip(parts, held, strict=True)]
