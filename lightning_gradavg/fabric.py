@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -19,7 +18,6 @@ from lightning_gradavg.lightning_internals import SyncControl
 from lightning_gradavg.options import refuse_unserved
 from lightning_gradavg.reduction.reducer import GradAvgReducer
 from lightning_gradavg.reduction.sharded import ShardedAccumulation, sharded_rule
-from lightning_gradavg.reduction.weights import loss_terms
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule, rule_of_split_batches
 
 __all__ = ["GradAvgModelParallelStrategy", "GradAvgStrategy"]
@@ -29,7 +27,7 @@ class _Weighing(Registered, ParallelStrategy):
     """What both strategies do around a backward and a checkpoint."""
 
     _rule: Rule
-    _reducer: GradAvgReducer | None
+    _reducer: GradAvgReducer
     _loaders: list[SplitLoader]
 
     @property
@@ -59,21 +57,12 @@ class _Weighing(Registered, ParallelStrategy):
         **kwargs: Any,
     ) -> None:
         """Run the backward of a loss of that weight; of the last one of a window, reduce its gradients."""
-        if self._reducer is not None:
-            loss = self._reducer.weigh(tensor, weight=weight, samples=self.samples)
-        else:
-            first, *rest = loss_terms(tensor).values()
-            loss = sum(rest, first)
-            if weight is not None:
-                unused = f'a "weight" was given, but reduction={self._rule.name!r} does not use weights: it is ignored.'
-                warnings.warn(unused, stacklevel=2)
+        loss = self._reducer.weigh(tensor, weight=weight, samples=self.samples)
         super().backward(loss, module, *args, **kwargs)
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if self._reducer is not None:
-            # What is wrong with the last step must not get into a file.
-            self._reducer.check()
+        self._reducer.check()  # what is wrong with the last step must not get into a file
         super().save_checkpoint(*args, **kwargs)
 
 
@@ -110,8 +99,7 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
         rule = resolve_rule(reduction)
         self._rule = rule_of_split_batches(rule) if split_batches else rule
         super().__init__(**options)
-        self._splits, self._loaders = split_batches, []
-        self._reducer = None if self._rule == RULES["mean"] else GradAvgReducer(reduction=self._rule)
+        self._splits, self._loaders, self._reducer = split_batches, [], GradAvgReducer(reduction=self._rule)
 
     def __repr__(self) -> str:
         # Trainers quote a strategy of Fabric by its repr when they refuse it.
@@ -139,8 +127,7 @@ class GradAvgStrategy(_Weighing, DDPStrategy):
     @override
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         model = super().setup_module(module)
-        if self._reducer is not None:
-            self._reducer.register(model, node=self.node_rank)
+        self._reducer.register(model, node=self.node_rank)
         return model
 
 
@@ -161,19 +148,21 @@ class GradAvgModelParallelStrategy(_Weighing, ModelParallelStrategy):
         TypeError: If an option is unknown.
     """
 
+    _control: SyncControl | None = None
+
     def __init__(self, parallelize_fn: Callable[..., Any], *, reduction: str = "mean", **options: Any) -> None:
         self._rule = sharded_rule(reduction, options, ModelParallelStrategy)
         super().__init__(parallelize_fn, **options)
-        self._set_up, self._reducer, self._loaders = list[Optimizer](), None, []
+        self._set_up, self._loaders, self._reducer = list[Optimizer](), [], GradAvgReducer(reduction=self._rule)
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
-        model, mesh = super().setup_module(module), self.device_mesh
-        if self._reducer is not None:
-            raise ValueError("one strategy shards one model, as its checkpoints do: use a strategy for each")
+        model = super().setup_module(module)
         if self._rule != RULES["mean"]:
-            self._reducer, control = GradAvgReducer(reduction=self._rule), SyncControl(self)
-            accumulation = ShardedAccumulation(self._rule, model, mesh, self._set_up, manual=True)
+            if self._control is not None:
+                raise ValueError("one strategy shards one model, as its checkpoints do: use a strategy for each")
+            self._control = control = SyncControl(self)
+            accumulation = ShardedAccumulation(self._rule, model, self.device_mesh, self._set_up, manual=True)
             self._reducer.watch(model, accumulation, lambda: not control.holding)
         return model
 

@@ -486,7 +486,7 @@ CASES: Sequence[Case] = [
     weighted(
         "without a weight on one rank",
         [[[(1.0, 1)]], [[1.0]]],
-        "needs a weight: pass weight= with every loss",
+        "needs a weight: pass weight= on every rank, with every loss",
         ways=["fabric", "reducer"],
     ),
     Case(

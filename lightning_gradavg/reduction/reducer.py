@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg.lightning_internals import after_backward
 from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import Contribution, World
+from lightning_gradavg.reduction.average import needs_weight
 from lightning_gradavg.reduction.gather import WITHIN
 from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights
 from lightning_gradavg.reduction.weights import Weights
@@ -35,9 +37,9 @@ class GradAvgReducer:
         reducer.weigh(loss, weight=n).backward()
 
     The sums run over (rank, micro-batch) pairs. Micro-batches within `ddp_model.no_sync()` belong to the window that
-    ends with the next backward outside of it. Don't divide the loss by the window's length,
-    except under the plain mean, as with stock DDP. Each backward runs one weighed loss. A backward that raises
-    discards its window, and keeps earlier gradients.
+    ends with the next backward outside of it. Don't divide the loss by the window's length. Each backward runs one
+    weighed loss. A backward that raises discards its window, and keeps earlier gradients. Under the plain mean losses
+    stay as they are, as with stock DDP, which you divide by the window's length.
 
     From the forward until `weigh`, `lightning_gradavg.gather` knows the rule.
 
@@ -52,7 +54,8 @@ class GradAvgReducer:
 
     def __init__(self, *, reduction: str | RuleFunction | Rule = "mean") -> None:
         self._rule = resolve_rule(reduction)
-        self._weighs = self._rule != RULES["mean"]
+        self._is_mean = self._rule == RULES["mean"]
+        self._weights = Weights(self._rule, torch.device("cpu"), warnings.warn, lambda _: None)
         self._accumulation: Accumulation | None = None
         # Models come and go, as in cross-validation; of each, whether DDP reduces after its last forward.
         self._models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -76,33 +79,34 @@ class GradAvgReducer:
                 f"the model must be a DistributedDataParallel, got {type(model).__name__}. Wrap the model"
                 " first; or call lightning_gradavg.average_gradients after the backward of one that is not wrapped."
             )
-        if model.static_graph:
+        if model.static_graph and not self._is_mean:
             raise ValueError(
                 "static_graph=True makes DDP treat its first backward as every step's, which those within a window"
                 " are not. Leave it out, or use lightning_gradavg.GradAvgStrategy with Lightning's Trainer."
             )
         world, device = World.of(model.process_group), next(model.parameters()).device
-        if self._accumulation is None:
-            rule = self._rule
-            equal = [f"reduction={rule.name!r}, {rule.formula}"]
-            _, agreed = world.agree(
-                "GradAvgReducer cannot reduce", lambda: Contribution(equal, node=rule.node if node is None else node)
-            )
-            places: Sequence[Place] = places_on_nodes(agreed.nodes)
-        else:
-            places = self._accumulation.places
-            if world != self._accumulation.world:
-                raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
+        if self._accumulation is not None and world != self._accumulation.world:
+            raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
         own = Accumulation(
-            *(self._rule, places, world, device),
+            *(self._rule, self._places(world, node), world, device),
             # Once each: models may share some.
             parameters=list(dict.fromkeys(one for each in [*self._models, model] for one in each.parameters())),
             owned_by_user=True,
-            guards=self._weighs,
-            compares=self._weighs,
+            guards=not self._is_mean,
+            compares=not self._is_mean,
             afterwards=True,
         )
         self.watch(model, own, self._reduces_next)
+
+    def _places(self, world: World, node: int | None) -> Sequence[Place]:
+        """Return the places of all ranks, which agree on the rule when the first model is registered."""
+        if self._accumulation is not None:
+            return self._accumulation.places
+        equal, rule = [f"reduction={self._rule.name!r}, {self._rule.formula}"], self._rule
+        _, agreed = world.agree(
+            "GradAvgReducer cannot reduce", lambda: Contribution(equal, node=rule.node if node is None else node)
+        )
+        return places_on_nodes(agreed.nodes)
 
     def watch(self, model: nn.Module, accumulation: Accumulation, ends_window: Callable[[], bool]) -> None:
         """Weigh the losses of a model of any engine from its next forward on."""
@@ -115,8 +119,9 @@ class GradAvgReducer:
         model.register_forward_pre_hook(self._on_forward)
 
     def _on_forward(self, model: Any, *_: Any) -> None:
-        self._models[model] = getattr(model, "require_backward_grad_sync", True)
-        WITHIN.set("")
+        if torch.is_grad_enabled():
+            self._models[model] = getattr(model, "require_backward_grad_sync", True)
+            WITHIN.set("")
 
     def weigh(
         self,
@@ -134,8 +139,7 @@ class GradAvgReducer:
             loss: The loss with its graph, or its terms by name, each normalized by its own global weight.
             weight: The number of loss terms (samples, tokens, ...), >= 0 and of any type; one per named term. A rule
                 that uses weights needs it.
-            divided_by: What the trainer divides every loss of the window by before the backward. None for nothing, or
-                under the plain mean for the length of the window.
+            divided_by: What the trainer divides every loss of the window by before the backward.
             samples: The number of samples of a chunk from `split_batches`; the default weight. With 0 samples the loss
                 does not count.
 
@@ -145,22 +149,21 @@ class GradAvgReducer:
             ValueError: If `divided_by` is not a number > 0; on all ranks, if some rank's weight is missing or not
                 usable: of the same window on a CPU, of the one before on an accelerator, which is not waited for.
         """
-        if self._accumulation is None:
-            raise RuntimeError("there is no model yet whose gradients are reduced: call register first")
         if divided_by is not None and not 0 < divided_by < math.inf:
             raise ValueError(
                 f"divided_by={divided_by!r} is not a finite number > 0: pass what the trainer divides each loss by"
             )
         WITHIN.set(None)  # forwards and losses may take turns, in other contexts
-        last, problem = self._ends_window(), None
-        if self._rule.uses_weight and weight is None and samples is None:
-            problem = (
-                f"reduction={self._rule.name!r}, {self._rule.formula}, needs a weight: pass weight= with every loss,"
-                " the number of loss terms (samples, tokens, ...) behind it"
-            )
-        terms, micro_batch = self._weights.read(loss, weight, None, samples, problem)
-        divisor = divided_by or (1.0 if self._weighs else None)
-        begin = partial(self._begin, self._accumulation, last=last, divisor=divisor)
+        unknown = self._rule.uses_weight and weight is None and samples is None
+        terms, micro_batch = self._weights.read(
+            loss, weight, None, samples, needs_weight(self._rule) if unknown else None
+        )
+        if self._is_mean and divided_by is None and not micro_batch.absent:
+            return WeighedLoss.of(terms, micro_batch, plain=True).value  # to the bits of stock DDP
+        if self._accumulation is None:
+            raise RuntimeError("there is no model yet whose gradients are reduced: call register first")
+        divisor = divided_by or (None if self._is_mean else 1.0)
+        begin = partial(self._begin, self._accumulation, last=self._ends_window(), divisor=divisor)
         return WeighedLoss.of(terms, micro_batch, sparse=self._sparse, begin=begin).value
 
     def _reduces_next(self) -> bool:
