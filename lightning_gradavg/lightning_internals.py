@@ -285,11 +285,6 @@ def after_backward(ended: Callable[[], None], failed: Callable[[], None]) -> Non
     torch.autograd.Variable._execution_engine.queue_callback(_AfterBackward(ended, failed))
 
 
-def require_dimensions(norm: BatchNorm, input: Tensor) -> None:  # noqa: A002  # torch's name
-    """Raise as batch norm does for an input of other dimensions."""
-    norm._check_input_dim(input)
-
-
 version_of = attrgetter("_version")
 """Returns how often a tensor was written in place."""
 

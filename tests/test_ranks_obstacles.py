@@ -35,11 +35,6 @@ class ManualStepEnd(ManualClassifier, ClassifierEnd):
     """Has both."""
 
 
-class OwnNorm(nn.BatchNorm1d):
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs) * 2
-
-
 class OwnBuffer(nn.Module):
     """Keeps the mean of what it saw in a buffer."""
 
@@ -55,7 +50,6 @@ class OwnBuffer(nn.Module):
 
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "drop": lambda: nn.Dropout(0.5),
-    "own": lambda: OwnNorm(3),
     "buffer": OwnBuffer,
     "sync": lambda: nn.SyncBatchNorm(3),
     "table": lambda: nn.Embedding(3, 3, sparse=True),
@@ -132,7 +126,6 @@ REFUSED: list[tuple[str, type[LightningModule], Options, str]] = [
     ("ValueError", ClassifierEnd, parallel(), "training_step_end with num_replicas=4 on 2 ranks"),
     ("ValueError", ClassifierEnd, parallel(1), "training_step_end with num_replicas=1 on 2 ranks"),
     ("ValueError", Classifier, parallel(), "SyncBatchNorm in parts.sync: with equivalent_to='data_parallel'"),
-    ("ValueError", Classifier, single(), "batch norm with a forward of its own in parts.own"),
     ("ValueError", Classifier, single(max_device_batch_size=2), "max_device_batch_size=2 with batch norm in norm"),
     ("RuntimeError", Classifier, single(), "buffer 'parts.buffer.seen' is not the same on all of them"),
     (

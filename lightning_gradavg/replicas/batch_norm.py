@@ -11,24 +11,26 @@ The gradients of gamma and beta stay those of the rank's own rows, which are sum
 
 Each forward is a collective, in which m and v follow from the ranks' own, and so is each backward that reaches the
 input: all ranks run the same layers in the same order, also ranks without rows, and where `torch.utils.checkpoint` runs
-a forward again.
+a forward again. Torch's `SyncBatchNorm` runs on no CPU, and has no rows that do not count.
 """
 
 from __future__ import annotations
 
 import math
-from types import MethodType
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_gradavg.lightning_internals import BatchNorm, require_dimensions
+from lightning_gradavg.lightning_internals import BatchNorm
+from lightning_gradavg.methods import replaced
 from lightning_gradavg.ranks import World
 
-__all__ = ["count_rows", "restore_batch_norm", "synchronize_batch_norm", "unsynchronizable_batch_norms"]
+__all__ = ["count_rows", "synchronized_batch_norm"]
 
 
 class _Rows:
@@ -45,59 +47,56 @@ def count_rows(*, counted: bool) -> None:
     _Rows.counted = counted
 
 
-def synchronize_batch_norm(module: nn.Module) -> list[str]:
-    """Let every batch norm in training mode normalize over the values of all ranks; return the layers' names.
+@contextmanager
+def synchronized_batch_norm(world: World) -> Iterator[None]:
+    """Within the context, have every batch norm of the process that takes a batch's statistics take those of all ranks.
 
-    Only their attribute `forward` is set. Copies of `copy.deepcopy` are synchronized, too; pickled ones are not. Ranks
-    may have different numbers of rows, or none. Half precision is computed in float32. There is no second derivative.
+    It stands in for `torch.nn.functional.batch_norm`, which layers with a forward of their own call, too. Ranks may
+    have different numbers of rows, or none. Half precision is computed in float32. There is no second derivative.
     """
-    names = {name: norm for name, norm in _batch_norms(module).items() if _forward_of(norm) in _FORWARDS}
-    for norm in names.values():
-        vars(norm)["forward"] = MethodType(forward, norm)
-    return [*names]
+    of_torch = nn.functional.batch_norm
+
+    def batch_norm(
+        input: Tensor,  # noqa: A002  # torch's names
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return of_torch(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        normalize: Any = _Normalize.apply
+        output: Tensor = normalize(input, weight, bias, _Layer(world, running_mean, running_var, momentum, eps))
+        return output
+
+    # A layer of `nn.SyncBatchNorm` would count rows that do not.
+    with replaced(nn.SyncBatchNorm, "forward", BatchNorm.forward), replaced(nn.functional, "batch_norm", batch_norm):
+        yield
 
 
-def restore_batch_norm(module: nn.Module) -> None:
-    """Undo `synchronize_batch_norm` and `count_rows`."""
-    count_rows(counted=True)
-    for norm in _batch_norms(module).values():
-        if _forward_of(norm) is forward:
-            del vars(norm)["forward"]
+class _Layer(NamedTuple):
+    world: World
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    momentum: float
+    eps: float
 
-
-def unsynchronizable_batch_norms(module: nn.Module) -> list[str]:
-    """Return the names of the batch norms that have a forward of their own, which cannot be synchronized."""
-    return [name for name, norm in _batch_norms(module).items() if _forward_of(norm) not in _FORWARDS]
-
-
-def _batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
-    return {name: norm for name, norm in module.named_modules() if isinstance(norm, BatchNorm)}
-
-
-def _forward_of(norm: nn.Module) -> Any:
-    return getattr(norm.forward, "__func__", norm.forward)
-
-
-def forward(self: BatchNorm, input: Tensor) -> Tensor:  # noqa: A002  # torch's names, which a pickled layer looks up
-    """Run a synchronized batch norm."""
-    world = World.of(None)
-    if not self.training or world.group is None:
-        return BatchNorm.forward(self, input)
-    require_dimensions(self, input)
-    normalize: Any = _Normalize.apply
-    output: Tensor = normalize(input, self.weight, self.bias, self, world)
-    return output
-
-
-_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward, forward)
+    def move_running_statistics(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
+        factor = self.momentum * (total > 0).double()  # as in torch, an empty batch leaves them as they are
+        unbiased = variance * total / (total - 1).clamp(min=1)
+        for running, current in ((self.running_mean, mean), (self.running_var, unbiased)):
+            if running is not None:
+                running.copy_((1 - factor) * running.double() + factor * current)
 
 
 class _Normalize(torch.autograd.Function):
     # All ranks save the same number of tensors, whatever they count: checkpoint ends a recomputation by that number.
     @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, norm: BatchNorm, world: World
-    ) -> Tensor:
+    def forward(ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: _Layer) -> Tensor:
+        world = layer.world
         shape, dims = _layout(values)
         wide = values.to(_wide(values.dtype))
         n = _Rows.counted * values.shape[0] * math.prod(values.shape[2:])
@@ -119,13 +118,13 @@ class _Normalize(torch.autograd.Function):
         mean = (shares * means).sum(0)
         variance = (shares * (variances + (means - mean).square())).sum(0)
         # Before the tensors are saved, where checkpoint may end a recomputation: so does torch's own batch norm.
-        _move_running_statistics(norm, mean, variance, total)
+        layer.move_running_statistics(mean, variance, total)
         scale, offset = (one if one is None else one.to(wide.dtype) for one in (weight, bias))
         output = nn.functional.batch_norm(
-            wide, mean.to(wide.dtype), variance.to(wide.dtype), scale, offset, eps=norm.eps
+            wide, mean.to(wide.dtype), variance.to(wide.dtype), scale, offset, eps=layer.eps
         )
         ctx.world, ctx.counted = world, _Rows.counted
-        ctx.save_for_backward(values, weight, mean, (variance + norm.eps).rsqrt(), total)
+        ctx.save_for_backward(values, weight, mean, (variance + layer.eps).rsqrt(), total)
         return output.to(values.dtype)
 
     @staticmethod
@@ -147,20 +146,9 @@ class _Normalize(torch.autograd.Function):
             scale = inverse if weight is None else inverse * weight.double()
             of_values = (dy * scale.to(wide).view(shape)).to(values.dtype)
         if not ctx.counted:
-            return (None,) * 5  # 0 times NaN is NaN
-        of_parameters = (None if weight is None else one.to(weight.dtype) for one in (of_weight, of_bias))
-        return of_values, *of_parameters, None, None
-
-
-def _move_running_statistics(norm: BatchNorm, mean: Tensor, variance: Tensor, total: Tensor) -> None:
-    if norm.track_running_stats:
-        count = norm.get_buffer("num_batches_tracked").add_(1)
-        factor = 1 / count.double() if norm.momentum is None else norm.momentum
-        factor = factor * (total > 0).double()  # as in torch, an empty batch leaves them as they are
-        unbiased = variance * total / (total - 1).clamp(min=1)
-        for name, current in (("running_mean", mean), ("running_var", unbiased)):
-            running = norm.get_buffer(name)
-            running.copy_((1 - factor) * running.double() + factor * current)
+            return (None,) * 4  # 0 times NaN is NaN
+        of_parameters = zip(ctx.needs_input_grad[1:], (of_weight, of_bias), strict=False)
+        return of_values, *(one if needed else None for needed, one in of_parameters), None
 
 
 def _layout(values: Tensor) -> tuple[list[int], list[int]]:

@@ -8,7 +8,6 @@ from torch import nn
 from lightning_gradavg.lightning_internals import BatchNorm, syncs_batch_norm
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Run
-from lightning_gradavg.replicas.batch_norm import unsynchronizable_batch_norms
 
 __all__ = ["has_step_end", "remarks", "require_none"]
 
@@ -34,7 +33,6 @@ def require_none(run: Run, options: Options, *, static_graph: bool) -> None:
     norms = {name: each for name, each in module.named_modules() if isinstance(each, BatchNorm)}
     synced = syncs_batch_norm(run.trainer.strategy)
     synchronized = [name for name, each in norms.items() if synced or isinstance(each, nn.SyncBatchNorm)]
-    unknown = unsynchronizable_batch_norms(module)
     whole = f"batch norm in {', '.join(norms)}" if norms else "training_step_end" * gathers
     sparse = [name for name, each in module.named_modules() if getattr(each, "sparse", False)]
     divisors = [str(count) for count in range(1, replicas + 1) if replicas % count == 0]
@@ -56,8 +54,6 @@ def require_none(run: Run, options: Options, *, static_graph: bool) -> None:
         " parts to combine. Leave reduction out": gathers and rule not in ("mean", "weighted_mean"),
         f"SyncBatchNorm in {', '.join(synchronized)}: with equivalent_to='data_parallel' every replica normalizes over"
         " its own chunk. Use Trainer(sync_batchnorm=False) and plain batch norm": parallel and synchronized,
-        f"batch norm with a forward of its own in {', '.join(unknown)}: its statistics cannot be synchronized. Use"
-        " torch's batch norm, or equivalent_to='data_parallel'": options.one_device and unknown,
         f"{cut} with {whole}, which needs the whole batch at once. Leave max_device_batch_size out": (
             options.one_device and most and whole
         ),

@@ -24,7 +24,7 @@ from lightning_gradavg.options import Options
 from lightning_gradavg.part import Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state, seeded
 from lightning_gradavg.reduction.weigh import sparse_weights
-from lightning_gradavg.replicas.batch_norm import count_rows, restore_batch_norm, synchronize_batch_norm
+from lightning_gradavg.replicas.batch_norm import count_rows, synchronized_batch_norm
 from lightning_gradavg.replicas.joined import gather_outputs, of_whole_run
 from lightning_gradavg.replicas.obstacles import has_step_end
 from lightning_gradavg.replicas.pieces import Pieces, Step
@@ -67,7 +67,7 @@ class Replicas(Pieces):
         super().__init__(options, static_graph=static_graph)
         self._saved_seed: int | None = None
         self._seed, self._gathers = 0, False
-        self._evaluating = ExitStack()
+        self._replaced = ExitStack()  # of the module and torch, in training or in evaluation
 
     def setup(self, run: Run) -> None:
         """Leave batch norm to this part, which serves CPUs and ranks without samples, too."""
@@ -105,16 +105,14 @@ class Replicas(Pieces):
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Return the output of a training step of all of this rank's replicas."""
-        output = super().run_step(step, batch, *args)
-        if not self.run.module.automatic_optimization:
-            self.end_step()
-        return output
-
-    def _begin(self) -> None:
         self._buffers = self._buffers_now()
         self._before = [buffer.clone() for buffer in self._buffers]
         self._kept: Sequence[Tensor] | None = None
         self._ran = False
+        output = super().run_step(step, batch, *args)
+        if not self.run.module.automatic_optimization:
+            self.end_step()
+        return output
 
     def _buffers_now(self) -> list[Tensor]:
         # Twice a step; `named_buffers` takes ten times as long.
@@ -195,15 +193,15 @@ class Replicas(Pieces):
 
     def on_evaluation_start(self) -> None:
         """Have evaluation log the values of the whole run. Batch norm normalizes each batch on its rank."""
-        restore_batch_norm(self.run.module)
+        self._replaced.close()
         if self._options.preset is not None:
-            self._evaluating.enter_context(logged_as(self.run.module, of_whole_run))
+            self._replaced.enter_context(logged_as(self.run.module, of_whole_run))
 
     def on_evaluation_end(self) -> None:
         """Put `log` back, and have the batch norm of one device normalize over all ranks."""
-        self._evaluating.close()
+        self._replaced.close()
         if self._options.one_device and self.run.model is not None and self.run.world.size > 1:
-            synchronize_batch_norm(self.run.module)
+            self._replaced.enter_context(synchronized_batch_norm(self.run.world))
 
     def describe(self) -> str:
         """Return the run that is reproduced, and its replicas."""
@@ -215,6 +213,6 @@ class Replicas(Pieces):
         )
 
     def teardown(self) -> None:
-        """Put the module's log and batch norms back."""
-        self._evaluating.close()
-        restore_batch_norm(self.run.module)
+        """Put the module's log and batch norm back."""
+        count_rows(counted=True)
+        self._replaced.close()
