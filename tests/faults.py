@@ -368,6 +368,8 @@ FAULTS: dict[str, Fault] = {
     "exception in training_step": _at("step", fail, _BY_1),
     "exception in validation_step": _at("validation", fail, _BY_1),
     "exception at the end of an epoch": _at("epoch end", fail, _BY_1, max_epochs=2),
+    "exception in one of several pieces of a step": _at(
+        "step", fail, _BY_1, strategy={"equivalent_to": "data_parallel", "num_replicas": 4}, apart=0),
     "exception in configure_optimizers": _at("optimizer", fail, _BY_1),
     "exception on rank 0": _at("step", fail, _BY_0, rank=0),
     "kill -9": _at("step", kill, _LOST_1, (1, -9)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from itertools import cycle
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
-from ranks import GLOO_TIMEOUT, make_trainer
-from replicas import Regression, fit, parallel, single, state_of
+from ranks import make_trainer
+from replicas import Regression, parallel, single, state_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gradavg import GradAvgStrategy
@@ -163,60 +162,3 @@ def test_a_scheduler_of_every_second_batch(world, tmp_path, size):
         assert [(0, 0.1), (1, 0.05), (2, 0.05), (3, 0.025)] == [
             (index, pytest.approx(rate)) for index, _, rate, _ in found["steps"]
         ]
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, loss: torch.Tensor) -> torch.Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, *_: torch.Tensor) -> Any:
-        raise KeyError("backward")
-
-
-class FailsOnce(Regression):
-    """Fails in the first piece of one rank."""
-
-    def __init__(self, where: str, rank: int) -> None:
-        super().__init__()
-        self.where, self.rank = where, rank
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if self.where == "terms":
-            return {"loss": {"a": loss}, "weight": {"a": 1}}
-        if self.global_rank != self.rank:
-            return loss
-        if self.where == "forward":
-            raise KeyError("forward")
-        return Fails.apply(loss)
-
-
-def fails(strategy: Mapping[str, Any], where: str, rank: int) -> None:
-    x, y = (torch.ones(5, size, dtype=torch.float64) for size in (4, 2))
-    fit(FailsOnce(where, rank), strategy, DataLoader(TensorDataset(x, y), 5))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "where", "rank"),
-    [
-        (parallel(3), "backward", 0),
-        (parallel(3), "forward", 1),
-        (parallel(3, nonfinite="raise"), "terms", 0),
-        ({"split_batches": True, "num_replicas": 4}, "backward", 0),
-        ({"split_batches": True, "max_device_batch_size": 2, "reduction": "weighted_mean"}, "forward", 0),
-    ],
-)
-def test_an_error_in_a_piece_ends_all_ranks(world, strategy, where, rank):
-    """Also where the others have fewer pieces, and no process ends: nobody waits for a timeout."""
-    begun = time.monotonic()
-    raised = world(2).run_expecting_errors(fails, strategy, where, rank)
-    assert time.monotonic() - begun < GLOO_TIMEOUT.total_seconds() / 2
-    said = "ValueError: named loss terms" if where == "terms" else f"KeyError: '{where}'"
-    assert said.startswith(raised[rank].type_name)
-    if where == "terms":
-        assert raised[0] == raised[1]
-        return
-    assert raised[1 - rank].type_name == "RuntimeError"
-    assert raised[1 - rank].message.startswith(f"rank {rank} ended with {said}")

@@ -209,10 +209,6 @@ class Reduction(Part):
             return self.pending.value
         return output
 
-    def fail_together(self, problem: str) -> None:
-        """Have the window end with an error on all ranks."""
-        self._stand_in(problem=problem)
-
     def _stand_in(self, **known: Any) -> Tensor:
         """Return the loss of a micro-batch that has none, and add nothing to any gradient."""
         micro_batch = MicroBatch(dict.fromkeys(self._terms, 0.0), **known)

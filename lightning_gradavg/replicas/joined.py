@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -13,12 +15,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_gradavg.device import on_device
-from lightning_gradavg.faults.last_words import is_broken_exchange
 from lightning_gradavg.methods import logged_as
-from lightning_gradavg.ranks import World, digest
+from lightning_gradavg.ranks import World
 from lightning_gradavg.reduction.gather import gather
 from lightning_gradavg.reduction.weigh import zero_loss
-from lightning_gradavg.stand_in import NEUTRAL, reduction_name
+from lightning_gradavg.stand_in import reduction_name
 from lightning_gradavg.tree import leaves, mapped
 
 __all__ = ["ReplicaLog", "gather_outputs", "join_outputs", "of_whole_run"]
@@ -29,105 +30,89 @@ def of_whole_run(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "sync_dist": not arguments.get("rank_zero_only", False)}
 
 
-Part = tuple[Tensor, float]
-"""A value in float64, and how much it stands for: the number of samples, or the `batch_size` that was given."""
-
-_COMBINED: dict[str, Callable[[Sequence[Part]], Tensor]] = {
-    "mean": lambda parts: torch.stack([value * size for value, size in parts]).sum() / sum(size for _, size in parts),
-    "sum": lambda parts: torch.stack([value for value, _ in parts]).sum(),
-    "max": lambda parts: torch.stack([value for value, _ in parts]).max(),
-    "min": lambda parts: torch.stack([value for value, _ in parts]).min(),
+_COMBINED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda values, sizes: (values * sizes).sum() / sizes.sum(),
+    "sum": lambda values, _: values.sum(),
+    "max": lambda values, _: values.max(),
+    "min": lambda values, _: values.min(),
 }
+"""Several values as one, by how `log` puts values together, with how much each of them stands for."""
 
 
-class _Entry(NamedTuple):
-    """What one name was logged with: everything but the value, the type of that, and the parts that make it up."""
+class _Logged(NamedTuple):
+    """What a name was logged with: a value in float64, the type it had, and the samples or `batch_size` behind it."""
 
     arguments: dict[str, Any]
     dtype: torch.dtype
-    parts: list[Part]
+    value: Tensor
+    size: float
 
-    def combined(self) -> Part:
-        """Return the value of the parts that count; what does not count may be NaN."""
-        reduction, counted = reduction_name(self.arguments), [part for part in self.parts if part[1]]
-        if len(counted) == 1:
-            return counted[0]
-        value = _COMBINED[reduction](counted) if counted else torch.tensor(NEUTRAL[reduction], dtype=torch.float64)
-        return value, sum(size for _, size in counted)
+
+def _combined(parts: Sequence[_Logged]) -> _Logged:
+    """Return parts that were logged under one name as one."""
+    first, *more = parts
+    if not more:
+        return first
+    values, sizes = torch.stack([part.value for part in parts]), [part.size for part in parts]
+    combine = _COMBINED[first.arguments["reduce_fx"]]
+    return first._replace(value=combine(values, values.new_tensor(sizes)), size=sum(sizes))
 
 
 class ReplicaLog:
     """Collects what `self.log` is given in a step, and logs it once per batch.
 
     A mean is weighted by the replicas' samples, or the `batch_size` that was given. With `sync_dist=True`, or `whole`,
-    a value is that of the replicas of all ranks. What does not count adds nothing, nor does a rank that has not logged
-    a name that another has.
+    a value is that of the replicas of all ranks, also on a rank that has not logged the name. What stands for no
+    samples is not logged, be it NaN.
     """
 
     def __init__(self, module: LightningModule, world: World, *, whole: bool) -> None:
         self._module, self._world, self._whole = module, world, whole
-        self._entries: dict[str, _Entry] = {}
+        self._parts = defaultdict[str, list[_Logged]](list)
         self.samples = 0  # of what is logged now; 0 if they do not count
 
     @contextmanager
-    def collecting(self, *, joined: bool) -> Iterator[None]:
-        """Collect within the context, and log what came at its end. A collective operation.
-
-        With `joined`, for ranks that exchange nothing within the context, an exception of one is an error of all.
-        """
-        self._entries = {}
-        try:
-            with logged_as(self._module, self._collect):
-                yield
-        except Exception as error:
-            if joined and not is_broken_exchange(error):
-                with suppress(RuntimeError):
-                    self._share(f"{type(error).__name__}: {error}")
-            raise
-        self._share()
-        for entry in self._entries.values():
-            value, size = entry.combined()
-            value = on_device(value, self._module.device).to(entry.dtype)
+    def collecting(self) -> Iterator[None]:
+        """Collect within the context, and log what came at its end. A collective operation."""
+        self._parts.clear()
+        with logged_as(self._module, self._collect):
+            yield
+        own = {name: _combined(parts) for name, parts in self._parts.items()}
+        for logged in {**own, **self._of_all_ranks(own)}.values():
+            value = on_device(logged.value, self._module.device).to(logged.dtype)
             # In float64, as sizes add up over an epoch; filled, as the host would wait for a copy.
-            number = torch.full((), size, dtype=torch.float64, device=value.device)
-            self._module.log(**{**entry.arguments, "value": value, "batch_size": number})
+            size = torch.full((), logged.size, dtype=torch.float64, device=value.device)
+            self._module.log(**{**logged.arguments, "value": value, "batch_size": size})
 
     def _collect(self, arguments: dict[str, Any]) -> dict[str, Any] | None:
         arguments = of_whole_run(arguments) if self._whole else arguments
-        value, size = arguments["value"], arguments.get("batch_size")
-        if not isinstance(value, (Tensor, Number)) or reduction_name(arguments) not in _COMBINED:
+        value, reduction = arguments["value"], reduction_name(arguments)
+        if not isinstance(value, (Tensor, Number)) or reduction not in _COMBINED:
             return arguments
         value = torch.as_tensor(value, device=self._module.device).detach().squeeze()
         dtype = value.dtype if value.dtype.is_floating_point else torch.get_default_dtype()
-        if size is None or self.samples == 0 or reduction_name(arguments) != "mean":
-            size = self.samples
-        entry = self._entries.setdefault(arguments["name"], _Entry({**arguments, "value": None}, dtype, []))
-        entry.parts.append((value.double(), float(size)))
+        given = arguments.get("batch_size") if self.samples and reduction == "mean" else None
+        size = float(self.samples if given is None else given)
+        if size > 0:
+            arguments = {**arguments, "value": None, "reduce_fx": reduction}
+            self._parts[arguments["name"]].append(_Logged(arguments, dtype, value.double(), size))
         return None
 
-    def _share(self, failure: str | None = None) -> None:
-        """Have all ranks log the same, one part of each of them, or raise a RuntimeError on all if one has failed."""
+    def _of_all_ranks(self, own: Mapping[str, _Logged]) -> dict[str, _Logged]:
+        """Return what some rank has logged for all of them, as one value of each name."""
         if self._world.size == 1:
-            return
-        own = {name: entry for name, entry in self._entries.items() if entry.arguments.get("sync_dist", False)}
-        rows = self._world.gather_integers([digest("\0".join(sorted(own))), failure is not None])
-        if failure is not None or len(set(map(tuple, rows))) > 1:
-            named = {name: entry._replace(parts=[]) for name, entry in own.items()}
-            failures, of_ranks = zip(*self._world.gather_objects((failure, named)), strict=True)
-            if any(failures):
-                said = (f"rank {rank} ended with {text}" for rank, text in enumerate(failures) if text is not None)
-                raise RuntimeError("; ".join(said))
-            own = {name: entry for of_rank in of_ranks for name, entry in of_rank.items()} | own
-        if not own:
-            return
-        mine = [own[name].combined() for name in sorted(own)]
-        values = torch.stack([value.to(self._module.device) for value, _ in mine])
-        table = self._world.gather_floats([*values.tolist(), *(size for _, size in mine)])
-        for index, (name, entry) in enumerate(sorted(own.items())):
-            # There is nothing left to synchronize.
-            arguments = {**entry.arguments, "rank_zero_only": True}
-            parts = [(torch.tensor(row[index], dtype=torch.float64), row[index + len(mine)]) for row in table]
-            self._entries[name] = _Entry(arguments, entry.dtype, parts)
+            return {}
+        shared = [logged for logged in own.values() if logged.arguments.get("sync_dist", False)]
+        # On the host, in one copy; there is nothing left to synchronize.
+        values = torch.stack([logged.value for logged in shared]).cpu() if shared else ()
+        mine = [
+            logged._replace(value=value, arguments={**logged.arguments, "rank_zero_only": True})
+            for logged, value in zip(shared, values, strict=True)
+        ]
+        parts = defaultdict[str, list[_Logged]](list)
+        for logged in chain.from_iterable(self._world.gather_objects(mine)):
+            parts[logged.arguments["name"]].append(logged)
+        return {name: _combined(each) for name, each in parts.items()}
 
 
 def join_outputs(outputs: Sequence[Any], device: torch.device) -> Any:

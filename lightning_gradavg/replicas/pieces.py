@@ -69,16 +69,13 @@ class Pieces(Part):
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Return the output of all pieces of a training step, with the loss of the last to be run."""
-        chunk, reproducible = step.batches.chunk, self._options.reproducible
-        whole = self.weight(chunk)
+        whole, reproducible = self.weight(step.batches.chunk), self._options.reproducible
         if not self._runs_pieces:
             with step.batches.training_step():
-                return self._forward(step, whole, batch, *args)
-        assert chunk is not None
+                return step.reduction.read(step.forward(batch, *args), whole)
         assert isinstance(step.batches, SplitBatches)
-        self._begin()
         pieces, outputs = step.batches.slices(batch), list[Any]()
-        with self._log.collecting(joined=self._in_pieces):
+        with self._log.collecting(), losses_weighed(refused=_APART) if self._in_pieces else nullcontext():
             for piece in pieces:
                 self._log.samples, last = piece.samples, piece is pieces[-1]
                 # Kernels choose the order of sums by alignment, and a slice begins wherever the samples before it end.
@@ -86,24 +83,10 @@ class Pieces(Part):
                 weight = whole if len(pieces) == 1 else piece.samples
                 local = nullcontext() if last and not reproducible else self.run.ddp.no_sync()
                 with local, self._as_piece(piece, step):
-                    with losses_weighed(refused=_APART) if self._in_pieces else nullcontext():
-                        outputs.append(self._forward(step, weight, samples, *args))
+                    outputs.append(step.reduction.read(step.forward(samples, *args), weight))
                     if not last:
                         step.backward()
         return outputs[0] if len(outputs) == 1 else self._joined(outputs, pieces)
-
-    def _forward(self, step: Step, samples: float | None, *args: Any) -> Any:
-        """Return the output of a forward, which the reduction has read."""
-        try:
-            output = step.forward(*args)
-        except Exception as error:
-            if self._in_pieces:  # the other ranks may wait for this one's weights
-                step.reduction.fail_together(str(error))
-            raise
-        return step.reduction.read(output, samples)
-
-    def _begin(self) -> None:
-        """Begin a step."""
 
     def _as_piece(self, piece: ReplicaSlice, step: Step) -> AbstractContextManager[Any]:  # noqa: ARG002  # its own
         """Surround the forward and backward of a piece; of the last one only the forward."""
