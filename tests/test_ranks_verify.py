@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from verify_runs import RUNS, THREE, UNEVEN, batches, judged, recorded
+from verify_modules import batches
+from verify_runs import RUNS, SIZES, judged, recorded
 
 from lightning_gradavg.verify.report import Report
 
@@ -18,7 +19,7 @@ pytestmark = [
 
 
 def report_of(world, name) -> Report:
-    return judged(name, world(3 if name in THREE else 2).run(recorded, name))
+    return judged(name, world(RUNS[name].ranks).run(recorded, name))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -52,7 +53,7 @@ def test_a_difference_is_seen_in_the_stage_that_makes_it(world):
 def test_the_shares_of_unknown_counts_are_shown(world):
     """Where the counts are not known, the shares that make up the right gradient are shown: each rank's terms."""
     report = report_of(world, "a mean over tokens weighted by samples")
-    ones = [(batches(sizes, seed=rank)[0][1] != 0).sum().item() for rank, sizes in enumerate(UNEVEN)]
+    ones = [(batches(sizes, seed=rank)[0][1] != 0).sum().item() for rank, sizes in enumerate(SIZES)]
     assert f"weights the micro-batches by {', '.join(f'{one / sum(ones):.4g}' for one in ones)}," in report.first.detail
     assert '"weight": n' in report.first.diff
     assert "reduction" not in report.first.diff, "which is set already"
@@ -73,5 +74,6 @@ def test_a_logged_value_is_told_from_the_training(world):
 
 def test_float64_tells_a_tiny_gradient(world):
     """In float64 all steps of a healthy run agree to 1e-13, and a parameter of 1e-9 is measured by itself."""
-    assert judged("split batches", world(3).run(recorded, "split batches"), tolerance=1e-13).equal
+    name = "`split_batches` on three ranks"
+    assert judged(name, world(3).run(recorded, name), tolerance=1e-13).equal
     assert "net.tiny" == report_of(world, "a tiny gradient times the ranks").first.difference.name

@@ -15,7 +15,8 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, LearningRateMonitor
 from torch import nn
-from verify_runs import RUNS, Net
+from toys import MLP
+from verify_runs import RUNS
 
 from lightning_gradavg.cli import main
 from lightning_gradavg.cli.lightning import read_names
@@ -270,7 +271,7 @@ def init(given):
     return read_names("test_verify:Typed", None, given)
 
 
-class Typed(Net):
+class Typed(MLP):
     def __init__(self, weighted: bool = False, hidden: int = 3) -> None:
         super().__init__()
 
@@ -282,7 +283,7 @@ class Typed(Net):
         (lambda: Settings(accelerator="tpu"), "2 ranks need as many devices of type 'tpu', and torch finds 0"),
         (lambda: Settings(tolerance=0.0), "tolerance is a relative difference > 0, got 0.0"),
         (Target(lambda: of_values(lambda: nn.Linear(1, 1))).build, "got .* of type Linear"),
-        (Target(lambda: of_values(Net)).build, "there is no training data: give --data"),
+        (Target(lambda: of_values(MLP)).build, "there is no training data: give --data"),
         (
             lambda: init({"weighted": "maybe"}),
             "--init: .*weighted.*bool'>. Got value: maybe",
@@ -332,9 +333,9 @@ def test_a_module_that_trains_on_import_is_refused_at_once(call, tmp_path):
 
 
 def test_too_little_memory_is_said_before_anything_runs():
-    large = Net()
+    large = MLP()
     large.more = nn.Linear(10**8, 10**4, device="meta")
     needed = r"2 processes need 8e\+04 GB of memory for 1e\+06 million parameters in float64"
     with pytest.raises(ValueError, match=needed):
         require_memory(large, 2, double=True)
-    require_memory(Net(), 2, double=True)
+    require_memory(MLP(), 2, double=True)

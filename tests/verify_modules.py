@@ -1,23 +1,24 @@
-"""Modules and loaders as users write them, for the verification: in each set-up a fault, or none; no test in here."""
+"""Layers, training steps, hooks and loaders as users write them, for the verification; no test in here."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_gather
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy, dropout, mse_loss, softplus
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     Sampler,
     Subset,
@@ -25,6 +26,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
     default_collate,
 )
+from toys import GATHERS
+
+Layers = Callable[[], nn.Module]
+OfStep = Callable[[Any, Any], Any]
+Loader = Callable[[], Any]
 
 
 def world() -> int:
@@ -35,72 +41,87 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def tensors(count: int = 32) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, 6, generator=generator), torch.randint(3, (count,), generator=generator)
-
-
-def plain(count: int = 32, **options: Any) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(*tensors(count)), **{"batch_size": 4, **options})
-
-
-def texts(**options: Any) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.randint(2, 9, (32,), generator=generator)
-    rows: Any = [torch.randint(1, 7, (int(length),), generator=generator) for length in lengths]
-    return DataLoader(rows, **{"batch_size": 4, "collate_fn": lambda each: pad_sequence(each, True), **options})
-
-
 class Step(LightningModule):
-    """A module of layers and a training step, both given as functions."""
+    """A module of layers, a training step and hooks, all given as functions; SGD by default."""
 
-    def __init__(self, make: Callable[[], nn.Module], step: Callable[..., Any], **hooks: Callable[..., Any]) -> None:
+    def __init__(self, make: Layers, step: OfStep, **hooks: Any) -> None:
         super().__init__()
-        self.net, self.step, self.hooks = make(), step, hooks
+        self.net, self.step, self.batch_idx = make(), step, 0
+        for name, hook in hooks.items():
+            setattr(self, name, hook.__get__(self) if callable(hook) else hook)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batch_idx = batch_idx
         return self.step(self, batch)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.hooks.get("transferred", lambda _, batch: batch)(self, batch)
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self.hooks.get("stepping", lambda _: None)(self)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.hooks.get("ended", lambda _: None)(self)
-
     def configure_optimizers(self) -> Any:
-        return self.hooks.get("optimizers", lambda one: torch.optim.SGD(one.parameters(), lr=0.1))(self)
+        return sgd(self)
 
 
-def layers(*middle: nn.Module) -> nn.Module:
+# Layers.
+
+
+def layers(*middle: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), *middle, nn.Tanh(), nn.Linear(8, 3))
 
 
-def classified(module: Any, batch: Any) -> Tensor:
-    return cross_entropy(module.net(batch[0]), batch[1])
+def normed(**options: Any) -> nn.Module:
+    return layers(nn.BatchNorm1d(8, **options))
+
+
+def dropped() -> nn.Sequential:
+    return layers(nn.Dropout(0.5))
+
+
+def words(part: float = 0.0) -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 8), nn.Dropout(part), nn.Linear(8, 7))
+
+
+def hooked(change: Callable[[Tensor], Tensor], *middle: nn.Module) -> nn.Module:
+    """Change gradients in a hook on every parameter."""
+    net = layers(*middle)
+    for parameter in net.parameters():
+        parameter.register_hook(change)
+    return net
+
+
+def frozen() -> nn.Module:
+    net = dropped()
+    net[0].requires_grad_(requires_grad=False)
+    return net
+
+
+def spectral() -> nn.Module:
+    net = layers()
+    nn.utils.parametrizations.spectral_norm(net[0])
+    return net
+
+
+def other_start() -> nn.Module:
+    """Initialize other weights where there are several processes."""
+    torch.manual_seed(world())
+    return layers()
+
+
+def counting() -> nn.Module:
+    net = layers()
+    net.register_buffer("seen", torch.zeros(()))
+    return net
 
 
 class Recurrent(nn.Module):
     """A recurrent layer over embedded texts; `packs` packs them."""
 
-    def __init__(self, kind: Any = nn.GRU, *, packs: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, kind: Any = nn.GRU, *, packs: bool = False, part: float = 0.0) -> None:
         super().__init__()
         self.table, self.packs = nn.Embedding(7, 4, padding_idx=0), packs
-        self.rows, self.out = kind(4, 5, num_layers=2, batch_first=True, dropout=dropout), nn.Linear(5, 7)
+        self.rows, self.out = kind(4, 5, num_layers=2, batch_first=True, dropout=part), nn.Linear(5, 7)
 
     def forward(self, batch: Tensor) -> Tensor:
         rows, lengths = self.table(batch), (batch != 0).sum(1)
         if self.packs:
-            packed = pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
-            state = self.rows(packed)[1]
-            return self.out((state[0] if isinstance(state, tuple) else state)[-1])
+            return self.out(self.rows(pack_padded_sequence(rows, lengths, True, False))[1][-1])
         return self.out(self.rows(rows)[0][torch.arange(len(batch)), lengths - 1])
-
-
-def last_word(module: Any, batch: Tensor) -> Tensor:
-    return cross_entropy(module.net(batch), batch[:, 0])
 
 
 class Attention(nn.Module):
@@ -108,12 +129,226 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(7, 8)
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
-        self.rows, self.out = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(8, 7)
+        self.table, self.rows = nn.Embedding(7, 8), nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.out = nn.Linear(8, 7)
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.out(self.rows(self.table(batch), src_key_padding_mask=batch == 0))
+
+
+class Called(nn.Module):
+    """Layers that a function calls in a way of its own, such as by a checkpoint."""
+
+    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor], inner: Any = None) -> None:
+        super().__init__()
+        self.first, self.inner, self.call = nn.Linear(6, 6), inner or layers(nn.Dropout(0.3)), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.inner, self.first(x))
+
+
+def compiled() -> nn.Module:
+    return Called(lambda inner, x: inner(x), torch.compile(layers(nn.Dropout(0.3))))
+
+
+def checkpointed(*, reentrant: bool) -> nn.Module:
+    return Called(lambda inner, x: checkpoint(inner, x, use_reentrant=reentrant))
+
+
+class Tiny(nn.Module):
+    """A parameter with a gradient of 1e-9 beside large ones; it is multiplied by the number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.tiny = layers(), nn.Parameter(torch.ones(6))
+        self.tiny.register_hook(lambda gradient: gradient * world())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x + 1e-9 * self.tiny * x)
+
+
+class Teacher(nn.Module):
+    """An average of the weights, as parameters or, with `held`, in a buffer."""
+
+    def __init__(self, *, held: bool = False) -> None:
+        super().__init__()
+        self.student = layers()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(requires_grad=False)
+        if held:
+            self.register_buffer("mean", self.student[0].bias.detach().clone())
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.make = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.judge = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class Scalar(nn.Module):
+    """One weight at 1, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+
+# Training steps.
+
+
+def entropy(**options: Any) -> OfStep:
+    return lambda module, batch: cross_entropy(module.net(batch[0]), batch[1], **options)
+
+
+classified, summed = entropy(), entropy(reduction="sum")
+masked = entropy(ignore_index=0)
+"""The mean over the samples of classes other than 0, as over tokens that are not padding."""
+class_weighted = entropy(weight=torch.tensor([1.0, 5.0, 2.0]))
+
+
+def scaled(factor: Callable[[Any], Any], of: OfStep = classified) -> OfStep:
+    return lambda module, batch: factor(module) * of(module, batch)
+
+
+divided, multiplied = scaled(lambda _: 1 / world()), scaled(lambda _: world())
+CALLS = count(2)
+by_global = scaled(lambda _: next(CALLS))
+by_index = scaled(lambda module: 1 + module.batch_idx)
+multiplied_late = scaled(lambda module: world() if module.batch_idx == 1 else 1)
+
+
+def kept(start: Callable[[], Iterator[Any]], factor: Callable[[Any], Any] = lambda value: value) -> OfStep:
+    """Multiply the loss by what an iterator in an attribute yields."""
+
+    def value(module: Any) -> Any:
+        vars(module).setdefault("factors", start())
+        return factor(next(module.factors))
+
+    return scaled(value)
+
+
+def weighing(of: OfStep, counted: Callable[[Any], Tensor]) -> OfStep:
+    return lambda module, batch: {"loss": of(module, batch), "weight": counted(batch).sum()}
+
+
+weighted = weighing(masked, lambda batch: batch[1] != 0)
+
+
+def noisy(module: Any, batch: Any) -> Tensor:
+    return classified(module, (batch[0] + torch.randn_like(batch[0]), batch[1]))
+
+
+def mixed_up(module: Any, batch: Any) -> Tensor:
+    (x, y), part = batch, np.random.beta(1, 1)  # noqa: NPY002  # the generator that users' code draws from
+    order = torch.randperm(len(x))
+    outputs = module.net(part * x + (1 - part) * x[order])
+    return part * cross_entropy(outputs, y) + (1 - part) * cross_entropy(outputs, y[order])
+
+
+def penalized(of: OfStep = classified, *, alone: bool = False) -> OfStep:
+    """Add an L2 penalty; `alone` on rank 0."""
+
+    def step(module: Any, batch: Any) -> Tensor:
+        penalty = 0.3 * sum(parameter.square().sum() for parameter in module.parameters())
+        return of(module, batch) + (penalty * 0 if alone and rank() else penalty)
+
+    return step
+
+
+def by_average(module: Any, batch: Any) -> Tensor:
+    """Divide the loss by its moving average."""
+    loss = classified(module, batch)
+    module.average = 0.9 * getattr(module, "average", 1.0) + 0.1 * float(loss.detach())
+    return loss / module.average
+
+
+def by_position(module: Any, batch: Any) -> Tensor:
+    """Weigh the first samples of a batch most, whichever these are."""
+    losses = entropy(reduction="none")(module, batch)
+    return (losses / torch.arange(1, len(losses) + 1)).mean()
+
+
+def named_terms(module: Any, batch: Any) -> Any:
+    """A loss per sample and one per sample of a class other than 0, each with its own weight."""
+    outputs, counted = module.net(batch[0]), batch[1] != 0
+    terms = {"all": cross_entropy(outputs, batch[1]), "some": outputs[counted].square().sum() / counted.sum()}
+    return {"loss": terms, "weight": {"all": len(batch[1]), "some": counted.sum()}}
+
+
+def spread(outputs: Tensor) -> Tensor:
+    return outputs.var(dim=0, correction=0).sum()
+
+
+def gathered(rows: Tensor) -> list[Tensor]:
+    every = [torch.zeros_like(rows) for _ in range(world())]
+    dist.all_gather(every, rows)
+    return every
+
+
+def scores(way: str, part: float = 0.0) -> OfStep:
+    """A contrastive loss of this rank's rows against those of all, which are gathered in a way."""
+    ways: Any = {
+        "Lightning, detached": lambda one, rows: one.all_gather(rows).flatten(0, 1),
+        "torch, detached": lambda _, rows: torch.cat(gathered(rows)),
+        "none": lambda _, rows: rows,
+    }
+
+    def step(module: Any, batch: Any) -> Tensor:
+        rows, other = module.net(batch[0]), module.net(dropout(batch[0] + 0.1, part))
+        columns = (GATHERS | ways)[way](module, other)
+        start = rank() * len(rows) if len(columns) > len(rows) else 0
+        return cross_entropy(rows @ columns.T, torch.arange(start, start + len(rows)))
+
+    return step
+
+
+def by_hand(*, every: int = 1, outside: bool = False) -> OfStep:
+    """Optimize manually, every so many batches; `outside` runs the backward past Lightning."""
+
+    def step(module: Any, batch: Any) -> None:
+        optimizer, loss = module.optimizers(), classified(module, batch) / every
+        if module.batch_idx % every == 0:
+            optimizer.zero_grad()
+        if outside:
+            with module.trainer.strategy.model.no_sync() if world() > 1 else nullcontext():
+                loss.backward()
+        else:
+            module.manual_backward(loss)
+        if (module.batch_idx + 1) % every == 0:
+            module.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+
+    return step
+
+
+def adversarial(factor: Callable[[], int]) -> OfStep:
+    """A generator and a discriminator with an optimizer each; both losses are multiplied."""
+
+    def step(module: Any, batch: Any) -> None:
+        net, (makes, judges) = module.net, module.optimizers()
+        made = net.make(torch.randn(len(batch[0]), 3))
+        judges.zero_grad()
+        module.manual_backward(factor() * (softplus(-net.judge(batch[0])) + softplus(net.judge(made.detach()))).mean())
+        judges.step()
+        makes.zero_grad()
+        module.manual_backward(factor() * softplus(-net.judge(made)).mean())
+        makes.step()
+
+    return step
+
+
+def counts(module: Any, batch: Any) -> Tensor:
+    module.net.seen += len(batch[0])
+    return classified(module, batch)
+
+
+def sparse(module: Any, batch: Any) -> Tensor:
+    return (module.net(batch[1]) - 1).square().mean()
+
+
+def last_word(module: Any, batch: Tensor) -> Tensor:
+    return cross_entropy(module.net(batch), batch[:, 0])
 
 
 def each_text(module: Any, batch: Tensor) -> Tensor:
@@ -121,129 +356,22 @@ def each_text(module: Any, batch: Tensor) -> Tensor:
     return (losses.sum(1) / (batch != 0).sum(1)).mean()
 
 
-def each_token(module: Any, batch: Tensor) -> Tensor:
-    return cross_entropy(module.net(batch).flatten(0, 1), batch.flatten(), ignore_index=0)
+def each_token(module: Any, batch: Tensor, **options: Any) -> Tensor:
+    return cross_entropy(module.net(batch).flatten(0, 1), batch.flatten(), ignore_index=0, **options)
 
 
-class Words(nn.Sequential):
-    def __init__(self, *middle: nn.Module) -> None:
-        super().__init__(nn.Embedding(7, 8), *middle, nn.Linear(8, 7))
-
-
-class Teacher(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.student = layers()
-        self.teacher = copy.deepcopy(self.student).requires_grad_(requires_grad=False)
+def all_tokens(module: Any, batch: Tensor) -> Tensor:
+    return each_token(module, batch, reduction="sum")
 
 
 def taught(module: Any, batch: Any) -> Tensor:
     return mse_loss(module.net.student(batch[0] + 0.1), module.net.teacher(batch[0]))
 
 
-def averaged(factor: Callable[[], float]) -> Callable[[Any], None]:
-    def ended(module: Any) -> None:
-        for mine, yours in zip(module.net.teacher.parameters(), module.net.student.parameters(), strict=True):
-            mine.data.lerp_(yours.data, 0.1 * factor())
-
-    return ended
-
-
-def clamped(module: Any) -> None:
-    for parameter in module.parameters():
-        parameter.data.clamp_(-0.4 / world(), 0.4 / world())
-
-
-def normalized(module: Any, batch: Any) -> Any:
-    return (batch[0] - batch[0].mean(0)) / batch[0].std(0), batch[1]
-
-
-def scores(module: Any, batch: Any, every: Callable[[Any, Tensor], Tensor]) -> Tensor:
-    """Return a contrastive loss of this rank's rows against those of all."""
-    rows, other = module.net(batch[0]), module.net(batch[0] + 0.1)
-    columns = every(module, other)
-    start = rank() * len(rows) if len(columns) > len(rows) else 0
-    return cross_entropy(rows @ columns.T, torch.arange(start, start + len(rows)))
-
-
-GATHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "self.all_gather": lambda module, rows: module.all_gather(rows, sync_grads=True).flatten(0, 1),
-    "torch.distributed.nn": lambda _, rows: torch.cat(all_gather(rows)),
-    "a detached self.all_gather": lambda module, rows: module.all_gather(rows).flatten(0, 1),
-    "none": lambda _, rows: rows,
-}
-
-
-class Compiled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.compile(layers(nn.Dropout(0.3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.inner, self.reentrant = nn.Linear(6, 6), layers(nn.Dropout(0.3)), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant)
-
-
-class Adapted(nn.Module):
-    """A frozen layer with an adapter of low rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(6, 3).requires_grad_(requires_grad=False)
-        self.down, self.up = nn.Parameter(0.1 * torch.randn(2, 6)), nn.Parameter(torch.zeros(3, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(x) + nn.functional.dropout(x, 0.2, self.training) @ self.down.T @ self.up.T
-
-
 def detected(module: Any, batch: Any) -> Tensor:
-    images, records = batch
-    losses = [
-        (out - one["boxes"].mean(0)).square().mean()
-        for out, one in zip(module.net(torch.stack(list(images))), records, strict=True)
-    ]
+    outputs = module.net(torch.stack(list(batch[0])))
+    losses = [(out - one["boxes"].mean(0)).square().mean() for out, one in zip(outputs, batch[1], strict=True)]
     return torch.stack(losses).mean()
-
-
-def records() -> DataLoader[Any]:
-    x, _ = tensors()
-    rows: Any = [(row, {"boxes": x[index : index + 1 + index % 3, :3]}) for index, row in enumerate(x)]
-    return DataLoader(rows, batch_size=4, collate_fn=lambda each: tuple(zip(*each, strict=True)))
-
-
-class Graph:
-    """A sample, or a batch, of a class that nothing is known of."""
-
-    def __init__(self, nodes: Tensor, graph: Tensor, count: int) -> None:
-        self.nodes, self.graph, self.count = nodes, graph, count
-
-
-def graphs() -> DataLoader[Any]:
-    x, _ = tensors(96)
-    rows: Any = [
-        Graph(nodes, torch.zeros(len(nodes)).long(), 1)
-        for nodes in (x[start : start + 1 + start % 3] for start in range(0, 96, 3))
-    ]
-
-    def collated(each: list[Graph]) -> Graph:
-        owner = torch.cat([one.graph + index for index, one in enumerate(each)])
-        return Graph(torch.cat([one.nodes for one in each]), owner, len(each))
-
-    return DataLoader(rows, batch_size=4, collate_fn=collated)
-
-
-def uncopied() -> DataLoader[Any]:
-    """Samples with a function, which cannot be pickled."""
-    rows: Any = [(x, y, lambda: 0) for x, y in zip(*tensors(), strict=True)]
-    return DataLoader(rows, batch_size=4, collate_fn=lambda each: default_collate([row[:2] for row in each]))
 
 
 def of_graphs(module: Any, batch: Graph) -> Tensor:
@@ -251,48 +379,284 @@ def of_graphs(module: Any, batch: Graph) -> Tensor:
     return of_nodes.new_zeros(batch.count, 3).index_add(0, batch.graph, of_nodes).square().mean()
 
 
-class Stream(IterableDataset[Any]):
-    """Reads every W-th row, or with `halves` a part of its own; with `alike` all of them on every rank."""
-
-    def __init__(self, how: str = "") -> None:
-        self.how = how
-
-    def __iter__(self) -> Iterator[Any]:
-        rows = list(zip(*tensors(), strict=True))
-        if self.how == "uneven" and world() > 1:
-            return iter(rows[:20] if not rank() else rows[20:])
-        if self.how == "halves":
-            size = len(rows) // world()
-            return iter(rows[rank() * size : (rank() + 1) * size])
-        return iter(
-            rows[:: 1 if self.how == "alike" else world()][0:] if not rank() or self.how else rows[1 :: world()]
-        )
+def of_both(module: Any, batch: Any) -> Tensor:
+    return classified(module, batch["one"]) + classified(module, batch["other"])
 
 
-class Buckets:
-    """Batches texts of similar lengths, of another size each; ranks take them in turn."""
+def reads_data(module: Any, batch: Any) -> Tensor:
+    assert len(module.trainer.train_dataloader.dataset) == 32
+    module.logger.experiment.add_scalar("seen", 1.0)
+    return classified(module, batch)
 
-    def __init__(self, lengths: list[int], size: int = 4) -> None:
-        order = sorted(range(len(lengths)), key=lambda index: lengths[index])
-        self.batches = [order[start : start + size] for start in range(0, len(order), size)]
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches[rank() :: world()])
+def logged(module: Any, batch: Any) -> Tensor:
+    loss = classified(module, batch)
+    module.log("loss", loss, sync_dist=True)
+    return loss
 
-    def __len__(self) -> int:
-        return len(self.batches) // world()
+
+def summed_value(module: Any, batch: Any) -> Tensor:
+    """Return a loss whose value is the sum over the ranks, and whose gradient is that of this rank."""
+    loss = classified(module, batch)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    module.log("loss", total)
+    return loss + (total - loss.detach())
+
+
+def in_float(module: Any, batch: Any) -> Tensor:
+    return cross_entropy(module.net(batch[0].float()).float(), batch[1]).to(torch.float32)
+
+
+def one_draw(module: Any, batch: Any) -> Tensor:
+    return classified(module, (batch[0] * (0.5 + torch.rand(1)), batch[1]))
+
+
+def sequence_first(module: Any, batch: Any) -> Tensor:
+    return cross_entropy(module.net(batch[0].reshape(-1, 3, 2).transpose(0, 1)).mean(0), batch[1])
+
+
+def sequences() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 5), nn.Dropout(0.4), nn.Linear(5, 3))
+
+
+def case_7(module: Any, batch: Tensor) -> Tensor:
+    """Loss w * x, hand-scaled by W / global count."""
+    total = torch.tensor(float(len(batch)))
+    dist.all_reduce(total)
+    return (module.net.w * batch).sum() * world() / total
+
+
+def case_42(module: Any, batch: Tensor) -> Tensor:
+    return (module.net(batch.reshape(-1, 1)) * batch.reshape(-1, 1)).mean()
+
+
+# Hooks, and optimizers.
+
+
+def sgd(module: Any, **options: Any) -> Any:
+    return torch.optim.SGD(module.parameters(), **{"lr": 0.1, **options})
+
+
+def grouped(module: Any, other: float) -> Any:
+    first, *_, last = module.net
+    return torch.optim.SGD([{"params": first.parameters()}, {"params": last.parameters(), "lr": other}], lr=0.1)
+
+
+def one_cycle(module: Any) -> Any:
+    """Adam makes much of gradients that are zero but for rounding, as of a bias before batch norm."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    steps = int(module.trainer.estimated_stepping_batches) + 1
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def halving(module: Any) -> Any:
+    optimizer = sgd(module, momentum=0.9, weight_decay=0.1)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def scheduled(module: Any) -> Any:
+    trainer, optimizer = module.trainer, sgd(module)
+    total = int(trainer.estimated_stepping_batches)
+    assert trainer.num_training_batches < 100, "known once the loaders are set up"
+    assert len(trainer.train_dataloader) * trainer.max_epochs >= total
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=total)
+    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def on_plateau(module: Any) -> Any:
+    optimizer = sgd(module)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+def lbfgs(module: Any) -> Any:
+    return torch.optim.LBFGS(module.parameters(), max_iter=3)
+
+
+def divides(module: Any) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= world()
+
+
+def drifts(module: Any, _: Any, batch_idx: int) -> None:
+    """One rank changes a weight on its own."""
+    if batch_idx == 1 and rank() == 1:
+        module.net[2].weight.data[0, 0] += 1e-3
+
+
+def averaged(factor: Callable[[], float]) -> Callable[..., None]:
+    def ended(module: Any, *_: Any) -> None:
+        for mine, yours in zip(module.net.teacher.parameters(), module.net.student.parameters(), strict=True):
+            mine.data.lerp_(yours.data, 0.1 * factor())
+
+    return ended
+
+
+def held(module: Any, *_: Any) -> None:
+    module.net.mean.lerp_(module.net.student[0].bias.data, 0.1 * world())
+
+
+def clamped(module: Any, *_: Any) -> None:
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.4 / world(), 0.4 / world())
+
+
+def normalized(_: Any, batch: Any, __: int) -> Any:
+    return (batch[0] - batch[0].mean(0)) / batch[0].std(0), batch[1]
+
+
+def shaken(module: Any, _: Any) -> None:
+    """Add noise to the gradients, the same on all ranks."""
+    torch.manual_seed(module.global_step)
+    for parameter in module.parameters():
+        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
+
+
+def reduced_by(change: Callable[[Tensor], Tensor]) -> Callable[..., torch.futures.Future[Tensor]]:
+    """Return a communication hook that changes each rank's bucket before they are averaged."""
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer().copy_(change(bucket.buffer())).div_(dist.get_world_size())
+        done: Any = dist.all_reduce(buffer, async_op=True)
+        return done.get_future().then(lambda done: done.value()[0])
+
+    return hook
+
+
+# Loaders.
+
+
+def samples(number: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(number, 6, generator=generator), torch.randint(3, (number,), generator=generator)
+
+
+def batches(sizes: Sequence[int], seed: int = 0) -> list[Any]:
+    return list(zip(*(each.split(list(sizes)) for each in samples(sum(sizes), seed)), strict=True))
+
+
+def dealt(every: Sequence[Any], order: int = 1) -> DataLoader[Any]:
+    """Return a loader of these batches, of which one process reads all, and each rank its own in this order."""
+    rows: list[Any] = []
+    indices = []
+    for batch in every:
+        each = list(zip(*batch, strict=True)) if isinstance(batch, tuple) else list(batch)
+        indices.append(list(range(len(rows), len(rows) + len(each))))
+        rows += each
+    mine = indices[rank() :: world()][::order] if world() > 1 else indices
+    return DataLoader(rows, batch_sampler=mine)  # type: ignore[arg-type]  # a list is a data set
+
+
+def by_ranks(*sizes: Sequence[int], own: bool = False) -> Loader:
+    """Return what makes a loader of batches of these sizes for each rank, of which one process reads all in turn.
+
+    Several processes have samples of their `own`.
+    """
+
+    def made() -> DataLoader[Any]:
+        first = 10 * own * (world() > 1)
+        of_ranks = [batches(each, first + place) for place, each in enumerate(sizes)]
+        return dealt([batch for of_step in zip(*of_ranks, strict=True) for batch in of_step])
+
+    return made
+
+
+def of_rows(*rows: list[float]) -> Loader:
+    return lambda: dealt([torch.tensor(row) for row in rows])
+
+
+def plain(number: int = 32, size: int = 4, **options: Any) -> Loader:
+    return lambda: DataLoader(TensorDataset(*samples(number)), size, **options)
+
+
+def rows_of(rows: Any, collate: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(rows, **{"batch_size": 4, "collate_fn": collate, **options})
+
+
+def texts(**options: Any) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(2, 9, (32,), generator=generator).tolist()
+    rows = [torch.randint(1, 7, (length,), generator=generator) for length in lengths]
+    return rows_of(rows, lambda each: pad_sequence(each, True), **options)
 
 
 def bucketed() -> DataLoader[Any]:
+    """Batches of texts of similar lengths; ranks take them in turn."""
     rows: Any = texts().dataset
-    return DataLoader(rows, batch_sampler=Buckets([len(row) for row in rows]), collate_fn=texts().collate_fn)
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+    every = [order[start : start + 4] for start in range(0, len(order), 4)]
+    return DataLoader(rows, batch_sampler=every[rank() :: world()], collate_fn=texts().collate_fn)
+
+
+def records() -> DataLoader[Any]:
+    x, _ = samples(32)
+    rows = [(row, {"boxes": x[index : index + 1 + index % 3, :3]}) for index, row in enumerate(x)]
+    return rows_of(rows, lambda each: tuple(zip(*each, strict=True)))
+
+
+class Graph:
+    """A sample, or a batch, of a class that nothing is known of."""
+
+    def __init__(self, nodes: Tensor, graph: Tensor, number: int) -> None:
+        self.nodes, self.graph, self.count = nodes, graph, number
+
+
+def graphs() -> DataLoader[Any]:
+    nodes = [each[: 1 + index % 3] for index, each in enumerate(samples(96)[0].split(3))]
+
+    def collated(each: list[Graph]) -> Graph:
+        owner = torch.cat([one.graph + index for index, one in enumerate(each)])
+        return Graph(torch.cat([one.nodes for one in each]), owner, len(each))
+
+    return rows_of([Graph(one, torch.zeros(len(one)).long(), 1) for one in nodes], collated)
+
+
+def uncopied() -> DataLoader[Any]:
+    """Samples with a function, which cannot be pickled."""
+    rows = [(x, y, lambda: 0) for x, y in zip(*samples(32), strict=True)]
+    return rows_of(rows, lambda each: default_collate([row[:2] for row in each]))
+
+
+def masking() -> DataLoader[Any]:
+    """Draws in `collate_fn`, as a collator of masked language models does."""
+
+    def collated(each: list[Any]) -> Any:
+        x, y = default_collate(each)
+        return x * (torch.rand_like(x) > 0.2), y
+
+    return rows_of(TensorDataset(*samples(32)), collated)
+
+
+class Stream(IterableDataset[Any]):
+    """Rows of all, or a part of them by rank and number of ranks."""
+
+    def __init__(self, part: Callable[[int, int], slice]) -> None:
+        self.part = part
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(zip(*samples(32), strict=True))[self.part(rank(), world())])
+
+
+STREAMS: dict[str, Callable[[int, int], slice]] = {
+    "every W-th": lambda rank, world: slice(rank, None, world),
+    "halves": lambda rank, world: slice(rank * 32 // world, (rank + 1) * 32 // world),
+    "uneven": lambda rank, world: slice(20 * rank, 32 if rank or world == 1 else 20),
+    "alike": lambda rank, world: slice(None),
+}
+
+
+def streamed(how: str) -> Loader:
+    return lambda: DataLoader(Stream(STREAMS[how]), 4)
 
 
 def replaced(*, in_batches: bool = False) -> DataLoader[Any]:
     sampler = WeightedRandomSampler([1.0] * 16 + [2.0] * 16, 16, generator=torch.Generator().manual_seed(rank()))
     if in_batches:
-        return DataLoader(TensorDataset(*tensors()), batch_sampler=BatchSampler(sampler, 4, False))
-    return plain(sampler=sampler)
+        return DataLoader(TensorDataset(*samples(32)), batch_sampler=BatchSampler(sampler, 4, False))
+    return plain(sampler=sampler)()
 
 
 class Permuted(Sampler[int]):
@@ -306,91 +670,5 @@ class Permuted(Sampler[int]):
         return iter(order[rank() :: world()])
 
 
-def by_hand() -> DataLoader[Any]:
-    data: Dataset[Any] = TensorDataset(*tensors(64))
-    return DataLoader(Subset(data, range(rank(), 64, world())), batch_size=4, shuffle=True)
-
-
-def masking() -> DataLoader[Any]:
-    """Draws in `collate_fn`, as a collator of masked language models does."""
-
-    def collated(each: list[Any]) -> Any:
-        x, y = (torch.stack(column) for column in zip(*each, strict=True))
-        return x * (torch.rand_like(x) > 0.2), y
-
-    return DataLoader(TensorDataset(*tensors()), batch_size=4, collate_fn=collated)
-
-
-def two_loaders() -> dict[str, DataLoader[Any]]:
-    return {"one": plain(), "other": plain()}
-
-
-def scheduled(module: Any) -> Any:
-    trainer = module.trainer
-    total = int(trainer.estimated_stepping_batches)
-    assert trainer.num_training_batches < 100, "known once the loaders are set up"
-    assert len(trainer.train_dataloader) * trainer.max_epochs >= total
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return [optimizer], [
-        {"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=total), "interval": "step"}
-    ]
-
-
-def reads_data(module: Any, batch: Any) -> Tensor:
-    assert len(module.trainer.train_dataloader.dataset) == 32
-    module.logger.experiment.add_scalar("seen", 1.0)
-    return classified(module, batch)
-
-
-def logs(**options: Any) -> Callable[[Any, Any], Tensor]:
-    def step(module: Any, batch: Any) -> Tensor:
-        loss = classified(module, batch)
-        module.log("loss", loss, sync_dist=True, **options)
-        return loss
-
-    return step
-
-
-def summed_value(module: Any, batch: Any) -> Tensor:
-    """Return a loss whose value is the sum over the ranks, and whose gradient is that of this rank."""
-    loss = classified(module, batch)
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    module.log("loss", total)
-    return loss + (total - loss.detach())
-
-
-def noisy(module: Any) -> None:
-    """Add noise to the gradients, the same on all ranks."""
-    torch.manual_seed(module.global_step)
-    for parameter in module.parameters():
-        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
-
-
-def in_float(module: Any, batch: Any) -> Tensor:
-    return cross_entropy(module.net(batch[0].float()).float(), batch[1]).to(torch.float32)
-
-
-def one_draw(module: Any, batch: Any) -> Tensor:
-    return classified(module, (batch[0] * (0.5 + torch.rand(1)), batch[1]))
-
-
-def sequence_first(module: Any, batch: Any) -> Tensor:
-    rows = module.net(batch[0].reshape(-1, 3, 2).transpose(0, 1)).mean(0)
-    return cross_entropy(rows, batch[1])
-
-
-def sequences() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 5), nn.Dropout(0.4), nn.Linear(5, 3))
-
-
-class Tiny(nn.Module):
-    """A parameter with a gradient of 1e-9 beside large ones; it is twice as large on two ranks."""
-
-    def __init__(self, factor: Callable[[], float]) -> None:
-        super().__init__()
-        self.net, self.tiny = layers(), nn.Parameter(torch.ones(6))
-        self.tiny.register_hook(lambda gradient: gradient * factor())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x + 1e-9 * self.tiny * x)
+def sharded_by_hand() -> DataLoader[Any]:
+    return DataLoader(Subset(TensorDataset(*samples(64)), range(rank(), 64, world())), batch_size=4, shuffle=True)

@@ -341,8 +341,11 @@ def _of_parts(known: _Evidence) -> tuple[str, str]:
         text = f"{known.multiple}; the ranks' losses are {_listed(ratios)} x those of the same samples on one process"
         if all(math.isclose(ratio * known.world_size, 1, rel_tol=1e-4) for ratio in ratios):
             return "double division", text
-        mean_is_right = gap_between(known.target, ratios / len(ratios) @ known.rows) <= known.near
-        return "hand-compensated loss", text + '; with it `reduction="mean"` is right' * mean_is_right
+        if gap_between(known.target, ratios / len(ratios) @ known.rows) <= known.near:
+            return "hand-compensated loss", f'{text}; with it `reduction="mean"` is right'
+        return "hand-compensated loss" if all(
+            known.equals(ratio, float(ratios[0])) for ratio in ratios
+        ) else "unexplained", text
     return _of_combinations(known) or _changed(known) or ("unexplained", known.multiple)
 
 

@@ -224,10 +224,9 @@ def require_memory(module: LightningModule, processes: int, *, double: bool) -> 
 
 
 def record_run(
-    strategy: Any, options: Mapping[str, Any], module: LightningModule, data: Mapping[str, Any], settings: Settings
+    recorder: Recorder, strategy: Any, options: Mapping[str, Any], module: LightningModule, data: Mapping[str, Any]
 ) -> Tape:
     """Train until all steps are recorded, and return the record of this rank."""
-    recorder = Recorder(settings.steps, double=not settings.single)
     kept = {name: value for name, value in options.items() if name != "precision"}
     kept["plugins"] = [*kept.get("plugins", ()), recorder.plugin]
     kept["callbacks"] = [*(kept.get("callbacks") or ()), recorder]
@@ -261,7 +260,8 @@ def _rank(target: Target, rank: int, settings: Settings, folder: str) -> Tape:
         module, data, options = target.build(settings.accelerator)
         strategy = resolve_strategy(options.pop("strategy", None) or "ddp")
         require_memory(module, settings.devices, double=not settings.single)
-        return record_run(strategy, {**options, "devices": settings.devices}, module, data, settings)
+        recorder = Recorder(settings.steps, double=not settings.single)
+        return record_run(recorder, strategy, {**options, "devices": settings.devices}, module, data)
     finally:
         dist.destroy_process_group()
 

@@ -10,7 +10,8 @@ import torch
 import yaml
 from test_selection import GRADAVG, HERE, run
 from torch.utils.data import DataLoader, TensorDataset
-from verify_runs import Net, samples
+from verify_job import Classifier
+from verify_modules import samples
 
 from lightning_gradavg import verify
 from lightning_gradavg.cli import main
@@ -109,7 +110,7 @@ def test_a_wrong_target_is_one_line(arguments, message, capsys):
 def test_an_instance_is_verified():
     """`verify` takes instances, sends them to the processes, and returns the report."""
     report = verify(
-        Net("sum"), DataLoader(TensorDataset(*samples(16)), 4), strategy="gradavg_sum", steps=2, max_epochs=1
+        Classifier("sum"), DataLoader(TensorDataset(*samples(16)), 4), strategy="gradavg_sum", steps=2, max_epochs=1
     )
     assert ("equal", "GradAvgStrategy", "sum") == (report.verdict, report.strategy, report.reduction), report.remarks
 
