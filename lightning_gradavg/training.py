@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,7 +139,7 @@ class WeighedTraining(Registered, ParallelStrategy):
             closure_loss = reduction.add(closure_loss, weight, self._samples).value
         self.pre_backward(closure_loss)
         root = precision.pre_backward(closure_loss, module)
-        reduction.backward(lambda: precision.backward(root, module, optimizer, *args, **kwargs))
+        reduction.backward(partial(precision.backward, root, module, optimizer, *args, **kwargs))
         # Here Lightning reduces the first backward of a static graph in manual optimization.
         self.post_backward(closure_loss)
         reduction.finish()

@@ -18,8 +18,7 @@ from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.reduction.average import needs_weight
 from lightning_gradavg.reduction.gather import WITHIN
-from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights
-from lightning_gradavg.reduction.weights import Weights
+from lightning_gradavg.reduction.weights import WeighedLoss, Weights, sparse_weights
 from lightning_gradavg.reduction.window import Accumulation
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
 

@@ -17,8 +17,7 @@ from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import by_value
 from lightning_gradavg.reduction.average import average_gradients
 from lightning_gradavg.reduction.comm_hook import CommHook
-from lightning_gradavg.reduction.weigh import WeighedLoss, sparse_weights, zero_loss
-from lightning_gradavg.reduction.weights import WHOLE_LOSS, MicroBatch, Weights
+from lightning_gradavg.reduction.weights import WHOLE_LOSS, MicroBatch, WeighedLoss, Weights, sparse_weights, zero_loss
 from lightning_gradavg.reduction.window import Accumulation
 from lightning_gradavg.rules import RULES, Rule
 
@@ -157,13 +156,14 @@ class Reduction(Part):
         """Return a loss, or terms by name, weighed by the backward that runs next; arguments as of `Weights.read`."""
         terms, micro_batch = self._weights.read(loss, weight, self._batch, samples, problem)
         self._terms = tuple(micro_batch.weights)
-        if micro_batch.is_zero and micro_batch.explicit and not (micro_batch.absent or micro_batch.problem):
+        counts_nothing = micro_batch.is_zero
+        if counts_nothing and micro_batch.explicit and not (micro_batch.absent or micro_batch.problem):
             self.warn(
                 f"rank {self.run.world.rank} has a micro-batch of weight 0, which contributes nothing to the gradient."
                 " Further ones are not reported.",
                 warnings.warn,
             )
-        if micro_batch.is_zero and not any(term.requires_grad for term in terms.values()):
+        if counts_nothing and not any(term.requires_grad for term in terms.values()):
             terms = dict.fromkeys(terms, self._zero_loss())
         plain = self.window.carries_nothing and not micro_batch.absent
         weighed = WeighedLoss.of(terms, micro_batch, plain=plain, sparse=self.sparse)

@@ -17,8 +17,7 @@ from lightning_gradavg.lightning_internals import averages_of, sharded_modules
 from lightning_gradavg.options import refuse_unserved
 from lightning_gradavg.place import places_on_nodes
 from lightning_gradavg.ranks import World, digest
-from lightning_gradavg.reduction.weigh import WeighedLoss
-from lightning_gradavg.reduction.weights import MicroBatch
+from lightning_gradavg.reduction.weights import MicroBatch, WeighedLoss
 from lightning_gradavg.reduction.window import Accumulation
 from lightning_gradavg.rules import Rule, resolve_rule
 

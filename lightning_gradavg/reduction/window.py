@@ -31,8 +31,15 @@ from lightning_gradavg.device import Tally, on_device
 from lightning_gradavg.lightning_internals import scale_each, stored, version_of
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
-from lightning_gradavg.reduction.weigh import WeighedLoss, gradients_discarded, nan_stopped
-from lightning_gradavg.reduction.weights import ALWAYS_OR_NEVER, MOST_TERMS, WHOLE_LOSS, MicroBatch
+from lightning_gradavg.reduction.weights import (
+    ALWAYS_OR_NEVER,
+    MOST_TERMS,
+    WHOLE_LOSS,
+    MicroBatch,
+    WeighedLoss,
+    gradients_discarded,
+    nan_stopped,
+)
 from lightning_gradavg.rules import Rule, Share, powers_of_length, share_of
 
 __all__ = ["Accumulation", "Totals", "Window"]
@@ -444,12 +451,12 @@ class Accumulation(Window):
         carried, micro_batch = self.carried(last=last), self.micro_batches[-1]
         if loss.coefficients:
             loss.coefficients[:] = [self._stopped if value is None else value for value in carried]
-        nothing = micro_batch.absent or micro_batch.problem is not None
-        if nothing or all(value is None for value in carried):
-            self._inside += gradients_discarded(self._leaves, nan_only=not nothing)
-        if nothing or any(value is None for value in carried):
-            terms = zip(loss.terms, carried, strict=False)
-            counting = [term for term, value in terms if value is not None and not nothing]
+        discarded = micro_batch.absent or micro_batch.problem is not None
+        pairs = [] if discarded else zip(loss.terms, carried, strict=False)
+        counting = [term for term, value in pairs if value is not None]
+        if not counting:
+            self._inside += gradients_discarded(self._leaves, nan_only=not discarded)
+        if len(counting) < len(carried):
             self._inside += nan_stopped(loss.value, counting)
         if self._mask is not None:
             self._mask(micro_batch)

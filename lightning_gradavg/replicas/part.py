@@ -23,7 +23,7 @@ from lightning_gradavg.methods import logged_as, replaced
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Run, Saved
 from lightning_gradavg.random_state import random_state, restore_random_state, seeded
-from lightning_gradavg.reduction.weigh import sparse_weights
+from lightning_gradavg.reduction.weights import sparse_weights
 from lightning_gradavg.replicas.batch_norm import count_rows, synchronized_batch_norm
 from lightning_gradavg.replicas.joined import gather_outputs, of_whole_run
 from lightning_gradavg.replicas.obstacles import has_step_end

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradavg.part import Part, Run
-from lightning_gradavg.reduction.weigh import WeighedLoss
+from lightning_gradavg.reduction.weights import WeighedLoss
 from lightning_gradavg.reduction.window import Window
 from lightning_gradavg.report.report import StepReport, known_sum, measure_rank
 from lightning_gradavg.tree import batch_samples

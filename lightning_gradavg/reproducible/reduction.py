@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from lightning_gradavg.part import Run
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.reduction.weigh import WeighedLoss, gradients_discarded
-from lightning_gradavg.reduction.weights import WHOLE_LOSS
+from lightning_gradavg.reduction.weights import WHOLE_LOSS, WeighedLoss, gradients_discarded
 from lightning_gradavg.reproducible.sum import Gradients, TreeSum
 
 __all__ = ["TreeReduction"]
