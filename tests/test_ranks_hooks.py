@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from contextlib import closing
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from toys import Recorded, approx, same_everywhere, train
+from toys import approx, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.rules import RULES
@@ -28,15 +25,9 @@ def counting_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Futur
     return default_hooks.allreduce_hook(state, bucket)  # type: ignore[arg-type]  # None is the default group
 
 
-class CountingHook:
-    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return counting_hook(state, bucket)
-
-
 HOOKS: dict[str, Any] = {
     "counting": (counting_hook, None, 1e-6),
     "partial": (partial(counting_hook), None, 1e-6),
-    "callable object": (CountingHook(), None, 1e-6),
     "fp16": (default_hooks.fp16_compress_hook, None, 1e-2),
     "bf16": (default_hooks.bf16_compress_hook, None, 1e-2),
     "fp16 wrapper": (counting_hook, default_hooks.fp16_compress_wrapper, 1e-2),
@@ -62,7 +53,7 @@ def test_hook_composes_with_weights(world, name):
     """On CPU a compression hook and weights give 7.5 within 1e-2, and the hook is called."""
     seen = world(2).run(train_with_hook, name, "weighted_mean", [[[1, 2, 3]], [[4]]])
     assert approx(7.5, HOOKS[name][2]) == same_everywhere(seen).gradients[0].item()
-    assert all(one.calls == (name in ("counting", "partial", "callable object", "fp16 wrapper")) for one in seen)
+    assert all(one.calls == (name in ("counting", "partial", "fp16 wrapper")) for one in seen)
 
 
 def train_with_and_without(window: int) -> Any:
@@ -86,45 +77,14 @@ def test_hook_composes_with_every_rule(world, window):
             torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
 
 
-class Layers(Recorded):
-    """Several matrices in several buckets, for hooks of several collectives."""
-
-    def __init__(self) -> None:
-        super().__init__(0.01)
-        torch.manual_seed(2)
-        self.layers = nn.Sequential(*(nn.Linear(24, 24) for _ in range(6)))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(int(batch.sum())))
-        return {"loss": self.layers(x).square().mean(), "weight": 1 + dist.get_rank()}
-
-
-def train_layers(power_sgd: bool, window: int) -> Any:
-    strategy: dict[str, Any] = {"reduction": "weighted_mean", "bucket_cap_mb": 0.004}
-    if power_sgd:
-        state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=24, start_powerSGD_iter=2, min_compression_rate=0.5
-        )
-        strategy |= {"ddp_comm_hook": powerSGD_hook.powerSGD_hook, "ddp_comm_state": state}
-    batches = [[[10.0 * step + rank] for step in range(8 * window)] for rank in range(2)]
-    return train(batches, None, strategy, module=Layers, accumulate_grad_batches=window)
-
-
-@pytest.mark.parametrize(("window", "backend"), [(2, "gloo"), (1, "cpu:gloo")])
-def test_power_sgd_on_gloo(world, window, backend):
-    """PowerSGD with several buckets, of full rank and so nearly exact, works on gloo under weights, however it was
-    asked for."""
-    exact = same_everywhere(world(2).run(train_layers, False, window))
-    with closing(RankPool(2, backend=backend)) as pool:
-        compressed = same_everywhere(pool.run(train_layers, True, window))
-    for mine, expected in zip(compressed.gradients, exact.gradients, strict=True):
-        assert torch.linalg.norm(mine - expected) <= 1e-3 * torch.linalg.norm(expected)
-
-
 REFUSED: dict[str, Any] = {
     "post_localSGD_hook": lambda: {
         "ddp_comm_hook": post_localSGD_hook,
         "ddp_comm_state": PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=2),
+    },
+    "powerSGD_hook": lambda: {
+        "ddp_comm_hook": powerSGD_hook.powerSGD_hook,
+        "ddp_comm_state": powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2),
     },
     "quantization_pertensor_hook": lambda: {"ddp_comm_hook": quantization_hooks.quantization_pertensor_hook},
 }

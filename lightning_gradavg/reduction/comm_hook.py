@@ -20,7 +20,7 @@ from lightning_gradavg.rules import RULES, Rule
 __all__ = ["CommHook"]
 
 _OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
-_SERVED = ("default_hooks", "powerSGD_hook", "debugging_hooks")
+_SERVED = ("default_hooks", "debugging_hooks")
 
 
 class CommHook:
@@ -28,7 +28,7 @@ class CommHook:
 
     def __init__(self, hook: Callable[..., Any] | None, state: Any, wrapper: Callable[..., Any] | None) -> None:
         self._hook, self._state, self._wrapper = hook, state, wrapper
-        self._sums_wide = self._in_turn = False
+        self._sums_wide = False
         self._absent: Tensor | None = None
 
     def register(self, run: Run, rule: Rule) -> Callable[[MicroBatch], None] | None:
@@ -36,31 +36,31 @@ class CommHook:
 
         Return what has buckets masked by weights that may stay unread on an accelerator; None elsewhere.
         """
-        model, hook = run.ddp, self._hook
-        for module in (getattr(hook, "__module__", ""), type(self._state).__module__):
-            folder, _, file = module.rpartition(".")
-            if folder == _OF_TORCH and file not in _SERVED:
-                raise ValueError(
-                    f"ddp_comm_hook={getattr(hook, '__qualname__', hook)} cannot be combined with a reduction: hooks of"
-                    f" {file} average weights, run the optimizer, or work on NCCL only. Use"
-                    " lightning.pytorch.strategies.DDPStrategy, or a hook that returns the mean of the bucket."
-                )
-        gloo = backend_name(model.process_group, run.device) == "gloo"
-        # It starts collectives when others complete, at another moment on each rank: gloo would mix those up.
-        self._in_turn = gloo and type(self._state).__name__ == "PowerSGDState"
+        model = run.ddp
+        self._refuse(gloo=backend_name(model.process_group, run.device) == "gloo")
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+        given = self._hook or self._wrapper
         # Stock DDP sums 16-bit gradients in 16 bits.
-        half = bool(dtypes & {torch.float16, torch.bfloat16}) and rule != RULES["mean"]
-        self._sums_wide = half and hook is None and self._wrapper is None
-        if self._sums_wide:
-            hook = float32_sum
+        self._sums_wide = not given and rule != RULES["mean"] and not dtypes.isdisjoint((torch.float16, torch.bfloat16))
+        hook = self._hook or (float32_sum if self._sums_wide else allreduce_hook)
         if self._wrapper is not None:
-            hook = self._wrapper(hook or allreduce_hook)
+            hook = self._wrapper(hook)
         of_ddp = getattr(model, "mixed_precision", None) is not None  # has registered its own
         masks = run.device.type != "cpu" and rule.uses_weight and not of_ddp
-        if hook is not None or masks:
-            model.register_comm_hook(self._state, self._wrapped(hook or allreduce_hook))
+        if given or self._sums_wide or masks:
+            model.register_comm_hook(self._state, self._wrapped(hook))
         return self._mask if masks else None
+
+    def _refuse(self, *, gloo: bool) -> None:
+        """Raise a ValueError about a hook of torch that does not return the mean, or mixes up collectives on gloo."""
+        for module in (getattr(self._hook, "__module__", ""), type(self._state).__module__):
+            folder, _, file = module.rpartition(".")
+            if folder == _OF_TORCH and file not in (_SERVED if gloo else {*_SERVED, "powerSGD_hook"}):
+                raise ValueError(
+                    f"ddp_comm_hook={getattr(self._hook, '__qualname__', self._hook)} cannot be combined with a"
+                    f" reduction: hooks of {file} average weights, run the optimizer, or work on NCCL only. Use"
+                    " lightning.pytorch.strategies.DDPStrategy, or a hook that returns the mean of the bucket."
+                )
 
     def _wrapped(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hook that DDP takes: it refuses partial functions, callable objects, and postponed annotations."""
@@ -70,10 +70,7 @@ class CommHook:
                 numbers = stored(bucket.buffer())
                 # A product of 0 and NaN is NaN. Gradients of other ranks' losses pass.
                 numbers.masked_fill_(numbers.isnan() & self._absent, 0)
-            future: Future[Tensor] = inner(state, bucket)
-            if self._in_turn:
-                future.wait()
-            return future
+            return inner(state, bucket)  # type: ignore[no-any-return]  # of the user
 
         hook.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}
         return hook

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg.lightning_internals import after_backward
-from lightning_gradavg.place import Place, places_on_nodes
+from lightning_gradavg.place import places_on_nodes
 from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.reduction.average import needs_weight
 from lightning_gradavg.reduction.gather import WITHIN
@@ -86,8 +86,12 @@ class GradAvgReducer:
         world, device = World.of(model.process_group), next(model.parameters()).device
         if self._accumulation is not None and world != self._accumulation.world:
             raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
+        equal, rule = [f"reduction={self._rule.name!r}, {self._rule.formula}"], self._rule
+        _, agreed = world.agree(
+            "GradAvgReducer cannot reduce", lambda: Contribution(equal, node=rule.node if node is None else node)
+        )
         own = Accumulation(
-            *(self._rule, self._places(world, node), world, device),
+            *(rule, places_on_nodes(agreed.nodes), world, device),
             # Once each: models may share some.
             parameters=list(dict.fromkeys(one for each in [*self._models, model] for one in each.parameters())),
             owned_by_user=True,
@@ -96,16 +100,6 @@ class GradAvgReducer:
             afterwards=True,
         )
         self.watch(model, own, self._reduces_next)
-
-    def _places(self, world: World, node: int | None) -> Sequence[Place]:
-        """Return the places of all ranks, which agree on the rule when the first model is registered."""
-        if self._accumulation is not None:
-            return self._accumulation.places
-        equal, rule = [f"reduction={self._rule.name!r}, {self._rule.formula}"], self._rule
-        _, agreed = world.agree(
-            "GradAvgReducer cannot reduce", lambda: Contribution(equal, node=rule.node if node is None else node)
-        )
-        return places_on_nodes(agreed.nodes)
 
     def watch(self, model: nn.Module, accumulation: Accumulation, ends_window: Callable[[], bool]) -> None:
         """Weigh the losses of a model of any engine from its next forward on."""
@@ -153,10 +147,9 @@ class GradAvgReducer:
                 f"divided_by={divided_by!r} is not a finite number > 0: pass what the trainer divides each loss by"
             )
         WITHIN.set(None)  # forwards and losses may take turns, in other contexts
-        unknown = self._rule.uses_weight and weight is None and samples is None
-        terms, micro_batch = self._weights.read(
-            loss, weight, None, samples, needs_weight(self._rule) if unknown else None
-        )
+        unknown = weight is None and samples is None
+        problem = needs_weight(self._rule) if unknown else None
+        terms, micro_batch = self._weights.read(loss, weight, None, samples, problem)
         if self._is_mean and divided_by is None and not micro_batch.absent:
             return WeighedLoss.of(terms, micro_batch, plain=True).value  # to the bits of stock DDP
         if self._accumulation is None:
