@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path as File
 from typing import Any
 
 import pytest
@@ -39,31 +40,37 @@ SAMPLES = ((3, 4, 2, 1), (5, 2, 1, 4), (4, 4, 3, 2), (2, 6, 4, 3), (3, 3, 1, 5),
 Outcome = dict[str, list[float]]
 """What came of a body, by name: the same numbers on every device."""
 
+Step = Callable[["Net", Tensor, int], Any]
+
 Count = Callable[[], float]
 """Counts what happened on the device so far."""
 
 
 class Net(LightningModule):
-    """Several layers, so that buckets travel beside the backward."""
+    """Several layers, so that buckets travel beside the backward.
 
-    def __init__(self) -> None:
+    `step` is its `training_step`, and `build` changes it first.
+    """
+
+    def __init__(self, step: Step, build: Callable[[Net], None]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
-        self.gradients: list[Tensor] = []
+        self.step, self.gradients = step, list[Tensor]()
+        build(self)
 
     def forward(self, batch: Tensor) -> Any:
-        return self.net(batch)
+        return self.net(batch.to(next(self.parameters()).dtype))
 
     def loss(self, batch: Tensor) -> Tensor:
-        return self.net(batch).square().mean()
+        return self(batch).square().mean()  # type: ignore[no-any-return]  # of torch
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.loss(batch)
+        return self.step(self, batch, batch_idx)
 
     def keep_gradients(self) -> None:
-        found = [one.grad.detach().to_dense() for one in self.parameters() if one.grad is not None]
-        self.gradients.append(torch.cat([one.flatten() for one in found]))
+        found = [one.grad.detach().to_dense().flatten() for one in self.parameters() if one.grad is not None]
+        self.gradients.append(torch.cat(found) if found else torch.empty(0))  # none in a step that is skipped
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.automatic_optimization:
@@ -73,124 +80,120 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-class OnDevice(Net):
-    """Its weights are tensors on the device."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return {"loss": self.loss(batch), "weight": 1 + (batch[:, 0] > 0).sum()}
-
-
-class Masked(OnDevice):
-    """On rank 1 every second micro-batch has weight 0, which only the device knows, and a loss that is NaN."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        nothing = dist.get_rank() == 1 and batch_idx % 2 == 1
-        loss = self.loss(batch) * torch.full((), torch.nan if nothing else 1.0, device=batch.device)
-        return {"loss": loss, "weight": torch.full((), 0 if nothing else len(batch), device=batch.device)}
-
-
-class Half(OnDevice):
-    """Its parameters are bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bfloat16()
-
-    def loss(self, batch: Tensor) -> Tensor:
-        return self.net(batch.bfloat16()).square().mean()
-
-
-class Terms(Net):
-    """Two named terms with weights on the device, one of which is at times zero and its loss NaN."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        found = batch[:, 0] > 0
-        masked = (self.net(batch).square().mean(1) * found).sum() / found.sum()
-        return {
-            "loss": {"all": self.loss(batch), "masked": masked},
-            "weight": {"all": len(batch), "masked": found.sum()},
-        }
-
-
-class Manual(Net):
-    """Its own loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        self.keep_gradients()
-        optimizer.step()
-
-
-class Faulty(Net):
-    """Its loss is no number on rank 1 in the second step."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.loss(batch) * (float("nan") if (dist.get_rank(), batch_idx) == (1, 1) else 1)
-
-
-class Sparse(Net):
-    """A table with sparse gradients, of entries that differ by rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(9, WIDTH, sparse=True)
-
-    def loss(self, batch: Tensor) -> Tensor:
-        rows = torch.full((len(batch),), dist.get_rank() + len(batch), device=batch.device)
-        return super().loss(batch + self.table(rows))
-
-
-class BatchNorm(Net):
-    """Statistics of a batch, dropout, and a metric."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        return loss
-
-
-class Gathering(Net):
-    """A loss of all ranks' rows, which `gather` brings."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return torch.pdist(gather(self.net(batch))).square().mean()
-
-
 class Evaluated(Net):
-    """Logs of what each sample gives."""
+    """Logs and predicts what each sample gives."""
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("validation", self.loss(batch), batch_size=len(batch), sync_dist=True)
 
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).sum(1)
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self(batch).sum(1)
 
 
-class BadWeight(Net):
+def as_it_is(net: Net) -> None:
+    """Leave a model as it is."""
+
+
+def half(net: Net) -> None:
+    net.bfloat16()
+
+
+def with_own_loop(net: Net) -> None:
+    net.automatic_optimization = False
+
+
+def with_table(net: Net) -> None:
+    """Add a table with sparse gradients."""
+    net.table = nn.Embedding(9, WIDTH, sparse=True)
+
+
+def with_batch_norm(net: Net) -> None:
+    net.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+def plain(net: Net, batch: Tensor, batch_idx: int) -> Any:
+    return net.loss(batch)
+
+
+def weighed(net: Net, batch: Tensor, batch_idx: int) -> Any:
+    """The weight is on the device."""
+    return {"loss": net.loss(batch), "weight": 1 + (batch[:, 0] > 0).sum()}
+
+
+def masked(net: Net, batch: Tensor, batch_idx: int) -> Any:
+    """On rank 1 every second micro-batch has weight 0, which only the device knows, and a loss that is NaN."""
+    nothing = dist.get_rank() == 1 and batch_idx % 2 == 1
+    loss = net.loss(batch) * torch.full((), torch.nan if nothing else 1.0, device=batch.device)
+    return {"loss": loss, "weight": torch.full((), 0 if nothing else len(batch), device=batch.device)}
+
+
+def terms(net: Net, batch: Tensor, batch_idx: int) -> Any:
+    """Two named terms with weights on the device, one of which is at times zero and its loss NaN."""
+    found = batch[:, 0] > 0
+    of_found = (net(batch).square().mean(1) * found).sum() / found.sum()
+    return {"loss": {"all": net.loss(batch), "found": of_found}, "weight": {"all": len(batch), "found": found.sum()}}
+
+
+def manual(net: Net, batch: Tensor, batch_idx: int) -> None:
+    optimizer: Any = net.optimizers()
+    optimizer.zero_grad()
+    net.manual_backward(net.loss(batch))
+    net.keep_gradients()
+    optimizer.step()
+
+
+def is_second_of(rank: int, batch_idx: int) -> bool:
+    return (dist.get_rank(), batch_idx) == (rank, 1)
+
+
+def faulty(net: Net, batch: Tensor, batch_idx: int) -> Any:
+    """The loss is no number on rank 1 in the second step."""
+    return net.loss(batch) * (math.nan if is_second_of(1, batch_idx) else 1)
+
+
+def sparse(net: Net, batch: Tensor, batch_idx: int) -> Any:
+    """The entries of the table differ by rank."""
+    return net.loss(batch + net.table(torch.full((len(batch),), dist.get_rank() + len(batch), device=batch.device)))
+
+
+def logged(net: Net, batch: Tensor, batch_idx: int) -> Any:
+    loss = net.loss(batch)
+    net.log("loss", loss)
+    return loss
+
+
+def gathering(net: Net, batch: Tensor, batch_idx: int) -> Any:
+    """A loss of all ranks' rows."""
+    return torch.pdist(gather(net(batch))).square().mean()
+
+
+def badly_weighed(net: Net, batch: Tensor, batch_idx: int) -> Any:
     """The last rank's weight is NaN in the second step."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        bad = batch_idx == 1 and dist.get_rank() == dist.get_world_size() - 1
-        return {"loss": self.loss(batch), "weight": torch.full((), torch.nan if bad else 1.0, device=batch.device)}
+    bad = is_second_of(dist.get_world_size() - 1, batch_idx)
+    return {"loss": net.loss(batch), "weight": torch.full((), math.nan if bad else 1.0, device=batch.device)}
 
 
-class Signalled(Net):
+def signalled(net: Net, batch: Tensor, batch_idx: int) -> Any:
     """The last rank gets SIGTERM in the second step."""
+    if is_second_of(dist.get_world_size() - 1, batch_idx):
+        os.kill(os.getpid(), signal.SIGTERM)
+    return net.loss(batch)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        if batch_idx == 1 and dist.get_rank() == dist.get_world_size() - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return self.loss(batch)
+
+class Save(Callback):
+    """Saves after the second step, which an accelerator has not told of yet: its error comes first, without a file."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 2:
+            file = File(tempfile.mkdtemp(), "step.ckpt")
+            try:
+                trainer.save_checkpoint(file)
+            finally:
+                assert not file.exists()
+
+
+def monitor() -> Callback:
+    return GradAvgMonitor(every_n_steps=2, check_parameters_every_n_steps=2)
 
 
 class OnNodes(GradAvgStrategy):
@@ -231,7 +234,8 @@ class Path:
     Attributes:
         body: What runs it, on every rank: `(path, device, counts) -> (outcome, counts per step)`.
         options: Those of `GradAvgStrategy`.
-        module: The module that is trained.
+        step: The `training_step`.
+        build: Changes the model before.
         trainer: Options of the Trainer.
         nodes: The nodes of the ranks, one for each.
         steps: Optimizer steps of a training.
@@ -241,22 +245,31 @@ class Path:
             long there. One more per micro-batch of a window, or of named terms, reads weights that are on the device.
         tolerance: Of the norm of what came of it, relative to that on the CPU.
         reference: Options of the Trainer for the run on the CPU, where those of the path are for accelerators.
+        callbacks: What makes the callbacks of a training.
+        raises: The error that ends it, and words of it.
     """
 
     body: Callable[..., tuple[Outcome, dict[str, float]]]
-    options: Callable[[], Mapping[str, Any]] = dict
-    module: type[Net] = Net
+    options: Mapping[str, Any] = field(default_factory=dict)
+    step: Step = plain
+    build: Callable[[Net], None] = as_it_is
     trainer: Mapping[str, Any] = field(default_factory=dict)
     nodes: tuple[int, ...] = (0, 0)
     steps: int = 6
     waits: float | None = None
     tolerance: float = 1e-6
     reference: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: tuple[Callable[[], Callback], ...] = ()
+    raises: tuple[type[BaseException], str | None] | None = None
 
     @property
     def window(self) -> int:
         """Micro-batches of an optimizer step."""
         return int(self.trainer.get("accumulate_grad_batches", 1))
+
+    def module(self) -> Net:
+        """Return the model, which is the same on all ranks."""
+        return Net(self.step, self.build)
 
 
 def rows(samples: int, seed: int) -> Tensor:
@@ -269,10 +282,9 @@ def batches_of_rank(count: int) -> list[Tensor]:
     return [rows(SAMPLES[number % len(SAMPLES)][rank], 100 * rank + number) for number in range(count)]
 
 
-def trainer_on(device: str, path: Path, strategy: Any, counter: Callback | None = None, **options: Any) -> Any:
+def trainer_on(device: str, path: Path, strategy: Any, *callbacks: Callback, **options: Any) -> Any:
     """Return a Trainer on a device, with the nodes of the path."""
-    options = {"max_epochs": 1, "use_distributed_sampler": False, **path.trainer, **options}
-    options["callbacks"] = [*options.get("callbacks", ()), *([counter] if counter is not None else [])]
+    options = {"max_epochs": 1, **options, **path.trainer, "callbacks": [*callbacks]}
     if device == "sim":
         return make_sim_trainer(strategy, nodes=path.nodes, **options)
     if device == "cpu":
@@ -283,83 +295,43 @@ def trainer_on(device: str, path: Path, strategy: Any, counter: Callback | None 
 
 
 def fit(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
-    """Train, and return the gradients of every step."""
-    counter, module = Counter(counts, path), path.module()
-    given = path.options()
-    trainer = trainer_on(device, path, DDPStrategy() if given.get("stock") else OnNodes(**given), counter)
-    trainer.fit(module, DataLoader(batches_of_rank(path.steps * path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
-    return outcome_of(module), counter.per_step
+    """Train, and return the gradients of every step, buffers, logs, and the report of a monitor."""
+    counter, module, given = Counter(counts, path), path.module(), dict(path.options)
+    splits = bool({"split_batches", "equivalent_to", "reproducible"} & given.keys())
+    strategy: Any = DDPStrategy() if given.pop("stock", False) else OnNodes(**given)
+    callbacks = counter, *(make() for make in path.callbacks)
+    trainer = trainer_on(device, path, strategy, *callbacks, use_distributed_sampler=splits)
+    data: Any = rows(16 * path.steps, 1) if splits else batches_of_rank(path.steps * path.window)
+    loader: Any = DataLoader(data, batch_size=16 if splits else None)
+    with nullcontext() if path.raises is None else pytest.raises(path.raises[0], match=path.raises[1]):
+        trainer.fit(module, loader)
+    # An accelerator tells of a weight that is refused one step later, and that step is on zeros.
+    gradients = [one for one in module.gradients if path.raises is None or bool(one.any())]
+    outcome = outcome_of(gradients) | {name: values_of(one) for name, one in module.named_buffers()}
+    outcome |= {name: [float(value)] for name, value in trainer.callback_metrics.items()}
+    if monitor in path.callbacks:
+        report = strategy.report()
+        summary = [report.gradient_norm, report.terms[0].normalizer, *report.terms[0].weights]
+        outcome["report"] = [float(value) for value in summary]
+    return outcome, counter.per_step
 
 
-def outcome_of(module: Net) -> Outcome:
-    return {f"gradient {step}": found.double().tolist() for step, found in enumerate(module.gradients)}
+def values_of(tensor: Tensor) -> list[float]:
+    return list(tensor.detach().double().flatten().tolist())
 
 
-def fit_split(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
-    """Train on global batches, and return gradients, buffers and logs."""
-    counter, module = Counter(counts, path), path.module()
-    trainer = trainer_on(device, path, OnNodes(**path.options()), counter, use_distributed_sampler=True)
-    trainer.fit(module, DataLoader(rows(16 * path.steps, 1), batch_size=16))  # type: ignore[arg-type]  # a tensor is a data set
-    buffers = {name: one.double().flatten().tolist() for name, one in module.named_buffers()}
-    logged = {name: [float(value)] for name, value in trainer.callback_metrics.items()}
-    return {**outcome_of(module), **buffers, **logged}, counter.per_step
+def outcome_of(gradients: Sequence[Tensor]) -> Outcome:
+    return {f"gradient {step}": values_of(found) for step, found in enumerate(gradients)}
 
 
 def evaluate(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Validate and predict, and return what one process would log and predict."""
-    module = path.module()
-    trainer = trainer_on(device, path, OnNodes(**path.options()), use_distributed_sampler=True)
+    module, trainer = Evaluated(plain, as_it_is), trainer_on(device, path, OnNodes(**path.options))
     loader: Any = DataLoader(rows(7, 1), batch_size=2)  # type: ignore[arg-type]  # a tensor is a data set
     trainer.validate(module, loader, verbose=False)
-    logged = {name: [float(value)] for name, value in trainer.callback_metrics.items()}
+    found = {name: [float(value)] for name, value in trainer.callback_metrics.items()}
     predicted = trainer.predict(module, loader)
-    return {**logged, "predicted": [float(value) for batch in predicted for value in batch]}, {}
-
-
-def monitored(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
-    """Train under the monitor, and return its last report."""
-    strategy, module = OnNodes(**path.options()), path.module()
-    monitor = GradAvgMonitor(every_n_steps=2, check_parameters_every_n_steps=2)
-    trainer = trainer_on(device, path, strategy, callbacks=[monitor])
-    trainer.fit(module, DataLoader(batches_of_rank(path.steps * path.window), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
-    report = strategy.report()
-    summary = [report.gradient_norm, report.terms[0].normalizer, *report.terms[0].weights]
-    return {**outcome_of(module), "report": [float(value) for value in summary]}, {}
-
-
-def refused(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
-    """Train until a weight is refused, and return after how many steps, and that of the refused one changed nothing."""
-    module, trainer = path.module(), trainer_on(device, path, OnNodes(**path.options()))
-    with pytest.raises(ValueError, match="rank 1: micro-batch 0 of the window: weight nan is not a finite number"):
-        trainer.fit(module, DataLoader(batches_of_rank(path.steps), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
-    # On an accelerator it is told one step later; what is stepped on is zero.
-    assert all(bool((gradient == 0).all()) for gradient in module.gradients[1:])
-    return {"first gradient": module.gradients[0].double().tolist()}, {}
-
-
-def saved(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
-    """Save a checkpoint after the step of a weight that is refused: the error comes first, and there is no file."""
-    module, folder = path.module(), tempfile.mkdtemp()
-    file = os.path.join(folder, "step.ckpt")  # noqa: PTH118  # `Path` is another one here
-
-    class Save(Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_step == 2:  # the step of that weight, which an accelerator has not told of yet
-                trainer.save_checkpoint(file)
-
-    trainer = trainer_on(device, path, OnNodes(**path.options()), callbacks=[Save()])
-    with pytest.raises(ValueError, match="weight nan is not a finite number"):
-        trainer.fit(module, DataLoader(batches_of_rank(path.steps), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
-    return {"files": [float(os.path.exists(file))]}, {}  # noqa: PTH110  # as above
-
-
-def terminated(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
-    """Train until a signal to one rank ends all, and return after how many steps."""
-    module = path.module()
-    trainer = trainer_on(device, path, OnNodes(**path.options()))
-    with pytest.raises(SIGTERMException):
-        trainer.fit(module, DataLoader(batches_of_rank(path.steps), batch_size=None))  # type: ignore[arg-type]  # a list is a data set
-    return {"steps": [float(trainer.global_step)]}, {}
+    return {**found, "predicted": [float(value) for batch in predicted for value in batch]}, {}
 
 
 def plain_loop(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
@@ -369,20 +341,20 @@ def plain_loop(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Ou
     for batch in batches_of_rank(path.steps):
         optimizer.zero_grad()
         module.loss(batch.to(device)).backward()
-        average_gradients(module, weight=len(batch), **path.options())
+        average_gradients(module, weight=len(batch), **path.options)
         module.keep_gradients()
         optimizer.step()
-    return outcome_of(module), {}
+    return outcome_of(module.gradients), {}
 
 
 def weighed_losses(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Train under DDP with `GradAvgReducer`, with weights on the device, of which one is 0 and its loss NaN."""
-    module, window = Net().to(device), path.window
+    module = path.module().to(device)
     model, reducer = DistributedDataParallel(module), GradAvgReducer(reduction="weighted_mean")
     reducer.register(model)
     optimizer = module.configure_optimizers()
     for number, batch in enumerate(batches_of_rank(6)):
-        last, nothing = (number + 1) % window == 0, number == 3 and dist.get_rank() == 1
+        last, nothing = (number + 1) % path.window == 0, number == 3 and dist.get_rank() == 1
         with nullcontext() if last else model.no_sync():
             loss = model(batch.to(device)).square().mean() * (math.nan if nothing else 1)
             reducer.weigh(loss, weight=torch.tensor(0 if nothing else len(batch), device=device)).backward()
@@ -391,66 +363,59 @@ def weighed_losses(path: Path, device: str, counts: Mapping[str, Count]) -> tupl
             optimizer.step()
             optimizer.zero_grad()
     reducer.check()
-    return outcome_of(module), {}
-
-
-def options(**given: Any) -> Callable[[], Mapping[str, Any]]:
-    return lambda: given
+    return outcome_of(module.gradients), {}
 
 
 FOUR = (0, 0, 1, 1)
 WEIGHTED: Mapping[str, Any] = {"reduction": "weighted_mean"}
 WINDOW: Mapping[str, Any] = {"accumulate_grad_batches": 4}
-
 MIXED: Mapping[str, Any] = {"reference": {"precision": "32-true"}, "tolerance": 2e-2}
-STOCK = options(stock=True)
+NAN = (ValueError, "rank 1: micro-batch 0 of the window: weight nan is not a finite number")
+
+
+def by(hook: str) -> Mapping[str, Any]:
+    return {**WEIGHTED, "ddp_comm_hook": getattr(hooks, hook)}
+
 
 PATHS: Mapping[str, Path] = {
-    "stock DDPStrategy": Path(fit, STOCK, OnDevice, waits=0),
-    "stock DDPStrategy, windows of 4": Path(fit, STOCK, OnDevice, WINDOW, waits=0),
+    "stock DDPStrategy": Path(fit, {"stock": True}, weighed, waits=0),
+    "stock DDPStrategy, windows of 4": Path(fit, {"stock": True}, weighed, trainer=WINDOW, waits=0),
     **{
         name: Path(
-            fit, options(reduction=name), OnDevice if rule.uses_weight else Net, nodes=FOUR, waits=1 + rule.uses_weight
+            fit, {"reduction": name}, weighed if rule.uses_weight else plain, nodes=FOUR, waits=1 + rule.uses_weight
         )
         for name, rule in RULES.items()
     },
-    "mean, windows of 4": Path(fit, options(reduction="mean"), trainer=WINDOW, waits=4),
-    "weighted_mean, windows of 4": Path(fit, options(**WEIGHTED), OnDevice, WINDOW, waits=9),
-    "weights on the host": Path(fit, options(**WEIGHTED), waits=2),
-    "weights on the host, windows of 4": Path(fit, options(**WEIGHTED), trainer=WINDOW, waits=5),
-    "weight 0 that only the device knows": Path(fit, options(**WEIGHTED), Masked, waits=2),
-    "named terms": Path(fit, options(**WEIGHTED), Terms, waits=3),
+    "mean, windows of 4": Path(fit, {"reduction": "mean"}, trainer=WINDOW, waits=4),
+    "weighted_mean, windows of 4": Path(fit, WEIGHTED, weighed, trainer=WINDOW, waits=9),
+    "weights on the host": Path(fit, WEIGHTED, waits=2),
+    "weights on the host, windows of 4": Path(fit, WEIGHTED, trainer=WINDOW, waits=5),
+    "weight 0 that only the device knows": Path(fit, WEIGHTED, masked, waits=2),
+    "named terms": Path(fit, WEIGHTED, terms, waits=3),
     # After the batches 1, 2 and 4 of 6 the ranks compare their parameters.
-    "manual optimization": Path(fit, options(**WEIGHTED), Manual, waits=2.5),
-    "static_graph, windows of 4": Path(fit, options(**WEIGHTED, static_graph=True), trainer=WINDOW, waits=5),
-    "gradient_as_bucket_view": Path(fit, options(**WEIGHTED, gradient_as_bucket_view=True), OnDevice, waits=2),
-    "bfloat16 parameters": Path(fit, options(**WEIGHTED), Half, waits=2, tolerance=2e-2),
-    **{
-        f"hooks.{name}": Path(
-            fit, options(**WEIGHTED, ddp_comm_hook=getattr(hooks, name)), OnDevice, nodes=FOUR, waits=2, tolerance=1e-2
-        )
-        for name in hooks.__all__
-    },
-    "hooks.bfloat16, windows of 4": Path(
-        fit, options(**WEIGHTED, ddp_comm_hook=hooks.bfloat16), OnDevice, WINDOW, waits=9, tolerance=1e-2
-    ),
-    "bf16-mixed": Path(fit, options(**WEIGHTED), trainer={"precision": "bf16-mixed"}, **MIXED),
-    "16-mixed with a GradScaler": Path(fit, options(**WEIGHTED), trainer={"precision": "16-mixed"}, **MIXED),
-    "sparse gradients": Path(fit, options(**WEIGHTED), Sparse),
-    "nonfinite=skip_step": Path(fit, options(nonfinite="skip_step"), Faulty),
-    "gather": Path(fit, options(**WEIGHTED), Gathering),
-    "split_batches": Path(fit_split, options(split_batches=True)),
-    "data_parallel": Path(fit_split, options(equivalent_to="data_parallel", num_replicas=4), BatchNorm),
-    "reproducible": Path(fit_split, options(num_replicas=4, reproducible=True), BatchNorm),
-    "single_device": Path(fit_split, options(equivalent_to="single_device"), BatchNorm),
-    "exact_evaluation": Path(evaluate, options(exact_evaluation=True), Evaluated),
-    "monitor": Path(monitored, options(**WEIGHTED), OnDevice),
-    "NaN weight": Path(refused, options(**WEIGHTED), BadWeight),
-    "NaN weight before a checkpoint": Path(saved, options(**WEIGHTED), BadWeight),
-    "SIGTERM": Path(terminated, module=Signalled),
+    "manual optimization": Path(fit, WEIGHTED, manual, with_own_loop, waits=2.5),
+    "static_graph, windows of 4": Path(fit, {**WEIGHTED, "static_graph": True}, trainer=WINDOW, waits=5),
+    "gradient_as_bucket_view": Path(fit, {**WEIGHTED, "gradient_as_bucket_view": True}, weighed, waits=2),
+    "bfloat16 parameters": Path(fit, WEIGHTED, weighed, half, waits=2, tolerance=2e-2),
+    **{f"hooks.{name}": Path(fit, by(name), weighed, nodes=FOUR, waits=2, tolerance=1e-2) for name in hooks.__all__},
+    "hooks.bfloat16, windows of 4": Path(fit, by("bfloat16"), weighed, trainer=WINDOW, waits=9, tolerance=1e-2),
+    "bf16-mixed": Path(fit, WEIGHTED, trainer={"precision": "bf16-mixed"}, **MIXED),
+    "16-mixed with a GradScaler": Path(fit, WEIGHTED, trainer={"precision": "16-mixed"}, **MIXED),
+    "sparse gradients": Path(fit, WEIGHTED, sparse, with_table),
+    "nonfinite=skip_step": Path(fit, {"nonfinite": "skip_step"}, faulty),
+    "gather": Path(fit, WEIGHTED, gathering),
+    "split_batches": Path(fit, {"split_batches": True}),
+    "data_parallel": Path(fit, {"equivalent_to": "data_parallel", "num_replicas": 4}, logged, with_batch_norm),
+    "reproducible": Path(fit, {"num_replicas": 4, "reproducible": True}, logged, with_batch_norm),
+    "single_device": Path(fit, {"equivalent_to": "single_device"}, logged, with_batch_norm),
+    "exact_evaluation": Path(evaluate, {"exact_evaluation": True}),
+    "monitor": Path(fit, WEIGHTED, weighed, callbacks=(monitor,)),
+    "NaN weight": Path(fit, WEIGHTED, badly_weighed, raises=NAN),
+    "NaN weight before a checkpoint": Path(fit, WEIGHTED, badly_weighed, callbacks=(Save,), raises=NAN),
+    "SIGTERM": Path(fit, {}, signalled, raises=(SIGTERMException, None)),
     "GradAvgReducer": Path(weighed_losses),
     "GradAvgReducer, windows of 2": Path(weighed_losses, trainer={"accumulate_grad_batches": 2}),
-    "average_gradients": Path(plain_loop, options(**WEIGHTED)),
+    "average_gradients": Path(plain_loop, WEIGHTED),
 }
 
 SIMULATED = [
