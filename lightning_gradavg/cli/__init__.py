@@ -11,16 +11,22 @@ from typing import NoReturn
 
 __all__ = ["OneLineParser", "main"]
 
-_LIGHTNING = {
+_COMMANDS = {
     "fit": "train a model from a config file or options, with this package's strategies registered",
     "validate": "evaluate it on its validation data",
     "test": "evaluate it on its test data",
     "predict": "predict with it",
-}
-_OWN = {
     "plan": "batch, accumulation and learning rate of a recipe on another cluster",
     "verify": "compare a few steps of your own run with one process: are they equal, and if not, why",
 }
+_OWN = ("plan", "verify")
+_HELP = "\n".join(
+    (
+        "usage: gradavg COMMAND [options]\n\ncommands:",
+        *(f"  {name:10} {text}" for name, text in _COMMANDS.items()),
+        "\n'gradavg COMMAND --help' lists its options, 'gradavg --version' prints the version.",
+    )
+)
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -37,24 +43,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments without the program's name; those of the process if not given.
     """
-    command, *arguments = list(sys.argv[1:] if argv is None else argv) or [""]
-    commands = {**_LIGHTNING, **_OWN}
-    if command in ("-h", "--help"):
-        print("usage: gradavg COMMAND [options]\n\ncommands:")
-        print("\n".join(f"  {name:10} {text}" for name, text in commands.items()))
-        print("\n'gradavg COMMAND --help' lists its options, 'gradavg --version' prints the version.")
+    given = list(sys.argv[1:] if argv is None else argv)
+    command = given[0] if given else ""
+    version = f"gradavg {sys.modules['lightning_gradavg'].__version__}"  # above this folder, and imported before it
+    if answer := {"-h": _HELP, "--help": _HELP, "--version": version}.get(command):
+        print(answer)
         return 0
-    if command == "--version":
-        print(f"gradavg {sys.modules['lightning_gradavg'].__version__}")  # above this folder, and imported before it
-        return 0
-    if command not in commands:
-        wrong = f"{command!r} is not a command" if command else "no command"
-        print(f"gradavg: error: {wrong}; choose from {', '.join(commands)}", file=sys.stderr)
+    if command not in _COMMANDS:
+        print(f"gradavg: error: {command!r} is not a command; choose from {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
     if os.getcwd() not in sys.path:  # noqa: PTH109  # an entry of sys.path is a string
         sys.path.insert(0, os.getcwd())  # noqa: PTH109  # likewise; the user's modules, as with `python -m`
     # A command imports only what it needs.
-    name = {"plan": "cli.plan", "verify": "cli.verify"}.get(command, "cli.lightning")
-    module = importlib.import_module(f"lightning_gradavg.{name}")
-    code: int = module.main(arguments if command in _OWN else [command, *arguments])
+    own = command in _OWN
+    module = importlib.import_module(f"lightning_gradavg.cli.{command if own else 'lightning'}")
+    code: int = module.main(given[own:])
     return code

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -23,7 +23,7 @@ __all__ = ["main"]
 SCHEMA = 2
 """Version of the JSON output; raised when a field goes or changes its name or its meaning, not when one is added."""
 
-_PIPE_WIDTH = 120  # rich assumes 80 columns where there is no terminal: too few for the tables
+_PIPE_WIDTH = 120  # rich assumes 80 columns where there is no terminal: too few for the table
 _RUNS = ("base", "gradavg", "stock_ddp")
 
 
@@ -62,49 +62,32 @@ def _text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _share(samples: int, devices: int, **_: int) -> str:
-    return f"{samples} on {counted(devices, 'device')}"
-
-
-def _outcome(outcome: dict[str, Any]) -> dict[str, Any] | str:
+def _outcome(outcome: dict[str, Any]) -> str:
     if outcome["problem"] is None:
-        return {**outcome["hyperparameters"], "lr_warmup_steps": outcome["lr_warmup_steps"]}
+        return _text({**outcome["hyperparameters"], "lr_warmup_steps": outcome["lr_warmup_steps"]})
     largest = outcome["largest_global_batch_size"]
     return f"not feasible; largest global batch: {largest}" if largest else "not for this optimizer"
 
 
-def _tables(plan: dict[str, Any]) -> Iterator[Table]:
-    """Yield a table of the runs, named as in the JSON, and one of what each scaling makes of them."""
-    runs = {name: {**plan[name], "chunks": [_share(**chunk) for chunk in plan[name]["chunks"]]} for name in _RUNS}
-    known = [key for key, value in plan["base"].items() if key != "scalings" and value is not None]
-    step: list[dict[str, Any]] = [
-        {"": key.replace("_", " "), **{name: run[key] for name, run in runs.items()}} for key in known
-    ]
-    scaled: list[dict[str, Any]] = [
-        {"lr_scaling": scaling.name, "formula": scaling.formula}
-        | {f"{name}, k = {runs[name]['scale']:.6g}": _outcome(runs[name]["scalings"][index]) for name in _RUNS[1:]}
-        for index, scaling in enumerate(SCALINGS.values())
-    ]
-    for title, rows in (("One optimizer step", step), ("Hyperparameters for mean losses, by lr_scaling", scaled)):
-        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-        for heading in rows[0]:
-            table.add_column(heading, overflow="fold")
-        for row in rows:
-            table.add_row(*map(_text, row.values()))
-        yield table
+def _table(plan: dict[str, Any]) -> Table:
+    """Return the three runs side by side, named as in the JSON, with what each scaling makes of them."""
+    table = Table(title="One optimizer step", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    runs = [plan[name] for name in _RUNS]
+    for heading in ("", *_RUNS):
+        table.add_column(heading, overflow="fold")
+    for key in [key for key, value in plan["base"].items() if key not in ("chunks", "scalings") and value is not None]:
+        table.add_row(key.replace("_", " "), *(_text(run[key]) for run in runs))
+    shares = [[f"{each['samples']} on {counted(each['devices'], 'device')}" for each in run["chunks"]] for run in runs]
+    table.add_row("chunks", *map(_text, shares), end_section=True)
+    for scaling, *outcomes in zip(SCALINGS.values(), *(run["scalings"] for run in runs), strict=True):
+        table.add_row(f"{scaling.name}: {scaling.formula}", *map(_outcome, outcomes))
+    return table
 
 
 def _print(plan: dict[str, Any]) -> None:
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     console = Console(width=_PIPE_WIDTH if piped else None, highlight=False, markup=False)
-    recipe, (nodes, devices) = plan["recipe"], plan["cluster"].values()
-    console.print(
-        f"Base recipe: global batch {plan['base']['global_batch_size']} on {counted(recipe['devices'], 'device')},"
-        f" {recipe['optimizer']}, lr {recipe['lr']:.6g}. Now: {counted(nodes, 'node')} x {counted(devices, 'device')}"
-        f" = {counted(nodes * devices, 'rank')}."
-    )
-    for table in _tables(plan):
-        console.print(table)
+    console.print(_table(plan), "The last rows are the hyperparameters of a mean loss, by lr_scaling; k is the scale.")
     for note in plan["notes"]:
         console.print(f"- {note}")
     console.print("As code:" if plan["gradavg"]["scale"] == 1 else "As code, with one of the values of lr_scaling:")

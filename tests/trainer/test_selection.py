@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,63 +10,56 @@ from typing import Any
 
 import pytest
 import yaml
+from selected import MEAN, QUIET, WEIGHTED, seen
 
 HERE = Path(__file__).resolve().parent
-CASE_2 = pytest.approx(7.5, rel=1e-12)
+TESTS, ROOT = HERE.parents[:2]
+GRADAVG = [sys.executable, "-m", "lightning_gradavg"]
 
 
-def run(*command: Any, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*command: Any, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; the ranks it starts end with it."""
-    done = subprocess.run(
+    path = os.pathsep.join(map(str, (HERE, TESTS, ROOT)))
+    return subprocess.run(
         [str(part) for part in command],
         cwd=HERE,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}",
-            "PYTHONWARNINGS": "default",
-            **environment,
-        },
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "default"},
         capture_output=True,
         text=True,
         timeout=100,
-        check=False,
+        check=check,
     )
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
 
 
-def ranks(out: Path, world_size: int = 2) -> list[dict[str, Any]]:
-    """Return what each rank wrote, after asserting that all of them did."""
-    seen = [json.loads(path.read_text()) for path in sorted(out.glob("rank*.json"))]
-    assert [(rank, world_size) for rank in range(world_size)] == [(one["rank"], one["world_size"]) for one in seen]
-    assert len({one["gradient"] for one in seen}) == 1
-    return seen
+def assert_trained(out: Path, gradient: float) -> None:
+    found = [(place, trained_with) for place, _, _, trained_with in seen(out)]
+    assert [([rank, 2, 0], pytest.approx(gradient, rel=1e-12)) for rank in range(2)] == found
 
 
-GRADAVG = [sys.executable, "-m", "lightning_gradavg"]
 FULL = pytest.mark.full  # the walk of tests/newcomer.py starts an instance's processes, too
-NAMES = [("gradavg_fork", 31 / 3), pytest.param("gradavg_spawn", 31 / 3, marks=FULL)]
-NAMES += [pytest.param("weighted_mean", 7.5, marks=FULL)]
 
 
-@pytest.mark.parametrize(("name", "gradient"), NAMES)
+@pytest.mark.parametrize(
+    ("name", "gradient"),
+    [
+        ("gradavg_fork", MEAN),
+        pytest.param("gradavg_spawn", MEAN, marks=FULL),
+        pytest.param("weighted_mean", WEIGHTED, marks=FULL),
+    ],
+)
 def test_script(name, gradient, tmp_path):
     """Case 25 (a, e): a name after the import, or an instance, trains two processes that the Trainer launches."""
-    run(sys.executable, "script_job.py", tmp_path, 1, 2, name)
-    assert pytest.approx(gradient, rel=1e-12) == ranks(tmp_path / name)[0]["gradient"]
+    run(sys.executable, TESTS / "selected.py", tmp_path, 1, 2, name)
+    assert_trained(tmp_path, gradient)
 
 
 def test_console_command_knows_the_names(tmp_path):
     """Case 25 (a): `gradavg fit` needs no import in user code for a name."""
-    switches = ["logger", "use_distributed_sampler", "enable_checkpointing", "enable_progress_bar"]
-    options = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, **dict.fromkeys(switches, False)}
-    trainer = {**options, "strategy": "gradavg_weighted", "default_root_dir": str(tmp_path / "root")}
-    model = {"class_path": "cli_job.Job", "init_args": {"out": str(tmp_path)}}
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({"trainer": trainer, "model": model}))
-    run(*GRADAVG, "fit", "--config", path)
-    assert CASE_2 == ranks(tmp_path)[0]["gradient"]
+    trainer = {**QUIET, "devices": 2, "strategy": "gradavg_weighted", "default_root_dir": str(tmp_path)}
+    model = {"class_path": "selected.Job", "init_args": {"out": str(tmp_path)}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"trainer": trainer, "model": model}))
+    run(*GRADAVG, "fit", "--config", tmp_path / "config.yaml")
+    assert_trained(tmp_path, WEIGHTED)
 
 
 def test_what_the_import_registers():

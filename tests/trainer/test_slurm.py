@@ -47,7 +47,7 @@ def queue(cluster: Slurm, output: Path, *command: str) -> subprocess.Popen[str]:
 def test_job_steps_of_two_nodes(cluster, tmp_path):
     """Two steps train on two nodes with two tasks each: each rank is told its node, and a rule of nodes counts them."""
     rules = {"weighted_mean": (14 + 3 * 16) / 6, "mean_of_node_means": ((14 / 3 + 16) / 2 + 16) / 2}
-    steps = [f"srun {sys.executable} {HERE}/script_job.py {tmp_path} 2 2 {rule}" for rule in rules]
+    steps = [f"srun {sys.executable} {ROOT}/tests/selected.py {tmp_path}/{rule} 2 2 {rule}" for rule in rules]
     output = tmp_path / "steps.out"
     with queue(cluster, output, f"--wrap={' && '.join(steps)}") as job:
         assert 0 == job.wait(LIMIT), output.read_text()
