@@ -1,4 +1,4 @@
-"""Every linear reduction is one formula, and a rule chooses its two numbers.
+"""One formula for every linear reduction, and the rules that choose its two numbers.
 
     g = ( sum over r of  w_r * g_r ) / Z ,        Z = sum over r of  z_r
 
@@ -79,7 +79,7 @@ class Rule:
 
     @property
     def node(self) -> int:
-        """The node of this process, or 0 if the share depends on none, which the launcher need not tell then."""
+        """The node of this process, or 0 if the share doesn't depend on nodes; then the launcher needn't tell."""
         counts = not isinstance(self.share, _NamedShare) or "1/L" in vars(self.share).values()
         return node_from_environment() if counts else 0
 
@@ -94,7 +94,7 @@ _NUMBERS: Mapping[str, Callable[[Place, Any], Any]] = {
 
 @dataclass(frozen=True)
 class _NamedShare:
-    """A share whose numbers are in `_NUMBERS`; data, so that rules stay equal where processes are spawned."""
+    """A share of two `_NUMBERS`. It is data, so rules stay equal in spawned processes."""
 
     multiplier: str
     normalizer: str
@@ -127,9 +127,9 @@ _MEAN_OVER_SAMPLES = _rule("mean", "n", "n", "sum(n * g) / sum(n) over the sampl
 
 
 def rule_of_split_batches(rule: Rule) -> Rule:
-    """Return the rule for ranks that share each loader batch, some of them perhaps with fewer samples or none.
+    """Return the rule for ranks that share each loader batch, where a rank may have fewer samples, or none.
 
-    The mean is that over the samples of the loader batch. The mean of a node over its ranks has no such meaning.
+    The mean is then over the samples of the loader batch. A node's mean over its ranks has no such meaning.
     """
     if rule.name in ("mean_of_node_means", "sum_of_node_means"):
         raise ValueError(
@@ -160,9 +160,9 @@ def is_number(value: float) -> bool:
 
 
 def share_of(rule: Rule, place: Place, weight: Any) -> Share:
-    """Return the share of one pair. A rule that uses weights is not asked about weight 0, which is an absent pair.
+    """Return the share of one pair. Under a rule that uses weights, weight 0 gives the share (0, 0).
 
-    The weight is a number; or a 0-dim tensor, which nobody reads, like tensors that the rule returns.
+    The weight is a number, or a 0-dim tensor. Neither this tensor nor a tensor that the rule returns is read.
 
     Raises:
         ValueError: If the weight is not finite and >= 0, or the rule fails or returns such a number.

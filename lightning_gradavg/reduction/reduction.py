@@ -1,4 +1,4 @@
-"""The reduction of a run: what Lightning's loop hands over, weighed before each backward, and what is left after it."""
+"""The reduction of a run: weighs the losses of Lightning's loop, and finishes the gradients after the backward."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _MISSPELT = {"weights", "Weight", "wieght", "weigth"}
 
 
 class Reduction(Part):
-    """Weighs each micro-batch's loss, and finishes what DDP averaged.
+    """Weighs each micro-batch's loss, and finishes the gradients that DDP averaged.
 
-    `in_pieces` returns whether some of so many ranks may run several backwards in a step. `on_reduced` is called when
-    the gradients of an automatic step are there.
+    `in_pieces` returns whether a rank may run several backwards per step, given the world size. `on_reduced` is called
+    after the gradients of an automatic step are reduced.
     """
 
     window: Accumulation
@@ -58,24 +58,24 @@ class Reduction(Part):
         self.look_at = self._weights.look_at
         self._batch: Any = None
         self._close: Callable[[], None] = lambda: None
-        self.observer: Any = None  # looks at the step under way: `lightning_gradavg.report.part.Reports`
-        self.pending: WeighedLoss | None = None  # its backward comes next
+        self.observer: Any = None  # of the current step: `lightning_gradavg.report.part.Reports`
+        self.pending: WeighedLoss | None = None  # whose backward comes next
         self._terms: tuple[str, ...] = (WHOLE_LOSS,)
         self._holding = self._lost = self._pieces = self._reduces_first = False
         self._frozen: list[nn.Parameter] = []
         self._parameters: list[nn.Parameter] = []
         self.sparse: dict[int, Tensor] = {}
-        self._losses: list[Tensor | None] = []  # of the window, where a step is judged
+        self._losses: list[Tensor | None] = []  # of the window, under `nonfinite`
 
     def configure_ddp(self, run: Run) -> None:
-        """Begin a run that trains, and register a communication hook where there is need of one."""
+        """Begin a run that trains, and register a communication hook if it needs one."""
         model, manual, named = run.ddp, self.is_manual, dict(run.ddp.module.named_parameters())
         self._refuse(run, [name for name in named if {name, f".{name}"} & model.parameters_to_ignore])
         self._parameters, self.sparse = list(named.values()), sparse_weights(model)
         if run.world.size > 1:
             reduced = named.keys() - model.parameters_to_ignore
             self._frozen = [one for name, one in named.items() if not one.requires_grad and name in reduced]
-        # The very first backward of a static graph must be reduced, or an assertion of torch's reducer fails.
+        # An assertion of torch's reducer fails unless the very first backward of a static graph is reduced.
         self._reduces_first = model.static_graph
         self._pieces = self._in_pieces(run.world.size)
         half = any(one.dtype == torch.float16 and one.requires_grad for one in self._parameters)
@@ -96,11 +96,11 @@ class Reduction(Part):
         self.window.loss_divisor = None if self._is_mean else 1.0
 
     def teardown(self) -> None:
-        """Leave the parameters as they were found."""
+        """Remove the window's hooks from the parameters."""
         self._close()
 
     def _refuse(self, run: Run, ignored: list[str]) -> None:
-        """Raise a ValueError about the first of what cannot be served, which says what to do instead."""
+        """Raise a ValueError if the run cannot be served."""
         manual, judges, option = self.is_manual, self.judges, f"nonfinite={self._nonfinite!r}"
         unflushed = run.ddp.static_graph and not flushes_static_graph(run.trainer.strategy)
         scaled = getattr(run.trainer.precision_plugin, "scaler", None) is not None
@@ -118,12 +118,12 @@ class Reduction(Part):
             raise ValueError(found[0])
 
     def hold(self, *, holding: bool) -> bool:
-        """Note whether the backwards that follow stay local; return whether DDP must reduce them all the same."""
+        """Note whether the following backwards stay local; return whether DDP must reduce them anyway."""
         self._holding = holding
         return self._reduces_first
 
     def begin_step(self, batch: Any, missing: int = 0) -> None:
-        """Note the batch of a training step, of which `missing` ranks have none, and forget losses without backward."""
+        """Note the batch of a training step, which `missing` ranks don't have, and drop losses without a backward."""
         self._batch, self.pending = batch, None
         self.window.begin_step(anew=not self.is_manual and self._begins_window)
         if not self.is_manual:
@@ -138,8 +138,8 @@ class Reduction(Part):
             )
 
     def read(self, output: Any, samples: float | None) -> Any:
-        """Return a training step's output with a weighed loss; `samples` as of `Weights.read`."""
-        if self.is_manual:  # it has no loss that Lightning takes
+        """Return a training step's output with a weighed loss; `samples` as in `Weights.read`."""
+        if self.is_manual:  # Lightning takes no loss from it
             return output
         named = output if isinstance(output, Mapping) else {"loss": output}
         loss, weight = named.get("loss"), named.get("weight")
@@ -153,7 +153,7 @@ class Reduction(Part):
         return {**output, "loss": value} if named is output else value
 
     def add(self, loss: Any, weight: Any, samples: float | None, problem: str | None = None) -> WeighedLoss:
-        """Return a loss, or terms by name, weighed by the backward that runs next; arguments as of `Weights.read`."""
+        """Weigh a loss, or its terms by name, for the next backward; arguments as in `Weights.read`."""
         terms, micro_batch = self._weights.read(loss, weight, self._batch, samples, problem)
         self._terms = tuple(micro_batch.weights)
         counts_nothing = micro_batch.is_zero
@@ -174,7 +174,7 @@ class Reduction(Part):
         return self._pend(weighed)
 
     def _pend(self, loss: WeighedLoss) -> WeighedLoss:
-        """Add a loss to the window as soon as it is there: what the ranks exchange then travels until its backward."""
+        """Add a loss to the window early: the ranks' exchange then overlaps with what precedes the backward."""
         self.pending = loss
         self.window.enter(loss, last=not self._holding and not self._pieces)
         return loss
@@ -184,7 +184,7 @@ class Reduction(Part):
         return self.run.trainer.accumulate_grad_batches
 
     def _without_loss(self, output: Any, *, counts: bool) -> Any:
-        """Return what stands for the loss of a step that has none, for the backward that the other ranks run."""
+        """Return a stand-in for a missing loss, so that this rank joins the other ranks' backward."""
         if self.judges:
             self._losses += [None] * counts
         elif self._expected > 1 or self._pieces:
@@ -193,14 +193,14 @@ class Reduction(Part):
                 ' Return {"loss": loss, "weight": 0} for a micro-batch that should not count.'
             )
         elif self.run.world.size == 1 or getattr(self.run.trainer.precision_plugin, "scaler", None) is not None:
-            return output  # nobody waits for this rank, or a loss scaler leaves out a step without loss
+            return output  # nobody waits for this rank, or a loss scaler skips a step without a loss
         self._lost = counts and not self.judges
         return self._stand_in(absent=True, without_loss=counts)
 
     def agree(self, output: Any) -> Any:
-        """Return the output of a step that is judged; where some rank has no loss, a loss of 0 on all of them.
+        """Return the output of a step under `nonfinite`; if some rank has no loss, a loss of 0 on all ranks.
 
-        All ranks run the backward of a gather or none does, and a rank without loss has none to run.
+        All ranks must run the backward of a gather, or none, and a rank without a loss cannot.
         """
         assert self.pending is not None
         micro_batch = self.pending.micro_batch
@@ -210,7 +210,7 @@ class Reduction(Part):
         return output
 
     def _stand_in(self, **known: Any) -> Tensor:
-        """Return the loss of a micro-batch that has none, and add nothing to any gradient."""
+        """Return a loss that adds nothing to any gradient."""
         micro_batch = MicroBatch(dict.fromkeys(self._terms, 0.0), **known)
         return self._pend(WeighedLoss(self._zero_loss(), micro_batch, [])).value
 
@@ -231,7 +231,7 @@ class Reduction(Part):
         return index % self._expected == 0
 
     def backward(self, run: Callable[[], None], *, final: bool = True) -> None:
-        """Call `run`, which runs the backward of the pending loss, the final one of its step or not."""
+        """Call `run` for the backward of the pending loss, the `final` one of its step or not."""
         loss, self.pending, last = self.pending, None, final and not self._holding
         assert loss is not None
         with nullcontext() if self.observer is None else self.observer.backward(loss, last=last):
@@ -242,23 +242,23 @@ class Reduction(Part):
         self.window.backward(loss, run, last=last, final=final)
 
     def finish(self) -> None:
-        """Have the gradients be the reduced ones, once the backward that ends a window, or not, has been."""
+        """Finish the gradients after a backward, if it ended a window."""
         skipped = self._reduce()
         if self._on_reduced is not None and not self.is_manual:
             self._on_reduced()
         if self.observer is not None:
-            # Gradients from before the window, which are added now, are no part of the report.
+            # The report leaves out gradients from before the window, which are added next.
             self.observer.reduced(self.window, skipped=skipped)
         self._end_window()
 
     def _reduce(self) -> bool:
-        """Finish the gradients of a window that ended; return whether its step is left out."""
+        """Finish the gradients of an ended window; return whether all ranks skip its step."""
         if not self.window.reduce():
             return False
         if self.judges and self._is_left_out():
             self._leave_out()
             return True
-        # What was frozen when DDP was built is in none of its buckets.
+        # Parameters that were frozen when DDP was built are in none of its buckets.
         if unfrozen := [parameter for parameter in self._frozen if parameter.requires_grad]:
             average_gradients(unfrozen)
         if self._lost:
@@ -272,9 +272,9 @@ class Reduction(Part):
         """Return whether all ranks skip the step, or raise on all. The host waits for the gradients."""
         totals, losses, self._losses = self.window.check(), self._losses, []
         if totals.without_loss == self.run.world.size:
-            return True  # nothing is lost: Lightning's own way to leave a batch out
+            return True  # as Lightning itself does
         gradients = {name: p.grad for name, p in self.run.module.named_parameters() if p.grad is not None}
-        # Read in one go.
+        # One wait for the device instead of one per parameter.
         finite = [stored(gradient).isfinite().all() for gradient in gradients.values()]
         read = torch.stack(finite).tolist() if finite else []
         bad = [name for name, fine in zip(gradients, read, strict=True) if not fine]
@@ -298,7 +298,7 @@ class Reduction(Part):
                 parameter.grad = None  # so an optimizer changes neither it nor its state
 
     def _require_lost(self) -> None:
-        """Leave out a step for which no rank has a loss, as Lightning does; another rank's would be divided by all."""
+        """Skip a step for which no rank has a loss, as Lightning does; raise if another rank has one."""
         self._lost = False
         if any(bool(stored(p.grad).any()) for p in self._parameters if p.requires_grad and p.grad is not None):
             raise RuntimeError(
@@ -309,22 +309,22 @@ class Reduction(Part):
         self._leave_out()
 
     def on_train_end(self) -> None:
-        """Raise what was found out about the last window, which no further one does."""
+        """Raise the error of the last window, if it was not read yet."""
         self.window.check()
 
     def warn(self, message: str, how: Callable[[str], None] = rank_zero_warn) -> None:
-        """Say something once in the life of the strategy, by default on rank 0."""
+        """Tell the user something once per strategy, by default on rank 0."""
         if message not in self._said:
             self._said.add(message)
             how(message)
 
     def describe(self) -> str:
-        """Return what the line at the start of a run says of the hook."""
+        """Return the start line's words about the hook."""
         return self._hook.describe()
 
 
 def _fault(losses: Sequence[Tensor | None]) -> str | None:
-    """Return what is wrong with the losses of a rank that count, None for one that is missing."""
+    """Return the problem of a rank's losses, of which None is a missing one."""
     if None in losses:
         return "training_step returned no loss"
     return None if all(bool(loss.isfinite().all()) for loss in losses if loss is not None) else "the loss is not finite"

@@ -36,7 +36,7 @@ WHOLE_LOSS = ""
 """The name of the only loss term of a loss that is one tensor."""
 
 MOST_TERMS = 56
-"""The most loss terms of a loss: the ranks' exchange has one length, whatever each of them found."""
+"""The most terms of a loss: the ranks exchange rows of one length."""
 
 ALWAYS_OR_NEVER = (
     'return "weight" from every training_step (or pass weight= to every manual_backward, or to what does the backward'
@@ -62,24 +62,24 @@ def as_weight(value: Any, device: torch.device) -> Any:
 
 
 class MicroBatch(NamedTuple):
-    """What a rank knows of one micro-batch."""
+    """What a rank knows about one micro-batch."""
 
-    weights: Mapping[str, Any]  # of every loss term by name; `WHOLE_LOSS` is that of an undivided loss
-    explicit: bool = False  # whether the user gave the weight; if not, it is the number of samples
-    problem: str | None = None  # why the weights cannot be used; raised on all ranks together
-    absent: bool = False  # whether any rule discards its gradient: it only keeps the rank busy
+    weights: Mapping[str, Any]  # of each loss term by name; the name of an undivided loss is `WHOLE_LOSS`
+    explicit: bool = False  # whether the user gave the weights; if not, they are numbers of samples
+    problem: str | None = None  # why the weights are unusable; raised on all ranks together
+    absent: bool = False  # whether every rule discards its gradient: it only lets the rank take part
     without_loss: bool = False  # whether that is because `training_step` returned no loss
-    shares: Mapping[str, Share] = MappingProxyType({})  # of every loss term, once it is in a window
+    shares: Mapping[str, Share] = MappingProxyType({})  # of each loss term, once it is in a window
 
     def read(self) -> MicroBatch:
-        """Return it with weights that the host has read, which waits for those on an accelerator."""
+        """Return it with weights on the host. Waits for weights on an accelerator."""
         if not any(isinstance(weight, Tensor) for weight in self.weights.values()):
             return self
         return self._replace(weights={term: float(weight) for term, weight in self.weights.items()})
 
     @property
     def is_zero(self) -> bool:
-        """Whether the host knows that nothing of it counts."""
+        """Whether the host knows that all of its weights are 0, or that it is absent."""
         return self.absent or all(isinstance(w, float) and w == 0 for w in self.weights.values())
 
 
@@ -104,7 +104,7 @@ _IGNORED = (
 
 
 class Weights:
-    """Reads the weights of a run's micro-batches; 1 for each under a rule that uses none."""
+    """Reads the weights of a run's micro-batches; under a rule without weights they are 1."""
 
     def __init__(
         self, rule: Rule, device: torch.device, warn: Callable[[str], None], tell: Callable[[str], None]
@@ -114,7 +114,7 @@ class Weights:
         self._looks, self._ignores = 8 if rule.uses_weight else 0, False
 
     def look_at(self, batch: Any) -> None:
-        """Look for targets that do not count in the first batches, before they move to where reading waits."""
+        """Look for ignored targets in the first batches, while they are still on the host."""
         if self._looks > 0:
             self._looks -= 1
             held = (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.device.type == "cpu")
@@ -123,10 +123,10 @@ class Weights:
     def read(
         self, loss: Any, weight: Any, batch: Any, samples: float | None = None, problem: str | None = None
     ) -> tuple[Mapping[str, Tensor], MicroBatch]:
-        """Return a loss's terms by name and their weights, with what is wrong with these for all ranks to raise.
+        """Return a loss's terms by name, and their weights or a problem, which all ranks raise together.
 
-        `samples` are those of the batch, where their number is known; 0 if they do not count. A `problem` is already
-        known.
+        `samples` is the number of samples in the batch, None if unknown, 0 if they don't count. A `problem` may already
+        be known.
         """
         terms, explicit, named = loss_terms(loss), weight is not None, isinstance(weight, Mapping)
         if not self._rule.uses_weight:
@@ -155,7 +155,7 @@ class Weights:
         return terms, MicroBatch(dict.fromkeys(terms, 0.0), explicit, problem or found)
 
     def _note(self, *, given: bool) -> str | None:
-        """Say what stands in for a weight that is not given; return what is wrong where others of the run had one."""
+        """Tell the user about the default weight; return a problem if only some steps of the run have weights."""
         before, self._explicit = self._explicit, given
         if given:
             self._looks = 0
@@ -175,9 +175,9 @@ class Weights:
 
 
 def weigh_terms(coefficients: list[Any], terms: Iterable[Tensor], begin: Callable[[], None] | None = None) -> Tensor:
-    """Return the plain sum of 0-dim losses, whose gradients a backward multiplies by coefficients, or stops.
+    """Return the sum of 0-dim losses, each of whose gradients a backward multiplies by its coefficient.
 
-    `begin` is called before it reads them, one per term; None stops its gradient.
+    The backward first calls `begin`, which may set the coefficients. None stops the gradient of its term.
     """
     copies = [term.clone() for term in terms]
     total = sum(copies[1:], copies[0])
@@ -195,11 +195,11 @@ def _weigh(coefficients: list[Any], index: int, gradients: tuple[Tensor | None, 
 
 
 class WeighedLoss(NamedTuple):
-    """A loss whose terms are weighed when its backward runs."""
+    """A loss whose terms are multiplied by coefficients in its backward."""
 
-    value: Tensor  # the sum of the terms, with graph; not weighed
+    value: Tensor  # the plain sum of the terms, with its graph
     micro_batch: MicroBatch
-    coefficients: list[Any]  # what the backward multiplies each term by; empty where the loss is not weighed
+    coefficients: list[Any]  # one per term; empty if the backward runs on the loss as it is
     terms: Sequence[Tensor] = ()
 
     @classmethod
@@ -212,10 +212,10 @@ class WeighedLoss(NamedTuple):
         sparse: Mapping[int, Tensor] = MappingProxyType({}),
         begin: Callable[[WeighedLoss], None] | None = None,
     ) -> WeighedLoss:
-        """Return a loss to be weighed, of which terms that share a weight are one term.
+        """Return a loss with a coefficient per weight: terms that share a weight become one term.
 
-        The graph of a `plain` loss, which carries nothing, stays unchanged. DDP does not take `sparse` gradients that
-        are undefined. `begin` is called with the loss when its backward begins.
+        A `plain` loss keeps its graph unchanged. DDP needs the gradients of `sparse` parameters to be defined. `begin`
+        is called with the loss when its backward begins.
         """
         losses = list(terms.values())
         if tuple(micro_batch.weights) == (WHOLE_LOSS,):
@@ -223,7 +223,7 @@ class WeighedLoss(NamedTuple):
         value, coefficients = losses[0], [] if plain else [1.0] * len(losses)
         weighed = cls(value, micro_batch, coefficients, losses)
         if not plain:
-            # What the graph holds must not hold the graph.
+            # `begin` holds a loss without the new graph: a graph that held itself would never be freed.
             value = weigh_terms(coefficients, losses, None if begin is None else partial(begin, weighed))
         if sparse and micro_batch.is_zero:
             value = value + zero_loss(list(sparse.values()), sparse).to(value.dtype)
@@ -231,7 +231,7 @@ class WeighedLoss(NamedTuple):
 
 
 def sparse_weights(module: nn.Module) -> dict[int, Tensor]:
-    """Return the parameters of a module whose gradients are sparse, which DDP does not take undefined, by `id`."""
+    """Return the parameters of a module with sparse gradients, by `id`."""
     embeddings = (each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
     return {id(each.weight): each.weight for each in embeddings if each.sparse}
 
@@ -250,7 +250,7 @@ class _ZeroGradients(torch.autograd.Function):
 def _no_rows(parameter: Tensor) -> Tensor:
     values = parameter.new_empty((0, *parameter.shape[1:]))
     indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-    # The invariants hold by construction; looking at them would wait for the device.
+    # The invariants hold by construction; checking them would wait for the device.
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
@@ -262,10 +262,10 @@ def zero_loss(parameters: Sequence[Tensor], sparse: Container[int]) -> Tensor:
 
 
 def gradients_discarded(parameters: Iterable[nn.Parameter], *, nan_only: bool) -> list[RemovableHandle]:
-    """Replace gradients by zeros before they are accumulated, as 0 times NaN is NaN, until the hooks are removed.
+    """Replace gradients by zeros before they are accumulated, until the hooks are removed: 0 times NaN is NaN.
 
-    With `nan_only`, what is not NaN passes: gradients of other ranks' losses, which come through gathers and through
-    batch norm over all ranks.
+    With `nan_only`, other values pass: gradients of other ranks' losses arrive through gathers and through batch norm
+    over all ranks.
     """
 
     def zeros(gradient: Tensor | None) -> Tensor | None:
@@ -280,10 +280,10 @@ def gradients_discarded(parameters: Iterable[nn.Parameter], *, nan_only: bool) -
 
 
 def nan_stopped(loss: Tensor, counting: Sequence[Tensor]) -> list[RemovableHandle]:
-    """Have functions written in Python see and give 0 for NaN where no terms but those that carry nothing pass through.
+    """Replace NaN by 0 around functions written in Python that only terms without a coefficient pass through.
 
-    The gradient of such a term is undefined, which torch's own operators pass on. A reentrant checkpoint and a compiled
-    module make zeros of it, which a derivative that is infinite makes NaN; and a gather would send that to other ranks.
+    The gradient of such a term is undefined, and torch's own operators pass that on. A reentrant checkpoint and a
+    compiled module turn it into zeros, an infinite derivative turns zeros into NaN, and a gather would send them on.
     """
     handles = []
     for node in _functions_below([loss]) - _functions_below(counting):
@@ -292,12 +292,12 @@ def nan_stopped(loss: Tensor, counting: Sequence[Tensor]) -> list[RemovableHandl
 
 
 def _without_nan(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    # Sparse ones come from losses of zero, or go to a parameter, where NaN is discarded.
+    # Sparse gradients come from losses of zero, or go to a parameter, where NaN is discarded.
     return tuple(each if each is None or each.is_sparse else each.masked_fill(each.isnan(), 0) for each in gradients)
 
 
 def _functions_below(losses: Iterable[Tensor]) -> set[Any]:
-    """Return the functions of a graph that are written in Python."""
+    """Return the functions written in Python in the graphs of some losses."""
     seen, ahead = set(), list[Any](loss.grad_fn for loss in losses)
     while ahead:
         node = ahead.pop()

@@ -1,15 +1,15 @@
-"""The window: the micro-batches of one optimizer step, the totals of all ranks, what both multiply, and the gradients.
+"""The window: the micro-batches of one optimizer step, their totals over all ranks, and their gradients.
 
 Each pair (rank, micro-batch) has a share `(w, z)`, and the gradient is `sum(w * g) / sum(z)`. DDP, FSDP and their like
-average over the W ranks, and the training loop divides every loss by a constant N. So, with `Z = sum(z)`,
+average over the W ranks, and the training loop divides every loss by a constant N. With `Z = sum(z)`,
 
-    a window of one:   the loss carries  (w * N * W) / Z ,  known before its backward;
+    a window of one:   the loss carries  (w * N * W) / Z , known before its backward;
     a longer window:   each loss carries  w * lift , and the reduced gradient is multiplied by  N * W / Z / lift .
 
-In a longer window no rank waits for the totals before its last backward: they travel during it. The *lift* keeps losses
-in their magnitude: a factor of 4096 tokens would overflow float16 activations where the result does not. It is the same
-on all ranks. Under a rule with weights it is the inverse of a power of two near the weights of the window before, so
-that multiplying by it is exact. Without weights it is what leaves nothing to multiply after a window of one.
+In a longer window the totals travel during the last backward, and no rank waits for them before it. The *lift* keeps
+losses at their magnitude: a factor of 4096 tokens would overflow float16 activations where the result does not. It is
+equal on all ranks. Under a rule with weights it is the inverse of a power of two near the weights of the previous
+window, so multiplying by it is exact. Under other rules it leaves nothing to multiply after a window of one.
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ _OTHERS = (
 
 
 class Totals(NamedTuple):
-    """What all ranks together know of a window: sums of numbers on the host, or on a device and not waited for."""
+    """Sums over all ranks that describe a window: numbers on the host, or tensors on a device that nobody waits for."""
 
-    faults: Any  # micro-batches whose weights or shares cannot be used
+    faults: Any  # micro-batches with unusable weights or shares
     without_loss: Any  # ranks
     pairs: Any  # micro-batches that are not absent
-    digest: Any  # the sum over these of a number that stands for what must be the same on all ranks
-    digests: Any  # that of its square
+    digest: Any  # over these, a number that stands for what must be equal on all ranks
+    digests: Any  # over these, its square
     normalizers: Any  # `Z` of each loss term
-    more: Any  # sums of what `Window.exchange` was given
+    more: Any  # of the numbers given to `Window.exchange`
 
     @classmethod
     def of(cls, values: Any) -> Totals:
-        """Return a sum of summaries as what it is."""
+        """Return the totals that a sum of summaries holds."""
         return cls._make([*values[:_HEADER], values[_HEADER:_TERMS_END], values[_TERMS_END:]])
 
     @property
     def problem(self) -> str | None:
-        """What makes the window unusable, as every rank sees it, or None. On the host."""
+        """Why no rank can use the window, or None; only for totals on the host."""
         if self.faults != 0:
             return "a weight or a share is not usable"
-        # The square of a sum of equal numbers is their count times the sum of their squares. `x * x` is rounded once,
-        # as the product beside it is; `x**2` need not be.
+        # For equal numbers the square of their sum is their count times the sum of their squares. `x * x` is rounded
+        # once, like the other product; `x**2` may not be.
         alike = self.digest * self.digest == self.pairs * self.digests
         return None if alike else f"the ranks' losses differ in what must be the same. For weights: {ALWAYS_OR_NEVER}"
 
@@ -92,7 +92,7 @@ _UNKNOWN = Totals.of([0.0] * (_HEADER + 1))
 def _scaled(multiplier: Any, scale: float, normalizer: Any) -> Any:
     """Return `multiplier * N * W / Z`, with `scale = N * W`; 0 where there is nothing to normalize.
 
-    Every scale of the reduction is decided here. In this order it is exactly 1 where all weights are equal.
+    This function decides every scale of the reduction. In this order equal weights give exactly 1.
     """
     if isinstance(normalizer, Tensor):
         return torch.where(normalizer > 0, multiplier * scale / normalizer, 0.0)
@@ -102,10 +102,10 @@ def _scaled(multiplier: Any, scale: float, normalizer: Any) -> Any:
 class Window:
     """The numbers of this rank's micro-batches since the last reduction.
 
-    With `compares`, ranks exchange totals also where the rule uses no weight: their windows may have different lengths,
-    or they judge steps together. With `afterwards`, no loss carries the whole factor of a window of one, unless it has
-    named terms: no rank may know whether the windows of all are windows of one; or gradients are float16, in which a
-    loss times W may overflow where the result does not.
+    With `compares`, ranks exchange totals even if the rule uses no weights: their windows may have different lengths,
+    or they judge steps together. With `afterwards`, the factor of a window of one is applied after its backward, too,
+    unless the loss has named terms: a rank may not know that all ranks' windows have one micro-batch, or gradients are
+    float16, in which a loss times W may overflow where the result does not.
     """
 
     def __init__(
@@ -120,17 +120,17 @@ class Window:
     ) -> None:
         self.rule, self.places, self.world, self.device = rule, places, world, device
         self.afterwards, self._exchanges = afterwards, rule.uses_weight or compares
-        # What the training loop divides every loss of the window by; None for the window's length.
+        # The training loop divides every loss of the window by this; None: by the window's length.
         self.loss_divisor: float | None = 1.0
-        self.divided_by = 1.0  # this rank's gradient, once the window is closed
-        self.missing = 0  # ranks that have no such micro-batch as comes next, and that a mean does not count
+        self.divided_by = 1.0  # the divisor of this rank's gradient, once the window has ended
+        self.missing = 0  # ranks without the next micro-batch, which a mean doesn't count
         self.is_alone = False  # whether the only micro-batch carries the whole factor
         self._place, self._constant = places[world.rank], 0.0
         self._next_lift: float | None = None
         if not rule.uses_weight:
             self._constant = float(sum(share_of(rule, place, 1.0).normalizer for place in places))
             self._next_lift = 1.0 if afterwards else float(_scaled(1.0, world.size, self._constant))
-        # Losses go into their backward as they are, like those of stock DDP.
+        # The backward runs on unchanged losses, as in stock DDP.
         self.carries_nothing = not rule.uses_weight and share_of(rule, self._place, 1.0)[0] * self._next_lift == 1
         self._tally: Tally | None = None
         self._unchecked: tuple[Window, Tally] | None = None
@@ -144,32 +144,31 @@ class Window:
         self._missed, self.lift = 0, self._next_lift or 1.0
 
     def take(self, micro_batch: MicroBatch, *, last: bool, unread: bool = False) -> None:
-        """Add a micro-batch, before its backward, whose weights may stay `unread` on an accelerator.
+        """Add a micro-batch before its backward. With `unread`, its weights may stay on an accelerator.
 
-        A collective operation if it is alone, or begins the first window. A step of several backwards does not know yet
-        which is the `last` one.
+        A collective operation if the window has only this micro-batch, or is the first. In a step of several backwards,
+        `last` is False for all of them.
         """
         begins, named = not self.micro_batches, tuple(micro_batch.weights) != (WHOLE_LOSS,)
-        # All ranks must go the same way.
+        # Equal on all ranks, which must all exchange or not.
         self.is_alone = begins and last and self.rule.uses_weight and (named or not self.afterwards)
         if named and not self.is_alone:
             raise ValueError(_NAMED)
         if self.device.type != "cpu" and (named or not (self.is_alone and unread)):
-            # A bucket holds all terms, so a term of weight 0 is stopped at its loss.
+            # A bucket holds gradients of all terms, so a term of weight 0 must be stopped at its loss.
             micro_batch = micro_batch.read()
         self.add(micro_batch)
         if self.is_alone:
             self.exchange()
         elif begins and self._next_lift is None:
-            # By the first micro-batches. Later it follows from the windows before. Where no rank has any weight, the
-            # next window asks again.
+            # Later lifts follow from earlier windows. If no rank has any weight, the next window asks again.
             largest = max(float(share.normalizer) for share in self.micro_batches[0].shares.values())
             (number,) = Tally([largest], "max", self.device, self.world.group).read()
             self._next_lift = _lift_of(number)
             self.lift = self._next_lift or 1.0
 
     def add(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Append a micro-batch; return it with its shares, and what is wrong with it."""
+        """Append a micro-batch; return it with its shares, or its problem."""
         self.micro_batches.append(self._judged(micro_batch))
         self.terms = tuple(sorted({*self.terms, *micro_batch.weights}))
         self._missed += self.missing
@@ -186,12 +185,12 @@ class Window:
         return self.length if self.loss_divisor is None else self.loss_divisor
 
     def shares(self, term: str) -> list[Share]:
-        """Return the shares of one term's micro-batches; one without the term is absent."""
+        """Return the shares of one term in all micro-batches, zeros where a micro-batch doesn't have it."""
         alone, (w, z) = [each.shares.get(term, _NOTHING) for each in self.micro_batches], self._of_length
         return [Share(share.multiplier * w, share.normalizer * z) for share in alone]
 
     def _judged(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch with its shares in a window of one, and its fault, as far as weights are read."""
+        """Return a micro-batch with its shares in a window of one, or the problem of weights that the host has read."""
         shares, problem = dict.fromkeys(micro_batch.weights, _NOTHING), micro_batch.problem
         for term, weight in micro_batch.weights.items() if problem is None else ():
             try:
@@ -207,11 +206,11 @@ class Window:
 
     @property
     def _of_length(self) -> Share:
-        """What the numbers of shares in a window of one are multiplied by in this one."""
+        """The factors between shares in a window of one and in this window."""
         return Share(*(self.length**power for power in self._powers)) if self.length > 1 else Share(1.0, 1.0)
 
     def carried(self, *, last: bool) -> list[Any]:
-        """Return what each term of the latest micro-batch carries, None for no gradient."""
+        """Return the factor of each term of the latest micro-batch, None for no gradient."""
         if self.is_alone:
             return self.alone(self.totals())
         if last:
@@ -220,14 +219,14 @@ class Window:
         return [w * self.lift if w > 0 else None for w in multipliers]
 
     def alone(self, totals: Totals) -> list[Any]:
-        """Return what each term of the window's only micro-batch carries: its whole factor, or None for no gradient."""
+        """Return the whole factor of each term of the window's only micro-batch, None for no gradient."""
         scale, shares = self.divisor * self.world.size, self.micro_batches[0].shares.values()
         of_terms = [(share.multiplier, self._usable(totals, index)) for index, share in enumerate(shares)]
         self.divided_by = of_terms[0][1] / self.world.size
         return [_scaled(w, scale, z) if isinstance(w, Tensor) or w > 0 else None for w, z in of_terms]
 
     def after(self, totals: Totals) -> Any:
-        """Return what the reduced gradient of a longer window is multiplied by."""
+        """Return the factor of the reduced gradient of a longer window."""
         ratio, of_z = self._of_length
         self.divided_by = ratio * self.divisor / self.lift
         scale = self.divisor * self.world.size
@@ -237,12 +236,12 @@ class Window:
         return _scaled(ratio, scale, normalizer) / self.lift
 
     def _usable(self, totals: Totals, index: int) -> Any:
-        """Return `Z` of a loss term; 0 where the window is faulty, so that no step is taken on it."""
+        """Return `Z` of a loss term, 0 in a faulty window, whose step then changes nothing."""
         z = totals.normalizers[index]
         return z.masked_fill(totals.faults != 0, 0) if isinstance(z, Tensor) else z
 
     def exchange(self, more: Sequence[float] = ()) -> None:
-        """Begin to sum what the ranks know of their windows, where there is need of it, and further numbers."""
+        """Begin to sum the ranks' summaries, if they are needed, with `more` numbers."""
         self._tally = Tally(self._summarized(more), "sum", self.device, self.world.group) if self._exchanges else None
 
     def _summarized(self, more: Sequence[float] = ()) -> Tensor:
@@ -270,7 +269,7 @@ class Window:
 
     @property
     def _must_agree(self) -> str:
-        """What must be the same on all ranks that have something."""
+        """What must be equal on all ranks with a micro-batch that counts."""
         terms = ", ".join(map(repr, filter(None, self.terms)))
         given = any(each.explicit for each in self.micro_batches)
         # Without weights `Z` has as many summands as the window is long.
@@ -281,9 +280,9 @@ class Window:
         )
 
     def totals(self) -> Totals:
-        """Return what all ranks know, or raise on all that the window cannot be used; zeros where nothing is exchanged.
+        """Return the totals, zeros if nothing was exchanged; if the window is unusable, raise on all ranks.
 
-        An accelerator is not waited for: what is raised is wrong with the window before.
+        On an accelerator nobody waits: the error is that of the previous window.
         """
         self.check()
         self._known = _UNKNOWN
@@ -296,7 +295,7 @@ class Window:
         return self._known
 
     def check(self) -> Totals:
-        """Return the totals of the last window on the host; raise what is wrong with those that were not read yet."""
+        """Return the totals of the last window on the host; raise its error if they had not been read yet."""
         unchecked, self._unchecked = self._unchecked, None
         if unchecked is None:
             return self._known
@@ -306,7 +305,7 @@ class Window:
         return totals
 
     def _checked(self, totals: Totals) -> Totals:
-        """Raise what is wrong with this window, or take the lift of those that follow from its weights."""
+        """Raise the error of this window, or derive the next lift from its weights."""
         if totals.problem is not None:
             found = self.world.gather_objects(self.problems() if totals.faults != 0 else [self._must_agree])
             culprits = "".join(f"\n  rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts)
@@ -316,28 +315,27 @@ class Window:
         return totals
 
     def problems(self) -> list[str]:
-        """Return what is wrong with this rank's micro-batches. Reads their weights."""
+        """Return the problems of this rank's micro-batches. Reads their weights."""
         self.micro_batches = [self._judged(each.read()) for each in self.micro_batches]
         found = enumerate(each.problem for each in self.micro_batches)
         return [f"micro-batch {index} of the window: {problem}" for index, problem in found if problem is not None]
 
 
 def _lift_of(number: float) -> float | None:
-    """Return the inverse of a power of two above a number, or None for a number that is not finite and above 0."""
-    # Between these bounds neither the power nor its inverse is infinite or subnormal.
+    """Return the inverse of a power of two above a number; None unless the number is finite and positive."""
+    # Within these bounds the power and its inverse are normal numbers.
     return math.ldexp(1.0, -min(max(math.frexp(number)[1], -1022), 1022)) if 0 < number < math.inf else None
 
 
 class Accumulation(Window):
-    """A window and its gradients: only those that it computed.
+    """A window with the gradients that it computed, and no others.
 
-    `owned_by_user`, gradients may be there before the window, and may be changed within it, as in manual optimization
-    and loops of users. `leaves` are what autograd accumulates into, by default the parameters. With `guards`, gradients
-    that arrive by other backwards are an error. `mask` has gradients masked, on an accelerator, by weights that the
-    host has not read.
+    With `owned_by_user`, as in manual optimization and in your own loop, gradients may exist before the window and may
+    change within it. Autograd accumulates into `leaves`, by default the parameters. With `guards`, gradients of other
+    backwards are an error. On an accelerator, `mask` masks gradients by weights that the host has not read.
     """
 
-    _stopped: float | None = None  # what stands for the gradient of a term that does not count
+    _stopped: float | None = None  # the factor of a term that doesn't count
 
     def __init__(
         self,
@@ -353,17 +351,17 @@ class Accumulation(Window):
         super().__init__(*numbers, compares=compares, afterwards=afterwards)
         self.parameters, self._leaves = list(parameters), leaves or list(parameters)
         self._owned_by_user, self._mask = owned_by_user, mask
-        self._before: list[Tensor | None] = []  # gradients that the window found
-        self._left: list[tuple[Tensor | None, int]] = []  # gradients that it left to the user, and their versions
+        self._before: list[Tensor | None] = []  # gradients from before the window
+        self._left: list[tuple[Tensor | None, int]] = []  # gradients that the user may change, and their versions
         self._trained: list[bool] = []
-        # Backwards of the step under way that are not its last, and their gradients.
+        # The backwards of this step before its last, and their gradients.
         self._pieces, self._of_pieces = 0, list[Tensor | None]()
-        self._inside: list[RemovableHandle] = []  # hooks of the backward under way
+        self._inside: list[RemovableHandle] = []  # hooks of the running backward
         self._entered = self._begun = self._running = self._last = False
         self._handles = [one.register_hook(self._guard) for one in self._leaves if guards and one.requires_grad]
 
     def begin_step(self, *, anew: bool) -> None:
-        """Begin a step; one that was not finished gives its window up. `anew`, a window that an epoch cut off ends."""
+        """Begin a step. Abandon the window of an unfinished step; with `anew`, drop one that the epoch cut off."""
         if self._pieces > 0 or self._entered:
             self._of_pieces, self._pieces = [], 0
             self.abandon()
@@ -372,7 +370,7 @@ class Accumulation(Window):
 
     @contextmanager
     def _or_abandon(self) -> Iterator[None]:
-        """Give the window up where something raises: a loop may go on, as after a batch that did not fit in memory."""
+        """Abandon the window if something raises: the loop may go on, as after a batch that didn't fit in memory."""
         try:
             yield
         except BaseException:
@@ -380,7 +378,7 @@ class Accumulation(Window):
             raise
 
     def enter(self, loss: WeighedLoss, *, last: bool) -> None:
-        """Add a loss to the window, before its backward; see `Window.take`."""
+        """Add a loss to the window before its backward, as `Window.take` does."""
         if self._entered:
             self.abandon()  # its backward has never begun
         with self._or_abandon():
@@ -391,7 +389,7 @@ class Accumulation(Window):
         return self._of_user(loss.micro_batch) if self._owned_by_user else loss.micro_batch
 
     def _of_user(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch, with the problem that it trains other parameters than those before it, if it does."""
+        """Return a micro-batch, with a problem if it trains other parameters than the window's earlier ones."""
         if self.micro_batches and self._cleared():
             self._before = []
             self.reset()
@@ -400,15 +398,15 @@ class Accumulation(Window):
         return micro_batch._replace(problem=_OTHERS) if differs else micro_batch
 
     def begin(self, loss: WeighedLoss, *, last: bool) -> None:
-        """Weigh a loss at the root of its backward, which ends with `reduce` and `end`, or with `abandon`."""
+        """Weigh a loss at the root of its backward, after which come `reduce` and `end`, or `abandon`."""
         self.enter(loss, last=last)
         with self._or_abandon():
             self._start(loss, last=last)
 
     def backward(self, loss: WeighedLoss, run: Callable[[], None], *, last: bool, final: bool) -> None:
-        """Call `run`, which runs the backward of the loss that was entered, `last` of its window, `final` of its step.
+        """Call `run` for the backward of the entered loss: the `last` of its window, the `final` of its step, or not.
 
-        If it raises, the window is given up, and what it added to the gradients.
+        If it raises, the window is abandoned, and its gradients with it.
         """
         with self._piece(final=final) if self._pieces > 0 or not final else nullcontext(), self._or_abandon():
             self._start(loss, last=last)
@@ -417,7 +415,7 @@ class Accumulation(Window):
 
     @contextmanager
     def _piece(self, *, final: bool) -> Iterator[None]:
-        """Keep the gradients of a step's backwards until the final one: the loop zeroes gradients in between."""
+        """Keep the gradients of a step's backwards for the final one: the loop zeroes gradients in between."""
         before, began = [p.grad for p in self.parameters], self.length == self._pieces + 1
         if final and began:
             self._before, before = self._copies(), []
@@ -446,7 +444,7 @@ class Accumulation(Window):
     def _start(self, loss: WeighedLoss, *, last: bool) -> None:
         self._entered, self._running, self._last = False, True, last
         if self.length == 1:
-            # What multiplies nothing afterwards may leave gradients there: DDP averages what is equal on all ranks.
+            # If nothing is multiplied afterwards, gradients may stay: DDP averages what is equal on all ranks.
             self._begin(aside=not last or self.afterwards or self.loss_divisor != 1)
         carried, micro_batch = self.carried(last=last), self.micro_batches[-1]
         if loss.coefficients:
@@ -462,7 +460,7 @@ class Accumulation(Window):
             self._mask(micro_batch)
 
     def _begin(self, *, aside: bool) -> None:
-        """Begin a window, with the gradients set aside that it finds."""
+        """Begin a window, and set existing gradients aside."""
         self._before, self._begun = [], True
         if aside and any(parameter.grad is not None for parameter in self.parameters):
             self._before = self._copies()
@@ -486,25 +484,25 @@ class Accumulation(Window):
         self._inside.clear()
 
     def close(self) -> None:
-        """Leave the tensors as they were found."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
     def _cleared(self) -> bool:
-        """Return whether the user zeroed the gradients of a window that was not reduced, which gives it up."""
+        """Return whether the user zeroed the gradients of an unfinished window, which abandons it."""
         gradients = [parameter.grad for parameter in self.parameters]
         touched = any(
             now is not left or (now is not None and version_of(now) != version)
             for now, (left, version) in zip(gradients, self._left, strict=True)
         )
-        # Only gradients that someone touched are looked at, which waits for an accelerator.
+        # Only after a change are values read, which waits for an accelerator.
         return touched and not self._holds_any([gradient for gradient in gradients if gradient is not None])
 
     def _holds_any(self, gradients: Sequence[Tensor]) -> bool:
         return any(bool(stored(gradient).any()) for gradient in gradients)
 
     def reduce(self) -> bool:
-        """Finish the gradients where the backward that has been ended the window; return whether it did."""
+        """Finish the gradients if the last backward ended the window; return whether it did."""
         self._remove_hooks()
         self._running = False
         if not self._last:
@@ -523,14 +521,14 @@ class Accumulation(Window):
         scale_each(map(stored, gradients), factor)
 
     def end(self) -> None:
-        """Add what was there before the window to what it reduced, and begin the next."""
+        """Add the gradients from before the window to the reduced ones, and begin the next window."""
         if self._last:
             self._add(self._before)
             self._before, self._begun = [], False
             self.reset()
 
     def abandon(self) -> None:
-        """Give the window up, and restore the gradients that it found."""
+        """Discard the window, and restore the gradients from before it."""
         self._remove_hooks()
         if self._begun:
             self._set_gradients(self._before)
