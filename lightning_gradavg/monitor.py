@@ -1,6 +1,7 @@
 """A callback that logs what the strategy observes, and warns of ranks that do not train as one."""
 
-from collections.abc import Sequence
+import math
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from typing_extensions import override
 
 from lightning_gradavg.faults.drift import SameData, require_replicas
 from lightning_gradavg.lightning_internals import TrainingLoop
+from lightning_gradavg.rates.scaling import as_count
 from lightning_gradavg.report.report import StepReport
 from lightning_gradavg.strategy import GradAvgStrategy
 
@@ -37,7 +39,7 @@ class GradAvgMonitor(Callback):
 
     Raises:
         ValueError: If a number of steps is below 1.
-        TypeError: When training starts, if the Trainer's strategy is not a `GradAvgStrategy`.
+        TypeError: If it is no integer. When training starts, if the Trainer's strategy is not a `GradAvgStrategy`.
     """
 
     def __init__(
@@ -51,17 +53,12 @@ class GradAvgMonitor(Callback):
         check_parameters_every_n_steps: int | None = None,
         fingerprint_every_n_steps: int | None = None,
     ) -> None:
-        steps = {
-            "every_n_steps": every_n_steps,
-            "check_parameters_every_n_steps": check_parameters_every_n_steps,
-            "fingerprint_every_n_steps": fingerprint_every_n_steps,
-        }
-        for name, value in steps.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be None or an integer >= 1, got {value!r}.")
         self.every_n_steps, self.fingerprint_every_n_steps = every_n_steps, fingerprint_every_n_steps
         self.check_parameters_every_n_steps, self.prefix = check_parameters_every_n_steps, prefix
         self.prog_bar, self.per_rank, self.check_data = prog_bar, per_rank, check_data
+        for name in ("every_n_steps", "check_parameters_every_n_steps", "fingerprint_every_n_steps"):
+            if getattr(self, name) is not None:
+                as_count(name, getattr(self, name))
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -75,14 +72,14 @@ class GradAvgMonitor(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._waits = False
-        self._data = SameData("training batches") if self.check_data and trainer.world_size > 1 else None
+        self._data = SameData("training batches", compares=self.check_data and trainer.world_size > 1)
         by_trainer: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector; 0 logs nothing
         self._every = self.every_n_steps or by_trainer
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         strategy: Any = trainer.strategy
-        if self._data is not None and self._data.left > 0:
+        if self._data.left > 0:
             # A digest reads no values on an accelerator.
             self._data.compare(None if strategy.facts().samples == 0 else move_data_to_device(batch, "cpu"))
         if _is_due(TrainingLoop(trainer.fit_loop).step, self._every):
@@ -116,20 +113,19 @@ class GradAvgMonitor(Callback):
             module.log(name, values[name], prog_bar=True, logger=False, batch_size=1)
 
     def _values_of(self, report: StepReport) -> dict[str, float]:
-        values = {"loss": report.loss, "gradient_norm": report.gradient_norm, "lr_scale": report.lr_scale}
-        values |= {f"lr/group_{index}": lr for index, lr in enumerate(report.learning_rates)}
-        if report.global_batch_size is not None:
-            values["global_batch_size"] = report.global_batch_size
-        of_ranks: dict[str, Sequence[float]] = {"local_gradient_norm": report.local_gradient_norms}
+        found: dict[str, float | None] = {"loss": report.loss, "gradient_norm": report.gradient_norm}
+        found |= {"lr_scale": report.lr_scale, "global_batch_size": report.global_batch_size}
+        found |= {f"lr/group_{index}": lr for index, lr in enumerate(report.learning_rates)}
+        of_ranks = {"local_gradient_norm": report.local_gradient_norms}
         for term in report.terms:
-            of_term = f"/{term.name}" if term.name else ""
-            values |= {f"loss{of_term}": term.loss, f"normalizer{of_term}": term.normalizer}
+            of_term = term.name and f"/{term.name}"
+            found |= {f"loss{of_term}": term.loss, f"normalizer{of_term}": term.normalizer}
             of_ranks[f"weight{of_term}"] = term.weights
-        for name, each in of_ranks.items():
-            values |= {f"{name}/mean": sum(each) / len(each), f"{name}/min": min(each), f"{name}/max": max(each)}
-            values |= {f"{name}/rank_{rank}": value for rank, value in enumerate(each) if self.per_rank}
-        return values
+        for name, values in of_ranks.items():
+            found |= {f"{name}/mean": fmean(values), f"{name}/min": min(values), f"{name}/max": max(values)}
+            found |= {f"{name}/rank_{rank}": value for rank, value in enumerate(values) if self.per_rank}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def _is_due(step: int, every: int | None) -> bool:
-    return bool(every and (step + 1) % every == 0)
+    return (step + 1) % (every or math.inf) == 0

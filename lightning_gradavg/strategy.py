@@ -397,7 +397,8 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     @override
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:
-        self._reduction.observer = self._reports.begin_step(self._reduction.window)
+        watched = self._reports.observing
+        self._reduction.observer = self._reports.begin_step(self._reduction.window) if watched else None
         step = Step(forward, self._backward_within_step, self._reduction, self._batches)
         output = self._replicas.run_step(step, *arguments)
         return self._reduction.agree(output) if self._reduction.judges else output

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import MixedPrecision
 from ranks import make_trainer
 from torch.utils.data import DataLoader, IterableDataset
 from toys import Memory, Toy, approx, loader
@@ -177,33 +175,3 @@ def test_identical_streams_are_noticed(world):
 def test_other_streams_are_not(world, kind):
     """Case 40: a stream that is split by rank, or whose samples are all alike, gives no warning in 20 steps."""
     assert [[], []] == world(2).run(warned_of_data, kind, 20)
-
-
-class HalfScaled(LightningModule):
-    """Gradients of float32 under a loss scale, as in mixed precision with float16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.ones(2))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return (batch.float() * self.w).sum(-1).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def fit_scaled() -> tuple[float, tuple[float, ...], float]:
-    strategy, scaler = GradAvgStrategy(**WEIGHTED), torch.amp.GradScaler("cpu", init_scale=65536.0)
-    options: dict[str, Any] = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "callbacks": [GradAvgMonitor(1)]}
-    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, **options)
-    batches: Any = [[[3.0, 4.0]]]
-    trainer.fit(HalfScaled(), loader(batches))
-    report = strategy.report()
-    return report.gradient_norm, report.local_gradient_norms, report.loss
-
-
-def test_a_loss_scale_is_removed(world):
-    """Gradients (3, 4) under a loss scale of 65536 have the norm 5, locally and globally."""
-    for norm, local_norms, loss in world(2).run(fit_scaled):
-        assert (approx(5.0, 1e-6), (approx(5.0, 1e-6),) * 2, approx(7.0, 1e-6)) == (norm, local_norms, loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
 from ranks import make_trainer
 from torch.utils.data import DataLoader
 from toys import MLP, Toy, approx, loader, samples
@@ -37,12 +39,13 @@ class Reports(Callback):
 
 
 class Manual(Toy):
-    """Toy with manual optimization; every `window` batches one step."""
+    """Toy with manual optimization; every two batches one step."""
 
-    def __init__(self, window: int = 1, **options: Any) -> None:
+    window = 2
+
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.automatic_optimization = False
-        self.window = window
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
@@ -108,27 +111,37 @@ def test_the_report_of_uneven_batches(world):
 
 
 WINDOWS = [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
+SHORT = [[[1], [3], [5]], [[1], [3], [7]]]
+SHORT_NUMBERS = [(2.0, 2.0, (2.0, 2.0)), (6.0, 6.0, (5.0, 7.0))]
 MANUAL = {"module": Manual}
 TWO, FOUR = {"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 4}
-# What each rank reads, the toy, the strategy, further options, and the loss, the norm and the local norms by hand.
+SUM = {"reduction": "sum"}
+FLOAT32 = {"start": [1.0, 1.0], "dtype": torch.float32}
+SCALED = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=65536.0))]}
+# What each rank reads, the toy, the strategy, further options; of every step the loss, the norm and the local norms.
 # fmt: off
 REPORTS: dict[str, tuple[Any, ...]] = {
-    "case 54, strided": ([[[1, 3]], [[2, 4]]], {"kind": "s"}, {}, {}, 3.75, 7.5, (5.0, 10.0)),
-    "case 54, weighted": (ITEM_2, {"kind": "s"}, WEIGHTED, {}, 3.75, 7.5, (14 / 3, 16.0)),
-    "case 17": ([[[8.0]] * 4] * 2, {"lr": 0.0}, {}, FOUR, 8.0, 8.0, (8.0, 8.0)),
-    "case 17, weighted": ([[[8.0]] * 4] * 2, {"lr": 0.0}, WEIGHTED, FOUR, 8.0, 8.0, (8.0, 8.0)),
-    "a mean over windows": (WINDOWS, {}, {}, TWO, 4.5, 4.5, (2.5, 6.5)),
-    "a weighted mean over windows": (WINDOWS, {}, WEIGHTED, TWO, 4.5, 4.5, (2.5, 6.5)),
-    "a sum over windows": (WINDOWS, {"loss": "sum"}, {"reduction": "sum"}, TWO, 36.0, 36.0, (10.0, 26.0)),
-    "a normalized sum": (WINDOWS, {"loss": "sum"}, {"reduction": "normalized_sum"}, TWO, 4.5, 4.5, (10.0, 26.0)),
-    "a mean over manual windows": (WINDOWS, {"window": 2}, {}, MANUAL, 4.5, 4.5, (2.5, 6.5)),
-    "a weighted mean over manual windows": (WINDOWS, {"window": 2}, WEIGHTED, MANUAL, 4.5, 4.5, (2.5, 6.5)),
-    "a sum over manual windows": (
-        WINDOWS, {"loss": "sum", "window": 2}, {"reduction": "sum"}, MANUAL, 36.0, 36.0, (10.0, 26.0)),
-    "case 5, a rank without samples": ([[[2, 4]], [[]]], {}, WEIGHTED, {}, 3.0, 3.0, (3.0, 0.0)),
+    "case 54, strided": ([[[1, 3]], [[2, 4]]], {"kind": "s"}, {}, {}, [(3.75, 7.5, (5.0, 10.0))]),
+    "case 54, weighted": (ITEM_2, {"kind": "s"}, WEIGHTED, {}, [(3.75, 7.5, (14 / 3, 16.0))]),
+    "case 17": ([[[8.0]] * 4] * 2, {}, {}, FOUR, [(8.0, 8.0, (8.0, 8.0))]),
+    "case 17, weighted": ([[[8.0]] * 4] * 2, {}, WEIGHTED, FOUR, [(8.0, 8.0, (8.0, 8.0))]),
+    "a mean over windows": (WINDOWS, {}, {}, TWO, [(4.5, 4.5, (2.5, 6.5))]),
+    "a weighted mean over windows": (WINDOWS, {}, WEIGHTED, TWO, [(4.5, 4.5, (2.5, 6.5))]),
+    "a sum over windows": (WINDOWS, {"loss": "sum"}, SUM, TWO, [(36.0, 36.0, (10.0, 26.0))]),
+    "a normalized sum": (
+        WINDOWS, {"loss": "sum"}, {"reduction": "normalized_sum"}, TWO, [(4.5, 4.5, (10.0, 26.0))]),
+    "a mean over manual windows": (WINDOWS, {}, {}, MANUAL, [(4.5, 4.5, (2.5, 6.5))]),
+    "a weighted mean over manual windows": (WINDOWS, {}, WEIGHTED, MANUAL, [(4.5, 4.5, (2.5, 6.5))]),
+    "a sum over manual windows": (WINDOWS, {"loss": "sum"}, SUM, MANUAL, [(36.0, 36.0, (10.0, 26.0))]),
+    "case 13, a short last window": (SHORT, {}, {}, TWO, SHORT_NUMBERS),
+    "case 13, weighted": (SHORT, {}, WEIGHTED, TWO, SHORT_NUMBERS),
+    "case 13, static graph": (SHORT, {}, {"static_graph": True}, TWO, SHORT_NUMBERS),
+    "case 13, static graph, weighted": (SHORT, {}, {**WEIGHTED, "static_graph": True}, TWO, SHORT_NUMBERS),
+    "case 5, a rank without samples": ([[[2, 4]], [[]]], {}, WEIGHTED, {}, [(3.0, 3.0, (3.0, 0.0))]),
     "two parameters": (
         [[[[3, 0]]], [[[0, 4]]]], {"start": [0.0, 0.0]}, {**WEIGHTED, "gradient_as_bucket_view": True}, {},
-        0.0, 2.5, (3.0, 4.0)),
+        [(0.0, 2.5, (3.0, 4.0))]),
+    "a loss scale is removed": ([[[[3.0, 4.0]]]] * 2, FLOAT32, WEIGHTED, SCALED, [(7.0, 5.0, (5.0, 5.0))]),
 }
 # fmt: on
 
@@ -136,28 +149,16 @@ REPORTS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", REPORTS)
 def test_loss_and_norms(world, name):
     """For one parameter `g = sum(w * g_r) / Z` holds among the reported numbers."""
-    batches, toy, strategy, options, loss, norm, local_norms = REPORTS[name]
-    (report,) = same_everywhere(world(2).run(observe, batches, toy, strategy, **options))
-    assert (approx(loss), approx(norm)) == (report.loss, report.gradient_norm)
-    assert tuple(map(approx, local_norms)) == report.local_gradient_norms
-    (term,) = report.terms
-    if name != "two parameters":
-        summed = sum(w * g for w, g in zip(term.multipliers, report.local_gradient_norms, strict=True))
-        assert approx(summed / term.normalizer) == report.gradient_norm
-
-
-@pytest.mark.parametrize("static_graph", [False, True])
-def test_a_short_last_window(world, static_graph):
-    """Case 13: with 3 batches and windows of 2 the last loss and the last norms are those of one micro-batch."""
-    for strategy in ({"static_graph": static_graph}, {**WEIGHTED, "static_graph": static_graph}):
-        reports = same_everywhere(
-            world(2).run(observe, [[[1], [3], [5]], [[1], [3], [7]]], {"lr": 0.0}, strategy, accumulate_grad_batches=2),
-            steps=2,
-        )
-        assert [approx(2.0), approx(6.0)] == [report.loss for report in reports]
-        assert [approx(2.0), approx(6.0)] == [report.gradient_norm for report in reports]
-        assert [(2.0, 2.0), (5.0, 7.0)] == [report.local_gradient_norms for report in reports]
-        assert [0, 1] == [report.step for report in reports]
+    batches, toy, strategy, options, expected = REPORTS[name]
+    reports = same_everywhere(world(2).run(observe, batches, {"lr": 0.0, **toy}, strategy, **options), len(expected))
+    close = functools.partial(approx, tolerance=1e-6 if toy is FLOAT32 else 1e-12)
+    for index, (report, (loss, norm, local_norms)) in enumerate(zip(reports, expected, strict=True)):
+        assert (index, close(loss), close(norm)) == (report.step, report.loss, report.gradient_norm)
+        assert tuple(map(close, local_norms)) == report.local_gradient_norms
+        (term,) = report.terms
+        if "start" not in toy:
+            summed = sum(w * g for w, g in zip(term.multipliers, report.local_gradient_norms, strict=True))
+            assert approx(summed / term.normalizer) == report.gradient_norm
 
 
 class Detector(Toy):

@@ -194,7 +194,7 @@ def test_both_ranks_raise_what_one_gets_wrong(world, body, arguments, error, mes
 @pytest.mark.parametrize("name", ["every_n_steps", "check_parameters_every_n_steps", "fingerprint_every_n_steps"])
 def test_a_monitor_counts_steps_from_one(name):
     options: dict[str, Any] = {name: 0}
-    with pytest.raises(ValueError, match=f"{name} must be None or an integer >= 1, got 0"):
+    with pytest.raises(ValueError, match=f"{name} must be an integer >= 1, got 0"):
         GradAvgMonitor(**options)
 
 

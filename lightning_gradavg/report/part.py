@@ -60,6 +60,9 @@ class Reports(Part):
     If the loss of a rank `crosses_ranks`, its samples are unknown. `facts` returns `learning_rates` and `lr_scale`.
     """
 
+    observing = False
+    """Whether a step is asked for, or under way."""
+
     def __init__(self, *, crosses_ranks: bool, facts: Callable[[], Mapping[str, Any]]) -> None:
         self._crosses_ranks, self._facts = crosses_ranks, facts
         self._asked = False
@@ -72,19 +75,14 @@ class Reports(Part):
         self._forget()
 
     def _forget(self) -> None:
-        self._under_way = False
+        self._under_way, self.observing = False, self._asked
         self._known: float | None = None  # samples of the loss whose backward comes next
-        self._micro_batches: list[tuple[list[Tensor], float | None]] = []  # terms of the loss, and samples if known
+        self._micro_batches: list[tuple[Sequence[Tensor], float | None]] = []  # terms of the loss, samples if known
         self._local: dict[Tensor, Tensor] | None = None  # squared norms of local gradients, after the last backward
 
     def observe_next_step(self) -> None:
         """Observe the step whose window begins next."""
-        self._asked = True
-
-    @property
-    def observing(self) -> bool:
-        """Whether `observe_next_step` waits for its step."""
-        return self._asked or self._under_way
+        self.observing = self._asked = True
 
     def report(self) -> StepReport:
         """Return the numbers of the last observed step, equal on all ranks; RuntimeError if there is none."""
@@ -132,8 +130,8 @@ class Reports(Part):
         local, seen = self._local, self._micro_batches[-window.length :]
         if local is None:
             return
-        self._forget()
         self._asked |= skipped
+        self._forget()
         if skipped:
             return
         scaler = getattr(self.run.trainer.precision_plugin, "scaler", None)
