@@ -138,6 +138,14 @@ class TrainingLoop:
         return bool(self._loop._should_accumulate())
 
     @property
+    def accumulation(self) -> int:
+        """Batches per optimizer step. A `GradientAccumulationScheduler` tells the Trainer when the epoch begins."""
+        trainer = self._loop.trainer
+        schedules = [each for each in trainer.callbacks if hasattr(each, "get_accumulate_grad_batches")]
+        told = [int(each.get_accumulate_grad_batches(trainer.current_epoch)) for each in schedules]
+        return told[0] if told else int(trainer.accumulate_grad_batches)
+
+    @property
     def step(self) -> int:
         """Optimizer steps before this one: the step that Lightning's own callbacks log with."""
         return int(self._loop.epoch_loop._batches_that_stepped)

@@ -7,12 +7,14 @@ those of a loader, batch or evaluation. Parts do not know each other: it passes 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gradavg.lightning_internals import TrainingLoop
 from lightning_gradavg.place import Place
 from lightning_gradavg.ranks import World
 
@@ -43,6 +45,11 @@ class Run:
         """The wrapper, of a run that trains."""
         assert self.model is not None
         return self.model
+
+    @cached_property
+    def loop(self) -> TrainingLoop:
+        """How far training is."""
+        return TrainingLoop(self.trainer.fit_loop)
 
     @property
     def num_nodes(self) -> int:

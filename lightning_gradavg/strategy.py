@@ -270,7 +270,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         return StrategyFacts(
             rule=options.rule,
             splits_batches=options.split_batches,
-            accumulation=self._batches.accumulation,
+            accumulation=self._rates.run.loop.accumulation,
             replicas=options.shaping_replicas(self.world_size),
             replicated=options.replicated,
             scales_rates=self._rates.scales,
@@ -357,13 +357,12 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def _process_training_loader(self, loader: object) -> object:
         size = loader_batch_size(loader)
         loader = super()._process_training_loader(loader)
-        self._rates.add_loader(size, self._batches.accumulation)
+        self._rates.add_loader(size)
         return loader
 
     def on_train_start(self) -> None:
         """Begin with the training loaders, which are known now."""
         super().on_train_start()
-        self._rates.begin(self._batches.accumulation)
         rank_zero_info(self._start_line())
         for logger in self._reduction.run.trainer.loggers if self._log_hyperparams else ():
             logger.log_hyperparams({f"gradavg/{name}": value for name, value in self._hyperparams().items()})
@@ -381,7 +380,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
 
     def _start_line(self) -> str:
         run, rule, size = self._reduction.run, self._options.rule, self.global_batch_size
-        ranks, nodes, window = len(run.places), run.num_nodes, self._batches.accumulation
+        ranks, nodes, window = len(run.places), run.num_nodes, run.loop.accumulation
         return (
             f"GradAvgStrategy: reduction={rule.name!r}, g = {rule.formula};"
             f" {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)} ({dist.get_backend()});"
@@ -393,7 +392,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     def _begin_batch(self, batch: Any) -> None:
         self._faults.on_train_batch_start()
         super()._begin_batch(batch)
-        self._rates.arrive(self._batches.accumulation)
+        self._rates.on_train_batch_start()
 
     @override
     def _run_step(self, forward: Callable[..., Any], *arguments: Any) -> Any:

@@ -102,7 +102,7 @@ BASE = 1000
 
 def follow(rates: Rates, scale: float) -> None:
     rates.prepare_loaders("train")
-    rates.add_loader(round(scale * BASE), 1)
+    rates.add_loader(round(scale * BASE))
 
 
 def attached(
@@ -111,7 +111,7 @@ def attached(
     rates = Rates(
         Options.of({"reduction": "mean"}), lr_scaling=lr_scaling, base_batch_size=BASE, lr_warmup_steps=warmup
     )
-    rates.run = cast(Any, SimpleNamespace(world=World()))
+    rates.run = cast(Any, SimpleNamespace(world=World(), loop=SimpleNamespace(accumulation=1)))
     rates.setup_optimizers(optimizers)
     follow(rates, scale)
     return rates

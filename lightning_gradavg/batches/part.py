@@ -7,14 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_gradavg.batches.chunks import Apart, Chunk, Split, require_same_reach
 from lightning_gradavg.batches.order import Behind, LoaderState
 from lightning_gradavg.batches.progress import JoinedIterator, NumberedLoader, Progress, join
-from lightning_gradavg.lightning_internals import TrainingLoop, injects_samplers, set_injection_of_samplers
+from lightning_gradavg.lightning_internals import injects_samplers, set_injection_of_samplers
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.stand_in import stand_in
@@ -47,17 +46,7 @@ class Batches(Part):
     def setup(self, run: Run) -> None:
         """Forget an earlier run."""
         super().setup(run)
-        self.joins, self._loop = False, TrainingLoop(run.trainer.fit_loop)
-
-    @property
-    def accumulation(self) -> int:
-        """Loader batches per optimizer step, which is what the user's `accumulate_grad_batches` counts."""
-        trainer: Any = self.run.trainer
-        schedules = (each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler))
-        schedule = next(schedules, None)  # it writes the Trainer's value when the epoch begins
-        if schedule is not None:
-            return int(schedule.get_accumulate_grad_batches(trainer.current_epoch))
-        return int(trainer.accumulate_grad_batches)
+        self.joins = False
 
     @property
     def chunk(self) -> Chunk | None:
@@ -74,13 +63,13 @@ class Batches(Part):
         """Whether the batch in training is the rank's own, and how many ranks have none."""
         if not self.joins:
             return True, 0
-        world_size, number = self.run.world.size, self._loop.ready - 1
-        loaders = [each.loader for each in self._loop.iterators if isinstance(each, JoinedIterator)]
+        world_size, number = self.run.world.size, self.run.loop.ready - 1
+        loaders = [each.loader for each in self.run.loop.iterators if isinstance(each, JoinedIterator)]
         fetched = [now for now in (loader.behind.get(number) for loader in loaders) if now is not None]
         missing: int = max((world_size - each.tally.read()[0] for each in fetched), default=0)
-        if missing > 0 and len(self._loop.iterators) > 1:
+        if missing > 0 and len(self.run.loop.iterators) > 1:
             raise RuntimeError(
-                f"one of the {len(self._loop.iterators)} train loaders has no more batches on {missing} of"
+                f"one of the {len(self.run.loop.iterators)} train loaders has no more batches on {missing} of"
                 f" {world_size} ranks: no weight of the step can count one loader and not the other. Give all ranks the"
                 " same number of batches, or read them by one loader."
             )
@@ -108,7 +97,7 @@ class Batches(Part):
 
     def process_dataloader(self, loader: Any) -> Any:
         """Return the loader, which ends on all ranks at once. A collective operation."""
-        joined = join(loader, self.run.world, self.run.device, self._loop)
+        joined = join(loader, self.run.world, self.run.device, self.run.loop)
         self.joins |= joined is not loader
         return joined
 
@@ -143,7 +132,7 @@ class SplitBatches(Batches):
         self._split = Split(
             run.world.rank, run.world.size, options.num_replicas, options.max_device_batch_size, options.replicated
         )
-        self._splits, self._progress = True, Progress(self._loop, lambda: self.accumulation)
+        self._splits, self._progress = True, Progress(run.loop)
         self._injects_samplers = injects_samplers(run.trainer)
         self._loaders: list[NumberedLoader] = []
 
@@ -159,7 +148,7 @@ class SplitBatches(Batches):
 
     @property
     def _behind(self) -> list[Behind | None]:
-        return self._progress.behind(self._loop.ready - 1) if self._splits else []
+        return self._progress.behind(self.run.loop.ready - 1) if self._splits else []
 
     def prepare_loaders(self, stage: str) -> None:
         """Have Lightning leave the samplers of training loaders alone, which can be told from others here only."""
@@ -199,7 +188,7 @@ class SplitBatches(Batches):
             # Resumed at the last batch of an epoch, Lightning 2.6 ends it in `reset`, but takes itself to be within it:
             # the next epoch would not count as begun, and another checkpoint would not resume it.
             fit_loop.reset_restart_stage()
-        self._loop.restart_at(next(iter(within), self._loop.processed))
+        self.run.loop.restart_at(next(iter(within), self.run.loop.processed))
 
     def on_train_batch_start(self) -> None:
         """Note that a batch is about to be trained on."""
@@ -217,7 +206,7 @@ class SplitBatches(Batches):
         if self._options.num_replicas is None and len(chunk.pieces) <= 1:
             return [ReplicaSlice(chunk.pieces[0].replica if chunk.pieces else None, chunk.samples, batch)]
         try:
-            structure = self._loop.structure
+            structure = self.run.loop.structure
             # On ranks without samples, too: all raise, or none.
             cut = [
                 _cut_out(part, behind.chunk) if behind else [None] * len(chunk.pieces)

@@ -116,15 +116,15 @@ class NumberedIterator(Iterator[Any]):
             raise StopIteration
         batch, behind = item
         first = 0 if loader.start is None else loader.start["batches"]
-        loader.behind.note(self, behind, first=first, keep=progress.window() + 2)
+        loader.behind.note(self, behind, first=first, keep=progress.loop.accumulation + 2)
         return batch
 
 
 class Progress:
-    """Where training stands in the loaders of one rank; `window` returns the loader batches of an optimizer step."""
+    """Where training stands in the loaders of one rank."""
 
-    def __init__(self, loop: TrainingLoop, window: Callable[[], int]) -> None:
-        self.loop, self.window = loop, window
+    def __init__(self, loop: TrainingLoop) -> None:
+        self.loop = loop
         self._random: RandomState | None = None  # of a resumed run that is being set up
         self._arrived = -1, random_state()  # the number of the window's first batch, and the state before it
         self._epoch: Callable[[], Any] = lambda: None
@@ -138,7 +138,7 @@ class Progress:
         if ready > loop.completed:
             return []
         self._epoch = ref(loop.epoch)
-        if ready % self.window() == 0:
+        if ready % loop.accumulation == 0:
             self._arrived = ready, random_state()
         loaders = [each.loader for each in loop.iterators]
         for loader in loaders:
@@ -156,7 +156,7 @@ class Progress:
         """
         if loader.start is not None:
             return loader.start
-        loop, window, sources = self.loop, self.window(), Sources(loader.loader)
+        loop, window, sources = self.loop, self.loop.accumulation, Sources(loader.loader)
         over = loop.epoch_ended and loop.processed == loop.ready
         stepped = loop.processed if over else loop.processed // window * window
         arrived, random = self._arrived

@@ -11,10 +11,10 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_gradavg.lightning_internals import TrainingLoop, finds_learning_rate
+from lightning_gradavg.lightning_internals import finds_learning_rate
 from lightning_gradavg.methods import replaced
 from lightning_gradavg.options import Options
-from lightning_gradavg.part import Part, Run, Saved
+from lightning_gradavg.part import Part, Saved
 from lightning_gradavg.rates.groups import ScaledGroups
 from lightning_gradavg.rates.scaling import (
     BatchScale,
@@ -79,11 +79,6 @@ class Rates(Part):
         self._begun: dict[Optimizer, ScaledGroups] = {}
         self._hooks = ExitStack()
 
-    def setup(self, run: Run) -> None:
-        """Begin a run."""
-        super().setup(run)
-        self._loop = TrainingLoop(run.trainer.fit_loop)
-
     @property
     def global_batch_size(self) -> int | None:
         """Samples of one optimizer step over ranks and window; None where no loader tells, or none is there yet."""
@@ -103,31 +98,31 @@ class Rates(Part):
         """Forget the sizes of earlier training loaders."""
         self._sizes = [] if stage == "train" else self._sizes
 
-    def add_loader(self, size: int | None, accumulation: int) -> None:
-        """Note the batch size of a training loader, None if it does not tell, and the loader batches per step."""
+    def add_loader(self, size: int | None) -> None:
+        """Note the batch size of a training loader, None if it does not tell."""
         self._sizes.append(size)
-        self._set_batch(accumulation)
+        self._set_batch()
 
-    def _set_batch(self, accumulation: int, *, searches: bool = False) -> None:
+    def _set_batch(self, *, searches: bool = False) -> None:
         """Set what the steps from the next one on follow.
 
         A learning rate is found with a global batch: scaled in the search or after it, it would count the batch twice.
         """
         self.end()
-        self._accumulation = accumulation
-        now = self._batch_of(self._sizes, accumulation, world_size=self.run.world.size)
+        self._accumulation = self.run.loop.accumulation
+        now = self._batch_of(self._sizes, self._accumulation, world_size=self.run.world.size)
         self._found_with = now.global_batch_size if searches else self._found_with
         self.batch = now._replace(base_batch_size=self._found_with or now.base_batch_size)
 
-    def _follow(self, accumulation: int) -> None:
+    def _follow(self) -> None:
         """Follow what may have changed since the last batch."""
         searches = self.scales and finds_learning_rate(self.run.trainer)
-        if searches or accumulation != self._accumulation:
-            self._set_batch(accumulation, searches=searches)
+        if searches or self.run.loop.accumulation != self._accumulation:
+            self._set_batch(searches=searches)
 
-    def begin(self, accumulation: int) -> None:
+    def on_train_start(self) -> None:
         """Begin training, or raise a ValueError about what cannot be scaled or resumed."""
-        self._follow(accumulation)
+        self._follow()
         self._compare()
         warning = counted_twice(self._options.rule.name, self._scaling, self.batch.scale, self.run.num_nodes)
         if warning:
@@ -158,10 +153,10 @@ class Rates(Part):
 
         self._hooks.enter_context(replaced(owner, name, surrounded))
 
-    def arrive(self, accumulation: int) -> None:
+    def on_train_batch_start(self) -> None:
         """Begin a batch, and with it a step. Callbacks may move batches at any other time."""
-        self._follow(accumulation)
-        if self.scales and self._steps_by_loop and self._loop.between_batches:
+        self._follow()
+        if self.scales and self._steps_by_loop and self.run.loop.between_batches:
             self.end()
             self.apply()
 
