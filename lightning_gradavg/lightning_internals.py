@@ -129,6 +129,12 @@ class TrainingLoop:
         """Whether no hook of a batch is running."""
         return bool(self.ready == self.completed)
 
+    @property
+    def arriving(self) -> int | None:
+        """The number in the epoch of the batch that is about to be trained on; None while one is."""
+        current = self._loop.epoch_loop.batch_progress.current
+        return None if current.ready > current.completed else int(current.ready)
+
     # Batches of the epoch: those that reached training, were trained on, and had their hooks called.
     ready, processed, completed = map(_of_epoch, ("ready", "processed", "completed"))
 

@@ -521,7 +521,8 @@ class Looking(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         strategy: Any = self.trainer.strategy
         for _ in range(2):  # asked twice, it is the same
-            for part, behind in zip(batch, strategy._batches._behind, strict=True):
+            for part, loader in zip(batch, strategy._batches._loaders, strict=True):
+                behind = loader.now
                 expected = None if behind is None else [*range(behind.chunk.start, behind.chunk.stop)]
                 assert expected == (None if part is None else [value % 4 for value in part.tolist()])
         loaders: Any = self.trainer.train_dataloader

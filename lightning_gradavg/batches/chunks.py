@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -35,45 +35,50 @@ def chunk_bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
 
 
 class Piece(NamedTuple):
-    """Samples `start` to `stop` of a loader batch, computed at once; `replica` is another for each, over all ranks."""
+    """Samples `start` to `stop` of a loader batch, computed at once.
 
-    replica: int
+    `replica` is another for each piece, over all ranks; None of a stand-in.
+    """
+
+    replica: int | None
     start: int
     stop: int
 
+    @property
+    def samples(self) -> int:
+        """Number of samples that count."""
+        return 0 if self.replica is None else self.stop - self.start
 
-@dataclass(frozen=True)
-class Chunk:
+
+class Chunk(NamedTuple):
     """What a rank has of a loader batch.
 
     Attributes:
+        pieces: What is computed at once, in order; of a rank without samples, its stand-in.
         start: First sample, as a position in the loader batch.
         stop: Sample after the last.
-        pieces: What is computed at once, in order; none for a stand-in.
+        samples: Number of samples that count: 0 for a stand-in, which only keeps the rank busy.
         batch_samples: Number of samples of the loader batch.
-        layout: Number of pieces of each rank.
+        layout: Number of pieces that count, of each rank.
+        ranks: Number of ranks that have samples.
     """
 
+    pieces: Sequence[Piece]
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    samples: int
     batch_samples: int
     layout: tuple[int, ...]
-
-    @cached_property
-    def stand_in(self) -> bool:
-        """Whether the samples only keep the rank busy, and must not count."""
-        return not self.pieces
-
-    @cached_property
-    def samples(self) -> int:
-        """Number of samples that count: 0 for a stand-in."""
-        return 0 if self.stand_in else self.stop - self.start
+    ranks: int
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks that have samples."""
-        return sum(map(bool, self.layout))
+    def stand_in(self) -> bool:
+        """Whether the samples only keep the rank busy, and must not count."""
+        return self.samples == 0
+
+
+STAND_IN = Chunk([Piece(None, 0, 0)], start=0, stop=0, samples=0, batch_samples=0, layout=(), ranks=0)
+"""Of a rank that has no loader batch: what it computes is another one."""
 
 
 @dataclass(frozen=True)
@@ -109,37 +114,24 @@ class Split:
 def _cut(split: Split, size: int) -> Chunk:
     if size < 1:
         raise ValueError("a loader batch has no samples: leave out empty batches")
-    replicas = [Piece(replica, *bounds) for replica, bounds in enumerate(chunk_bounds(size, split.chunks))]
-    most = size if split.max_samples is None else split.max_samples
+    bounds, most = chunk_bounds(size, split.chunks), split.max_samples or size
     owned = [
-        [part for replica in replicas[first:last] for part in _parts(replica, most, split.world_size)]
-        for first, last in chunk_bounds(split.chunks, split.world_size)
+        [piece for replica in range(*of_rank) for piece in _pieces(replica, *bounds[replica], most, split.world_size)]
+        for of_rank in chunk_bounds(split.chunks, split.world_size)
     ]
-    mine = owned[split.rank]
-    rows = min(max(replicas[0].stop, _STAND_IN_SAMPLES), size, most)
-    start, stop = (mine[0].start, mine[-1].stop) if mine else (0, rows)
-    return Chunk(start, stop, tuple(mine), size, tuple(map(len, owned)))
+    stand_in = Piece(None, 0, min(max(bounds[0][1], _STAND_IN_SAMPLES), size, most))
+    pieces, layout = owned[split.rank] or [stand_in], tuple(map(len, owned))
+    samples = sum(piece.samples for piece in pieces)
+    return Chunk(pieces, pieces[0].start, pieces[-1].stop, samples, size, layout, sum(map(bool, layout)))
 
 
-def _parts(whole: Piece, most: int, ranks: int) -> Iterator[Piece]:
-    """Cut into parts whose sizes differ by at most 1: batch norm sees many samples in each."""
-    samples = whole.stop - whole.start
+def _pieces(replica: int, start: int, stop: int, most: int, ranks: int) -> Iterator[Piece]:
+    """Cut a replica into pieces whose sizes differ by at most 1: batch norm sees many samples in each."""
+    samples = stop - start
     count = -(-samples // most)
-    for part in range(count):
-        start, stop = (whole.start + end * samples // count for end in (part, part + 1))
-        yield Piece(whole.replica + part * ranks, start, stop)
-
-
-def require_same_reach(chunks: Sequence[Chunk]) -> None:
-    """Raise on all ranks unless several loaders' batches are cut into the same pieces: each has one weight."""
-    if len({chunk.layout for chunk in chunks}) > 1:
-        found = " and ".join(
-            f"{chunk.batch_samples} samples in {' + '.join(map(str, chunk.layout))} pieces" for chunk in chunks
-        )
-        raise RuntimeError(
-            f"the batches of the train loaders, now {found} on the ranks, are not cut alike, so some piece has samples"
-            " of one loader and none of another. Set drop_last=True, or use equal batch sizes."
-        )
+    for piece in range(count):
+        first, last = (start + end * samples // count for end in (piece, piece + 1))
+        yield Piece(replica + piece * ranks, first, last)
 
 
 class Apart(list[Any]):
@@ -168,24 +160,29 @@ class PartCollator:
     split: Split
 
     def __call__(self, samples: list[Any]) -> Collated:
-        """Return this rank's part of the batch of these samples, which all ranks read."""
-        chunk, whole, before = self.split.cut(len(samples)), self.split.whole, random_state()
-        own = samples if whole else samples[chunk.start : chunk.stop]
-        batch = self.collate(own)
-        rows = _rows(batch, len(own))
-        if whole and rows is not None:
-            return cut_out(batch, rows, self.split)
-        if whole and not same_random_state(before, random_state()):
-            raise ValueError(
-                f"a batch of type {type(batch).__name__} cannot be cut into replicas, and collate_fn draws random"
-                " numbers, which would differ from those of the whole batch if it collated each replica separately."
-                " Draw them in the dataset or in training_step."
-            )
-        if whole or (rows is None and len(chunk.pieces) > 1):
-            bounds = [(start, stop) for _, start, stop in chunk.pieces] or [(chunk.start, chunk.stop)]
-            parts = Apart(self.collate(samples[start:stop]) for start, stop in bounds)
-            batch = parts if len(parts) > 1 else parts[0]
-        return Collated(len(samples), data_digest((len(samples), samples[0], samples[-1])), batch)
+        """Return this rank's part of the batch of these samples."""
+        chunk = self.split.cut(len(samples))
+        if self.split.whole:
+            before = random_state()
+            batch = self.collate(samples)
+            if (rows := _rows(batch, len(samples))) is not None:
+                return cut_out(batch, rows, self.split)
+            if not same_random_state(before, random_state()):
+                raise ValueError(
+                    f"a batch of type {type(batch).__name__} cannot be cut into replicas, and collate_fn draws random"
+                    " numbers, which would differ from those of the whole batch if it collated each replica separately."
+                    " Draw them in the dataset or in training_step."
+                )
+            part = self._apart(samples, chunk)
+        else:
+            part = self.collate(samples[chunk.start : chunk.stop])
+            if len(chunk.pieces) > 1 and _rows(part, chunk.samples) is None:
+                part = self._apart(samples, chunk)
+        return Collated(len(samples), data_digest((len(samples), samples[0], samples[-1])), part)
+
+    def _apart(self, samples: list[Any], chunk: Chunk) -> Any:
+        parts = Apart(self.collate(samples[start:stop]) for _, start, stop in chunk.pieces)
+        return parts if len(parts) > 1 else parts[0]
 
 
 def _rows(batch: Any, samples: int) -> int | None:
@@ -197,3 +194,12 @@ def _rows(batch: Any, samples: int) -> int | None:
     except ValueError:
         return None
     return rows if rows % samples == 0 else None
+
+
+def cut_pieces(part: Any, chunk: Chunk) -> Sequence[Any]:
+    """Return the samples of each piece of a chunk, of the rank's part of a batch, which hooks may have changed."""
+    if isinstance(part, Apart):
+        return part
+    if (found := batch_samples(part)) != chunk.stop - chunk.start:
+        raise ValueError(f"it has {found} samples where the train loader yielded {chunk.stop - chunk.start}")
+    return [slice_batch(part, start - chunk.start, stop - chunk.start) for _, start, stop in chunk.pieces]

@@ -5,7 +5,7 @@ that a rank loads its own samples only. Everything else is *shared*: all ranks r
 state of rank 0, in the main process and in workers, and each takes its part, where it can before they are collated.
 
 Where the batches are to be those of one process with all that random numbers, padding and mixing make of them
-(`Split.whole`), map-style datasets are shared, too, unless they are known to be the same in parts.
+(`Split.whole`), map-style datasets are shared, too, unless the user says that they draw nothing.
 
 Iterating is a collective operation: all ranks do it, or none.
 """
@@ -17,8 +17,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_gradavg.batches.chunks import Collated, PartCollator, Split, cut_out
 from lightning_gradavg.batches.order import Behind, LoaderState, Order, SharedIndices, require_equal
@@ -37,8 +36,6 @@ from lightning_gradavg.tree import batch_samples
 __all__ = ["Pass", "SplitLoader", "split_batches"]
 
 _END = object()
-# Their items are what they hold. A subclass may draw.
-_DRAW_NOTHING = (TensorDataset, Tensor, list, tuple, range)
 
 
 class Pass(NamedTuple):
@@ -67,22 +64,23 @@ class SplitLoader(LoaderWrapper):
         loader = user_loader(loader)
         batched = isinstance(loader, DataLoader) and loader.batch_sampler is not None
         streams = not batched or isinstance(loader.dataset, IterableDataset)
-        shared = streams or (split.whole and not _may_be_read_in_parts(loader))
-        _require_splittable(loader, world, shared=shared)
+        in_parts = not (streams or (split.whole and not _may_be_read_in_parts(loader)))
+        _require_splittable(loader, world, shared=not in_parts)
         self.split, self._world = split, world
-        self._indices = None if shared else SharedIndices(loader.batch_sampler, split)
+        self._indices = SharedIndices(loader.batch_sampler, split) if in_parts else None
         replaced: dict[str, Any] = {}
-        if self._indices is not None:
+        if in_parts:
             replaced["batch_sampler"] = self._indices
             if world.rank > 0:
                 replaced["generator"] = None  # the seed of workers is drawn from a stream of the rank's own
-        of_read = split if shared else Split(max_samples=split.max_samples)
         # A loader with an `__iter__` of its own expects what the user's collate_fn returns.
-        if batched and type(loader).__iter__ is DataLoader.__iter__ and (shared or split.max_samples is not None):
+        plain = batched and type(loader).__iter__ is DataLoader.__iter__
+        if plain and (split.max_samples is not None or not in_parts):
+            of_read = Split(max_samples=split.max_samples) if in_parts else split
             replaced["collate_fn"] = PartCollator(loader.collate_fn, of_read)
         read = cloned(loader, **replaced) if isinstance(loader, DataLoader) else loader
         # Seeded by its rank, a worker might read in another order.
-        super().__init__(loader, read=read, shown=loader, shared=shared)
+        super().__init__(loader, read=read, shown=loader, shared=not in_parts)
         if isinstance(loader, DataLoader):
             self.worker_init_fn = loader.worker_init_fn
 
@@ -106,7 +104,7 @@ class SplitLoader(LoaderWrapper):
             batches = iter(self._read)
         if self._indices is None:
             return Pass(order, self._read_together(order, batches))
-        order.follow(order.state["snapshots"]["begin"]["random"], self._world.from_first(order.stream.state))
+        order.follow(order.snapshots["begin"]["random"], self._world.from_first(order.stream.state))
         return Pass(order, self._read_in_parts(order, batches))
 
     def _read_together(self, order: Order, batches: Iterator[Any]) -> Iterator[tuple[Any, Behind]]:
@@ -125,16 +123,18 @@ class SplitLoader(LoaderWrapper):
 
     def _read_in_parts(self, order: Order, batches: Iterator[Any]) -> Iterator[tuple[Any, Behind]]:
         """Yield what this rank loads."""
+        drawing = order.drawing if order.forks else nullcontext
         while True:
-            with order.drawing() if order.forks else nullcontext():
+            with drawing():
                 batch = next(batches, _END)
-            if (batch is _END) != (not order.asked):
+            ends = batch is _END
+            if ends is bool(order.asked):
                 raise RuntimeError(
-                    f"{type(self.loader).__name__} yielded {'fewer' if batch is _END else 'more'} batches than its"
-                    " batch_sampler was asked for, so split_batches=True cannot tell which samples a batch holds. Wrap"
-                    " it in an iterable of your own, whose batches are split once they are collated."
+                    f"{type(self.loader).__name__} yielded {'fewer' if ends else 'more'} batches than its batch_sampler"
+                    " was asked for, so split_batches=True cannot tell which samples a batch holds. Wrap it in an"
+                    " iterable of your own, whose batches are split once they are collated."
                 )
-            if batch is _END:
+            if ends:
                 return order.finish()
             yield batch.part if isinstance(batch, Collated) else batch, order.asked.popleft()
 
@@ -149,57 +149,44 @@ class SplitLoader(LoaderWrapper):
         )
 
 
+_ALONE = (
+    "leave split_batches, equivalent_to and num_replicas out, and every rank trains on its own batches: with"
+    " reduction='weighted_mean' it gives the mean over all samples, however many a rank has."
+)
+
+
 def _require_splittable(loader: Any, world: World, *, shared: bool) -> None:
     """Raise on all ranks if the loader cannot be split on some, or they differ: nobody waits for one that gave up."""
-    dealing = getattr(distributed_sampler(loader), "num_replicas", None)
-    workers = [getattr(loader, name, None) for name in ("num_workers", "prefetch_factor")]
-    size, length = loader_batch_size(loader), length_of(loader)
-    alone = (
-        "leave split_batches, equivalent_to and num_replicas out, and every rank trains on its own batches: with"
-        " reduction='weighted_mean' it gives the mean over all samples, however many a rank has."
-    )
+    dealing = getattr(distributed_sampler(loader), "num_replicas", 0)
+    workers, ahead = (getattr(loader, name, None) for name in ("num_workers", "prefetch_factor"))
+    name, size, length = type(loader).__name__, loader_batch_size(loader), length_of(loader)
     problems = {
-        f"{type(loader).__name__} or its dataset {type(getattr(loader, 'dataset', None)).__name__} has"
-        " sharded_by_rank = True: the ranks' batches are not one batch, which can be shared out. Remove the attribute"
-        f" and have every rank read the same data; or {alone}": is_sharded(loader),
+        f"{name} or its dataset {type(getattr(loader, 'dataset', None)).__name__} has sharded_by_rank = True: the"
+        " ranks' batches are not one batch, which can be shared out. Remove the attribute and have every rank read the"
+        f" same data; or {_ALONE}": is_sharded(loader),
         f"the train loader has a DistributedSampler for {dealing} replicas, but with split_batches=True the loader's"
         " batches are the global batches, which the strategy splits. Give the loader the sampler of a run on one"
-        f" device. Where a library adds this sampler automatically for every DDPStrategy, {alone}": dealing is not None,
+        f" device. Where a library adds this sampler automatically for every DDPStrategy, {_ALONE}": dealing > 0,
         "in_order=False lets the workers hand over batches in an order of their own, so the ranks' chunks would not"
         " make up one batch. Use in_order=True with split_batches=True.": (
-            not getattr(loader, "in_order", True) and getattr(loader, "num_workers", 0) > 0
+            bool(workers) and not getattr(loader, "in_order", True)
         ),
     }
-    problem = next((problem for problem, applies in problems.items() if applies), None)
-    # Ranks that prefetch differently would ask for their indices at different times.
-    facts = (problem is None, shared, size, length, *workers)
-    require_equal(
-        world,
-        facts,
-        problem
-        or f"the ranks' train loaders differ: on this rank it is a {type(loader).__name__} of batch size {size} and"
-        f" length {length}, num_workers={workers[0]}, prefetch_factor={workers[1]}.",
+    found = [problem for problem, applies in problems.items() if applies]
+    differs = (
+        f"the ranks' train loaders differ: on this rank it is a {name} of batch size {size} and length {length},"
+        f" num_workers={workers}, prefetch_factor={ahead}."
     )
-    if problem is not None:
-        raise ValueError(problem)
+    # Ranks that prefetch differently would ask for their indices at different times.
+    require_equal(world, (not found, shared, size, length, workers, ahead), [*found, differs][0])
+    if found:
+        raise ValueError(found[0])
 
 
 def _may_be_read_in_parts(loader: DataLoader[Any]) -> bool:
     """Whether the parts of a batch are the same if only they are read: no sample or batch depends on another."""
     said = any(getattr(owner, "draws_no_random_numbers", False) for owner in (loader, loader.dataset))
-    return (
-        (said or _draws_nothing(loader.dataset))
-        and loader.collate_fn is default_collate
-        and type(loader).__iter__ is DataLoader.__iter__
-    )
-
-
-def _draws_nothing(dataset: Any) -> bool:
-    if type(dataset) is Subset:
-        return _draws_nothing(dataset.dataset)
-    if type(dataset) is ConcatDataset:
-        return all(map(_draws_nothing, dataset.datasets))
-    return type(dataset) in _DRAW_NOTHING
+    return said and loader.collate_fn is default_collate and type(loader).__iter__ is DataLoader.__iter__
 
 
 def split_batches(loader: Any, *, group: dist.ProcessGroup | None = None) -> SplitLoader:

@@ -29,7 +29,7 @@ from lightning_gradavg.random_state import RandomState, RandomStream, forked, ra
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import data_digest
 
-__all__ = ["Behind", "LoaderState", "Order", "SharedIndices", "Sources", "require_equal"]
+__all__ = ["Behind", "LoaderState", "Order", "Place", "SharedIndices", "Sources", "require_equal"]
 
 _BLOCK = 256
 """Batches of indices that are sent at once, where the sampler draws no random numbers and sees nothing of training."""
@@ -45,23 +45,14 @@ class Snapshot(TypedDict):
     generators: list[Tensor]
 
 
-class PassState(TypedDict):
-    """What determines a pass: what it drew from, by moment, and the states of samplers before it."""
-
-    snapshots: dict[str, Snapshot]
-    objects: list[Any]
-
-
 class LoaderState(TypedDict):
-    """Where training stands in a loader."""
+    """Where training stands in a loader: what determines the pass, and how far training is in it."""
 
-    complete: bool  # whether the epoch is over, so that the next pass starts at its first batch
-    batches: int  # loader batches of the pass that were trained on
+    snapshots: dict[str, Snapshot]  # what the pass drew from, by moment; none after a complete epoch
+    samplers: list[Any]  # the states of samplers before the pass
+    now: Snapshot
+    batches: int  # loader batches of the pass that were stepped on
     digest: str  # of the digests of these batches
-    passes: list[PassState]  # the pass; none after a complete epoch
-    generators: list[Tensor]  # the states now
-    objects: list[Any]
-    random: RandomState
 
 
 class Sources:
@@ -72,28 +63,36 @@ class Sources:
         self._generators = list({id(each): each for each in owned if isinstance(each, torch.Generator)}.values())
         self._samplers = [each for each in loader_samplers(loader) if hasattr(each, "load_state_dict")]
 
-    def generators(self) -> list[Tensor]:
-        """Return the states of generators."""
-        return [generator.get_state() for generator in self._generators]
+    def snapshot(self) -> Snapshot:
+        """Return what draws of this process depend on now."""
+        return Snapshot(random=random_state(), generators=[each.get_state() for each in self._generators])
 
-    def objects(self) -> list[Any]:
+    def samplers(self) -> list[Any]:
         """Return the states of samplers."""
-        return [copy.deepcopy(sampler.state_dict()) for sampler in self._samplers]
+        return [copy.deepcopy(each.state_dict()) for each in self._samplers]
 
-    def load(self, generators: list[Tensor], objects: Sequence[Any] = ()) -> None:
+    def load(self, generators: Sequence[Tensor], samplers: Sequence[Any] = ()) -> None:
         """Give generators and samplers their states."""
         for generator, drawn in zip(self._generators, generators, strict=False):
             generator.set_state(drawn)
-        for sampler, state in zip(self._samplers, objects, strict=False):
+        for sampler, state in zip(self._samplers, samplers, strict=False):
             sampler.load_state_dict(copy.deepcopy(state))
 
 
-class Behind(NamedTuple):
-    """What stands behind a batch: its samples of the loader batch, and the place after that batch in the pass."""
+class Place(NamedTuple):
+    """A place in a pass: how many loader batches were read, and the digest of their digests."""
 
-    chunk: Chunk
     batches: int
     digest: str
+
+
+class Behind(NamedTuple):
+    """What stands behind a batch: its samples of the loader batch, and the places before and after it in a pass."""
+
+    chunk: Chunk
+    order: Order
+    before: Place
+    after: Place
 
 
 class Order:
@@ -103,22 +102,22 @@ class Order:
     other rank from a stream of its own, so that no two ranks draw the same augmentation.
 
     Attributes:
-        start: How many loader batches are passed over.
+        start: Where the pass begins: loader batches before it are passed over.
+        place: Where reading is.
         asked: What stands behind the batches whose indices were asked for, and which are still to come.
-        state: What determines the pass, complete once its first batch was asked for.
+        snapshots: What the pass drew from, by moment: complete once its first batch was asked for.
+        samplers: The states of samplers before the pass.
     """
 
-    def __init__(self, loader: Any, world: World, start: LoaderState | None, *, shared: bool) -> None:
+    def __init__(self, loader: Any, world: World, state: LoaderState | None, *, shared: bool) -> None:
         self.world, self._shared, self.forks = world, shared, not shared and world.rank > 0
-        self.batches, self.asked = 0, deque[Behind]()
         self._sources, self._sized = Sources(loader), length_of(loader) < math.inf
-        self.start, self.digest, self._seen = 0, "", dict[str, Snapshot]()
-        if start is not None:
-            begun = start["passes"][0] if start["passes"] else PassState(snapshots={}, objects=start["objects"])
-            self.start, self.digest, self._seen = start["batches"], start["digest"], begun["snapshots"]
-            self._sources.load(start["generators"], begun["objects"])
-        self.state = PassState(snapshots={}, objects=self._sources.objects())
-        self._hash, self.stream = blake2b(digest_size=16), RandomStream()
+        self.start, self.place, self.snapshots = Place(0, ""), Place(0, ""), dict[str, Snapshot]()
+        if state is not None:
+            self.start, self.snapshots = Place(state["batches"], state["digest"]), state["snapshots"]
+            self._sources.load(state["now"]["generators"], state["samplers"])
+        self.samplers = self._sources.samplers()
+        self._hash, self.stream, self.asked = blake2b(digest_size=16), RandomStream(), deque[Behind]()
         self.draw_on("begin")
         if self.forks:
             self.stream.state = forked(self.stream.state, world.rank)
@@ -129,22 +128,22 @@ class Order:
         A collective operation at `begin`, and where the ranks draw the same numbers. Within a draw, as where worker
         processes are fed their first indices, the state is the pass's already.
         """
-        now = self._seen.get(moment)
-        if now is None:
-            now = Snapshot(random=random_state(), generators=self._sources.generators())
+        if moment not in self.snapshots:
+            now = self._sources.snapshot()
             if not self.stream.drawing_now and (self._shared or moment == "begin"):
                 now = self.world.from_first(now)
-        self.state["snapshots"][moment] = now
-        self.stream.state = now["random"]
+            self.snapshots[moment] = now
+        drawn = self.snapshots[moment]
+        self.stream.state = drawn["random"]
         if not self.forks:
-            self._sources.load(now["generators"])
+            self._sources.load(drawn["generators"])
 
     def drawing(self) -> AbstractContextManager[None]:
         """Draw from the random state of the pass inside.
 
         While batches are passed over, every rank has its own state back at the end: that of the resumed run.
         """
-        return self.stream.drawing(apart=self.batches < self.start)
+        return self.stream.drawing(apart=self.place.batches < self.start.batches)
 
     def follow(self, before: RandomState, after: RandomState) -> None:
         """Move on as rank 0 did, which drew, if this rank's state was rank 0's.
@@ -161,19 +160,20 @@ class Order:
         that a rank that ends early and one that goes on meet here.
         """
         self._hash.update(key)
-        self.batches += 1
-        resumes, is_power_of_2 = self.batches == self.start, self.batches & (self.batches - 1) == 0
-        if self.batches >= self.start and (resumes or not self._sized or is_power_of_2):
-            self._compare(f"batch {self.batches}" + ", the last that the checkpoint counts" * resumes)
-        if resumes and self._hash.hexdigest() != self.digest:
+        before, number = self.place, self.place.batches + 1
+        self.place = Place(number, self._hash.hexdigest())
+        resumes, is_power_of_2 = number == self.start.batches, number & (number - 1) == 0
+        if number >= self.start.batches and (resumes or not self._sized or is_power_of_2):
+            self._compare(f"batch {number}" + ", the last that the checkpoint counts" * resumes)
+        if resumes and self.place != self.start:
             self._refuse("are not those of the checkpoint")
-        return Behind(chunk, self.batches, self._hash.hexdigest()) if self.batches > self.start else None
+        return Behind(chunk, self, before, self.place) if number > self.start.batches else None
 
     def finish(self) -> None:
         """Raise if some batches to pass over are missing, or ranks that all read had others."""
-        self._compare(f"the end after batch {self.batches}")
-        if self.batches < self.start:
-            self._refuse(f"are missing, it ends after {self.batches}")
+        self._compare(f"the end after batch {self.place.batches}")
+        if self.place.batches < self.start.batches:
+            self._refuse(f"are missing, it ends after {self.place.batches}")
 
     def _compare(self, what: str) -> None:
         if self._shared and not _equal(self.world, self._hash.digest()):
@@ -186,12 +186,13 @@ class Order:
             )
 
     def _refuse(self, found: str) -> NoReturn:
+        batches = self.start.batches
         raise RuntimeError(
-            f"the checkpoint was saved after {self.start} batches of its epoch, but the first {self.start} batches of"
-            f" the train loader {found}: going on would train on some samples twice and on others never. Resume with"
-            " the dataset, batch size and sampler of that run. A sampler whose order does not come from `generator=` or"
-            " the global random state needs methods `state_dict` and `load_state_dict`. Or resume from a checkpoint of"
-            " the end of an epoch."
+            f"the checkpoint was saved after {batches} batches of its epoch, but the first {batches} batches of the"
+            f" train loader {found}: going on would train on some samples twice and on others never. Resume with the"
+            " dataset, batch size and sampler of that run. A sampler whose order does not come from `generator=` or the"
+            " global random state needs methods `state_dict` and `load_state_dict`. Or resume from a checkpoint of the"
+            " end of an epoch."
         )
 
 
@@ -199,6 +200,7 @@ class SharedIndices:
     """The batch sampler of a copy of the loader: this rank's part of what rank 0's yields, which is sent in blocks."""
 
     order: Order  # of the next pass
+    _raised: Exception | None = None  # by rank 0's, on that rank
 
     def __init__(self, batch_sampler: Any, split: Split) -> None:
         self._batch_sampler, self._split = batch_sampler, split
@@ -216,28 +218,30 @@ class SharedIndices:
 
     def _of_rank_0(self, batches: Iterator[Any], order: Order) -> Iterator[Any]:
         """Yield what rank 0's sampler yields, on all ranks."""
-        size = 1
-        if not order.forks:
+        first, size = order.world.rank == 0, 1
+        if first:
             order.draw_on("first")
         while True:
-            block, error, drawn = [], None, None
-            if order.world.rank == 0:
-                with order.drawing():
-                    before = order.stream.state
-                    try:
-                        block = list(map(_listed, islice(batches, size)))
-                    except Exception as raised:  # noqa: BLE001  # the other ranks would wait for it
-                        error = raised
-                    drawn = (before, order.stream.state) if size == 1 else None
-            block, message, drawn = order.world.from_first((block, error and repr(error), drawn))
-            if drawn is not None:
-                order.follow(*drawn)
+            own = self._next_block(batches, size, order) if first else None
+            block, error, before, after = order.world.from_first(own)
+            order.follow(before, after)
             yield from block
-            if message:
-                raise error or RuntimeError(f"the batch sampler of rank 0, whose order counts, raised {message}")
+            if error:
+                told = f"the batch sampler of rank 0, whose order counts, raised {error}"
+                raise self._raised or RuntimeError(told)
             if len(block) < size:
                 return
             size = min(2 * size, _BLOCK) if self._draws_once else 1
+
+    def _next_block(self, batches: Iterator[Any], size: int, order: Order) -> tuple[list[Any], str, Any, Any]:
+        """Return the next indices, what was raised after them, and the random states before and after."""
+        with order.drawing():
+            block, error, before = list[Any](), "", order.stream.state
+            try:
+                block.extend(_listed(indices) for indices in islice(batches, size))
+            except Exception as raised:  # noqa: BLE001  # the other ranks would wait for it
+                self._raised, error = raised, repr(raised)
+            return block, error, before, order.stream.state
 
     def _own(self, batches: Iterator[Any], order: Order) -> Iterator[Any]:
         """Yield the indices that this rank loads, and pass over batches that were trained on."""
@@ -247,6 +251,18 @@ class SharedIndices:
             if behind is not None:
                 order.asked.append(behind)
                 yield indices[chunk.start : chunk.stop]
+
+
+def _next_block(batches: Iterator[Any], size: int, order: Order) -> tuple[list[Any], str | None, Any, Any]:
+    """Return the next indices, what was raised after them, and the random states before and after."""
+    with order.drawing():
+        block, error, before = list[Any](), None, order.stream.state
+        try:
+            for indices in islice(batches, size):
+                block.append(indices.tolist() if isinstance(indices, Tensor) else list(indices))
+        except Exception as raised:  # noqa: BLE001  # the other ranks would wait for it
+            error = repr(raised)
+        return block, error, before, order.stream.state
 
 
 def _listed(indices: Any) -> list[Any]:

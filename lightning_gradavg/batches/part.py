@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_gradavg.batches.chunks import Apart, Chunk, Split, require_same_reach
-from lightning_gradavg.batches.order import Behind, LoaderState
-from lightning_gradavg.batches.progress import JoinedIterator, NumberedLoader, Progress, join
+from lightning_gradavg.batches.chunks import STAND_IN, Chunk, Split, cut_pieces
+from lightning_gradavg.batches.order import LoaderState
+from lightning_gradavg.batches.progress import JoinedLoader, NumberedLoader, Progress, join
 from lightning_gradavg.lightning_internals import injects_samplers, set_injection_of_samplers
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Part, Run, Saved
 from lightning_gradavg.stand_in import stand_in
-from lightning_gradavg.tree import batch_samples, slice_batch
 
 __all__ = ["Batches", "ReplicaSlice", "SplitBatches"]
 
@@ -30,55 +29,26 @@ class ReplicaSlice(NamedTuple):
     batch: Any
 
 
-_STAND_IN = Chunk(0, 0, (), batch_samples=0, layout=())
-
-
 class Batches(Part):
     """Every rank has batches of its own, as in stock DDP, some of them perhaps fewer than others.
 
     Attributes:
         joins: Whether some ranks may have fewer batches than others.
         stepping: Whether a training step runs.
+        chunk: What stands behind the batch in training; None where it is the rank's own.
+        missing: Number of ranks that have no batch of their own now.
     """
 
     joins = stepping = False
+    chunk: Chunk | None = None
+    missing = 0
 
     def setup(self, run: Run) -> None:
         """Forget an earlier run."""
         super().setup(run)
-        self.joins = False
-
-    @property
-    def chunk(self) -> Chunk | None:
-        """What stands behind the batch in training; None where it is the rank's own."""
-        return None if self._fetched[0] else _STAND_IN
-
-    @property
-    def missing(self) -> int:
-        """Number of ranks that have no batch of their own now."""
-        return self._fetched[1]
-
-    @property
-    def _fetched(self) -> tuple[bool, int]:
-        """Whether the batch in training is the rank's own, and how many ranks have none."""
-        if not self.joins:
-            return True, 0
-        world_size, number = self.run.world.size, self.run.loop.ready - 1
-        loaders = [each.loader for each in self.run.loop.iterators if isinstance(each, JoinedIterator)]
-        fetched = [now for now in (loader.behind.get(number) for loader in loaders) if now is not None]
-        missing: int = max((world_size - each.tally.read()[0] for each in fetched), default=0)
-        if missing > 0 and len(self.run.loop.iterators) > 1:
-            raise RuntimeError(
-                f"one of the {len(self.run.loop.iterators)} train loaders has no more batches on {missing} of"
-                f" {world_size} ranks: no weight of the step can count one loader and not the other. Give all ranks the"
-                " same number of batches, or read them by one loader."
-            )
-        return all(each.own for each in fetched), missing
-
-    @property
-    def _ranks(self) -> int:
-        """Number of ranks whose batch in training counts."""
-        return self.run.world.size - self.missing
+        self.joins, self.chunk, self.missing = False, None, 0
+        self._ranks = run.world.size  # whose batch in training counts
+        self._loaders: list[Any] = []
 
     @property
     def having(self) -> int | None:
@@ -88,22 +58,62 @@ class Batches(Part):
     @property
     def _counts(self) -> bool:
         """Whether the samples of the batch in training count, or only keep the rank busy."""
-        chunk = self.chunk
-        return chunk is None or not chunk.stand_in
+        return self.chunk is None or not self.chunk.stand_in
 
     def counted(self, value: Any) -> Any:
         """Return what this rank adds to a sum over those ranks."""
         return value if self._counts else torch.zeros_like(value)
 
+    def prepare_loaders(self, stage: str) -> None:
+        """Forget the training loaders that are about to be replaced."""
+        self._loaders = [] if stage == "train" else self._loaders
+
     def process_dataloader(self, loader: Any) -> Any:
         """Return the loader, which ends on all ranks at once. A collective operation."""
         joined = join(loader, self.run.world, self.run.device, self.run.loop)
-        self.joins |= joined is not loader
+        if isinstance(joined, JoinedLoader):
+            self._loaders.append(joined)
+            self.joins = True
         return joined
 
-    def training_step(self) -> AbstractContextManager[Any]:
+    @property
+    def _fetches_within(self) -> bool:
+        """Whether `training_step` fetches its own batches."""
+        return is_param_in_hook_signature(self.run.module.training_step, "dataloader_iter", explicit=True)
+
+    def on_train_batch_start(self) -> None:
+        """Note that a batch is about to be trained on, unless a user moves another one to the device."""
+        number = self.run.loop.arriving
+        if number is not None:
+            self._arrive(number)
+
+    def _arrive(self, number: int) -> None:
+        """Find what stands behind a batch of this epoch."""
+        fetched = [each.behind.get(number) for each in self._loaders]
+        world_size, loaders = self.run.world.size, len(self.run.loop.iterators)
+        self._ranks = min((each.tally.read()[0] for each in fetched if each is not None), default=world_size)
+        self.missing = world_size - self._ranks
+        self.chunk = None if all(each is None or each.own for each in fetched) else STAND_IN
+        if self.missing > 0 and loaders > 1:
+            raise RuntimeError(
+                f"one of the {loaders} train loaders has no more batches on {self.missing} of {world_size} ranks: no"
+                " weight of the step can count one loader and not the other. Give all ranks the same number of batches,"
+                " or read them by one loader."
+            )
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
         """Have a step whose samples do not count leave no trace."""
-        return nullcontext() if self._counts else stand_in(self.run.module)
+        with nullcontext() if self._counts else stand_in(self.run.module):
+            yield
+        if self.joins and self._fetches_within:
+            self._arrive(self.run.loop.ready - 1)
+            if self.missing > 0:
+                raise RuntimeError(
+                    f"{self.missing} of {self.run.world.size} ranks have no more batches, which a"
+                    " training_step(dataloader_iter) learns too late: it fetches its own. Let training_step take"
+                    " (batch, batch_idx), or give all ranks the same number of batches."
+                )
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save that there is nothing to go on with."""
@@ -113,54 +123,38 @@ class Batches(Part):
 class SplitBatches(Batches):
     """Splits the training loaders of a run."""
 
-    missing, _splits = 0, False
-    _progress: Progress
+    _injects_samplers: bool | None = None  # as the Trainer has it; None of a run that does not train
+    _states: Sequence[LoaderState] | None = None
+    _loaders: list[NumberedLoader]
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._states: list[LoaderState] | None = None
 
     def configure_ddp(self, run: Run) -> None:
         """Begin to split the loaders of a run."""
-        if is_param_in_hook_signature(run.module.training_step, "dataloader_iter", explicit=True):
+        super().configure_ddp(run)
+        if self._fetches_within:
             raise ValueError(
                 "split_batches=True cannot serve a training_step(dataloader_iter): it fetches its own batches."
                 " Let training_step take (batch, batch_idx), or set split_batches=False."
             )
-        super().configure_ddp(run)
         options = self._options
         self._split = Split(
             run.world.rank, run.world.size, options.num_replicas, options.max_device_batch_size, options.replicated
         )
-        self._splits, self._progress = True, Progress(run.loop)
-        self._injects_samplers = injects_samplers(run.trainer)
-        self._loaders: list[NumberedLoader] = []
-
-    @property
-    def chunk(self) -> Chunk | None:
-        """What stands behind the batch in training; of several loaders' batches the first that has one."""
-        return next((each.chunk for each in self._behind if each is not None), None)
-
-    @property
-    def _ranks(self) -> int:
-        chunk = self.chunk
-        return self.run.world.size if chunk is None else chunk.ranks
-
-    @property
-    def _behind(self) -> list[Behind | None]:
-        return self._progress.behind(self.run.loop.ready - 1) if self._splits else []
+        self._progress, self._injects_samplers = Progress(run.loop), injects_samplers(run.trainer)
 
     def prepare_loaders(self, stage: str) -> None:
         """Have Lightning leave the samplers of training loaders alone, which can be told from others here only."""
-        if self._splits:
+        super().prepare_loaders(stage)
+        if self._injects_samplers is not None:
             set_injection_of_samplers(self.run.trainer, self._injects_samplers and stage != "train")
-            self._loaders = [] if stage == "train" else self._loaders
 
     def process_dataloader(self, loader: Any) -> NumberedLoader:
         """Return a training loader of this rank's parts of the batches. A collective operation."""
         split = NumberedLoader(loader, self._split, self.run.world, self._progress)
-        if self._states is not None and len(self._loaders) < len(self._states):
-            split.load_state_dict(self._states[len(self._loaders)])
+        for state in (self._states or [])[len(self._loaders) :][:1]:
+            split.load_state_dict(state)
         self._loaders.append(split)
         rank_zero_info(f"GradAvgStrategy: {split.describe()}")
         return split
@@ -175,7 +169,7 @@ class SplitBatches(Batches):
         states, self._states = self._states, None
         if states is None:
             return
-        within = [state["batches"] for state in states if not state["complete"]]
+        within = [state["batches"] for state in states if state["snapshots"]]
         if any(within) and max(len(states), len(self._loaders)) > 1:
             raise ValueError(
                 f"the checkpoint was saved within an epoch, after {max(within)} batches of one of {len(states)} train"
@@ -190,38 +184,38 @@ class SplitBatches(Batches):
             fit_loop.reset_restart_stage()
         self.run.loop.restart_at(next(iter(within), self.run.loop.processed))
 
-    def on_train_batch_start(self) -> None:
-        """Note that a batch is about to be trained on."""
-        chunks = [each.chunk for each in self._progress.arrive()]
-        if len(chunks) > 1:
-            require_same_reach(chunks)
+    def _arrive(self, number: int) -> None:
+        behind = [loader.behind.get(number) for loader in self._loaders]
+        chunks = [each.chunk for each in behind if each is not None]
+        if not chunks:  # a user moves another batch to the device
+            return
+        _require_same_reach(chunks)
+        self.chunk, self._ranks = chunks[0], chunks[0].ranks
+        begins = self._progress.arrive(number)
+        for loader, now in zip(self._loaders, behind, strict=True):
+            loader.arrive(now, begins=begins)
 
     def slices(self, batch: Any) -> list[ReplicaSlice]:
-        """Cut the rank's batch in training, of each of several loaders, into its replicas, in order.
-
-        A stand-in is the batch itself.
-        """
+        """Cut the rank's batch in training, of each of several loaders, into its pieces, in order."""
         chunk = self.chunk
         assert chunk is not None, "slices() needs a batch that is in training"
-        if self._options.num_replicas is None and len(chunk.pieces) <= 1:
-            return [ReplicaSlice(chunk.pieces[0].replica if chunk.pieces else None, chunk.samples, batch)]
-        try:
-            structure = self.run.loop.structure
-            # On ranks without samples, too: all raise, or none.
-            cut = [
-                _cut_out(part, behind.chunk) if behind else [None] * len(chunk.pieces)
-                for part, behind in zip(structure.flatten_up_to(batch), self._behind, strict=True)
-            ]
-        except ValueError as error:
-            raise ValueError(
-                f"training_step gets a batch of type {type(batch).__name__} that is not as the train loader yielded it,"
-                f" so it cannot be cut into replicas: {error}. Have on_before_batch_transfer and"
-                " on_after_batch_transfer keep structure and number of samples, or change them in training_step."
-            ) from error
-        if not chunk.pieces:
-            return [ReplicaSlice(None, 0, batch)]
-        rows = zip(chunk.pieces, zip(*cut, strict=True), strict=True)
-        return [ReplicaSlice(at.replica, at.stop - at.start, structure.unflatten(row)) for at, row in rows]
+        pieces, parts = chunk.pieces, [batch]
+        if max(chunk.layout) > 1:
+            try:
+                structure = self.run.loop.structure
+                # On ranks without samples, too: all raise, or none.
+                cut = [
+                    cut_pieces(part, loader.now.chunk) if loader.now else [None] * len(pieces)
+                    for part, loader in zip(structure.flatten_up_to(batch), self._loaders, strict=True)
+                ]
+            except ValueError as error:
+                raise ValueError(
+                    f"training_step gets a batch of type {type(batch).__name__} that is not as the train loader yielded"
+                    f" it, so it cannot be cut into replicas: {error}. Have on_before_batch_transfer and"
+                    " on_after_batch_transfer keep structure and number of samples, or change them in training_step."
+                ) from error
+            parts = [structure.unflatten(rows) for rows in zip(*cut, strict=True)]
+        return [ReplicaSlice(at.replica, at.samples, part) for at, part in zip(pieces, parts, strict=True)]
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save the loaders' states here: Lightning would load them only within an epoch, and not if they were there."""
@@ -235,15 +229,18 @@ class SplitBatches(Batches):
     def teardown(self) -> None:
         """Have Lightning treat samplers as it did."""
         self._states = None
-        if self._splits:
-            self._splits = False
+        if self._injects_samplers is not None:
             set_injection_of_samplers(self.run.trainer, self._injects_samplers)
+            self._injects_samplers = None
 
 
-def _cut_out(batch: Any, chunk: Chunk) -> Sequence[Any]:
-    """Return the samples of each of the rank's pieces."""
-    if isinstance(batch, Apart):
-        return batch
-    if (found := batch_samples(batch)) != chunk.stop - chunk.start:
-        raise ValueError(f"it has {found} samples where the train loader yielded {chunk.stop - chunk.start}")
-    return [slice_batch(batch, start - chunk.start, stop - chunk.start) for _, start, stop in chunk.pieces]
+def _require_same_reach(chunks: Sequence[Chunk]) -> None:
+    """Raise on all ranks unless several loaders' batches are cut into the same pieces: each has one weight."""
+    if len({chunk.layout for chunk in chunks}) > 1:
+        found = " and ".join(
+            f"{chunk.batch_samples} samples in {' + '.join(map(str, chunk.layout))} pieces" for chunk in chunks
+        )
+        raise RuntimeError(
+            f"the batches of the train loaders, now {found} on the ranks, are not cut alike, so some piece has samples"
+            " of one loader and none of another. Set drop_last=True, or use equal batch sizes."
+        )

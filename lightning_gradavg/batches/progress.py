@@ -1,17 +1,16 @@
 """The loaders that Lightning reads in training, and where training stands in them, in batches that were stepped on.
 
 A batch reaches the user's hooks in the user's own type, so nothing can travel inside it. What stands behind it is found
-by its number in the epoch: reading fills the map, looking at a batch changes nothing, and what was fetched ahead or
-failed is not counted.
+by its number in the epoch when it arrives in training: reading fills the map, looking at a batch changes nothing, and
+what was fetched ahead or failed is not counted.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import IterableDataset
@@ -26,7 +25,7 @@ from lightning_gradavg.loaders import LoaderWrapper, length_of, user_loader
 from lightning_gradavg.random_state import RandomState, random_state, restore_random_state
 from lightning_gradavg.ranks import World
 
-__all__ = ["JoinedIterator", "NumberedLoader", "Progress", "join"]
+__all__ = ["JoinedLoader", "NumberedLoader", "Progress", "join"]
 
 _END = object()
 
@@ -39,16 +38,13 @@ class Numbers:
         # Weak: the workers of an epoch that is left must be able to end.
         self._of_epochs: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
 
-    def note(self, iterator: Any, behind: Any, *, first: int = 0, keep: int = 2) -> None:
-        """Note what stands behind an iterator's next batch, unless it is one by which a user looks at the data.
-
-        Two are kept at least: one batch is fetched ahead where the length is unknown.
-        """
+    def note(self, iterator: Any, behind: Any, *, first: int = 0) -> None:
+        """Note what stands behind an iterator's next batch, unless it is one by which a user looks at the data."""
         if iterator in self._loop.iterators:
             numbers = self._of_epochs.setdefault(self._loop.epoch, {})
             number = max(numbers, default=first - 1) + 1
             numbers[number] = behind
-            numbers.pop(number - keep, None)
+            numbers.pop(number - 2, None)  # one batch is fetched ahead where the length is unknown
 
     def get(self, number: int) -> Any:
         """Return what stands behind a batch of this epoch, if it was noted."""
@@ -56,125 +52,28 @@ class Numbers:
         return None if epoch is None else self._of_epochs.get(epoch, {}).get(number)
 
 
-class NumberedLoader(SplitLoader):
-    """A split loader that Lightning reads. A checkpoint holds its place, in loader batches, for any world size."""
-
-    def __init__(self, loader: Any, split: Split, world: World, progress: Progress) -> None:
-        super().__init__(loader, split, world)
-        self.progress, self.behind = progress, Numbers(progress.loop)
-        self.start: LoaderState | None = None  # of the next passes, until something is trained on
-
-    def __iter__(self) -> NumberedIterator:
-        return NumberedIterator(self)
-
-    def state_dict(self) -> LoaderState:
-        """Return where training stands."""
-        return self.progress.state_of(self)
-
-    def load_state_dict(self, state_dict: LoaderState) -> None:
-        """Have the next passes go on from there."""
-        self.start = copy.copy(state_dict)
-        self.progress.go_on(self.start["random"])
-
-
-class NumberedIterator(Iterator[Any]):
-    """One pass over a loader that Lightning reads.
-
-    After a checkpoint, the pass begins when it is read: Lightning draws random numbers and sets the epoch of samplers
-    after it is made, and may drop it. Until something is trained on, every iterator resumes there.
-    """
-
-    def __init__(self, loader: NumberedLoader) -> None:
-        self.loader = loader
-        self.begun: Pass | None = None
-        if loader.start is None:
-            self.begin()
-
-    def begin(self) -> Pass:
-        """Begin the pass, unless it has begun. A collective operation."""
-        if self.begun is None:
-            start = self.loader.start
-            self.begun = self.loader.begin(start)
-            if start is not None and not start["passes"]:
-                start["passes"] = [self.begun.order.state]
-        return self.begun
-
-    def __next__(self) -> Any:
-        progress, loader = self.loader.progress, self.loader
-        together = progress.loop.iterators
-        looks = self not in together  # a user's
-        # In the order in which they were made: they may draw from one random state.
-        for each in () if looks or self.begun is not None else together:
-            each.begin()
-        order, items = self.begin()
-        item = next(items, None)
-        if not looks:
-            progress.note_draws()
-        if item is None:
-            if not looks or order.batches == order.start:
-                loader.start = None  # the next pass, perhaps of the same epoch, is a new one
-            raise StopIteration
-        batch, behind = item
-        first = 0 if loader.start is None else loader.start["batches"]
-        loader.behind.note(self, behind, first=first, keep=progress.loop.accumulation + 2)
-        return batch
-
-
 class Progress:
-    """Where training stands in the loaders of one rank."""
+    """How far a run is, the random state before the window in training, and that of a resumed run to go on with."""
 
     def __init__(self, loop: TrainingLoop) -> None:
-        self.loop = loop
+        self.loop, self.before_window = loop, random_state()
         self._random: RandomState | None = None  # of a resumed run that is being set up
-        self._arrived = -1, random_state()  # the number of the window's first batch, and the state before it
-        self._epoch: Callable[[], Any] = lambda: None
 
-    def arrive(self) -> list[Behind]:
-        """Note the batch that Lightning is about to train on, and the random state before the window.
+    def arrive(self, number: int) -> bool:
+        """Note that a batch is about to be trained on; return whether it begins a window."""
+        begins = number % self.loop.accumulation == 0
+        self.before_window = random_state() if begins else self.before_window
+        return begins
 
-        Return what stands behind it; nothing where a user moves another batch to the device.
-        """
-        loop, ready = self.loop, self.loop.ready
-        if ready > loop.completed:
-            return []
-        self._epoch = ref(loop.epoch)
-        if ready % loop.accumulation == 0:
-            self._arrived = ready, random_state()
-        loaders = [each.loader for each in loop.iterators]
-        for loader in loaders:
-            loader.start = None
-        return [behind for loader in loaders if (behind := loader.behind.get(ready)) is not None]
+    @property
+    def stepped(self) -> bool:
+        """Whether the last batch that arrived in training ended its window, and was stepped on."""
+        return bool(self.loop.ready == self.loop.processed and self.loop.processed % self.loop.accumulation == 0)
 
-    def behind(self, number: int) -> list[Behind | None]:
-        """Return what stands behind the batches of a number, for every loader in order; None for an exhausted one."""
-        return [each.loader.behind.get(number) for each in self.loop.iterators]
-
-    def state_of(self, loader: NumberedLoader) -> LoaderState:
-        """Return where training stands in a loader: after the last batch that an optimizer stepped on.
-
-        An incomplete window is repeated.
-        """
-        if loader.start is not None:
-            return loader.start
-        loop, window, sources = self.loop, self.loop.accumulation, Sources(loader.loader)
-        over = loop.epoch_ended and loop.processed == loop.ready
-        stepped = loop.processed if over else loop.processed // window * window
-        arrived, random = self._arrived
-        orders = [each.begun.order for each in loop.iterators if each.loader is loader and each.begun is not None]
-        # The iterators of an epoch that is over are there until the next one's are made.
-        over = over or not orders or (loop.ready == 0 and self._epoch() is loop.epoch)
-        last: Behind | None = None if over else loader.behind.get(stepped - 1)
-        begun = (0, "") if over else (orders[0].start, orders[0].digest)
-        batches, digest = begun if last is None else (last.batches, last.digest)
-        return LoaderState(
-            complete=over,
-            batches=batches,
-            digest=digest,
-            passes=[] if over else [orders[0].state],
-            generators=sources.generators(),
-            objects=sources.objects(),
-            random=random if loop.ready > stepped == arrived else random_state(),
-        )
+    @property
+    def ended(self) -> bool:
+        """Whether all batches of the epoch were stepped on."""
+        return bool(self.loop.ready == self.loop.processed and self.loop.epoch_ended)
 
     def go_on(self, random: RandomState) -> None:
         """Go on with the random state of a checkpoint. Until a resumed run is set up, only what it reads may draw."""
@@ -193,6 +92,98 @@ class Progress:
         if self._random is not None:
             restore_random_state(self._random)
             self._random = None
+
+
+class NumberedLoader(SplitLoader):
+    """A split loader that Lightning reads. A checkpoint holds its place, in loader batches, for any world size.
+
+    Attributes:
+        behind: What stands behind the batches that were fetched.
+        now: What stands behind the batch in training; None where the loader has no more, or before the first.
+        start: Where the next passes begin, until something is trained on.
+    """
+
+    def __init__(self, loader: Any, split: Split, world: World, progress: Progress) -> None:
+        super().__init__(loader, split, world)
+        self.progress, self.behind = progress, Numbers(progress.loop)
+        self.now: Behind | None = None
+        self.start: LoaderState | None = None
+        self._window: Behind | None = None  # behind its first batch
+
+    def __iter__(self) -> NumberedIterator:
+        return NumberedIterator(self)
+
+    def arrive(self, now: Behind | None, *, begins: bool) -> None:
+        """Note what is about to be trained on, perhaps the first batch of a window."""
+        self.start, self.now = None, now
+        self._window = now if begins else self._window
+
+    def state_dict(self) -> LoaderState:
+        """Return where training stands: after the last batch that an optimizer stepped on.
+
+        An incomplete window is repeated.
+        """
+        if self.start is not None:
+            return self.start
+        progress, loop, sources = self.progress, self.progress.loop, Sources(self.loader)
+        state = LoaderState(snapshots={}, samplers=sources.samplers(), now=sources.snapshot(), batches=0, digest="")
+        order = next((each.begun.order for each in loop.iterators if each.loader is self and each.begun), None)
+        now, window = (each if each is not None and each.order is order else None for each in (self.now, self._window))
+        # The iterators of an epoch that is over are there until the next one's are made.
+        over = progress.ended or (loop.ready == 0 and now is not None)
+        if order is None or over:
+            return state
+        if now is not None and progress.stepped:
+            place = now.after
+        elif window is not None:
+            place, state["now"]["random"] = window.before, progress.before_window
+        else:
+            place = order.start
+        batches, digest = place
+        return {**state, "snapshots": order.snapshots, "samplers": order.samplers, "batches": batches, "digest": digest}
+
+    def load_state_dict(self, state_dict: LoaderState) -> None:
+        """Have the next passes go on from there."""
+        self.start = {**state_dict, "snapshots": dict(state_dict["snapshots"])}
+        self.progress.go_on(state_dict["now"]["random"])
+
+
+class NumberedIterator(Iterator[Any]):
+    """One pass over a loader that Lightning reads.
+
+    After a checkpoint, the pass begins when it is read: Lightning draws random numbers and sets the epoch of samplers
+    after it is made, and may drop it. Until something is trained on, every iterator resumes there.
+    """
+
+    def __init__(self, loader: NumberedLoader) -> None:
+        self.loader = loader
+        self.begun: Pass | None = None
+        if loader.start is None:
+            self.begin()
+
+    def begin(self) -> Pass:
+        """Begin the pass, unless it has begun. A collective operation."""
+        if self.begun is None:
+            self.begun = self.loader.begin(self.loader.start)
+        return self.begun
+
+    def __next__(self) -> Any:
+        loader, progress = self.loader, self.loader.progress
+        together = progress.loop.iterators
+        reads = self in together  # rather than a user, who looks at the data
+        # In the order in which they were made: they may draw from one random state.
+        for each in together if reads else [self]:
+            each.begin()
+        item = next(self.begin().items, None)
+        if reads:
+            progress.note_draws()
+        if item is None:
+            # The next pass, perhaps of the same epoch, is a new one.
+            loader.start = None if reads else loader.start
+            raise StopIteration
+        batch, behind = item
+        loader.behind.note(self, behind, first=0 if loader.start is None else loader.start["batches"])
+        return batch
 
 
 class Fetched(NamedTuple):
