@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gradavg.tree import bits, leaves
+from lightning_gradavg.tree import bits, described, leaves
 
 __all__ = ["combined", "state_digests"]
 
@@ -43,14 +43,7 @@ def _state(module: nn.Module, optimizers: Sequence[Optimizer], further: Mapping[
 def _digest(value: Any) -> str:
     digest = blake2b(digest_size=_SIZE)
     for place, leaf in leaves(value):
-        digest.update(f"{place}{_described(leaf)};".encode())
+        digest.update(f"{place}{described(leaf)};".encode())
         if isinstance(leaf, Tensor):
             digest.update(bits(leaf))
     return digest.hexdigest()
-
-
-def _described(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"{leaf.dtype}{tuple(leaf.shape)}"
-    # The text of a user's object may hold its address.
-    return repr(leaf) if isinstance(leaf, (int, float, complex, str, bytes, type(None))) else type(leaf).__qualname__

@@ -17,14 +17,22 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["batch_samples", "bits", "data_digest", "is_array", "leaves", "mapped", "rebuilt", "slice_batch"]
+__all__ = ["batch_samples", "bits", "data_digest", "described", "leaves", "mapped", "slice_batch"]
 
+_PLAIN = (int, float, complex, str, bytes, type(None))
 _HASHED_ELEMENTS = 64
 
 
-def is_array(value: Any) -> bool:
+def _is_array(value: Any) -> bool:
     """Return whether a value is a tensor or an array, without importing NumPy."""
-    return isinstance(value, Tensor) or (hasattr(value, "dtype") and hasattr(value, "shape"))
+    return hasattr(value, "dtype") and hasattr(value, "shape")
+
+
+def described(leaf: Any) -> str:
+    """Return an array's type and shape, a plain value as text, and of all else the type: its text may be an address."""
+    if isinstance(leaf, _PLAIN):  # NumPy's float64 is one
+        return repr(leaf)
+    return f"{leaf.dtype}{tuple(leaf.shape)}" if _is_array(leaf) else type(leaf).__qualname__
 
 
 class _Opened(NamedTuple):
@@ -39,9 +47,11 @@ def _opened(value: Any) -> _Opened | None:
     if isinstance(value, MutableMapping):
         items = [(f"[{key!r}]", item) for key, item in value.items()]
         return _Opened(items, partial(_copied, value, [*value], type(value).__setitem__))
-    if isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence):
+    if isinstance(value, PackedSequence):
+        return None
+    if isinstance(value, (list, tuple)):
         return _Opened([(f"[{n}]", item) for n, item in enumerate(value)], getattr(value, "_make", type(value)))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(type(value)):
         names = [field.name for field in dataclasses.fields(value)]
         items = [(f".{name}", getattr(value, name)) for name in names]
         return _Opened(items, partial(_copied, value, names, object.__setattr__))  # the class may be frozen
@@ -60,9 +70,13 @@ IsLeaf: TypeAlias = Callable[[Any], bool]
 """Whether a structure counts as a leaf."""
 
 
-def leaves(value: Any, label: str = "", *, is_leaf: IsLeaf | None = None) -> Iterator[tuple[str, Any]]:
+def _never(_: Any) -> bool:
+    return False
+
+
+def leaves(value: Any, label: str = "", *, is_leaf: IsLeaf = _never) -> Iterator[tuple[str, Any]]:
     """Yield what a nested value holds, in order, each with its place, `label` and then such as `['image'][0]`."""
-    opened = None if is_leaf and is_leaf(value) else _opened(value)
+    opened = None if is_leaf(value) else _opened(value)
     if opened is None:
         yield label, value
         return
@@ -70,29 +84,23 @@ def leaves(value: Any, label: str = "", *, is_leaf: IsLeaf | None = None) -> Ite
         yield from leaves(item, label + place, is_leaf=is_leaf)
 
 
-def mapped(value: Any, function: Callable[[Any], Any], *, is_leaf: IsLeaf | None = None) -> Any:
+def mapped(value: Any, function: Callable[[Any], Any], *, is_leaf: IsLeaf = _never) -> Any:
     """Return a value of the same structure and types with `function` of each leaf, in the order of `leaves`."""
-    opened = None if is_leaf and is_leaf(value) else _opened(value)
+    opened = None if is_leaf(value) else _opened(value)
     if opened is None:
         return function(value)
     return opened.made_of([mapped(item, function, is_leaf=is_leaf) for _, item in opened.items])
 
 
-def rebuilt(value: Any, items: Iterator[Any], *, is_leaf: IsLeaf | None = None) -> Any:
-    """Return a value of the same structure that holds other leaves."""
-    return mapped(value, lambda _: next(items), is_leaf=is_leaf)
-
-
 def _is_column(value: Any) -> bool:
     """Return whether a value lists one plain object per sample, as `default_collate` lists strings."""
-    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
-        return False
-    return not any(is_array(item) or isinstance(item, PackedSequence) or _opened(item) for item in value)
+    lists = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+    return lists and not any(_is_array(item) or isinstance(item, PackedSequence) or _opened(item) for item in value)
 
 
 def _rows(leaf: Any) -> int | None:
     """Return how many samples a leaf holds along dimension 0, if any."""
-    if is_array(leaf):
+    if _is_array(leaf):
         return next(iter(leaf.shape), None)
     return len(leaf) if _is_column(leaf) else None
 
@@ -109,7 +117,7 @@ def batch_samples(batch: Any) -> int:
             "a PackedSequence cannot be split. Let collate_fn return the padded sequences and their lengths, and call"
             " pack_padded_sequence in training_step."
         )
-    rows = [(is_array(leaf), size) for leaf in held if (size := _rows(leaf)) is not None]
+    rows = [(_is_array(leaf), size) for leaf in held if (size := _rows(leaf)) is not None]
     lengths = {size for of_array, size in rows if of_array} or {size for _, size in rows}
     if len(lengths) == 1:
         return lengths.pop()
@@ -153,13 +161,13 @@ def data_digest(value: Any) -> bytes:
 
 
 def _described(value: Any) -> Iterator[bytes]:
-    if is_array(value):
-        yield f"{value.dtype}{tuple(value.shape)}".encode()
+    if _is_array(value):
+        yield described(value).encode()
         if not isinstance(value, Tensor) or value.device.type == "cpu":
             rows = value.reshape(value.shape or (1,))
             for row in (rows[:1], rows[-1:]):
                 yield repr(row.reshape(-1)[:_HASHED_ELEMENTS].tolist()).encode()
-    elif isinstance(value, (int, float, complex, str, bytes, type(None))):
+    elif isinstance(value, _PLAIN):
         yield f"{value!r};".encode()
     else:
         opened = _opened(value)

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
+from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from ranks import make_trainer
 from torch import Tensor, nn
@@ -259,7 +259,7 @@ def load() -> None:
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
 
-class SimAccelerator(Accelerator):
+class SimAccelerator(CPUAccelerator):
     """One simulated device per process, whatever the number of ranks on a node: as with CUDA_VISIBLE_DEVICES."""
 
     def setup_device(self, device: torch.device) -> None:
@@ -269,31 +269,13 @@ class SimAccelerator(Accelerator):
         if isinstance(trainer.strategy, DDPStrategy):
             trainer.strategy._setup_model = MethodType(_setup_model, trainer.strategy)  # type: ignore[method-assign]
 
-    def teardown(self) -> None:
-        """Nothing is to be done."""
-
     @staticmethod
-    def parse_devices(devices: int) -> int:
-        return devices
-
-    @staticmethod
-    def get_parallel_devices(devices: int) -> list[torch.device]:
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
         return [torch.device("sim", 0)] * devices
-
-    @staticmethod
-    def auto_device_count() -> int:
-        return 1
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
 
     @staticmethod
     def name() -> str:
         return "sim"
-
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        return {}
 
 
 def _setup_model(strategy: DDPStrategy, model: nn.Module) -> DistributedDataParallel:

@@ -22,7 +22,7 @@ from lightning_gradavg.ranks import Contribution, World, on_ranks
 from lightning_gradavg.reduction.average import Refusals, checked_weight, refuse
 from lightning_gradavg.reduction.reference import rank_factors
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
-from lightning_gradavg.tree import leaves, rebuilt
+from lightning_gradavg.tree import leaves, mapped
 
 __all__ = ["WITHIN", "gather", "losses_weighed", "require_allowed"]
 
@@ -92,8 +92,8 @@ def gather(
     ratios = [factor / factors[world.rank] if factors[world.rank] else 1.0 for factor in factors]
     # Without a leaf of its own that requires grad, a rank whose tensors need none would not join the backward.
     anchor, apply = torch.zeros((), requires_grad=any(wanted)), cast("Any", _Gather.apply)
-    gathered = apply(world, rows, wanted, ratios, anchor, *mine.tensors.values())
-    result: T = rebuilt(tensors, iter(gathered))
+    gathered = iter(apply(world, rows, wanted, ratios, anchor, *mine.tensors.values()))
+    result: T = mapped(tensors, lambda _: next(gathered))
     return result
 
 
