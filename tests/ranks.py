@@ -26,6 +26,7 @@ import faulthandler
 import functools
 import importlib
 import inspect
+import math
 import os
 import pickle
 import random
@@ -38,7 +39,6 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,7 +55,10 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 
+from lightning_gradavg.lightning_internals import store_of_world
+
 __all__ = [
+    "Ended",
     "Raised",
     "RankEnvironment",
     "RankError",
@@ -71,7 +74,7 @@ __all__ = [
 vars(registry)["entry_points"] = functools.cache(registry.entry_points)
 
 TESTS = Path(__file__).resolve().parent
-GLOO_TIMEOUT = timedelta(seconds=20)
+GLOO_TIMEOUT = 20.0
 CALL_TIMEOUT = 60.0
 # A rank ends itself when its time is up; this much later the parent gives up on one that could not.
 BACKSTOP = 30.0
@@ -85,6 +88,14 @@ class Raised(NamedTuple):
 
     type_name: str
     message: str
+
+
+class Ended(NamedTuple):
+    """How a rank ended in `RankPool.end`: exit code, None for a stuck one; what it returned or raised; its output."""
+
+    exit_code: int | None
+    said: str
+    printed: str
 
 
 class RankError(Exception):
@@ -103,7 +114,7 @@ class RankError(Exception):
 
 @dataclass(frozen=True)
 class _Reply:
-    """One rank's answer."""
+    """One rank's answer, at -inf if it died, which explains what the others raise, and at inf if it is silent."""
 
     answered_at: float
     result: Any = None
@@ -111,38 +122,51 @@ class _Reply:
     details: str = ""
 
 
+def _set_environ(environ: dict[str, str]) -> None:
+    if dict(os.environ) != environ:
+        os.environ.clear()
+        os.environ.update(environ)
+
+
+def _set_handlers(handlers: dict[int, Any]) -> None:
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
+def _set_num_threads(number: int) -> None:
+    if torch.get_num_threads() != number:
+        torch.set_num_threads(number)
+
+
+# The global NumPy generator is the one that Lightning and users' code seed and draw from.
+_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (lambda: dict(os.environ), _set_environ),
+    (Path.cwd, os.chdir),
+    (lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value)),
+    (lambda: vars(rank_zero_only)["rank"], lambda value: vars(rank_zero_only).update(rank=value)),
+    (lambda: {number: signal.getsignal(number) for number in signal.valid_signals()}, _set_handlers),
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+    (torch.get_rng_state, torch.set_rng_state),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.get_num_threads, _set_num_threads),
+]
+"""How to read and to set each process-wide setting that Lightning, torch or a test body may change."""
+
+
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Put back, after the block, every process-wide setting that Lightning, torch or a test body may change."""
-    environ, directory, search_path = dict(os.environ), Path.cwd(), list(sys.path)
-    lightning_rank = vars(rank_zero_only)["rank"]
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    # The global NumPy generator is the one that Lightning and users' code seed and draw from.
-    random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    dtype, grad, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
-    matmul = torch.get_float32_matmul_precision()
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    """Put every process-wide setting back after the block."""
+    before = [read() for read, _ in _SETTINGS]
     try:
         yield
     finally:
-        if dict(os.environ) != environ:
-            os.environ.clear()
-            os.environ.update(environ)
-        os.chdir(directory)
-        sys.path[:] = search_path
-        vars(rank_zero_only)["rank"] = lightning_rank
-        for number, handler in handlers.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-        random.setstate(random_states[0])
-        np.random.set_state(random_states[1])  # noqa: NPY002
-        torch.set_rng_state(random_states[2])
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(grad)
-        torch.set_float32_matmul_precision(matmul)
-        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
+        for (_, put_back), value in zip(_SETTINGS, before, strict=True):
+            put_back(value)
 
 
 def on_ranks(world_size: int = 2) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -175,6 +199,7 @@ class RankPool:
         timeout: Seconds after which a rank that has not answered writes its stack and ends.
         backend: That of the process group.
         prepare: Called on every rank before its process group is made: a module-level function.
+        patience: Seconds after which a collective operation gives up.
     """
 
     def __init__(
@@ -184,9 +209,10 @@ class RankPool:
         timeout: float = CALL_TIMEOUT,
         backend: str = "gloo",
         prepare: Callable[[], Any] | None = None,
+        patience: float = GLOO_TIMEOUT,
     ) -> None:
         self.world_size, self.timeout = world_size, timeout
-        self.backend, self.prepare = backend, prepare
+        self._options = backend, prepare, patience
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
         self._folder: Path | None = None
@@ -199,8 +225,7 @@ class RankPool:
         Raises:
             RankError: For the first rank that raised, died or did not answer in time.
         """
-        replies = self._call(body, args, kwargs, stop_at_first_failure=True)
-        return [reply.result for reply in replies]
+        return [reply.result for reply in self._call(body, args, kwargs, until_failure=True)]
 
     def run_expecting_errors(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Return, per rank, what `body` raised as a `Raised`, or its result where it raised nothing.
@@ -211,9 +236,22 @@ class RankPool:
         Raises:
             RankError: If a rank died, did not answer in time, or the ranks are out of step afterwards.
         """
-        replies = self._call(body, args, kwargs, stop_at_first_failure=False)
-        self._call(_in_step, (), {}, stop_at_first_failure=True)
+        replies = self._call(body, args, kwargs, until_failure=False)
+        self._call(_in_step, (), {}, until_failure=True)
         return [reply.raised or reply.result for reply in replies]
+
+    def end(self, body: Callable[..., Any], *args: Any, stuck: int | None = None, **kwargs: Any) -> list[Ended]:
+        """Return how each rank ended, whose process ends after `body`; `stuck` is one that never does."""
+        self._send(body, args, kwargs, ends=True)
+        ends = {process.sentinel for rank, process in enumerate(self._processes) if rank != stuck}
+        deadline = time.monotonic() + self.timeout
+        while ends and (ready := connection.wait(ends, max(0.0, deadline - time.monotonic()))):
+            ends.difference_update(ready)  # type: ignore[arg-type]  # what was given
+        codes = [process.exitcode for process in self._processes]
+        said = [_received(pipe).result if pipe.poll() else "" for pipe in self._pipes]
+        printed = [self._log(rank).read_text(errors="replace") for rank in range(self.world_size)]
+        self.close()
+        return list(map(Ended, codes, said, printed))
 
     def close(self) -> None:
         """End the processes and remove their folder. The next call starts new ones."""
@@ -230,67 +268,57 @@ class RankPool:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
-    def _call(
-        self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, stop_at_first_failure: bool
-    ) -> list[_Reply]:
-        request = self._request(body, args, kwargs)
-        if not self._processes:
-            self._start()
-        offsets = [self._log(rank).stat().st_size for rank in range(self.world_size)]
+    def _call(self, body: Callable[..., Any], args: Any, kwargs: Any, *, until_failure: bool) -> list[_Reply]:
         try:
-            for rank, pipe in enumerate(self._pipes):
-                try:
-                    pipe.send_bytes(request)
-                except OSError:  # the rank died between two calls
-                    raise self._death(rank, 0) from None
-            return self._collect(self.timeout, offsets, stop_at_first_failure=stop_at_first_failure)
+            return self._collect(self.timeout, self._send(body, args, kwargs), until_failure=until_failure)
         except BaseException:
             self.close()
             raise
 
-    def _request(self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-        name = f"{getattr(body, '__module__', '?')}.{getattr(body, '__qualname__', repr(body))}"
-        if name.startswith("__main__.") or "<" in name:
-            raise TypeError(
-                f"a rank body must be a module-level function of a test module, got {name};"
-                " move it to the top level of the module and pass what it needs as arguments."
-            )
+    def _send(self, body: Callable[..., Any], args: Any, kwargs: Any, *, ends: bool = False) -> list[int]:
+        """Send a call to all ranks, and return how much each of them has written before."""
         filters = [
             (action, _pattern(message), category, _pattern(module), line)
             for action, message, category, module, line in warnings.filters
         ]
         # The call is pickled within the request so that a rank reports what it cannot import instead of dying of it.
-        return pickle.dumps((self.timeout, filters, pickle.dumps((body, args, kwargs))))
+        request = pickle.dumps((ends, self.timeout, filters, pickle.dumps((body, args, kwargs))))
+        if not self._processes:
+            self._start()
+        offsets = [self._log(rank).stat().st_size for rank in range(self.world_size)]
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # the rank died between two calls
+                pipe.send_bytes(request)
+        return offsets
 
-    def _collect(self, timeout: float, offsets: Sequence[int], *, stop_at_first_failure: bool) -> list[_Reply]:
+    def _collect(self, timeout: float, offsets: Sequence[int], *, until_failure: bool) -> list[_Reply]:
         replies: dict[int, _Reply] = {}
-        dead: list[int] = []
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         deadline = time.monotonic() + timeout + BACKSTOP
-        while len(replies) + len(dead) < self.world_size:
-            waiting = {rank: self._pipes[rank] for rank in range(self.world_size) if rank not in {*replies, *dead}}
-            ready = connection.wait(waiting.values(), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for rank, pipe in waiting.items():
-                if pipe in ready:
-                    try:
-                        replies[rank] = pickle.loads(pipe.recv_bytes())
-                    except (EOFError, OSError):
-                        dead.append(rank)
-            if dead or (stop_at_first_failure and any(reply.raised for reply in replies.values())):
-                deadline = min(deadline, time.monotonic() + ROOT_CAUSE_WINDOW)
-        failed = sorted((reply.answered_at, rank, reply.raised) for rank, reply in replies.items() if reply.raised)
-        others = "".join(f"rank {rank} raised {': '.join(raised)}\n" for _, rank, raised in failed)
-        if dead:
-            raise self._death(dead[0], offsets[dead[0]], others)
-        if failed and stop_at_first_failure:
-            _, first, raised = failed[0]
-            details = replies[first].details + self._output(first, offsets[first])
-            raise RankError(first, raised.type_name, raised.message, details)
-        silent = sorted(set(range(self.world_size)) - set(replies))
-        if silent:
-            raise RankError(silent[0], "Timeout", f"ranks {silent} neither answered nor ended", others)
+        while waiting and (ready := connection.wait(waiting, max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                reply = replies[waiting.pop(pipe)] = _received(pipe)  # type: ignore[call-overload]  # what was given
+                if reply.raised and (until_failure or math.isinf(reply.answered_at)):
+                    deadline = min(deadline, time.monotonic() + ROOT_CAUSE_WINDOW)
+        replies |= dict.fromkeys(waiting.values(), _SILENT)
+        failed = sorted((one.answered_at, rank, one.raised) for rank, one in replies.items() if one.raised)
+        if failed and (until_failure or any(math.isinf(answered_at) for answered_at, *_ in failed)):
+            (_, first, raised), *others = failed
+            written = "".join(f"rank {rank} raised {': '.join(also)}\n" for _, rank, also in others)
+            raise self._error(first, raised, written + replies[first].details, offsets[first])
         return [replies[rank] for rank in range(self.world_size)]
+
+    def _error(self, rank: int, raised: Raised, details: str, offset: int) -> RankError:
+        process = self._processes[rank]
+        if raised == _DEAD.raised:
+            process.join(BACKSTOP)
+            raised = Raised("ProcessDied", f"the process ended with exit code {process.exitcode}")
+        with self._log(rank).open("rb") as log:
+            log.seek(offset)
+            output = log.read().decode(errors="replace")
+        if process.exitcode == 1 and "Timeout (" in output:  # what faulthandler writes before it ends the process
+            raised = Raised("Timeout", f"the body did not return within {self.timeout:g} s")
+        return RankError(rank, *raised, f"{details}\noutput of rank {rank}:\n{output[-8000:]}")
 
     def _start(self) -> None:
         atexit.register(self.close)
@@ -302,36 +330,30 @@ class RankPool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.world_size, self._folder, theirs, _rank_environ(), self.backend, self.prepare),
+                args=(rank, self.world_size, self._folder, theirs, _rank_environ(), *self._options),
                 name=f"rank {rank} of {self.world_size}",
             )
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-        try:
-            self._collect(CALL_TIMEOUT, [0] * self.world_size, stop_at_first_failure=True)
-        except BaseException:
-            self.close()
-            raise
-
-    def _death(self, rank: int, offset: int, others: str = "") -> RankError:
-        self._processes[rank].join(BACKSTOP)
-        code = self._processes[rank].exitcode
-        output = self._output(rank, offset)
-        if code == 1 and "Timeout (" in output:  # what faulthandler writes before it ends the process
-            return RankError(rank, "Timeout", f"the body did not return within {self.timeout:g} s", others + output)
-        return RankError(rank, "ProcessDied", f"the process ended with exit code {code}", others + output)
+        self._collect(CALL_TIMEOUT, [0] * self.world_size, until_failure=True)
 
     def _log(self, rank: int) -> Path:
         assert self._folder is not None
         return self._folder / f"rank{rank}.log"
 
-    def _output(self, rank: int, offset: int) -> str:
-        with self._log(rank).open("rb") as log:
-            log.seek(offset)
-            text = log.read().decode(errors="replace")
-        return f"\noutput of rank {rank}:\n{text[-8000:]}" if text.strip() else ""
+
+_DEAD = _Reply(-math.inf, raised=Raised("ProcessDied", ""))
+_SILENT = _Reply(math.inf, raised=Raised("Timeout", "it neither answered nor ended"))
+
+
+def _received(pipe: connection.Connection) -> _Reply:
+    try:
+        reply: _Reply = pickle.loads(pipe.recv_bytes())
+    except (EOFError, OSError):
+        return _DEAD
+    return reply
 
 
 def _pattern(regex: Any) -> str:
@@ -376,13 +398,13 @@ def _serve(
     environ: dict[str, str],
     backend: str,
     prepare: Callable[[], Any] | None,
+    patience: float,
 ) -> None:
-    """Answer calls until the pipe closes."""
+    """Answer calls until the pipe closes, or until one that ends the process."""
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.clear()
-    os.environ.update(environ)
+    _set_environ(environ)
     faulthandler.enable()
     if sys.platform == "linux":
         # As outside of the fork server, of which each rank's data loaders would start one that imports everything anew.
@@ -398,19 +420,27 @@ def _serve(
         if prepare is not None:
             prepare()
         store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]  # not listed in __all__
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=GLOO_TIMEOUT)
+        limit = timedelta(seconds=patience)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 
-    pipe.send_bytes(_answer(connect))
+    pipe.send_bytes(pickle.dumps(_answer(connect)))
     while True:
         try:
-            request = pipe.recv_bytes()
+            ends, *request = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os._exit(0)  # without the exit handlers, which would wait for the other ranks
-        pipe.send_bytes(_answer(_perform, request))
+        reply = _answer(_perform, *request)
+        if ends:
+            sys.stderr.write(reply.details)
+            sys.stderr.flush()
+            reply = _Reply(0, ": ".join(reply.raised) if reply.raised else repr(reply.result), reply.raised)
+        pipe.send_bytes(pickle.dumps(reply))
+        if ends:
+            store_of_world().set(f"ended/{rank}", "")
+            os._exit(int(reply.raised is not None))
 
 
-def _perform(request: bytes) -> Any:
-    timeout, filters, call = pickle.loads(request)
+def _perform(timeout: float, filters: Sequence[Any], call: bytes) -> Any:
     with warnings.catch_warnings(), isolated():
         warnings.resetwarnings()
         for action, message, category, module, line in filters:
@@ -418,24 +448,19 @@ def _perform(request: bytes) -> Any:
         body, args, kwargs = pickle.loads(call)
         faulthandler.dump_traceback_later(timeout, exit=True)
         try:
-            return body(*args, **kwargs)
+            result = body(*args, **kwargs)
         finally:
             faulthandler.cancel_dump_traceback_later()
+        pickle.dumps(result)  # or it is this rank's error
+        return result
 
 
-def _answer(call: Callable[..., Any], *args: Any) -> bytes:
-    def reply(**outcome: Any) -> bytes:
-        return pickle.dumps(_Reply(time.monotonic(), **outcome))
-
+def _answer(call: Callable[..., Any], *args: Any) -> _Reply:
     try:
-        result = call(*args)
+        return _Reply(time.monotonic(), call(*args))
     except BaseException as error:  # noqa: BLE001  # whatever it is, the parent reports it
-        raised = Raised(type(error).__name__, str(error))
-        return reply(raised=raised, details="".join(traceback.format_exception(error)))
-    try:
-        return reply(result=result)
-    except Exception as error:  # noqa: BLE001  # pickle raises nearly anything
-        return reply(raised=Raised("PicklingError", f"the body returned {result!r}, which cannot be sent: {error}"))
+        raised, trace = Raised(type(error).__name__, str(error)), "".join(traceback.format_exception(error))
+        return _Reply(time.monotonic(), raised=raised, details=trace)
 
 
 def _in_step() -> None:
@@ -448,37 +473,20 @@ def _in_step() -> None:
 
 
 class RankEnvironment(ClusterEnvironment):
-    """Lightning's view of the ranks that run already.
+    """Lightning's view of the ranks that run already. Make it in a rank body.
 
     Args:
         nodes: `nodes[r]` is the node of rank `r`, as a launcher would count it; uneven nodes and any order are
             allowed. Default: one node.
     """
 
+    creates_processes_externally = True
+    main_address, main_port = "nowhere", 0  # the process group is there already
+
     def __init__(self, nodes: Sequence[int] | None = None) -> None:
-        world_size = dist.get_world_size()
-        self.nodes = tuple(nodes) if nodes is not None else (0,) * world_size
-        assert len(self.nodes) == world_size
-
-    @property
-    def num_nodes(self) -> int:
-        return len(set(self.nodes))
-
-    @property
-    def ranks_on_node(self) -> int:
-        return Counter(self.nodes)[self.node_rank()]
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        raise AssertionError("the process group is initialized already: nothing may ask for an address")
-
-    @property
-    def main_port(self) -> int:
-        raise AssertionError("the process group is initialized already: nothing may ask for a port")
+        self.nodes = tuple(nodes) if nodes is not None else (0,) * dist.get_world_size()
+        assert len(self.nodes) == dist.get_world_size()
+        self.num_nodes, self.ranks_on_node = len(set(self.nodes)), self.nodes.count(self.node_rank())
 
     @staticmethod
     def detect() -> bool:
@@ -503,14 +511,12 @@ class RankEnvironment(ClusterEnvironment):
         return self.nodes[dist.get_rank()]
 
 
-def rank_environment(nodes: Sequence[int] | None = None) -> RankEnvironment:
-    """Return the Lightning environment of the live process group. Call it in a rank body."""
-    return RankEnvironment(nodes)
+rank_environment = RankEnvironment
 
 
 def make_trainer(strategy: Strategy | str, *, nodes: Sequence[int] | None = None, **options: Any) -> Trainer:
     """Return a quiet `Trainer` on the CPU that runs in the ranks of a pool, on `nodes`. Call it in a rank body."""
-    environment = rank_environment(nodes)
+    environment = RankEnvironment(nodes)
     plugins = [environment, *options.pop("plugins", ())]
     defaults: dict[str, Any] = {
         "accelerator": "cpu",

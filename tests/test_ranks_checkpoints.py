@@ -98,10 +98,9 @@ def end_in_step_2(act: Any, ranks: list[int], folder: str) -> None:
 )
 def test_an_exception_saves_if_all_ranks_end_by_it(tmp_path, act, ranks, kept, named):
     """A rank that ends alone saves nothing, which it would wait for until the timeout; the other names it."""
-    args = {"act": act, "ranks": ranks, "folder": str(tmp_path / "saved")}
-    ended = run_ranks(end_in_step_2, args, folder=tmp_path, timeout=300)
+    ended = run_ranks(end_in_step_2, timeout=300, act=act, ranks=ranks, folder=str(tmp_path))
     assert [1, 1] == [one.exit_code for one in ended]
-    assert kept == [path.name for path in (tmp_path / "saved").glob("*")]
+    assert kept == [path.name for path in tmp_path.iterdir()]
     assert [rank not in ranks and named is not None for rank in range(2)] == [
         "ended with" in one.said and str(named) in one.said for one in ended
     ]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import faults
 import pytest
 import torch.distributed as dist
 from faults import FAULTS, Injected, inject, run_ranks
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.faults.last_words import LastWords
+from lightning_gradavg.lightning_internals import store_of_world
 from lightning_gradavg.ranks import World
 
 TESTS = Path(__file__).parent
@@ -54,9 +54,9 @@ def uneven(node_of: list[int]) -> Any:
     return [trainer.global_rank, trainer.world_size, trainer.node_rank]
 
 
-def test_uneven_nodes_of_torchrun(tmp_path):
+def test_uneven_nodes_of_torchrun():
     """1 and 2 processes, each told the number of its own node's devices, are two nodes and three ranks."""
-    ended = run_ranks(uneven, {"node_of": [0, 1, 1]}, folder=tmp_path, world_size=3)
+    ended = run_ranks(uneven, world_size=3, node_of=[0, 1, 1])
     assert [f"[{rank}, 3, {node}]" for rank, node in enumerate((0, 1, 1))] == [one.said for one in ended]
     assert "3 ranks on 2 nodes" in ended[0].printed
 
@@ -71,7 +71,7 @@ LINES = {
 
 def last_words() -> str | None:
     """Body: of three ranks one is lost; what the others say of it is in a store that rank 0 holds."""
-    rank, files = dist.get_rank(), faults._STORES[-1]
+    rank, files = dist.get_rank(), store_of_world()
     if rank == 2:
         return None
     if rank == 0:
@@ -92,9 +92,9 @@ def last_words() -> str | None:
         return words.say(RuntimeError("gloo: connection closed by peer"), 0)[0]
 
 
-def test_the_rank_that_holds_the_store_leaves_last(tmp_path):
+def test_the_rank_that_holds_the_store_leaves_last():
     """Of three ranks two hear of the third's end, however much earlier rank 0 has heard of it."""
-    first, second, _ = run_ranks(last_words, {}, folder=tmp_path, world_size=3, timeout=60)
+    first, second, _ = run_ranks(last_words, world_size=3, timeout=60)
     assert "'nothing was heard from rank 2: lost, killed or stuck'" == first.said == second.said
 
 
