@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:c10d.*an autograd kernel was not registered:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning"),
 ]
 

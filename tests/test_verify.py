@@ -18,6 +18,7 @@ from torch import nn
 from toys import MLP
 from verify_runs import RUNS
 
+from lightning_gradavg import verify
 from lightning_gradavg.cli import main
 from lightning_gradavg.cli.lightning import read_names
 from lightning_gradavg.verify.draws import Draws
@@ -58,6 +59,8 @@ DRAWING = {
     "a coin of each": lambda size: torch.bernoulli(torch.full((size, 2), 0.5)),
     "around a mean": lambda size: torch.normal(torch.full((size,), 7.0), 1.0),
     "several rows of each": lambda size: torch.rand(3 * size, 2),
+    "dropout of a device": lambda size: torch.native_dropout(torch.ones(size, 5), 0.5, True)[0],
+    "integers": lambda size: torch.randint(2**40, (size, 3)),
     "drawn twice": lambda size: torch.rand(size, 1) + 10 * torch.rand(size, 1),
 }
 
@@ -71,7 +74,13 @@ def test_a_sample_draws_the_same_in_any_batch(name):
     assert torch.equal(torch.cat(parts), whole)
     assert not mode.shared
     assert len(whole.unique()) > 1 or name == "a coin of each"
-    assert len(whole.unique()) == whole.numel() or name not in ("noise", "noise like", "in place", "drawn twice")
+    assert len(whole.unique()) == whole.numel() or name not in (
+        "noise",
+        "noise like",
+        "in place",
+        "integers",
+        "drawn twice",
+    )
 
 
 def test_a_place_draws_the_same_at_any_length():
@@ -103,6 +112,11 @@ def test_numbers_have_the_distribution_that_was_asked_for(draw, measured, expect
 )
 def test_a_draw_of_no_sample_is_noted(draw, name):
     assert [name] == list(drawn(draw, keys_of(4))[1].shared)
+
+
+def test_what_could_draw_and_does_not_is_no_draw():
+    attention = nn.functional.scaled_dot_product_attention
+    assert [] == drawn(lambda size: attention(*[torch.ones(size, 2, 3, 4)] * 3), keys_of(4))[1].trace
 
 
 def test_hard_coded_types_become_float64():
@@ -281,6 +295,7 @@ class Typed(MLP):
     [
         (lambda: Settings(devices=0), "devices must be 1 or more, got 0"),
         (lambda: Settings(accelerator="tpu"), "2 ranks need as many devices of type 'tpu', and torch finds 0"),
+        (lambda: verify(MLP, ignore=["dropout"]), "'dropout' is not a cause; choose from initial weights, "),
         (lambda: Settings(tolerance=0.0), "tolerance is a relative difference > 0, got 0.0"),
         (Target(lambda: of_values(lambda: nn.Linear(1, 1))).build, "got .* of type Linear"),
         (Target(lambda: of_values(MLP)).build, "there is no training data: give --data"),
@@ -314,7 +329,8 @@ def test_options_of_the_trainer_are_kept_but_for_the_noise():
 
 def test_strategies_that_start_processes_start_none_here():
     assert "popen" == resolve_strategy("gradavg_spawn")._start_method
-    assert "DDPStrategy" == type(resolve_strategy("auto")).__name__
+    found = [type(resolve_strategy(name)).__name__ for name in ("auto", "lightning.pytorch.strategies:DDPStrategy")]
+    assert ["DDPStrategy"] * 2 == found
 
 
 def test_names_are_imported(tmp_path):

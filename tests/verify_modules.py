@@ -280,9 +280,15 @@ def spread(outputs: Tensor) -> Tensor:
     return outputs.var(dim=0, correction=0).sum()
 
 
-def gathered(rows: Tensor) -> list[Tensor]:
+def gathered(rows: Tensor) -> Tensor:
     every = [torch.zeros_like(rows) for _ in range(world())]
     dist.all_gather(every, rows)
+    return torch.cat(every)
+
+
+def gathered_at_once(rows: Tensor) -> Tensor:
+    every = torch.zeros(world() * len(rows), rows.shape[1], dtype=rows.dtype)
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(every, rows)  # the new name from torch 2.13 on
     return every
 
 
@@ -290,7 +296,8 @@ def scores(way: str, part: float = 0.0) -> OfStep:
     """A contrastive loss of this rank's rows against those of all, which are gathered in a way."""
     ways: Any = {
         "Lightning, detached": lambda one, rows: one.all_gather(rows).flatten(0, 1),
-        "torch, detached": lambda _, rows: torch.cat(gathered(rows)),
+        "torch, detached": lambda _, rows: gathered(rows),
+        "torch, at once": lambda _, rows: gathered_at_once(rows),
         "none": lambda _, rows: rows,
     }
 
@@ -320,6 +327,21 @@ def by_hand(*, every: int = 1, outside: bool = False) -> OfStep:
             optimizer.step()
 
     return step
+
+
+def repeated(module: Any, batch: Any) -> None:
+    for _ in range(world()):
+        by_hand()(module, batch)
+
+
+def quantized(module: Any, batch: Any) -> Tensor:
+    return classified(module, (torch.quantize_per_tensor(batch[0], 0.1, 0, torch.qint8).dequantize(), batch[1]))
+
+
+def by_words(module: Any, batch: Tensor) -> Tensor:
+    """Draw for one word after the other, and once more for all."""
+    rows = torch.stack([dropout(row, 0.1) for row in module.net(batch).unbind(1)], 1)
+    return (dropout(rows, 0.1).square().sum(-1) * (batch != 0)).sum(1).mean()
 
 
 def adversarial(factor: Callable[[], int]) -> OfStep:

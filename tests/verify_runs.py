@@ -145,6 +145,9 @@ EQUAL = {
     "`split_batches`": run(reads=plain(14, 5), strategy=SPLIT, steps=3),
     "`split_batches` on three ranks": run(reads=plain(20, 7), strategy=SPLIT, steps=3, ranks=3, precision="64-true"),
     "an idle rank": run(reads=plain(12), strategy=SPLIT, ranks=3, precision="64-true"),
+    "asks for the global batch": run(
+        step=m.scaled(lambda module: module.trainer.strategy.global_batch_size / 8), reads=ALL, strategy=SPLIT
+    ),
     "`split_batches` in pieces": run(
         reads=plain(22, 7), strategy=ours(split_batches=True, max_device_batch_size=2), window=2
     ),
@@ -223,6 +226,7 @@ DIFFERENT = {
     "other initial weights on several processes": run(m.other_start, cause="initial weights"),
     "one stream on all ranks": run(reads=plain(16), cause="duplicated stream"),
     "a stream that all ranks read": run(reads=streamed("alike"), cause="duplicated stream"),
+    "a sampler of your own that all ranks read": run(reads=plain(sampler=range(32)), cause="duplicated stream"),
     "graphs that all ranks read": run(layers, m.of_graphs, m.graphs, cause="duplicated stream"),
     "samples repeated to fill the ranks": shared(reads=plain(15), cause="padding"),
     "data sharded by hand and by the sampler": shared(reads=m.sharded_by_hand, cause="unread samples"),
@@ -245,6 +249,7 @@ DIFFERENT = {
     ),
     "a detached `self.all_gather`": shared(step=scores("Lightning, detached"), cause="detached gather"),
     "a `torch.distributed.all_gather`": shared(step=scores("torch, detached"), cause="detached gather"),
+    "a `torch.distributed.all_gather_single`": shared(step=scores("torch, at once"), cause="detached gather"),
     "a sum loss": run(step=m.summed, cause="sum loss"),
     "a sum loss, dropout": run(dropped, m.summed, cause="sum loss"),
     "a sum loss, bfloat16": run(step=m.summed, precision="bf16-mixed", cause="sum loss"),
@@ -353,6 +358,17 @@ NOT_SHOWN = {
     "noise for whole gradients": shared(on_before_optimizer_step=m.shaken, not_shown="one draw for a whole batch"),
     "one draw for each batch": shared(step=m.one_draw, not_shown="one draw for a whole batch (aten.rand)"),
     "random masks in `collate_fn`": shared(reads=m.masking, not_shown="collate_fn draws random numbers"),
+    "a draw for each word, and for all": shared(
+        m.words, m.by_words, texts, not_shown="a batch of another size draws other random numbers (aten.bernoulli_)"
+    ),
+    "computes in float32 alone": run(step=m.quantized, not_shown="verify with --single, in float32"),
+    "ends earlier on one process": run(
+        on_train_batch_end=lambda self, *_: setattr(self.trainer, "should_stop", m.world() == 1),
+        not_shown="one process takes fewer steps than the run",
+    ),
+    "a step for every rank": run(
+        step=m.repeated, manual=True, not_shown="one process takes other optimizer steps in a batch than the run"
+    ),
     "two loaders": shared(
         step=m.of_both, reads=lambda: {"one": plain()(), "other": plain()()}, not_shown="use one DataLoader"
     ),

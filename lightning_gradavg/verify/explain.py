@@ -110,8 +110,6 @@ class _Judge:
         cause, text = _OF_STAGES.get(stage, ""), f"{name} is the first to differ"
         if stage == "reduced gradient":
             cause, text = self._of_gradient(seen)
-        elif stage == "buffers" and name.rpartition(".")[0] in self.tapes[0].batch_norms:
-            cause = "batch norm"
         elif stage == "optimizer options" and name.startswith("lr"):
             cause = "learning-rate scale"
         if stage not in _BESIDE_DRAWS:
@@ -135,10 +133,7 @@ class _Judge:
             names = dict.fromkeys(name for name, _ in [*taken.trace, *drawn])
             raise Refused(f"a batch of another size draws other random numbers ({', '.join(names)})")
         if len(self.tapes[0].steps[position].taken) > 1 and cause not in _OF_COMBINATIONS:
-            try:
-                seen = self._first(self.twin.windowed())
-            except Refused:
-                return
+            seen = self._first(self.twin.windowed())
             if seen is None or seen.step > position:
                 raise Refused(_OF_STATE)
 
@@ -307,9 +302,8 @@ class _Evidence:
     def solved(self, gradient: Tensor) -> Tensor | None:
         """Return the coefficients with which the parts make up a gradient; None if none do, or many could."""
         scale, several = float(self.rows.abs().max()), len(gradient) > len(self.rows)
-        if not (several and 0 < scale < math.inf and bool(torch.isfinite(gradient).all())):
-            return None
-        if int(torch.linalg.matrix_rank(self.rows, rtol=1e-9)) < len(self.rows):
+        known = several and 0 < scale < math.inf and bool(torch.isfinite(gradient).all())
+        if not known or int(torch.linalg.matrix_rank(self.rows, rtol=1e-9)) < len(self.rows):
             return None
         found: Tensor = torch.linalg.lstsq(self.rows.T / scale, (gradient / scale).unsqueeze(1)).solution[:, 0]
         return found if gap_between(gradient, found @ self.rows) <= self.near else None

@@ -40,8 +40,12 @@ def test_the_command_verifies_a_module_by_name(capsys):
 
 def test_ranks_have_the_variables_of_a_launcher(capsys):
     """A learning rate and a stream of `WORLD_SIZE` are seen as in a run that a launcher started."""
-    output = verified(f"{JOB}:Scaled", "--data", f"{JOB}:stream", "--json", capsys=capsys, code=1)
-    assert ["learning-rate scale"] == [finding["cause"] for finding in json.loads(output)["findings"]]
+    output = verified(f"{JOB}:Scaled", "--data", f"{JOB}:stream", "--json", "--single", capsys=capsys, code=1)
+    report = json.loads(output)
+    assert ["float32", 1e-4, "learning-rate scale"] == [
+        *(report["precision"], report["tolerance"]),
+        *(finding["cause"] for finding in report["findings"]),
+    ]
 
 
 def test_a_run_that_fails_shows_the_last_line_of_the_user(tmp_path, monkeypatch, capsys):
@@ -106,3 +110,7 @@ def test_the_first_process_that_fails_is_named():
     """One process fails: its error is the message, and the call ends."""
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed: ZeroDivisionError"):
         in_processes([(len, ("abc",)), (divmod, (1, 0))])
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 of 1 failed: exit code 3: see standard error, and call verify under"
+    ):
+        in_processes([(os._exit, (3,))])
