@@ -17,15 +17,11 @@ import importlib.util
 import io
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 __all__ = ["MODULES", "ROOT", "Size", "folder_of", "imported_names", "module_name", "own_imports", "size_of", "sizes"]
 
@@ -36,7 +32,6 @@ assert SPEC.origin is not None
 ROOT = Path(SPEC.origin).parent  # the sources, or the installed wheel where that is what is tested
 
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.BoolOp, ast.match_case)
-PIPE_WIDTH = 140  # rich assumes 80 columns where there is no terminal
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
@@ -59,26 +54,21 @@ def _tree(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def imported_names(module: str, source: str) -> Iterator[str]:
+def imported_names(source: str) -> Iterator[str]:
     """Yield the absolute name of everything that `source` imports, wherever in the file, for types only or not."""
     for node in ast.walk(_tree(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                inside = [PACKAGE, *(part for part in module.split(".") if part != "__init__")]
-                is_package = module == "__init__" or MODULES.get(module, Path()).name == "__init__.py"
-                above = inside[: len(inside) - node.level + is_package]
-                base = ".".join([*above, base]).rstrip(".")
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            assert node.level == 0, "an import of the package names it"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def own_imports(module: str, source: str) -> set[str]:
     """Return the modules of the package that `source` imports, as they are named in MODULES."""
     found = set()
-    for name in imported_names(module, source):
-        if name == PACKAGE or name.startswith(f"{PACKAGE}."):
+    for name in imported_names(source):
+        if f"{name}.".startswith(f"{PACKAGE}."):
             inner = name.removeprefix(PACKAGE).removeprefix(".")
             while inner and inner not in MODULES:  # from the imported object up to the module that holds it
                 inner = inner.rpartition(".")[0]
@@ -96,8 +86,10 @@ class Size:
     comments: int = 0
     branches: int = 0
 
-    def __add__(self, other: Size) -> Size:
-        return Size(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
+    @classmethod
+    def of_all(cls, found: Iterable[Size]) -> Size:
+        """Return the size of several."""
+        return cls(*map(sum, zip(*map(astuple, found), strict=True)))
 
     @property
     def branches_per_100(self) -> float:
@@ -133,30 +125,18 @@ def _lines(node: Any) -> range:
 
 def sizes() -> dict[str, Size]:
     """Return the size of every folder."""
-    found: dict[str, Size] = {}
+    found: dict[str, list[Size]] = {}
     for module, path in MODULES.items():
-        folder = folder_of(module)
-        found[folder] = found.get(folder, Size()) + size_of(path.read_text("utf-8"))
-    return found
+        found.setdefault(folder_of(module), []).append(size_of(path.read_text("utf-8")))
+    return {folder: Size.of_all(of_files) for folder, of_files in found.items()}
 
 
-def _total(found: Iterable[Size]) -> Size:
-    return sum(found, Size())
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if 0 < index < len(headings) - 1 else "left")
-    return table
-
-
-def _size_table(found: Mapping[str, Size]) -> Table:
-    headings = ("folder", "files", "lines", "lines of code", "comments", "branches", "branches per 100 lines of code")
-    table = _table("Size", *headings)
-    for name, size in [*sorted(found.items()), ("all", _total(found.values()))]:
-        table.add_row(name, *map(str, vars(size).values()), f"{size.branches_per_100:.1f}")
-    return table
+def _print(rows: Iterable[Iterable[object]]) -> None:
+    """Print rows under their headings, in columns."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for row in texts:
+        sys.stdout.write("  ".join(map(str.ljust, row, widths)) + "\n")
 
 
 def main() -> None:
@@ -165,21 +145,21 @@ def main() -> None:
     parser.add_argument("--no-journeys", action="store_true", help="leave out what starts processes")
     parser.add_argument("--arrows", metavar="NAME", help="print every call between files on this journey instead")
     given = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, markup=False)
     if given.arrows is None:
-        console.print(_size_table(sizes()))
+        found = sizes()
+        rows = [*sorted(found.items()), ("all", Size.of_all(found.values()))]
+        headings = ("folder", "files", "lines", "code", "comments", "branches", "branches per 100 lines of code")
+        _print([headings, *([name, *astuple(size), f"{size.branches_per_100:.1f}"] for name, size in rows)])
     if given.no_journeys:
         return
     # The ranks import test modules by their own names.
     sys.path.insert(0, str(Path(__file__).parent))
     journeys = importlib.import_module("journeys")
-    table = _table("Journeys on rank 0 of 2", "journey", "files", "calls between files", "most entered")
-    for name, seen in journeys.travel([given.arrows] if given.arrows else list(journeys.JOURNEYS)):
-        if given.arrows:
-            console.print("\n".join(seen.arrows), soft_wrap=True)
-        most = ", ".join(f"{file} {count}" for file, count in seen.entries.most_common(4))
-        table.add_row(name, str(len(seen.files)), str(seen.entries.total()), most)
-    console.print(table)
+    travelled = dict(journeys.travel([given.arrows] if given.arrows else list(journeys.JOURNEYS)))
+    for seen in travelled.values() if given.arrows else ():
+        sys.stdout.write("\n".join(seen.arrows) + "\n")
+    of_journeys = [(name, len(seen.files), seen.entries.total()) for name, seen in travelled.items()]
+    _print([("journey on rank 0 of 2", "files", "calls between files"), *of_journeys])
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def test_size_by_hand():
     """Docstrings, comments and blank lines are no code; each way to branch counts once, an `elif` as an `if`."""
     # for, if, and, or, conditional expression, elif, while, try, two conditions of a comprehension, case
     assert Size(files=1, lines=26, code=17, comments=2, branches=11) == size_of(SOURCE)
-    assert Size(2, 29, 20, 2, 11) == size_of(SOURCE) + Size(1, 3, 3)
+    assert Size(2, 29, 20, 2, 11) == Size.of_all([size_of(SOURCE), Size(1, 3, 3)])
     assert 50.0 == Size(code=4, branches=2).branches_per_100
 
 

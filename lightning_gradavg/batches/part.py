@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -101,19 +101,24 @@ class Batches(Part):
                 " or read them by one loader."
             )
 
-    @contextmanager
-    def training_step(self) -> Iterator[None]:
+    def training_step(self) -> AbstractContextManager[Any]:
         """Have a step whose samples do not count leave no trace."""
+        if self.joins and self._fetches_within:
+            return self._fetching()
+        return nullcontext() if self._counts else stand_in(self.run.module)
+
+    @contextmanager
+    def _fetching(self) -> Iterator[None]:
+        """Learn what stands behind the batch of a step that fetches it."""
         with nullcontext() if self._counts else stand_in(self.run.module):
             yield
-        if self.joins and self._fetches_within:
-            self._arrive(self.run.loop.ready - 1)
-            if self.missing > 0:
-                raise RuntimeError(
-                    f"{self.missing} of {self.run.world.size} ranks have no more batches, which a"
-                    " training_step(dataloader_iter) learns too late: it fetches its own. Let training_step take"
-                    " (batch, batch_idx), or give all ranks the same number of batches."
-                )
+        self._arrive(self.run.loop.ready - 1)
+        if self.missing > 0:
+            raise RuntimeError(
+                f"{self.missing} of {self.run.world.size} ranks have no more batches, which a"
+                " training_step(dataloader_iter) learns too late: it fetches its own. Let training_step take"
+                " (batch, batch_idx), or give all ranks the same number of batches."
+            )
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
         """Save that there is nothing to go on with."""
