@@ -24,7 +24,7 @@ from lightning_gradavg.reduction.reference import combine
 from lightning_gradavg.reduction.weights import MOST_TERMS
 from lightning_gradavg.rules import RULES, Share, resolve_rule
 
-__all__ = ["CASES", "CLEARED", "CLEARS", "WAYS", "Case", "Fails"]
+__all__ = ["BOTH", "CASES", "CLEARED", "CLEARS", "WAYS", "Case", "Fails", "Trains"]
 
 NAN, INF = math.nan, math.inf
 LOOPS = ("manual", "fabric", "reducer")
@@ -43,6 +43,17 @@ class Fails(NamedTuple):
     weight: float
 
 
+BOTH = ("first", "second")
+
+
+class Trains(NamedTuple):
+    """A micro-batch from which on these parameters train, and no others."""
+
+    gradient: Any
+    weight: Any
+    parameters: Sequence[str] = BOTH
+
+
 @dataclass(frozen=True)
 class Case:
     """A row.
@@ -58,6 +69,7 @@ class Case:
         options: Of the strategy, or of DDP where there is none.
         keeps: Whether no gradient is zeroed between windows.
         dtype: Of the parameters.
+        begins: The parameters that train at first.
     """
 
     name: str
@@ -70,6 +82,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     keeps: bool = False
     dtype: torch.dtype = torch.float64
+    begins: Sequence[str] = BOTH
 
     def said(self, way: str) -> str | None:
         """Return what the error says, or None if there is none."""
@@ -210,6 +223,14 @@ DDP_OPTIONS: Sequence[Mapping[str, Any]] = (
 )
 STATIC_BY_HAND = hasattr(GradAvgStrategy(), "_pl_static_graph_delay_done")
 """Whether Lightning starts the first reduction of a static graph in manual optimization."""
+TURNS = [
+    [[Trains({"first": first[0]}, first[1], ["first"])], [Trains({"second": second[0]}, second[1], ["second"])]] * 2
+    for first, second in (((1.0, 3), (9.0, 1)), ((5.0, 1), (1.0, 3)))
+]
+"""As of a generator and its critic."""
+UNUSED = {"find_unused_parameters": True}
+HALVES = ((20000.0, 3), (16000.0, 1))
+NO_LOSS = "training_step returned no loss within an accumulation window, which would then not be reduced."
 NO_WINDOWS = "Do not accumulate; or return one loss under reduction='mean'"
 
 CASES: Sequence[Case] = [
@@ -244,31 +265,14 @@ CASES: Sequence[Case] = [
         nodes=[0, 1],
     ),
     *of_rules(
-        "in windows on one node",
-        TWO,
-        {
-            "mean_of_node_sums": [17.0, 14.0],
-            "mean_of_node_means": [17 / 4, 14 / 2],
-            "sum_of_node_means": [17 / 4, 14 / 2],
-            root: [(1 + 6 + 15 + 32) / 4 / 10, (5 + 9 * 3**0.5) / 2 / (1 + 3**0.5)],
-        },
-        ways=OF_DDP,
-    ),
-    *of_rules("of one rank", TWO[1:], {"mean": [6.5, 9.0], "sum": [13.0, 9.0], "weighted_mean": [173 / 25, 9.0]}),
-    *of_rules(
         "whose loss of weight 0 is NaN",
         LATE,
         {
             "weighted_mean": [3.5, 2.0, 4.0],
             "normalized_sum": [6 / 4, 2.0, 8 / 2],
-            root: [(2 + 4 * 3**0.5) / 2 / (1 + 3**0.5), 1.0, 2.0],
         },
     ),
-    *of_rules(
-        "whose window begins with nothing",
-        [[[(NAN, 0), (4.0, 2)]], [[(NAN, 0), (NAN, 0)]]],
-        {"weighted_mean": [4.0], "normalized_sum": [2.0]},
-    ),
+    weighted("whose window begins with nothing", [[[(NAN, 0), (4.0, 2)]], [[(NAN, 0), (NAN, 0)]]], [4.0]),
     *of_rules(
         "of nothing",
         [[[(NAN, 0)], [(1.0, 1)]], [[(NAN, 0)], [(NAN, 0)]]],
@@ -279,14 +283,6 @@ CASES: Sequence[Case] = [
     ),
     weighted("of nothing in a window", [[[(NAN, 0)] * 3], [[(NAN, 0)] * 3]], [0.0]),
     weighted("of weights beyond float32", [[[(0.0, 2**24)]], [[(2.0**24 + 1, 1)]]], [1.0]),
-    weighted(
-        "of weights of many magnitudes", [[[(1.0, 4096)], [(1.0, 1e-3)]], [[(3.0, 4096)], [(2.0, 3e-3)]]], [2.0, 1.75]
-    ),
-    weighted(
-        "of magnitudes in windows",
-        [[[(1.0, 1), (1.0, 1)], [(1.0, 4e6), (1.0, 0)]], [[(1.0, 1), (5.0, 1)], [(3.0, 1e6), (1.0, 3e6)]]],
-        [2.0, 10 / 8],
-    ),
     weighted(
         "of weights of every type",
         [[[(2.0, one)] for one in WEIGHTS], [[(10.0, 1)]] * len(WEIGHTS)],
@@ -305,8 +301,8 @@ CASES: Sequence[Case] = [
         for rule in (*RULES, root)
         for nodes in ([0], [0, 0], [0, 1], [1, 0, 0])
         for lengths, ways in (
-            ([1] * 12, WAYS),
-            ([3, 3, 3, 3, 3, 2], (*OF_DDP, "sharded")),
+            ([1] * 12, ("automatic", "average", "sharded")),
+            ([3, 3, 3, 3, 3, 2], ("automatic", "sharded")),
             ([1, 2, 4, 1, 1, 3, 2, 1], LOOPS),
         )
     ),
@@ -324,6 +320,7 @@ CASES: Sequence[Case] = [
         refused={"automatic": "1 of 2 ranks have no more batches in this epoch, and reduction='mean_of_node_means'"},
     ),
     Case("of a rank that has fewer batches", "mean", [[[1.0], [1.0]], [[3.0]]], [2.0, 1.0], ["automatic"]),
+    weighted("of a rank that has fewer batches", [[[(1.0, 1)]] * 2, [[(3.0, 3)]]], [2.5, 1.0], ways=["automatic"]),
     Case(
         "of a rank that has fewer batches in windows", "mean", [[[1.0, 2.0], [5.0]], [[6.0]]], [3.0, 5.0], ["automatic"]
     ),
@@ -411,6 +408,75 @@ CASES: Sequence[Case] = [
         )
     ),
     weighted("whose weight was refused", raised_between(Fails(1.0, -1)), [100.0, 100.0, 102.0], ways=LOOPS, keeps=True),
+    *(
+        row
+        for reduction in ("mean", "weighted_mean")
+        for row in (
+            Case("without a loss", reduction, [[[(2.0, 1)], [(None, 1)], [(6.0, 1)]]], [2.0, 0.0, 6.0], ["automatic"]),
+            Case("without a loss in a window", reduction, [[[(2.0, 1), (None, 1)]]], NO_LOSS, ["automatic"]),
+            Case("without a loss first in a window", reduction, [[[(None, 1), (2.0, 1)]]], NO_LOSS, ["automatic"]),
+        )
+    ),
+    weighted("of losses by turns", TURNS, [(2.0, 0.0), (0.0, 3.0)] * 2, ways=LOOPS, options=UNUSED),
+    weighted(
+        "of losses that overlap",
+        [[[*of_rank[0], *of_rank[1]]] for of_rank in TURNS],
+        "rank 1: micro-batch 1 of the window: it trains other parameters than the micro-batches before it",
+        ways=LOOPS,
+        options=UNUSED,
+    ),
+    *(
+        row
+        for options in ({}, {"gradient_as_bucket_view": True})
+        for row in (
+            *of_rules(
+                f"in which a parameter begins to train {' and '.join(options)}",
+                [[[(1.0, 3)], [Trains(2.0, 3)], [(1.0, 1)]], [[(5.0, 1)], [Trains(6.0, 1)], [(5.0, 3)]]],
+                {
+                    "mean": [(3.0, 0.0), 4.0, 3.0],
+                    "sum": [(6.0, 0.0), 8.0, 6.0],
+                    "weighted_mean": [(2.0, 0.0), 3.0, 4.0],
+                },
+                ways=["automatic", "manual"],
+                options=options,
+                begins=["first"],
+            ),
+            *of_rules(
+                f"within which a parameter begins to train {' and '.join(options)}",
+                [[[(1.0, 3), Trains(2.0, 3)]], [[(5.0, 1), Trains(6.0, 1)]]],
+                {"mean": [(3.5, 2.0)], "weighted_mean": [(2.5, 1.5)]},
+                ways=["automatic"],
+                options=options,
+                begins=["first"],
+            ),
+        )
+    ),
+    weighted(
+        "with a term whose parameter begins to train",
+        [[[(1.0, 3)], [Trains(*FULL)]], [[(5.0, 1)], [Trains(*EMPTY)]]],
+        [(2.0, 0.0), (4.0, 10.0)],
+        ways=["automatic", "manual"],
+        begins=["first"],
+    ),
+    # Neither what the weights multiply nor the sum over the ranks overflows, or underflows.
+    *(
+        weighted(
+            f"of {dtype} in windows of {length}",
+            [[[(gradient * small, weight)] * length for small in (1.0, 2.0**-38)] for gradient, weight in HALVES],
+            [19000.0, 19000.0 * 2.0**-38],
+            ways=["automatic", "manual"][: 3 - length],
+            dtype=dtype,
+        )
+        for dtype in (torch.float16, torch.bfloat16)
+        for length in (1, 2)
+    ),
+    weighted(
+        "of float16 with weights that grow",
+        [[[(150.0, weight)] * 2 for weight in (1, 64, 4096)]] * 2,
+        [150.0] * 3,
+        ways=OF_DDP,
+        dtype=torch.float16,
+    ),
     Case("with terms", "weighted_mean", NAMED, [(1 + 15) / 4 + 10], (*OF_DDP,)),
     Case("with terms", "normalized_sum", NAMED, [6 / 4 + 10 / 2], (*OF_DDP,)),
     Case(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CASES, CLEARED, CLEARS, Case, Fails, uses_weight
+from cases import BOTH, CASES, CLEARED, CLEARS, Case, Fails, Trains, uses_weight
 from lightning.pytorch import LightningModule
 from loops import OfFabric, OfTorch, OfTrainer
 from ranks import make_trainer
@@ -21,7 +21,11 @@ from toys import AWARE, approx
 
 from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, average_gradients
 
-pytestmark = [*AWARE, pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning")]
+pytestmark = [
+    *AWARE,
+    pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.training_step. returned .None."),
+]
 SLOPES = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
 """A loss of gradient g has these multiples of it, so that a sharded model has some on each rank."""
 
@@ -29,11 +33,20 @@ SLOPES = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
 class Line(nn.Module):
     """Its loss has the gradient that the micro-batch says, in both parameters, or in the one that a term names."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+    forwards: Tensor
+
+    def __init__(self, case: Case) -> None:
         super().__init__()
-        self.first, self.second = (nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(2))
+        self.first, self.second = (nn.Parameter(torch.ones(2, dtype=case.dtype)) for _ in range(2))
+        self.register_buffer("forwards", torch.zeros(()))  # which DDP broadcasts, in validation, too
+        self.train_only(case.begins)
+
+    def train_only(self, names: Sequence[str]) -> None:
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name in names)
 
     def forward(self, gradient: Any) -> Any:
+        self.forwards.add_(1)
         slopes = SLOPES.to(self.first.dtype)
         first, second = (self.first * slopes[:2]).sum(), (self.second * slopes[2:]).sum()
         if isinstance(gradient, Mapping):
@@ -55,7 +68,7 @@ def gradient_of(module: nn.Module) -> Tensor:
 
 def parts(case: Case, micro_batch: Any) -> tuple[Any, dict[str, Any]]:
     """Return the gradient of a micro-batch, and its weight as a keyword where the rule uses one and it is given."""
-    gradient, *weight = micro_batch if isinstance(micro_batch, tuple) else (micro_batch,)
+    gradient, *weight = micro_batch[:2] if isinstance(micro_batch, tuple) else (micro_batch,)
     return gradient, {"weight": weight[0]} if weight and uses_weight(case) else {}
 
 
@@ -63,7 +76,7 @@ def fail(gradient: Tensor) -> None:
     raise MemoryError("it does not fit")
 
 
-def run_window(case: Case, module: nn.Module, forward: Any, loop: Any, window: Sequence[Any]) -> Tensor:
+def run_window(case: Case, module: Line, forward: Any, loop: Any, window: Sequence[Any]) -> Tensor:
     """Run a window in a loop of the user's own; return the gradient after it, which is zeroed unless it is kept."""
     cleared = [index for index, one in enumerate(window) if one in CLEARS]
     length = len(window) - (cleared[-1] + 1 if cleared else 0)
@@ -72,6 +85,8 @@ def run_window(case: Case, module: nn.Module, forward: Any, loop: Any, window: S
             if one in CLEARS:
                 module.zero_grad(set_to_none=one == CLEARED)
                 continue
+            if isinstance(one, Trains):
+                module.train_only(one.parameters)
             gradient, weight = parts(case, one)
             with loop.no_sync(forward, enabled=index < len(window)):
                 loss = forward(gradient)
@@ -88,15 +103,21 @@ def run_window(case: Case, module: nn.Module, forward: Any, loop: Any, window: S
 class Automatic(LightningModule):
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.net, self.case, self.gradients = Line(), case, Grads()
+        self.net, self.case, self.gradients = Line(case), case, Grads()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if isinstance(batch, Trains):
+            self.net.train_only(batch.parameters)
         gradient, weight = parts(self.case, batch)
+        if gradient is None:
+            return None
         loss = self.loss = self.net(gradient)
         return {"loss": loss, **weight} if weight else loss
 
     def on_before_backward(self, loss: Tensor) -> None:
-        if self.automatic_optimization:  # the gradient is weighed, and the value is not
+        if (
+            self.automatic_optimization and self.case.dtype == torch.float64
+        ):  # the gradient is weighed, and the value is not
             value = sum(self.loss.values()) if isinstance(self.loss, Mapping) else self.loss
             assert approx(value.item() / self.trainer.accumulate_grad_batches) == loss.item()
 
@@ -132,12 +153,18 @@ class Sharded(Automatic):
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
-def fit(model: Automatic, strategy: Any, batches: Sequence[Any], **options: Any) -> Grads:
-    trainer = make_trainer(
+def trainer_of(model: Automatic, strategy: Any, **options: Any) -> Any:
+    return make_trainer(
         strategy, nodes=model.case.nodes, max_epochs=1, use_distributed_sampler=False, num_sanity_val_steps=0, **options
     )
-    data: Any = list(batches)
-    trainer.fit(model, DataLoader(data, batch_size=None, collate_fn=lambda batch: batch))
+
+
+def as_they_are(batches: Any) -> Any:
+    return DataLoader(list(batches), batch_size=None, collate_fn=lambda batch: batch)
+
+
+def fit(model: Automatic, strategy: Any, batches: Sequence[Any], **options: Any) -> Grads:
+    trainer_of(model, strategy, **options).fit(model, as_they_are(batches))
     return model.gradients
 
 
@@ -163,7 +190,7 @@ def sharded(case: Case) -> Grads:
 
 
 def run_loop(case: Case, loop: Any) -> Grads:
-    module = Line()
+    module = Line(case)
     forward = loop.set_up(module)
     return [run_window(case, module, forward, loop, window) for window in case.windows[dist.get_rank()]]
 
@@ -178,7 +205,7 @@ def reducer(case: Case) -> Grads:
 
 
 def average(case: Case) -> Grads:
-    module, found = Line(), Grads()
+    module, found = Line(case), Grads()
     if case.nodes is not None:
         os.environ["NODE_RANK"] = str(case.nodes[dist.get_rank()])
     for (micro_batch,) in case.windows[dist.get_rank()]:
@@ -204,8 +231,9 @@ def by_hand(case: Case) -> list[Any]:
     """Return what is expected: where nothing counts, exact zeros."""
     pairs = [one if isinstance(one, tuple) else (one, one) for one in case.gradients]
     of_slopes = [[first, first, second, second] for first, second in pairs]
+    rounded = {"tolerance": 2 * torch.finfo(case.dtype).eps} if case.dtype in (torch.float16, torch.bfloat16) else {}
     return [
-        [approx(slope * one) if one != 0 else 0.0 for slope, one in zip(SLOPES.tolist(), each, strict=True)]
+        [approx(slope * one, **rounded) if one != 0 else 0.0 for slope, one in zip(SLOPES.tolist(), each, strict=True)]
         for each in of_slopes
     ]
 
@@ -227,6 +255,29 @@ def test_gradient_by_hand(world, way, case):
         assert all(torch.equal(*map(torch.nan_to_num, pair)) for pair in zip(first, other, strict=True))
 
 
+class Validated(Automatic):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(1.0)
+
+
+def fit_twice_with_validation(case: Case) -> Grads:
+    """Body: train with a validation after every batch, and once more."""
+    model, batches = Validated(case), [one for window in case.windows[dist.get_rank()] for one in window]
+    strategy = GradAvgStrategy(reduction=case.reduction)
+    trainer = trainer_of(model, strategy, accumulate_grad_batches=2, val_check_interval=1)
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(model, as_they_are(batches), as_they_are([1, 2]))
+    return model.gradients
+
+
+@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
+def test_validation_within_a_window_and_a_run_before_change_nothing(world, reduction):
+    (case,) = (one for one in CASES if (one.name, one.reduction) == ("in windows on two nodes", reduction))
+    for found in world(2).run(fit_twice_with_validation, case):
+        assert by_hand(case) * 2 == [gradient.tolist() for gradient in found]
+
+
 def in_one_run(way: str, reduction: Any) -> Case:
     """Return all rows of a rule on two ranks of one node as one run, in an order by chance."""
     rows = [
@@ -234,6 +285,7 @@ def in_one_run(way: str, reduction: Any) -> Case:
         for case in CASES
         if way in case.ways and case.reduction == reduction and case.said(way) is None
         if len(case.windows) == 2 and case.nodes in (None, [0, 0]) and not case.options and not case.keeps
+        if case.begins == BOTH and case.dtype == torch.float64
         if len({len(windows) for windows in case.windows}) == 1
     ]
     steps: list[tuple[Any, Any]] = [
