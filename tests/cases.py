@@ -321,6 +321,7 @@ CASES: Sequence[Case] = [
     ),
     Case("of a rank that has fewer batches", "mean", [[[1.0], [1.0]], [[3.0]]], [2.0, 1.0], ["automatic"]),
     weighted("of a rank that has fewer batches", [[[(1.0, 1)]] * 2, [[(3.0, 3)]]], [2.5, 1.0], ways=["automatic"]),
+    weighted("of a rank without batch", [[], [[(2.0, 1)], [(4.0, 1)]]], [2.0, 4.0], ways=["automatic"]),
     Case(
         "of a rank that has fewer batches in windows", "mean", [[[1.0, 2.0], [5.0]], [[6.0]]], [3.0, 5.0], ["automatic"]
     ),

@@ -87,18 +87,21 @@ class Wide(Toy):
         self.net = nn.Sequential(nn.Linear(300, 50), nn.Tanh(), nn.Linear(50, 7))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        generator = torch.Generator().manual_seed(int(batch.item()))
+        generator = torch.Generator().manual_seed(int(batch[0]))
         x = torch.randn(6, 300, generator=generator) * torch.logspace(-9, 5, 300)
         return self.net(x * self.w).square().mean()
 
 
 @pytest.mark.parametrize(
     ("world_size", "options", "window"),
-    grid([1, 2, 3], [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.01}, WEIGHTED], [1, 2]),
+    [
+        *grid([1, 2, 3], [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.01}], [1, 2]),
+        *grid([1, 2, 3], [WEIGHTED], [1]),
+    ],
 )
 def test_the_mean_and_equal_weights_are_stock_ddp(world, world_size, options, window):
-    """The bits of stock DDP, on 3 ranks too, where 1/W is rounded."""
-    batches = [[[10.0 * step + rank] for step in range(4)] for rank in range(world_size)]
+    """The bits of stock DDP, on 3 ranks too, where 1/W is rounded, and for weights of 49, where 49 * (1 / 49) is not 1."""
+    batches = [[[10.0 * step + rank] * 49 for step in range(4)] for rank in range(world_size)]
     given = {"module": Wide, "accumulate_grad_batches": window}
     of_ddp = {name: value for name, value in options.items() if name != "reduction"}
     ours, stock = (
