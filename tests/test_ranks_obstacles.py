@@ -52,7 +52,6 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "drop": lambda: nn.Dropout(0.5),
     "buffer": OwnBuffer,
     "sync": lambda: nn.SyncBatchNorm(3),
-    "table": lambda: nn.Embedding(3, 3, sparse=True),
 }
 
 
@@ -137,7 +136,6 @@ REFUSED: list[tuple[str, type[LightningModule], Options, str]] = [
     ("ValueError", Classifier, parallel(5, **BITS), "Use 1, 5 of them, or another num_replicas"),
     ("ValueError", ManualClassifier, parallel(2, **BITS), "reproducible=True cannot hold:\n  manual optimization"),
     ("ValueError", ClassifierEnd, parallel(2, **BITS), "training_step_end: the gradient of one loss"),
-    ("ValueError", Classifier, parallel(2, **BITS), "sparse gradients in parts.table. Make"),
     ("ValueError", Terms, parallel(2, **BITS), "serves one weight for the whole loss, got one for each of 'a', 'b'"),
     ("ValueError", Terms, parallel(), "named loss terms need the global weight of each"),
     ("RuntimeError", Gathers, parallel(), "training_step gathers over the ranks"),

@@ -34,7 +34,6 @@ def require_none(run: Run, options: Options, *, static_graph: bool) -> None:
     synced = syncs_batch_norm(run.trainer.strategy)
     synchronized = [name for name, each in norms.items() if synced or isinstance(each, nn.SyncBatchNorm)]
     whole = f"batch norm in {', '.join(norms)}" if norms else "training_step_end" * gathers
-    sparse = [name for name, each in module.named_modules() if getattr(each, "sparse", False)]
     divisors = [str(count) for count in range(1, replicas + 1) if replicas % count == 0]
     refused = {
         f"manual optimization with {cut}: training_step steps the optimizer, but a rank has to run it for several"
@@ -59,8 +58,6 @@ def require_none(run: Run, options: Options, *, static_graph: bool) -> None:
         ),
         f"{cut}, as the number of processes must divide num_replicas. Use {', '.join(divisors)} of them, or another"
         " num_replicas": options.reproducible and replicas % ranks,
-        f"sparse gradients in {', '.join(sparse)}. Make the embedding with sparse=False": options.reproducible
-        and sparse,
         "training_step_end: the gradient of one loss of all outputs is summed by autograd in an order that follows the"
         " ranks. Return the loss of each replica from training_step": options.reproducible and gathers,
     }

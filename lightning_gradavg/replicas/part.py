@@ -105,11 +105,15 @@ class Replicas(Pieces):
 
     def run_step(self, step: Step, batch: Any, *args: Any) -> Any:
         """Return the output of a training step of all of this rank's replicas."""
-        self._buffers = self._buffers_now()
+        self._ran, self._kept, self._buffers = False, list[Tensor](), self._buffers_now()
         self._before = [buffer.clone() for buffer in self._buffers]
-        self._kept: Sequence[Tensor] | None = None
-        self._ran = False
-        output = super().run_step(step, batch, *args)
+        versions = [version_of(parameter) for parameter in self._parameters.values()]
+        try:
+            output = super().run_step(step, batch, *args)
+        except BaseException:
+            self._write(self._before)
+            raise
+        self._require_shared(versions)
         if not self.run.module.automatic_optimization:
             self.end_step()
         return output
@@ -119,8 +123,25 @@ class Replicas(Pieces):
         return [buffer for owned in self._registered for buffer in owned.values() if buffer is not None]
 
     def _write(self, values: Sequence[Tensor]) -> None:
-        for buffer, value in zip(self._buffers, values, strict=True):
+        for buffer, value in zip(self._buffers, values, strict=False):  # there may be none
             buffer.data.copy_(value)
+
+    def _require_shared(self, versions: Sequence[int]) -> None:
+        """Raise a RuntimeError if a step has written what a rank would write once for each of its replicas."""
+        now = zip(self._parameters.items(), versions, strict=True)
+        written = [name for (name, parameter), version in now if version_of(parameter) != version]
+        if written:
+            raise RuntimeError(
+                f"training_step has written the parameters {', '.join(written)}, but it runs once per replica, and of"
+                " those a rank has several. Write parameters in on_train_batch_end."
+            )
+        own = set(map(id, self._buffers))
+        if own != set(map(id, self._buffers_now())):
+            new = [name for name, buffer in self.run.module.named_buffers() if id(buffer) not in own]
+            raise RuntimeError(
+                f"training_step has assigned or made the buffers {', '.join(new)}, or removed one: replicas share what"
+                " is written into buffers. Register them in __init__, with a tensor, and write by buffer.copy_(...)."
+            )
 
     def _stream(self, replica: int) -> AbstractContextManager[None]:
         """Draw what belongs to a replica of the loader batch, of which there were so many before."""
@@ -138,28 +159,10 @@ class Replicas(Pieces):
             self._kept = self._kept or [buffer.clone() for buffer in self._buffers]
             self._write(self._before)
         self._ran, counted = True, piece.replica is not None
-        versions = {name: version_of(parameter) for name, parameter in self._parameters.items()}
         count_rows(counted=counted)
-        try:
-            stream = self._stream(-1 - self.run.world.rank if piece.replica is None else piece.replica)
-            with stream, nullcontext() if counted else metrics_kept(self.run.module):
-                yield
-        except BaseException:
-            self._write(self._before)
-            raise
-        written = [name for name, version in versions.items() if version_of(self._parameters[name]) != version]
-        if written:
-            raise RuntimeError(
-                f"training_step has written the parameters {', '.join(written)}, but it runs once per replica, and of"
-                " those a rank has several. Write parameters in on_train_batch_end."
-            )
-        own = set(map(id, self._buffers))
-        if own != set(map(id, self._buffers_now())):
-            new = [name for name, buffer in self.run.module.named_buffers() if id(buffer) not in own]
-            raise RuntimeError(
-                f"training_step has assigned or made the buffers {', '.join(new)}, or removed one: replicas share what"
-                " is written into buffers. Register them in __init__, with a tensor, and write by buffer.copy_(...)."
-            )
+        stream = self._stream(-1 - self.run.world.rank if piece.replica is None else piece.replica)
+        with stream, nullcontext() if counted else metrics_kept(self.run.module):
+            yield
 
     def _as_piece(self, piece: ReplicaSlice, step: Step) -> AbstractContextManager[Any]:
         if not self._gathers:
@@ -169,8 +172,7 @@ class Replicas(Pieces):
 
     def end_step(self) -> None:
         """Have the module's buffers be replica 0's, on all ranks; of one device, ranks have written the same."""
-        if self._kept is not None:
-            self._write(self._kept)
+        self._write(self._kept)
         count_rows(counted=True)
         if not self._options.one_device and self.run.world.size > 1:
             broadcast_from_first(self._buffers, self.run.world.group)

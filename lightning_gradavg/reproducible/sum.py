@@ -165,7 +165,9 @@ class _Bucket:
         row = self.parameters[0].new_empty(self._length, dtype=self._dtype).view(self._dtype.to_real())
         parts, counts = self._opened(row)
         held = [gradients.pop(id(one), None) for one in self.parameters]
-        sources = [torch.zeros_like(part) if one is None else one for part, one in zip(parts, held, strict=True)]
+        sources = [
+            torch.zeros_like(part) if one is None else one.to_dense() for part, one in zip(parts, held, strict=True)
+        ]
         copy_each(parts, sources)
         counts.copy_(torch.tensor([one is not None for one in held]))
         return row
