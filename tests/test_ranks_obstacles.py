@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from replicas import (
-    Classifier,
-    ClassifierEnd,
-    Normed,
-    Options,
-    Regression,
-    fit,
-    outcome,
-    parallel,
-    single,
-)
+from replicas import Manual, Normed, Options, Regression, RegressionEnd, data, fit, parallel, single
 from torch import Tensor, nn
 
 from lightning_gradavg import gather
 
 
-class ManualClassifier(Classifier):
-    def __init__(self, **parts: nn.Module) -> None:
-        super().__init__(**parts)
+class ManualEnd(RegressionEnd):
+    """Has both."""
+
+    def build(self) -> None:
         self.automatic_optimization = False
 
 
-class ManualStepEnd(ManualClassifier, ClassifierEnd):
-    """Has both."""
+class Numbers(RegressionEnd):
+    """Returns one number of its samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"errors": self(batch[0]) - batch[1], "penalty": self(batch[0]).mean()}
+
+
+class Ignored(Regression):
+    """Has a hook that only presets call."""
+
+    def training_step_end(self, outputs: Any) -> Any:
+        raise AssertionError
 
 
 class OwnBuffer(nn.Module):
@@ -51,12 +51,16 @@ class OwnBuffer(nn.Module):
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "drop": lambda: nn.Dropout(0.5),
     "buffer": OwnBuffer,
-    "sync": lambda: nn.SyncBatchNorm(3),
+    "sync": lambda: nn.SyncBatchNorm(2),
 }
 
 
-def run(module: type[LightningModule], strategy: Options, *parts: str) -> None:
-    fit(module(**{part: PARTS[part]() for part in parts}), strategy)
+def run(module: type[Regression], strategy: Options, text: str) -> None:
+    """Train a module with the parts that the text names."""
+    parts = {part: make() for part, make in PARTS.items() if f"parts.{part}" in text}
+    samples = {"gathers over": 9, "more than 1 value": 1}
+    size = next((size for words, size in samples.items() if words in text), 8)
+    fit(module(**parts), strategy, data(size, size))
 
 
 class Gathers(Regression):
@@ -117,25 +121,21 @@ PER_RANK = {"equivalent_to": "data_parallel"}
 
 BITS = {"reproducible": True}
 
-REFUSED: list[tuple[str, type[LightningModule], Options, str]] = [
-    ("ValueError", ManualClassifier, parallel(), "manual optimization with num_replicas=4 on 2"),
-    ("ValueError", ManualStepEnd, PER_RANK, "training_step_end with manual optimization"),
-    ("ValueError", Classifier, parallel(static_graph=True), "static_graph=True with num_rep"),
-    ("ValueError", ClassifierEnd, parallel(2, reduction="sum"), "reduction='sum' with training_step_end"),
-    ("ValueError", ClassifierEnd, parallel(), "training_step_end with num_replicas=4 on 2 ranks"),
-    ("ValueError", ClassifierEnd, parallel(1), "training_step_end with num_replicas=1 on 2 ranks"),
-    ("ValueError", Classifier, parallel(), "SyncBatchNorm in parts.sync: with equivalent_to='data_parallel'"),
-    ("ValueError", Classifier, single(max_device_batch_size=2), "max_device_batch_size=2 with batch norm in norm"),
-    ("RuntimeError", Classifier, single(), "buffer 'parts.buffer.seen' is not the same on all of them"),
-    (
-        "ValueError",
-        Classifier,
-        parallel(3, **BITS),
-        "num_replicas=3 on 2 ranks, as the number of processes",
-    ),
-    ("ValueError", Classifier, parallel(5, **BITS), "Use 1, 5 of them, or another num_replicas"),
-    ("ValueError", ManualClassifier, parallel(2, **BITS), "reproducible=True cannot hold:\n  manual optimization"),
-    ("ValueError", ClassifierEnd, parallel(2, **BITS), "training_step_end: the gradient of one loss"),
+REFUSED: list[tuple[str, type[Regression], Options, str]] = [
+    ("ValueError", Manual, parallel(), "manual optimization with num_replicas=4 on 2"),
+    ("ValueError", ManualEnd, PER_RANK, "training_step_end with manual optimization"),
+    ("ValueError", Regression, parallel(static_graph=True), "static_graph=True with num_rep"),
+    ("ValueError", RegressionEnd, parallel(2, reduction="sum"), "reduction='sum' with training_step_end"),
+    ("ValueError", RegressionEnd, parallel(), "training_step_end with num_replicas=4 on 2 ranks"),
+    ("ValueError", RegressionEnd, parallel(1), "training_step_end with num_replicas=1 on 2 ranks"),
+    ("ValueError", Regression, parallel(), "SyncBatchNorm in parts.sync: with equivalent_to='data_parallel'"),
+    ("ValueError", Normed, single(max_device_batch_size=2), "max_device_batch_size=2 with batch norm in n,"),
+    ("RuntimeError", Regression, single(), "buffer 'parts.buffer.seen' is not the same on all of them"),
+    ("ValueError", Regression, parallel(3, **BITS), "num_replicas=3 on 2 ranks, as the number of processes"),
+    ("ValueError", Regression, parallel(5, **BITS), "Use 1, 5 of them, or another num_replicas"),
+    ("ValueError", Manual, parallel(2, **BITS), "reproducible=True cannot hold:\n  manual optimization"),
+    ("ValueError", RegressionEnd, parallel(2, **BITS), "training_step_end: the gradient of one loss"),
+    ("TypeError", Numbers, single(), "output['penalty'] of training_step is one number"),
     ("ValueError", Terms, parallel(2, **BITS), "serves one weight for the whole loss, got one for each of 'a', 'b'"),
     ("ValueError", Terms, parallel(), "named loss terms need the global weight of each"),
     ("RuntimeError", Gathers, parallel(), "training_step gathers over the ranks"),
@@ -148,44 +148,28 @@ REFUSED: list[tuple[str, type[LightningModule], Options, str]] = [
 ]
 
 
-def refused(module: type[LightningModule], strategy: Options, text: str) -> None:
-    """Body: train a module, with the part that the text names."""
-    if issubclass(module, Regression):
-        samples = {"gathers over": 9, "more than 1 value": 1}
-        size = next((size for words, size in samples.items() if words in text), 8)
-        outcome(module, strategy, size, size)
-    else:
-        run(module, strategy, *(part for part in PARTS if f"parts.{part}" in text))
-
-
 @pytest.mark.parametrize(("error", "module", "strategy", "text"), REFUSED)
 def test_what_cannot_be_reproduced_is_an_error_on_all_ranks(world, error, module, strategy, text):
-    for raised in world(2).run_expecting_errors(refused, module, strategy, text):
+    for raised in world(2).run_expecting_errors(run, module, strategy, text):
         assert raised.type_name == error
         assert text in raised.message
 
 
-class Whole(ClassifierEnd):
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        return {**output, "loss": nn.functional.cross_entropy(output["logits"], output["labels"])}
-
-
-def remarked(module: type[LightningModule], strategy: Options, text: str, *parts: str) -> int:
+def remarked(module: type[Regression], strategy: Options, text: str) -> int:
     """Body: return how many warnings contain a text."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run(module, strategy, *parts)
+        run(module, strategy, text)
     return sum(text in str(warning.message) for warning in caught)
 
 
 @pytest.mark.parametrize(
-    ("module", "strategy", "parts", "text", "times"),
+    ("module", "strategy", "text", "times"),
     [
-        (Classifier, single(), ("drop",), "random numbers drawn in parts.drop differ between ranks", 1),
-        (Classifier, single(), (), "random numbers", 0),
-        (Whole, {"split_batches": True}, (), "training_step_end of Lightning 1.x is not called", 1),
+        (Regression, single(), "random numbers drawn in parts.drop differ between ranks", 1),
+        (Regression, single(), "random numbers", 0),
+        (Ignored, {"split_batches": True}, "training_step_end of Lightning 1.x is not called", 1),
     ],
 )
-def test_what_only_differs_is_remarked_once(world, module, strategy, parts, text, times):
-    assert [times, 0] == world(2).run(remarked, module, strategy, text, *parts)
+def test_what_only_differs_is_remarked_once(world, module, strategy, text, times):
+    assert [times, 0] == world(2).run(remarked, module, strategy, text)

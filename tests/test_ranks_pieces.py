@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from ranks import make_trainer
-from replicas import Regression, parallel, single, state_of
-from torch.utils.data import DataLoader, TensorDataset
+from replicas import Regression, data, parallel, single, state_of
 
 from lightning_gradavg import GradAvgStrategy
 
@@ -25,9 +24,7 @@ class Net(Regression):
     lbfgs = keeps = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return {"loss": loss, "rows": batch[1].detach()}
+        return {"loss": super().training_step(batch, batch_idx), "rows": batch[1]}
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         if not (self.keeps and batch_idx % 2):
@@ -94,15 +91,13 @@ class Bar(ProgressBar):
 def seen(kind: type[Net], strategy: Mapping[str, Any], folder: str, stop: int | None = None, **options: Any) -> Any:
     """Body: all that a run of two epochs shows."""
     module, callback, bar = kind(), Seen(stop), Bar()
-    generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(SAMPLES, size, dtype=torch.float64, generator=generator) for size in (4, 2))
     keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
     trainer = make_trainer(
         GradAvgStrategy(**strategy),
         callbacks=[callback, bar, keep],
         **{"max_epochs": 2, "enable_checkpointing": True, "enable_progress_bar": True, **options},
     )
-    trainer.fit(module, DataLoader(TensorDataset(x, y), BATCH))
+    trainer.fit(module, data(SAMPLES, BATCH))
     progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()
     return {
         "calls": callback.calls,

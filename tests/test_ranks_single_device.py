@@ -1,77 +1,26 @@
-"""Training on any number of ranks is stock Lightning's on one: under `single_device`, and where batches are split."""
+"""A script trains and logs on any number of ranks as in stock Lightning on one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from data_parallel import MODELS, Numbers, Run, assert_same_run, fit, loader, train
-from grids import grid
 from lightning.pytorch import Callback, Trainer, seed_everything
 from ranks import make_trainer
-from replicas import Options, Regression, parallel, single
+from replicas import Normed, Options, data, fit, parallel, single, state_of
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from examples.demo import digits, text
 from lightning_gradavg import GradAvgStrategy
 
 
-def fit_all(name: str, dtype: torch.dtype, windows: Sequence[int]) -> Any:
-    """Body: 20 optimizer steps in windows of so many loader batches."""
-    runs = []
-    for accumulate in windows:
-        model = MODELS[name](dtype)
-        strategy = GradAvgStrategy(equivalent_to="single_device")
-        runs.append(fit(model, strategy, max_epochs=accumulate, accumulate_grad_batches=accumulate))
-    return dist.get_rank(), runs
-
-
-@cache
-def reference(name: str, dtype: torch.dtype, accumulate: int) -> Run:
-    model = MODELS[name](dtype)
-    return train(model, loader(model), 1, accumulate=accumulate, epochs=accumulate)
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size"), grid(["plain cnn", "masked", "sparse", "rows", "normed rows"], [3, 4, 2, 1], strength=1)
-)
-def test_equals_one_process(world, name, world_size):
-    windows = (1, 2)
-    ranks = world(world_size).run(fit_all, name, torch.float64, windows)
-    assert list(range(world_size)) == [rank for rank, _ in ranks]
-    for index, accumulate in enumerate(windows):
-        expected = reference(name, torch.float64, accumulate)
-        assert_same_run([runs[index] for _, runs in ranks], expected, 1e-12, 1e-11)
-
-
-class WithNumbers(Numbers):
-    """A buffer that counts steps, as one device has it."""
-
-    def step_of(self, x: torch.Tensor) -> int:
-        return 1
-
-
-def fit_with_numbers() -> None:
-    model = WithNumbers(torch.float64)
-    fit(model, GradAvgStrategy(equivalent_to="single_device"))
-
-
-def test_numbers_of_a_rank_are_refused(world):
-    raised = world(3).run_expecting_errors(fit_with_numbers)
-    assert ["TypeError"] * 3 == [one.type_name for one in raised]
-    assert all("['penalty'] of training_step is one number" in one.message for one in raised)
-
-
-class Halved(Regression):
+class Halved(Normed):
     """The second half of every batch does not count: on two ranks, one rank's whole chunk."""
 
-    norm = True
     named = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -88,14 +37,12 @@ class NamedHalved(Halved):
     named = True
 
 
-def fit_halved(kind: type[Regression], accumulate: int) -> Any:
-    module = kind()
-    generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(16, size, dtype=torch.float64, generator=generator) for size in (4, 2))
+def fit_halved(kind: type[Halved], accumulate: int) -> Any:
+    module, loader = kind(), data(16)
+    y = loader.dataset[:][1]
     y[4:8, 1] = y[12:16, 1] = -99.0
-    trainer = make_trainer(GradAvgStrategy(**single()), max_epochs=2, accumulate_grad_batches=accumulate)
-    trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=8))
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    fit(module, single(), loader, accumulate_grad_batches=accumulate)
+    return state_of(module)
 
 
 @pytest.mark.parametrize(("kind", "accumulate"), [(Halved, 1), (Halved, 2), (NamedHalved, 1)])
@@ -121,6 +68,10 @@ class Digits(digits.DigitsClassifier):
         loss = nn.functional.cross_entropy(scores, labels)
         self.accuracy["fit"](scores, labels)
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        each = nn.functional.cross_entropy(scores, labels, reduction="none")
+        for how in ("sum", "max", "min"):
+            value = getattr(each, how)()
+            self.log(f"train_{how}", value, reduce_fx=how, on_step=True, on_epoch=True, sync_dist=True)
         self.log("train_accuracy", self.accuracy["fit"], on_step=False, on_epoch=True)
         return loss
 
@@ -146,13 +97,14 @@ class NormedDigits(Digits):
 
 
 class Steps(Callback):
-    """Notes the training loss that is logged at each step."""
+    """Notes what is logged at each training step."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
+        self.logged: list[dict[str, float]] = []
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.losses.append(float(trainer.callback_metrics.get("train_loss_step", 0)))
+        metrics = trainer.callback_metrics
+        self.logged.append({name: float(metrics[name]) for name in metrics if name.endswith("_step")})
 
 
 # A model, its samples, their collation, how many there are, and the size of a global batch; the last one may be short.
@@ -188,7 +140,7 @@ def fit_task(name: str, options: Options | None) -> Any:
     if evaluates:
         trainer.test(model, test_set, verbose=False)
         metrics |= trainer.callback_metrics
-    return model.state_dict(), trainer.global_step, steps.losses, metrics
+    return model.state_dict(), trainer.global_step, steps.logged, metrics
 
 
 @cache
@@ -197,7 +149,8 @@ def stock(name: str) -> Any:
 
 
 METRICS = {
-    *("train_loss", "train_loss_step", "train_loss_epoch", "train_accuracy"),
+    *(f"train_{what}{of}" for what in ("loss", "sum", "max", "min") for of in ("", "_step", "_epoch")),
+    "train_accuracy",
     *("val_loss", "val_accuracy", "test_accuracy", "test_hits"),
 }
 SPLIT = {"split_batches": True, "reduction": "weighted_mean", "exact_evaluation": True}
@@ -221,7 +174,7 @@ SPLIT = {"split_batches": True, "reduction": "weighted_mean", "exact_evaluation"
 )
 def test_a_script_trains_as_in_stock_lightning(world, name, world_size, options):
     """Order, weights, statistics, losses and metrics are stock Lightning's; the weights of one rank to the bit."""
-    state, taken, losses, metrics = stock(name)
+    state, taken, steps, metrics = stock(name)
     first, *_ = ranks = world(world_size).run(fit_task, name, options)
     tolerance = 0 if world_size == 1 else 1e-12
     torch.testing.assert_close(first[0], state, rtol=tolerance, atol=tolerance)
@@ -235,4 +188,4 @@ def test_a_script_trains_as_in_stock_lightning(world, name, world_size, options)
             ours, theirs = ({metric: values[metric] for metric in equal} for values in (rank[3], metrics))
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
         if "equivalent_to" in options:
-            assert [pytest.approx(loss, rel=1e-12) for loss in losses] == rank[2]
+            assert [pytest.approx(step, rel=1e-12) for step in steps] == rank[2]
