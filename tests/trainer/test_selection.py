@@ -49,7 +49,7 @@ FULL = pytest.mark.full  # the walk of tests/newcomer.py starts an instance's pr
 )
 def test_script(name, gradient, tmp_path):
     """Case 25 (a, e): a name after the import, or an instance, trains two processes that the Trainer launches."""
-    run(sys.executable, TESTS / "selected.py", tmp_path, 1, 2, name)
+    run(sys.executable, TESTS / "selected.py", tmp_path, name)
     assert_trained(tmp_path, gradient)
 
 
