@@ -2,77 +2,126 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from dataclasses import asdict
-from pathlib import Path
+import signal
+from random import Random
+from typing import Any, NamedTuple
 
 import pytest
-from preemption import STEPS, Ended, Kill, schedule, train
-from ranks import TESTS, RankError
+import torch
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from ranks import RankError, make_trainer
+from torch.utils.data import DataLoader
+
+from examples.demo.text import ByteLanguageModel, DocstringData, collate
+from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.fingerprint import state_digests
+
+BATCH = 8
+NUM_TRAIN = 10 * BATCH + 5
+EPOCHS = 2
+STEPS = 11 * EPOCHS
+SAVING = "on_save_checkpoint"
+MOMENTS = ("on_train_batch_start", "on_after_backward", "on_before_optimizer_step", SAVING)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
 ]
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 20))]
-KILLS = {0: 2}
 
 
-def ends_like(expected: Ended, ended: Ended) -> None:
-    """Assert that every tensor and number of the final state is the same, to the bit."""
-    assert [] == [name for name, digest in expected.digests.items() if digest != ended.digests.get(name)]
-    assert (expected.steps, expected.digests) == (ended.steps, ended.digests)
+class Kill(NamedTuple):
+    """A SIGKILL that a rank sends itself in a step, or rank 0 when a part of the checkpoint after it is written."""
+
+    rank: int
+    step: int
+    moment: str
+
+
+def schedule(seed: int, kills: int) -> list[tuple[int, Kill | None]]:
+    """Return numbers of ranks, each with the kill that ends its run; the last run is not killed."""
+    random = Random(seed)
+    steps = sorted(random.sample(range(1, STEPS), kills))
+    worlds = [random.choice((1, 2, 4)) for _ in range(kills + 1)]
+    killed = [Kill(random.randrange(w), step, random.choice(MOMENTS)) for w, step in zip(worlds, steps, strict=False)]
+    return list(zip(worlds, [*killed, None], strict=True))
+
+
+class _Killed:
+    """Ends the process when it is pickled."""
+
+    def __reduce__(self) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+def killing(kill: Kill) -> Callback:
+    def now(trainer: Any, *args: Any) -> None:
+        if (kill.rank, kill.step) == (trainer.global_rank, trainer.global_step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def within(trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        if trainer.global_step > kill.step:
+            checkpoint["~killed"] = _Killed()
+
+    hooks: dict[str, Any] = {kill.moment: within if kill.moment == SAVING else now}
+    return LambdaCallback(**hooks)
+
+
+class Adam(ByteLanguageModel):
+    """Keeps moments, and takes the norm of the gradient."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Data(DocstringData):
+    """Few and short docstrings, in an order that is drawn anew in every epoch."""
+
+    def train_dataloader(self) -> DataLoader[bytes]:
+        train: Any = self.samples[: self.num_train]
+        order = torch.Generator().manual_seed(5)
+        return DataLoader(train, BATCH, shuffle=True, generator=order, collate_fn=collate)
+
+
+def train(folder: str, kill: Kill | None = None) -> tuple[int, int, dict[str, str]]:
+    """Body: train from the last checkpoint to the end, or a kill; return the first step, the last, and the state."""
+    seed_everything(0, verbose=False)
+    module, begun = Adam(), []
+    module.on_train_start = lambda: begun.append(module.trainer.global_step)  # type: ignore[method-assign]  # to note it
+    keep = ModelCheckpoint(
+        folder, "{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max", save_last=True
+    )
+    trainer = make_trainer(
+        GradAvgStrategy(reduction="weighted_mean", num_replicas=4, reproducible=True),
+        max_epochs=EPOCHS,
+        callbacks=[keep, *([] if kill is None else [killing(kill)])],
+        gradient_clip_val=1.0,
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, Data(num_train=NUM_TRAIN, max_bytes=48), ckpt_path="last")
+    return begun[0], trainer.global_step, state_digests(module, trainer.optimizers)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(world, tmp_path_factory):
-    """Return how the run ends on one process that nobody kills."""
-    (ended,) = world(1).run(train, str(tmp_path_factory.mktemp("undisturbed")), None)
-    assert (0, STEPS) == (ended.begun, ended.steps)
-    return ended
+    """Return the state in which the run ends on one process that nobody kills."""
+    [(*steps, digests)] = world(1).run(train, str(tmp_path_factory.mktemp("undisturbed")))
+    assert [0, STEPS] == steps
+    return digests
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 20))])
 def test_killed_at_random_steps(world, tmp_path, undisturbed, seed):
     """Killed at random moments of random ranks, and resumed on random numbers of ranks, it ends the same."""
-    begun = 0
-    for size, kill in schedule(seed, KILLS.get(seed, 5)):
-        if kill is None:
-            for rank, ended in enumerate(world(size).run(train, str(tmp_path), None)):
-                assert (rank, True) == (ended.rank, ended.begun >= begun)
-                ends_like(undisturbed, ended)
-        else:
+    least = 0
+    for size, kill in schedule(seed, 5 if seed else 2):
+        if kill is not None:
             with pytest.raises(RankError, match="ProcessDied: the process ended with exit code -9"):
                 world(size).run(train, str(tmp_path), kill)
-            begun = max(begun, kill.step // 2 * 2 - 2)
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_restarts_of_torchrun(tmp_path, undisturbed):
-    """Of four ranks under torchrun one is killed, and after the restart another; the third start ends the same."""
-    kills = json.dumps([asdict(kill) for kill in (Kill(2, 5, "backward"), Kill(0, 13, "save"))])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=2"]
-    done = subprocess.run(
-        [*torchrun, str(TESTS / "preemption.py"), str(tmp_path), kills],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
-            # Else ranks that are started again find the addresses of those before them, as in torch 2.13 on gloo.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert 0 == done.returncode, done.stdout
-    ends = [json.loads(path.read_text()) for path in sorted(Path(tmp_path).glob("ended-*.json"))]
-    assert [[2, rank, 12] for rank in range(4)] == [end[:3] for end in ends]
-    for _, *ended in ends:
-        ends_like(undisturbed, Ended(*ended))
+            least = max(least, kill.step // 2 * 2 - 2)
+            continue
+        for begun, steps, digests in world(size).run(train, str(tmp_path)):
+            assert [] == [name for name, digest in undisturbed.items() if digest != digests.get(name)]
+            assert (begun >= least, steps, digests) == (True, STEPS, undisturbed)
