@@ -251,22 +251,6 @@ def test_chunks_are_summed(world, world_size):
             assert approx(ratio * 2 * world_size, 1e-9) == ratio_of(seen[1], scale)
 
 
-def several_gathers(rows: Sequence[int]) -> list[Tensor]:
-    """Body: the towers gathered apart, in a plain loop."""
-    rank, towers = dist.get_rank(), TwoTowers()
-    part = slice(starts_of(rows)[rank], starts_of(rows)[rank] + rows[rank])
-    towers.loss(gather(A[part] @ towers.m.T), gather(B[part] @ towers.m.T)).backward()
-    average_gradients(towers)
-    return towers.gradients()
-
-
-@pytest.mark.parametrize("rows", [(4,), (3, 1), (0, 4), (1, 0, 3), (2, 0, 0, 2)], ids=str)
-def test_several_gathers_in_a_plain_loop(world, rows):
-    """Each gather has its own backward, and `average_gradients` reduces like the strategy."""
-    for seen in world(len(rows)).run(several_gathers, rows):
-        assert_single_process(seen)
-
-
 class UnequalRows(Contrastive):
     """Micro-batches of different sizes, each a contrastive batch of its own, and the mean over all their rows."""
 

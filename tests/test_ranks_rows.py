@@ -1,7 +1,12 @@
-"""Rows between real ranks: any dtype and number of rows, every gradient once, and the same error on all ranks."""
+"""`gather` between real ranks: any dtype and number of rows, every gradient once, the same error on all ranks.
+
+Which gradient that gives under which rule: `test_ranks_gather.py`.
+"""
 
 from __future__ import annotations
 
+import os
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +18,7 @@ from ranks import Raised, on_ranks
 from torch import Tensor
 
 from lightning_gradavg.reduction.gather import gather, losses_weighed
+from lightning_gradavg.rules import Share
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -122,7 +128,8 @@ def test_structure_has_one_backward():
     x = torch.full((rank + 1, 1), 2.0, requires_grad=True)
     y = torch.full((1, 3), 5.0, requires_grad=True)
     labels, targets = torch.full((rank + 1,), rank), torch.full((1,), float(rank))
-    result: Any = gather({"x": x, "labels": labels, "y": [y, targets]})
+    result: Any = gather(OrderedDict(x=x, labels=labels, y=[y, targets]))
+    assert [OrderedDict, list] == [type(result), type(result["y"])]
     assert [True, False, True, False] == [
         tensor.requires_grad for tensor in (result["x"], result["labels"], *result["y"])
     ]
@@ -184,6 +191,22 @@ def test_group(world):
     assert "global rank 1 is not a member of the group" in second.message
 
 
+def test_one_rank():
+    """Without a process group the result is a copy, which the gradient passes through, but that of a gradient."""
+    x = torch.tensor([[2.0], [3.0]], requires_grad=True)
+    result = gather(x)
+    assert torch.equal(x, result)
+    assert x.data_ptr() != result.data_ptr()
+    (first,) = torch.autograd.grad((result**3).sum(), x, create_graph=True)
+    assert torch.equal(3 * x**2, first)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def negative(place: Any, weight: Any) -> Share:
+    return Share(-1.0, 1.0)
+
+
 X = torch.ones(1, 2)
 # What each of two ranks gives instead of one row, and what both are told.
 MISUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -202,13 +225,20 @@ MISUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"reduction": "weighted_mean", "weight": 1},
         "discards the gradient of a rank of weight 0, but there are rows on rank 0 that count",
     ),
+    "a number": ({"tensors": torch.tensor(1.0)}, {}, "has no dimension to concatenate along: pass tensor.reshape(1)"),
+    "no tensor": ({"tensors": {}}, {}, "there is no tensor in {}: pass at least one"),
+    "a nested number": ({"tensors": {"a": [1.5]}}, {}, "tensors['a'][0] must be a tensor, or a tuple, list or dict"),
+    "sparse": ({"tensors": X.to_sparse()}, {}, "tensors must be a dense tensor, got layout torch.sparse_coo"),
+    "no weight": ({"reduction": "weighted_mean"}, {}, "'weighted_mean', sum(n * g) / sum(n), needs a weight"),
+    "negative weight": ({"reduction": "weighted_mean", "weight": -1}, {}, "weight -1.0 is not a finite number >= 0"),
+    "negative share": ({"reduction": negative, "weight": 1},) * 2 + ("returned multiplier=-1.0",),
     "two faults": ({"reduction": "best"}, {"tensors": torch.tensor(0.0)}, "on rank 0: reduction='best' is not a rule."),
 }
 
 
 def misuse(name: str) -> None:
     of_ranks: Any = MISUSES[name]
-    given = {"tensors": X.clone().requires_grad_(), "grad": True, **of_ranks[dist.get_rank()]}
+    given = {"tensors": X.detach().requires_grad_(), "grad": True, **of_ranks[dist.get_rank()]}
     with torch.set_grad_enabled(given.pop("grad")):
         gather(given.pop("tensors"), **given)
 
@@ -220,23 +250,14 @@ def test_errors_are_the_same_on_all_ranks(world, name):
     assert MISUSES[name][2] in raised[0].message
 
 
-def node_rules(known: bool) -> Tensor:
-    """Body: one vote per node, where the launcher says that there are nodes but perhaps not which."""
-    import os  # noqa: PLC0415  # only this body sets the environment
-
-    os.environ.update({"MPI_LOCALNRANKS": "1", "PMI_SIZE": "3"})
-    if known:
-        os.environ["NODE_RANK"] = str([0, 0, 1][dist.get_rank()])
-    x = torch.ones(1, requires_grad=True)
-    gather(x)  # a rule without nodes does not ask
-    gather(x, reduction="mean_of_node_means").sum().backward()
-    assert x.grad is not None
-    return x.grad
+def without_node() -> None:
+    """Body: one vote per node, where the launcher says that there are nodes but not which."""
+    os.environ.update({"MPI_LOCALNRANKS": "1", "PMI_SIZE": "2"})
+    gather(X)  # a rule without nodes does not ask
+    gather(X, reduction="mean_of_node_means")
 
 
-def test_nodes(world):
-    """Multipliers 1/2, 1/2, 1 bring home 2 / (1/2) = 4, 4 and 2; unknown nodes are an error that says what to set."""
-    assert [4.0, 4.0, 2.0] == [gradient.item() for gradient in world(3).run(node_rules, True)]
-    raised = world(3).run_expecting_errors(node_rules, False)
+def test_unknown_nodes(world):
+    raised = world(2).run_expecting_errors(without_node)
     assert len({tuple(one) for one in raised}) == 1
-    assert "on ranks 0, 1, 2: the launcher does not tell the node: set NODE_RANK" in raised[0].message
+    assert "on ranks 0, 1: the launcher does not tell the node: set NODE_RANK" in raised[0].message

@@ -71,8 +71,7 @@ def average_gradients(
     factor = rank_factors(resolve_rule(reduction), agreed.nodes, agreed.weights)[world.rank]
     having = map(any, zip(*agreed.details, strict=True))
     gradients = [_writable(parameter) for parameter, has in zip(mine.tensors.values(), having, strict=True) if has]
-    if world.size > 1 or factor != 1:
-        sum_gradients(gradients, factor, world)
+    sum_gradients(gradients, factor, world)
 
 
 def sum_gradients(gradients: Sequence[Tensor], factor: float, world: World) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gradavg.lightning_internals import after_backward
-from lightning_gradavg.place import places_on_nodes
+from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.reduction.average import needs_weight
 from lightning_gradavg.reduction.gather import WITHIN
@@ -23,6 +23,10 @@ from lightning_gradavg.reduction.window import Accumulation
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
 
 __all__ = ["GradAvgReducer"]
+
+
+def _refuse_loss() -> bool:
+    raise RuntimeError("there is no model yet whose gradients are reduced: call register first")
 
 
 class GradAvgReducer:
@@ -54,8 +58,10 @@ class GradAvgReducer:
     def __init__(self, *, reduction: str | RuleFunction | Rule = "mean") -> None:
         self._rule = resolve_rule(reduction)
         self._is_mean = self._rule == RULES["mean"]
-        self._weights = Weights(self._rule, torch.device("cpu"), warnings.warn, lambda _: None)
-        self._accumulation: Accumulation | None = None
+        self._divisor = None if self._is_mean else 1.0
+        nothing = Accumulation(self._rule, (Place(),), World(), torch.device("cpu"), parameters=(), owned_by_user=True)
+        self._use(nothing, _refuse_loss)
+        self._worlds = set[World]()
         # Models come and go, as in cross-validation; of each, whether DDP reduces after its last forward.
         self._models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._sparse: dict[int, Tensor] = {}
@@ -84,7 +90,8 @@ class GradAvgReducer:
                 " are not. Leave it out, or use lightning_gradavg.GradAvgStrategy with Lightning's Trainer."
             )
         world, device = World.of(model.process_group), next(model.parameters()).device
-        if self._accumulation is not None and world != self._accumulation.world:
+        self._worlds.add(world)
+        if len(self._worlds) > 1:
             raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
         equal, rule = [f"reduction={self._rule.name!r}, {self._rule.formula}"], self._rule
         _, agreed = world.agree(
@@ -103,13 +110,15 @@ class GradAvgReducer:
 
     def watch(self, model: nn.Module, accumulation: Accumulation, ends_window: Callable[[], bool]) -> None:
         """Weigh the losses of a model of any engine from its next forward on."""
-        if self._accumulation is not None:
-            self._accumulation.close()
-        self._weights = Weights(self._rule, accumulation.device, warnings.warn, lambda _: None)
-        self._accumulation, self._ends_window = accumulation, ends_window
+        self._accumulation.close()
+        self._use(accumulation, ends_window)
         self._models[model] = True
         self._sparse = {key: weight for each in self._models for key, weight in sparse_weights(each).items()}
         model.register_forward_pre_hook(self._on_forward)
+
+    def _use(self, accumulation: Accumulation, ends_window: Callable[[], bool]) -> None:
+        self._accumulation, self._ends_window = accumulation, ends_window
+        self._weights = Weights(self._rule, accumulation.device, warnings.warn, lambda _: None)
 
     def _on_forward(self, model: Any, *_: Any) -> None:
         if torch.is_grad_enabled():
@@ -152,10 +161,7 @@ class GradAvgReducer:
         terms, micro_batch = self._weights.read(loss, weight, None, samples, problem)
         if self._is_mean and divided_by is None and not micro_batch.absent:
             return WeighedLoss.of(terms, micro_batch, plain=True).value  # to the bits of stock DDP
-        if self._accumulation is None:
-            raise RuntimeError("there is no model yet whose gradients are reduced: call register first")
-        divisor = divided_by or (None if self._is_mean else 1.0)
-        begin = partial(self._begin, self._accumulation, last=self._ends_window(), divisor=divisor)
+        begin = partial(self._begin, self._accumulation, last=self._ends_window(), divisor=divided_by or self._divisor)
         return WeighedLoss.of(terms, micro_batch, sparse=self._sparse, begin=begin).value
 
     def _reduces_next(self) -> bool:
@@ -182,8 +188,7 @@ class GradAvgReducer:
         accumulation.begin(loss, last=last)
 
         def end() -> None:
-            if last:
-                self._models.update(dict.fromkeys(self._models, False))
+            self._models.update(dict.fromkeys(self._models, False))
             accumulation.reduce()
             accumulation.end()
 
@@ -191,5 +196,4 @@ class GradAvgReducer:
 
     def check(self) -> None:
         """Raise if the last window was invalid. Call it at the end of training, and before you save the model."""
-        if self._accumulation is not None:
-            self._accumulation.check()
+        self._accumulation.check()
