@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.place import Place
@@ -125,6 +127,11 @@ def uneven(place: Place, weight: Any) -> Share:
     return Share(weight / place.ranks_on_node ** (place.rank == 0), weight)
 
 
+def doubling(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A user's communication hook, whose calls show: twice the mean."""
+    return allreduce_hook(state, bucket).then(lambda done: 2 * done.value())
+
+
 def of_rules(name: str, windows: Any, gradients: Mapping[Any, Any], **options: Any) -> list[Case]:
     """Return a row for each rule, of which sharded models know some, and averages have no windows."""
     rows = []
@@ -186,6 +193,16 @@ THREE = [[[(1.0, 1)]], [[(3.0, 4)]], [[(8.0, 9)]]]
 """Two ranks on one node and one on another."""
 TWO = [[[(1.0, 1), (3.0, 4)], [(5.0, 1)]], [[(5.0, 9), (8.0, 16)], [(9.0, 3)]]]
 """A window of two, and a short one."""
+ON_TWO_NODES: Mapping[Any, Any] = {
+    "mean": [17 / 4, 14 / 2],
+    "sum": [17.0, 14.0],
+    "weighted_mean": [186 / 30, 32 / 4],
+    "normalized_sum": [17 / 30, 14 / 4],
+    "mean_of_node_sums": [(4 + 13) / 2, 14 / 2],
+    "mean_of_node_means": [(2 + 6.5) / 2, 14 / 2],
+    "sum_of_node_means": [2 + 6.5, 14.0],
+    root: [(1 + 6 + 15 + 32) / 2 / 10, (5 + 9 * 3**0.5) / (1 + 3**0.5)],
+}
 LATE = [[[(2.0, 1)]] * 3, [[(4.0, 3)], [(NAN, 0)], [(6.0, 1)]]]
 FLOATING = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 WEIGHTS: Sequence[Any] = [
@@ -249,20 +266,14 @@ CASES: Sequence[Case] = [
         },
         nodes=[0, 0, 1],
     ),
+    *of_rules("in windows on two nodes", TWO, ON_TWO_NODES, nodes=[0, 1]),
     *of_rules(
-        "in windows on two nodes",
+        "under a hook of the user",
         TWO,
-        {
-            "mean": [17 / 4, 14 / 2],
-            "sum": [17.0, 14.0],
-            "weighted_mean": [186 / 30, 32 / 4],
-            "normalized_sum": [17 / 30, 14 / 4],
-            "mean_of_node_sums": [(4 + 13) / 2, 14 / 2],
-            "mean_of_node_means": [(2 + 6.5) / 2, 14 / 2],
-            "sum_of_node_means": [2 + 6.5, 14.0],
-            root: [(1 + 6 + 15 + 32) / 2 / 10, (5 + 9 * 3**0.5) / (1 + 3**0.5)],
-        },
+        {rule: [2 * gradient for gradient in gradients] for rule, gradients in ON_TWO_NODES.items()},
+        ways=["automatic"],
         nodes=[0, 1],
+        options={"ddp_comm_hook": doubling},
     ),
     *of_rules(
         "whose loss of weight 0 is NaN",

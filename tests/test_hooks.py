@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import RankPool, on_ranks
+from ranks import RankPool
 from roundings import relative_error
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -104,6 +102,7 @@ CASES: list[tuple[str, list[int], torch.dtype, float]] = [
     *((name, EVEN, dtype, 1.0) for name in NAMES for dtype in (torch.bfloat16, torch.float16)),
     *((name, EVEN, torch.float64, 1.0) for name in ("float32_sum", "by_node")),
     *((name, SINGLE, torch.complex64, 1.0) for name in (*NARROW, "float32_sum", "by_node_float16")),
+    *((name, EVEN, torch.float16, 2.0**13) for name in ("float16", "float32_sum", "by_node")),
     *((name, FLAT, torch.float32, 2.0**100) for name in ("float16", "float32_sum")),
     *((name, FLAT, torch.float32, 2.0**-100) for name in NARROW),
 ]
@@ -142,15 +141,6 @@ def test_error_does_not_grow_with_ranks(eight, name, nodes, dtype, bound):
     """On 8 ranks a ring of bfloat16 has 4.0e-3, and 3.2e-3 of parameters that are bfloat16 themselves."""
     (found,) = of_all(eight.run(means, name, nodes, [100_000], dtype))
     assert relative_error(found, exact_mean(8, 100_000, dtype)) <= bound
-
-
-@pytest.mark.parametrize("name", ["float16", "float32_sum", "by_node"])
-@on_ranks(4)
-def test_sums_of_half_precision_do_not_overflow(name):
-    large = torch.full((100,), 60000.0, dtype=torch.float16)
-    with on_nodes(EVEN):
-        (found,) = begin(name, large.clone())
-        assert torch.equal(large, found.wait())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -226,29 +216,17 @@ def test_bytes_sent(world, name, nodes, dtype, expected):
     assert [expected] * len(nodes) == world(len(nodes)).run(bytes_sent, name, nodes, dtype)
 
 
-class Layers(nn.Module):
-    """Two matrices, in buckets of their own, and a parameter without a gradient on rank 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False)
-        self.unused = nn.Parameter(torch.zeros(3))
-        for parameter in self.parameters():
-            nn.init.ones_(parameter)
-
-    def forward(self, x: Tensor, *, all_used: bool) -> Tensor:
-        y = self.second(self.first(x)).sum()
-        return y + self.unused.sum() if all_used else y
-
-
 def gradients_of_ddp(name: str, nodes: Sequence[int], **options: Any) -> list[list[float]]:
-    """Body: two backwards of stock DDP, whose input is rank + 1."""
+    """Body: two backwards of stock DDP, whose input is rank + 1, with each matrix in a bucket of its own."""
     with on_nodes(nodes):
-        model = DistributedDataParallel(Layers(), find_unused_parameters=True, bucket_cap_mb=0.00001, **options)
+        layers = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
+        for parameter in layers.parameters():
+            nn.init.ones_(parameter)
+        model = DistributedDataParallel(layers, bucket_cap_mb=0.00001, **options)
         model.register_comm_hook(None, getattr(hooks, name))
         for _ in range(2):
             model.zero_grad()
-            model(torch.full((1, 4), dist.get_rank() + 1.0), all_used=dist.get_rank() != 1).backward()
+            model(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
         return [parameter.grad.flatten().tolist() for parameter in model.parameters()]
 
 
@@ -256,11 +234,12 @@ def gradients_of_ddp(name: str, nodes: Sequence[int], **options: Any) -> list[li
     ("name", "nodes", "views"), [*((name, SINGLE, True) for name in NAMES), ("by_node_float16", EVEN, False)]
 )
 def test_stock_ddp(world, name, nodes, views):
-    """d/dfirst is 2 x, d/dsecond is first(x) = 4 x, on average over x = 1, 2, ...; the unused one gets 1 of each."""
-    ranks = len(nodes)
-    mean = sum(range(1, ranks + 1)) / ranks
-    expected = [[(ranks - 1) / ranks] * 3, [2 * mean] * 12, [4 * mean] * 6]
-    assert [expected] * ranks == world(ranks).run(gradients_of_ddp, name, nodes, gradient_as_bucket_view=views)
+    """The gradient of the first is 2 x, and of the second first(x) = 4 x, on average over x = 1, 2, ..."""
+    mean = sum(range(1, len(nodes) + 1)) / len(nodes)
+    expected = [[2 * mean] * 12, [4 * mean] * 6]
+    assert [expected] * len(nodes) == world(len(nodes)).run(
+        gradients_of_ddp, name, nodes, gradient_as_bucket_view=views
+    )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LightningCLI of 2.6 calls an old API of jsonargparse
@@ -319,26 +298,3 @@ def test_groups_of_some_ranks(world):
     *refused, alone = world(5).run_expecting_errors(begin_in_groups)
     assert all("takes all 5 ranks of the run, but it reduces over 4" in one.message for one in refused)
     assert [8.0, 8.0] == alone
-
-
-SCRIPT = """
-import torch
-import torch.distributed as dist
-from lightning_gradavg import hooks
-
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
-model.register_comm_hook(None, hooks.bfloat16)
-model(torch.full((1, 3), 1.0 + 2 * dist.get_rank())).sum().backward()
-assert [[2.0] * 3] == model.module.weight.grad.tolist()
-"""
-
-
-def test_process_ends(tmp_path):
-    """Processes that close nothing end, without an error."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=100, check=False, env=environ)
-    assert 0 == done.returncode, done.stderr

@@ -65,32 +65,26 @@ def draw_gradients(world_size: int, shapes: Sequence[Any], dtype: torch.dtype = 
     return [[torch.randn(shape, dtype=dtype, generator=draw) for shape in shapes] for _ in range(world_size)]
 
 
-LAYOUTS = {1: [[0]], 2: [[0, 0], [0, 1]], 3: [[0, 0, 0], [1, 0, 1]], 4: [[0, 0, 1, 1], [0, 0, 0, 1], [7, 3, 5, 3]]}
+NODES = ([0], [0, 0], [0, 1], [0, 0, 0], [1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [7, 3, 5, 3])
 SHAPES = ((), (3,), (0, 4), (2, 5), (3, 2, 2))
 
 
-def reduce_by_every_rule(of_ranks: Sequence[Gradients], weights: Sequence[float]) -> list[Gradients]:
-    """Body: on all nodes by every rule, and without weights, too, by those that use none."""
-    found = []
-    for nodes in LAYOUTS[len(of_ranks)]:
-        for rule in EVERY_RULE:
-            found.append(reduce_given(deepcopy(of_ranks), weights, nodes, reduction=rule))
-            if not resolve_rule(rule).uses_weight:
-                same_everywhere([found[-1], reduce_given(deepcopy(of_ranks), None, nodes, reduction=rule)])
+def reduce_by_every_rule(nodes: Sequence[int]) -> Gradients:
+    """Body: compare with the formula what each rule gives, with weights, and without where it uses none."""
+    of_ranks, weights = draw_gradients(len(nodes), SHAPES), [3.0, 0.25, 0.0, 17.5][: len(nodes)]
+    stacked, found = [torch.stack(gradients) for gradients in zip(*of_ranks, strict=True)], list[Tensor | None]()
+    for rule in map(resolve_rule, EVERY_RULE):
+        expected = [combine(each, rule=rule, nodes=nodes, weights=weights) for each in stacked]
+        for given in (weights, *[None] * (not rule.uses_weight)):
+            reduced = reduce_given(deepcopy(of_ranks), given, nodes, reduction=rule)
+            torch.testing.assert_close(reduced, expected, rtol=1e-12, atol=1e-12)
+            found += reduced
     return found
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
-def test_every_rule_is_its_formula(world, world_size):
-    """On any nodes, to 1e-12; a rule without weights needs none."""
-    of_ranks, weights = draw_gradients(world_size, SHAPES), [3.0, 0.25, 0.0, 17.5][:world_size]
-    ways = [(nodes, rule) for nodes in LAYOUTS[world_size] for rule in EVERY_RULE]
-    of_ways = zip(*world(world_size).run(reduce_by_every_rule, of_ranks, weights), strict=True)
-    for (nodes, rule), results in zip(ways, of_ways, strict=True):
-        for index, gradient in enumerate(same_everywhere(results)):
-            stacked = torch.stack([gradients[index] for gradients in of_ranks])
-            expected = combine(stacked, rule=resolve_rule(rule), nodes=nodes, weights=weights)
-            torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_every_rule_is_its_formula(world, nodes):
+    same_everywhere(world(len(nodes)).run(reduce_by_every_rule, nodes))
 
 
 def half(*numbers: float) -> Tensor:
@@ -270,25 +264,17 @@ def test_gradients_on_an_accelerator():
         torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 2.5))
 
 
-def reduce_in_groups(members: Sequence[Sequence[int]]) -> float:
-    """Body: every rank reduces in the first group that it is a member of."""
-    groups = [dist.new_group(list(ranks)) for ranks in members]
-    mine = next(index for index, ranks in enumerate(members) if dist.get_rank() in ranks)
-    w = nn.Parameter(torch.zeros(()))
-    w.grad = torch.tensor(float(dist.get_rank() + 1))
-    average_gradients([w], reduction="weighted_mean", weight=dist.get_rank() + 1, group=groups[mine])
-    dist.destroy_process_group(groups[mine])
-    return w.grad.item()
-
-
-@pytest.mark.parametrize(
-    ("members", "expected"),
-    [([[1, 3], [0], [2]], [1.0, 20 / 6, 3.0, 20 / 6]), ([[0, 2], [1, 3]], [2.5, 20 / 6, 2.5, 20 / 6])],
-    ids=str,
-)
-def test_groups_smaller_than_the_world(world, members, expected):
+@on_ranks(4)
+def test_groups_smaller_than_the_world():
     """Groups reduce over their members alone, at once; a group of one rank communicates with nobody."""
-    assert pytest.approx(expected) == world(4).run(reduce_in_groups, members)
+    rank, members = dist.get_rank(), [[1, 3], [0], [2]]
+    groups = {tuple(ranks): dist.new_group(ranks) for ranks in members}
+    (mine,) = [group for ranks, group in groups.items() if rank in ranks]
+    w = nn.Parameter(torch.zeros(()))
+    w.grad = torch.tensor(rank + 1.0)
+    average_gradients([w], reduction="weighted_mean", weight=rank + 1, group=mine)
+    dist.destroy_process_group(mine)
+    assert pytest.approx([1.0, 20 / 6, 3.0, 20 / 6][rank]) == w.grad.item()
 
 
 def dtensor(model: nn.Module) -> list[Tensor]:

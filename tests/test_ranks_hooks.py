@@ -1,4 +1,4 @@
-"""A user's own communication hook under every rule."""
+"""A user's own communication hook. Under every rule, in windows: a row of `cases.py`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from toys import approx, same_everywhere, train
+from toys import WEIGHTED, approx, same_everywhere, train
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.rules import RULES
 
 CALLS: list[int] = []
 
@@ -35,15 +34,12 @@ HOOKS: dict[str, Any] = {
 }
 
 
-def train_with_hook(name: str, reduction: str, per_rank: Any, window: int = 1) -> Any:
+def train_with_hook(name: str) -> Any:
+    """Body."""
     hook, wrapper, _ = HOOKS[name]
     CALLS.clear()
-    seen = train(
-        per_rank,
-        {"kind": "s", "dtype": torch.float32},
-        {"reduction": reduction, "ddp_comm_hook": hook, "ddp_comm_wrapper": wrapper},
-        accumulate_grad_batches=window,
-    )
+    options = {**WEIGHTED, "ddp_comm_hook": hook, "ddp_comm_wrapper": wrapper}
+    seen = train([[[1, 2, 3]], [[4]]], {"kind": "s", "dtype": torch.float32}, options)
     seen.calls = len(CALLS)
     return seen
 
@@ -51,30 +47,9 @@ def train_with_hook(name: str, reduction: str, per_rank: Any, window: int = 1) -
 @pytest.mark.parametrize("name", HOOKS)
 def test_hook_composes_with_weights(world, name):
     """On CPU a compression hook and weights give 7.5 within 1e-2, and the hook is called."""
-    seen = world(2).run(train_with_hook, name, "weighted_mean", [[[1, 2, 3]], [[4]]])
+    seen = world(2).run(train_with_hook, name)
     assert approx(7.5, HOOKS[name][2]) == same_everywhere(seen).gradients[0].item()
     assert all(one.calls == (name in ("counting", "partial", "fp16 wrapper")) for one in seen)
-
-
-def train_with_and_without(window: int) -> Any:
-    """Body: under every rule what a hook that averages gives, what no hook gives, and how often it is called."""
-    batches = [[[1, 2]] * 3, [[3, 5]] * 3]
-    toy: Any = {"kind": "s", "dtype": torch.float32}
-    found = []
-    for rule in RULES:
-        hooked = train_with_hook("counting", rule, batches, window)
-        found.append((hooked, train(batches, toy, {"reduction": rule}, accumulate_grad_batches=window)))
-    return found
-
-
-@pytest.mark.parametrize("window", [1, 2])
-def test_hook_composes_with_every_rule(world, window):
-    """With a hook that averages, every rule gives what it gives without one; called once per window."""
-    for of_ranks in zip(*world(2).run(train_with_and_without, window), strict=True):
-        seen, without = (same_everywhere(seen) for seen in zip(*of_ranks, strict=True))
-        assert seen.calls == len(seen.gradients) == -(-3 // window)
-        for mine, expected in zip(seen.gradients, without.gradients, strict=True):
-            torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
 
 
 REFUSED: dict[str, Any] = {

@@ -16,20 +16,20 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
-from ranks import make_trainer, rank_environment
+from loops import OfFabric
+from ranks import make_trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 from toys import AWARE, WEIGHTED
 
 from lightning_gradavg import GradAvgModelParallelStrategy
-from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabric
+from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabricSharded
 from lightning_gradavg.verify.run import resolve_strategy
 
 pytestmark = AWARE
@@ -73,10 +73,6 @@ def tp(net: Any, mesh: Any) -> Any:
 
 def fsdp_tp(net: Any, mesh: Any) -> Any:
     return fsdp(tp(net, mesh), mesh)
-
-
-def fsdp1(net: Any, mesh: Any) -> Any:
-    return FullyShardedDataParallel(net, device_id=torch.device("cpu"))
 
 
 def on_all_ranks(net: Any, mesh: Any) -> Any:
@@ -237,21 +233,15 @@ def trainer_gap(case: Case) -> float:
 
 def fabric_gap(case: Case, register: bool = True) -> float:
     """Body: the same in a loop of one's own."""
-    fabric = Fabric(
-        accelerator="cpu",
-        devices=case.ranks,
-        plugins=[rank_environment()],
-        strategy=OfFabric(case.shard, **WEIGHTED, **case.sizes),
-    )
-    fabric.launch()
-    model = fabric.setup_module(new_net())
+    loop = OfFabric(OfFabricSharded(case.shard, **WEIGHTED, **case.sizes))
+    model = loop.fabric.setup_module(new_net())
     optimizer = optimizer_of(model.parameters())
-    optimizer = fabric.setup_optimizers(optimizer) if register else optimizer
+    optimizer = loop.fabric.setup_optimizers(optimizer) if register else optimizer
     found = []
     for index, batch in enumerate(case.batches(), start=1):
         last = index % case.window == 0 or index == case.length
-        with fabric.no_backward_sync(model, enabled=not last):
-            fabric.backward(loss_of(model, batch), weight=batch[2])
+        with loop.no_sync(model, enabled=not last):
+            loop.backward(loss_of(model, batch), weight=batch[2])
         if last:
             found.append([full(p.grad) for p in model.parameters()])
             optimizer.step()
@@ -326,7 +316,7 @@ def refused(kind: str) -> None:
         fabric_gap(Case(fsdp, 2, clip=None), register=False)
     case = Case(fsdp, dist.get_world_size(), 1 + (kind == "peers"), length=2)
     strategy = GradAvgModelParallelStrategy(**WEIGHTED, **({} if kind == "auto" else case.sizes))
-    model = Sharded({"peers": fsdp_tp, "auto": on_all_ranks, "fsdp1": fsdp1}.get(kind, fsdp), kind=kind)
+    model = Sharded({"peers": fsdp_tp, "auto": on_all_ranks}.get(kind, fsdp), kind=kind)
     options: Any = {"accumulate_grad_batches": 1 + (kind == "stale"), "use_distributed_sampler": False}
     make_trainer(strategy, max_epochs=1, **options).fit(model, DataLoader(case.batches(), batch_size=None))
 
@@ -338,7 +328,6 @@ def refused(kind: str) -> None:
         ("later", 2, "'extra.weight' trains outside of fully_shard: nothing averages"),
         ("divisor", 2, "over 2 ranks and divides them by 1; both must be"),
         ("auto", 2, "both must be data_parallel_size=1"),
-        ("fsdp1", 2, "only supports the new FSDP2 APIs"),
         ("stale", 2, "the optimizers' parameter groups show no gradients"),
         ("none", 2, "training_step returned no loss"),
         ("graphless", 2, "a loss without a graph"),
@@ -353,7 +342,7 @@ def test_refused_on_all_ranks(world, kind, ranks, text):
         assert text in raised.message
 
 
-@pytest.mark.parametrize("make", [GradAvgModelParallelStrategy, partial(OfFabric, fsdp)])
+@pytest.mark.parametrize("make", [GradAvgModelParallelStrategy, partial(OfFabricSharded, fsdp)])
 def test_options_that_cannot_be_served(make):
     for options, error, text in (
         ({"lr_scaling": "linear"}, TypeError, "is not an option of GradAvgModelParallelStrategy"),

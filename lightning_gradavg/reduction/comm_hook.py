@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from lightning_gradavg.rules import RULES, Rule
 __all__ = ["CommHook"]
 
 _OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
-_SERVED = ("default_hooks", "debugging_hooks")
+_SERVED = ("default_hooks", "debugging_hooks", "powerSGD_hook")
+_SERVED_ON = {"gloo": _SERVED[:2]}  # PowerSGD begins collectives when others are done, at another moment on each rank
+_WIDE = "; 16-bit gradients summed in float32"
 
 
 class CommHook:
@@ -28,7 +30,7 @@ class CommHook:
 
     def __init__(self, hook: Callable[..., Any] | None, state: Any, wrapper: Callable[..., Any] | None) -> None:
         self._hook, self._state, self._wrapper = hook, state, wrapper
-        self._sums_wide = False
+        self._said = ""
         self._absent: Tensor | None = None
 
     def register(self, run: Run, rule: Rule) -> Callable[[MicroBatch], None] | None:
@@ -37,25 +39,24 @@ class CommHook:
         Return what has buckets masked by weights that may stay unread on an accelerator; None elsewhere.
         """
         model = run.ddp
-        self._refuse(gloo=backend_name(model.process_group, run.device) == "gloo")
+        self._refuse(_SERVED_ON.get(backend_name(model.process_group, run.device), _SERVED))
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-        given = self._hook or self._wrapper
-        # Stock DDP sums 16-bit gradients in 16 bits.
-        self._sums_wide = not given and rule != RULES["mean"] and not dtypes.isdisjoint((torch.float16, torch.bfloat16))
-        hook = self._hook or (float32_sum if self._sums_wide else allreduce_hook)
+        given, hook, self._said = self._hook or self._wrapper, self._hook or allreduce_hook, ""
+        if not given and rule != RULES["mean"] and dtypes & {torch.float16, torch.bfloat16}:
+            hook, self._said = float32_sum, _WIDE  # stock DDP sums 16-bit gradients in 16 bits
         if self._wrapper is not None:
             hook = self._wrapper(hook)
         of_ddp = getattr(model, "mixed_precision", None) is not None  # has registered its own
         masks = run.device.type != "cpu" and rule.uses_weight and not of_ddp
-        if given or self._sums_wide or masks:
+        if given or self._said or masks:
             model.register_comm_hook(self._state, self._wrapped(hook))
         return self._mask if masks else None
 
-    def _refuse(self, *, gloo: bool) -> None:
-        """Raise a ValueError about a hook of torch that does not return the mean, or mixes up collectives on gloo."""
+    def _refuse(self, served: Sequence[str]) -> None:
+        """Raise a ValueError about a hook of torch that does not return the mean, or that the backend mixes up."""
         for module in (getattr(self._hook, "__module__", ""), type(self._state).__module__):
             folder, _, file = module.rpartition(".")
-            if folder == _OF_TORCH and file not in (_SERVED if gloo else {*_SERVED, "powerSGD_hook"}):
+            if folder == _OF_TORCH and file not in served:
                 raise ValueError(
                     f"ddp_comm_hook={getattr(self._hook, '__qualname__', self._hook)} cannot be combined with a"
                     f" reduction: hooks of {file} average weights, run the optimizer, or work on NCCL only. Use"
@@ -82,4 +83,4 @@ class CommHook:
 
     def describe(self) -> str:
         """Return what the line at the start of a run says of it."""
-        return "; 16-bit gradients summed in float32" if self._sums_wide else ""
+        return self._said

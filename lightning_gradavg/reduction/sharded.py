@@ -50,8 +50,8 @@ class ShardedAccumulation(Accumulation):
         self, rule: Rule, module: nn.Module, mesh: Any, optimizers: Sequence[Optimizer], *, manual: bool
     ) -> None:
         self._ranks, tensor, world = mesh["data_parallel"].size(), mesh["tensor_parallel"], World.of(None)
-        self._peers = World.of(tensor.get_group()) if tensor.size() > 1 else World()
-        self._outside, leaves = {one: name for name, one in module.named_parameters()}, list[nn.Parameter]()
+        self._peers = World.of(tensor.get_group())
+        shards, leaves = set[nn.Parameter](), set[nn.Parameter]()
         for each in sharded_modules(module):  # one at a time: unsharded, the whole model may not fit
             for size, divisor in averages_of(each):
                 if {size, divisor} != {self._ranks}:
@@ -60,21 +60,21 @@ class ShardedAccumulation(Accumulation):
                         f" data_parallel_size={self._ranks}. Set the strategy's sizes, leave out"
                         ' set_gradient_divide_factor, and pass mesh=self.device_mesh["data_parallel"].'
                     )
-            shards = list(each.parameters())
+            resharded = set(each.parameters())
             each.unshard()
-            for shard, leaf in zip(shards, each.parameters(), strict=True):
-                if leaf is not shard:
-                    self._outside.pop(shard, None)
-                    leaves.append(leaf)
+            unsharded = set(each.parameters())
             each.reshard()
-        leaves += self._outside
+            shards |= resharded - unsharded
+            leaves |= unsharded - resharded
+        self._outside = {one: name for name, one in module.named_parameters() if one not in shards}
+        leaves |= self._outside.keys()
         self._require_averaged()
         weighs, half = rule.name != "mean", any(leaf.dtype == torch.float16 and leaf.requires_grad for leaf in leaves)
         # Ranks of one tensor-parallel group stand in one place.
         places = [place for place in places_on_nodes([0] * self._ranks) for _ in range(self._peers.size)]
         numbers = rule, places, world, next(module.parameters()).device
         ways: Any = {"compares": manual and weighs, "afterwards": manual or half}
-        super().__init__(*numbers, parameters=(), owned_by_user=manual, leaves=leaves, guards=weighs, **ways)
+        super().__init__(*numbers, parameters=(), owned_by_user=manual, leaves=list(leaves), guards=weighs, **ways)
         self._optimizers = optimizers
 
     def _require_averaged(self) -> None:
