@@ -141,11 +141,13 @@ _UNDER_WAY: WeakKeyDictionary[dist.ProcessGroup, list[_Steps]] = WeakKeyDictiona
 """What is left to do for buckets, the newest first: its exchange begins before this rank waits for another."""
 
 
-def _begun(world: World, bucket: dist.GradBucket, wire: _Code | None, *, by_node: bool) -> Future[Tensor]:
-    buffer, group = bucket.buffer(), world.group
+def _reduce(
+    state: dist.ProcessGroup | None, bucket: dist.GradBucket, wire: _Code | None = None, *, by_node: bool = False
+) -> Future[Tensor]:
+    world, buffer = World.of(state), bucket.buffer()
+    group, real = world.group, buffer.dtype.to_real()
     if group is None:
         return _done(buffer)
-    real = buffer.dtype.to_real()
     if wire is not None and real not in (torch.float32, *_HALF):
         raise ValueError(
             f"this hook would send gradients of {real} in 16 bits, a quarter of their digits or fewer. Train in"
@@ -155,17 +157,27 @@ def _begun(world: World, bucket: dist.GradBucket, wire: _Code | None, *, by_node
         _NODES[group] = _ways_by_node(world, group, buffer.device)
     ways = _NODES[group] if by_node else _AT_ONCE
     levels = [_Level(each or group, wire if crosses else None) for each, crosses in ways]
+    under_way = _UNDER_WAY.setdefault(group, [])
     if buffer.is_sparse or (levels == [(group, None)] and real not in _HALF):
-        future = allreduce_hook(group, bucket)  # of a complex bucket, the value are real numbers
-        return future.then(lambda done: (done.value(), buffer)[1]) if buffer.is_complex() else future
-    return _started(_mean(buffer.view(real), levels), buffer, group)
+        future = allreduce_hook(group, bucket)
+        if buffer.is_complex():  # then the value are real numbers
+            future = future.then(lambda done: (done.value(), buffer)[1])
+    else:
+        future = _started(_mean(buffer.view(real), levels), buffer, under_way)
+    # Ranks must begin the collectives of a group in one order. So all begin here, as buckets come in one order, and
+    # none when another is done, which is at another moment on every rank.
+    while under_way:
+        under_way[:] = [steps for steps in under_way if next(steps, "ended") is None]
+        if not bucket.is_last():
+            break
+    return future
 
 
-def _started(steps: _Steps, buffer: Tensor, group: dist.ProcessGroup) -> Future[Tensor]:
+def _started(steps: _Steps, buffer: Tensor, under_way: list[_Steps]) -> Future[Tensor]:
     stream = side_stream(buffer.device)
     if stream is None:
         future: Future[Tensor] = Future()
-        _UNDER_WAY.setdefault(group, []).insert(0, _ending(steps, buffer, future))
+        under_way.insert(0, _ending(steps, buffer, future))
         return future
     # There all collectives begin in one order, and the host waits for none.
     stream.wait_stream(current_stream(buffer.device))
@@ -177,21 +189,6 @@ def _started(steps: _Steps, buffer: Tensor, group: dist.ProcessGroup) -> Future[
 def _ending(steps: _Steps, buffer: Tensor, future: Future[Tensor]) -> _Steps:
     yield from steps
     future.set_result(buffer)
-
-
-def _reduce(
-    state: dist.ProcessGroup | None, bucket: dist.GradBucket, wire: _Code | None = None, *, by_node: bool = False
-) -> Future[Tensor]:
-    world = World.of(state)
-    future = _begun(world, bucket, wire, by_node=by_node)
-    under_way: list[_Steps] = _UNDER_WAY.get(world.group, []) if world.group else []
-    # Ranks must begin the collectives of a group in one order. So all begin here, as buckets come in one order, and
-    # none when another is done, which is at another moment on every rank.
-    while under_way:
-        under_way[:] = [steps for steps in under_way if next(steps, "ended") is None]
-        if not bucket.is_last():
-            break
-    return future
 
 
 def _done(buffer: Tensor) -> Future[Tensor]:
