@@ -129,8 +129,8 @@ class _Judge:
     def _require_no_other_reason(self, alone: Tape, position: int, cause: str) -> None:
         drawn = alone.steps[position].taken[-1].trace
         of_ranks = [taken for tape in self.tapes for taken in tape.steps[position].taken if taken.counts]
-        for taken in (taken for taken in of_ranks if taken.trace != drawn):
-            names = dict.fromkeys(name for name, _ in [*taken.trace, *drawn])
+        others = [one for taken in of_ranks if taken.trace != drawn for one in [*taken.trace, *drawn]]
+        if names := dict.fromkeys(name for name, _ in others):
             raise Refused(f"a batch of another size draws other random numbers ({', '.join(names)})")
         if len(self.tapes[0].steps[position].taken) > 1 and cause not in _OF_COMBINATIONS:
             seen = self._first(self.twin.windowed())
@@ -151,14 +151,12 @@ class _Judge:
         """Yield the first value that all ranks logged alike, as with `sync_dist`, and that differs."""
         of_steps = zip(alone.steps[:steps], *(tape.steps for tape in self.tapes), strict=False)
         for position, (mine, *of_ranks) in enumerate(of_steps):
-            if any(len(step.taken) > 1 for step in of_ranks):
-                continue
-            first = of_ranks[0].logged
-            alike = {name for name in first if all(step.logged.get(name) == first[name] for step in of_ranks)}
-            names = [name for name in mine.logged if name in alike]
+            of_one_batch = (step.logged.items() if len(step.taken) == 1 else () for step in of_ranks)
+            alike = dict(set.intersection(*map(set, of_one_batch)))
+            names = alike.keys() & mine.logged.keys()
             found, expected = (
                 {name: torch.tensor([values[name]], dtype=torch.float64) for name in names}
-                for values in (first, mine.logged)
+                for values in (alike, mine.logged)
             )
             for seen in difference(found, expected, 10 * self.tolerance, together=False)[:1]:
                 text = f"{seen.name} was logged by all ranks; the training is the same"

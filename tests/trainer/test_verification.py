@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 
 import pytest
 import torch
@@ -111,6 +112,6 @@ def test_the_first_process_that_fails_is_named():
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed: ZeroDivisionError"):
         in_processes([(len, ("abc",)), (divmod, (1, 0))])
     with pytest.raises(
-        RuntimeError, match=r"rank 0 of 1 failed: exit code 3: see standard error, and call verify under"
+        RuntimeError, match=r"rank 0 of 1 failed: exit code -9: see standard error, and call verify under"
     ):
-        in_processes([(os._exit, (3,))])
+        in_processes([(signal.raise_signal, (signal.SIGKILL,))])
