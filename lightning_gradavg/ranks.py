@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_gradavg.place import Place, node_from_environment, places_on_nodes
 
-__all__ = ["Agreed", "Contribution", "World", "by_rank", "by_value", "digest", "on_ranks", "ranks_by_value"]
+__all__ = ["Agreed", "Contribution", "World", "by_value", "digest", "on_ranks", "ranks_by_value"]
 
 _EXACT = 2**53  # integers below are float64
 _RANKS_SHOWN = 8
@@ -127,8 +127,9 @@ class World:
             error = failure
         failed, calls, details, nodes, weights = map(list, zip(*self.gather_floats(row), strict=True))
         if any(failed):
-            texts = by_rank(self.gather_objects(error and _text(error)))
-            raise error_type(f"{refusal}, {texts.rstrip('.')}.") from error
+            texts = ranks_by_value(self.gather_objects(error and _text(error))).items()
+            told = "; ".join(f"{on_ranks(ranks)}: {text}" for text, ranks in texts if text is not None)
+            raise error_type(f"{refusal}, {told.rstrip('.')}.") from error
         if len(set(calls)) > 1:
             lines = zip_longest(*self.gather_objects(mine.equal), fillvalue="nothing")
             first = next(of_ranks for of_ranks in lines if len(set(of_ranks)) > 1)
@@ -174,12 +175,6 @@ def ranks_by_value(values: Iterable[object]) -> dict[object, list[int]]:
 def by_value(values: Iterable[object]) -> str:
     """Return "a on rank 0; b on ranks 1, 2" for the values a, b, b of three ranks."""
     return "; ".join(f"{value} {on_ranks(ranks)}" for value, ranks in ranks_by_value(values).items())
-
-
-def by_rank(values: Iterable[object]) -> str:
-    """Return "on rank 0: a; on ranks 1, 2: b" for the values a, b, b of three ranks, without None."""
-    found = ranks_by_value(values).items()
-    return "; ".join(f"{on_ranks(ranks)}: {value}" for value, ranks in found if value is not None)
 
 
 def on_ranks(ranks: Sequence[int]) -> str:

@@ -36,12 +36,8 @@ def test_torchrun_is_told_of_the_nodes():
     words = printed(TORCHRUN, HEAD="node-a").stdout.split()
     assert ["-m", "torch.distributed.run"] == words[:2]
     told = get_args_parser().parse_args(words[2:])
-    assert ("2", "4", "c10d", "node-a:29400") == (
-        told.nnodes,
-        told.nproc_per_node,
-        told.rdzv_backend,
-        told.rdzv_endpoint,
-    )
+    found = [told.nnodes, told.nproc_per_node, told.rdzv_backend, told.rdzv_endpoint]
+    assert ["2", "4", "c10d", "node-a:29400"] == found
     assert ("examples.cluster", ["--epochs=3"]) == (told.training_script, told.training_script_args)
     assert "HEAD: the host name of the first node" in printed(TORCHRUN).stderr
 
@@ -92,24 +88,16 @@ def test_pytorchjob_fits_its_schema():
     assert volumes == {mount["name"] for mount in container["volumeMounts"]}
 
 
-@pytest.mark.parametrize(
-    ("environment", "layout"),
-    [
-        ({"SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4"}, (2, 4)),
-        ({"GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, (3, 2)),
-        (
-            {
-                "SLURM_NNODES": "3",
-                "SLURM_NTASKS_PER_NODE": "1",
-                "GROUP_WORLD_SIZE": "3",
-                "LOCAL_WORLD_SIZE": "2",
-            },
-            (3, 2),
-        ),
-        ({}, (1, 1)),
-    ],
-    ids=["SLURM", "torchrun", "torchrun in SLURM", "neither"],
-)
+SLURM = {"SLURM_NNODES": "3", "SLURM_NTASKS_PER_NODE": "1"}
+LAUNCHERS: dict[str, tuple[dict[str, str], tuple[int, int]]] = {
+    "SLURM": (SLURM, (3, 1)),
+    "torchrun": ({"GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, (3, 2)),
+    "torchrun in SLURM": ({**SLURM, "GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, (3, 2)),
+    "neither": ({}, (1, 1)),
+}
+
+
+@pytest.mark.parametrize(("environment", "layout"), LAUNCHERS.values(), ids=LAUNCHERS)
 def test_the_launcher_tells_nodes_and_processes(monkeypatch, environment, layout):
     """The example takes the number of nodes, and of processes on each, from the launcher."""
     for name, value in environment.items():

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.strategies import DDPStrategy
-from ranks import Raised, RankError, RankPool, make_trainer
+from ranks import Raised, RankError, RankPool
 
 
 def summed(value, *, factor=1):
@@ -63,11 +62,6 @@ def change_everything():
     return found
 
 
-def standing(nodes):
-    trainer = make_trainer(DDPStrategy(), nodes=nodes)
-    return trainer.node_rank, trainer.local_rank, trainer.global_rank, trainer.world_size
-
-
 def test_ranks_are_processes_that_exchange_and_stay(world):
     processes, sums = zip(*world(3).run(summed, 3, factor=10), strict=True)
     assert 3 == len({*processes, os.getpid()}) - 1
@@ -108,7 +102,3 @@ def test_bodies_leave_nothing_and_warn_only_where_the_test_allows_it(world):
         assert world(2).run(change_everything) == world(2).run(change_everything)
     with pytest.raises(RankError, match="UserWarning: odd numbers"):
         world(2).run(change_everything)
-
-
-def test_lightning_sees_uneven_nodes(world):
-    assert [(0, 0, 0, 4), (1, 0, 1, 4), (1, 1, 2, 4), (1, 2, 3, 4)] == world(4).run(standing, [0, 1, 1, 1])

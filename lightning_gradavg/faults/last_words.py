@@ -32,20 +32,25 @@ class LastWords:
     def __init__(self, world: World, run: int) -> None:
         self._world, self._store = world, dist.PrefixStore(f"lightning_gradavg/{run}", store_of_world())
 
-    def say(self, exception: BaseException, step: int) -> tuple[str | None, bool]:
-        """Leave a line; return what others tell if an exchange broke, and whether to blame this rank, the first."""
-        broke, rank = is_broken_exchange(exception), self._world.rank
-        told, first = "the rank that failed first is not known: rank 0, which has ended, held the store", True
+    def say(self, exception: BaseException, step: int) -> bool:
+        """Leave a line; return whether this rank is the first to fail."""
         with suppress(RuntimeError):  # the process that holds the store is gone
             self._leave_line(exception, step)
-            first = self._store.add("said", 1) == 1 and TOGETHER not in exception.args
-            lines = self._lines(_WAIT_SECONDS) if broke else {}
+            # One that the ranks have agreed on is nobody's fault.
+            return self._store.add("said", 1) == 1 < self._world.size and TOGETHER not in exception.args
+        return True
+
+    def listen(self) -> str:
+        """Return what the others tell when an exchange with them broke."""
+        told = "the rank that failed first is not known: rank 0, which has ended, held the store"
+        with suppress(RuntimeError):
+            lines = self._lines(_WAIT_SECONDS)
             told = self._in_words(lines)
-            self._store.set(f"heard {rank}", "")
-            if broke and rank == 0:
-                # Keep the store until all that spoke have listened.
-                self._wait_for([f"heard {other}" for other in lines], _PATIENCE_SECONDS)
-        return told if broke else None, first and self._world.size > 1
+            self._store.set(f"heard {self._world.rank}", "")
+            if self._world.rank == 0:
+                # Keep the store until all that listen have heard.
+                self._wait_for([f"heard {rank}" for rank, line in lines.items() if _BROKEN in line], _PATIENCE_SECONDS)
+        return told
 
     def ends_equal(self, exception: BaseException, step: int) -> bool:
         """Return whether all ranks end by such an exception at this step: the same answer on all of them."""

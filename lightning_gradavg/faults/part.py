@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
 from lightning_gradavg.faults.drift import require_replicas
-from lightning_gradavg.faults.last_words import LastWords
+from lightning_gradavg.faults.last_words import LastWords, is_broken_exchange
 from lightning_gradavg.part import Part, Run
 from lightning_gradavg.ranks import Contribution
 
@@ -62,7 +62,8 @@ class Faults(Part):
         """Tell the other ranks; return what they tell if an exchange with them broke. The first to fail logs a line."""
         if self._last_words is None:
             return None
-        told, first = self._last_words.say(exception, self.run.trainer.global_step)
+        first = self._last_words.say(exception, self.run.trainer.global_step)
+        told = self._last_words.listen() if is_broken_exchange(exception) else None
         if first:
             line = f"rank {self.run.world.rank} ended with {type(exception).__name__}: {exception}".partition("\n")[0]
             _log.error("GradAvgStrategy: %s", told or line)
