@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,37 +59,49 @@ def test_pieces_cover_the_batch_once(size: int, world_size: int, replicas: int |
     assert not chunks[0].stand_in
 
 
+ORDERS: dict[str, Callable[[int, int, bool], Any]] = {
+    # Of a number of samples, in batches of so many, without a short one.
+    "sequential": lambda size, batch, drop: DataLoader(of(size), batch, drop_last=drop),
+    "shuffle": lambda size, batch, drop: DataLoader(of(size), batch, drop_last=drop, shuffle=True),
+    "generator": lambda size, batch, drop: DataLoader(
+        of(size), batch, drop_last=drop, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "weighted": lambda size, batch, drop: DataLoader(
+        of(size), batch, drop_last=drop, sampler=WeightedRandomSampler([1.0 + item for item in range(size)], size)
+    ),
+    "replacement": lambda size, batch, drop: DataLoader(
+        of(size), batch, drop_last=drop, sampler=RandomSampler(of(size), replacement=True, num_samples=2 * size)
+    ),
+    "batches": lambda size, batch, drop: DataLoader(
+        of(size), batch_sampler=BatchSampler(RandomSampler(of(size)), batch, drop)
+    ),
+    "eager": lambda size, batch, drop: DataLoader(
+        of(size), batch_sampler=Unsized(lambda: [part.tolist() for part in torch.randperm(size).split(batch)])
+    ),
+    "stream": lambda size, batch, drop: DataLoader(Stream(size), batch, drop_last=drop),
+    "list": lambda size, batch, drop: list(of(size).split(batch)),
+}
+
+
+def of(size: int) -> Any:
+    return torch.arange(size)
+
+
 @given(
     size=sizes,
     batch_size=st.integers(1, 12),
     world_size=worlds,
     limit=limits,
     drop_last=st.booleans(),
-    order=st.sampled_from(["sequential", "shuffle", "generator", "weighted", "replacement", "batches", "eager"]),
+    order=st.sampled_from(sorted(ORDERS)),
 )
 def test_global_batches_are_those_of_one_process(
     size: int, batch_size: int, world_size: int, limit: int | None, drop_last: bool, order: str
 ) -> None:
-    """Over two epochs, every global batch holds the samples of the plain loader in its order, with any sampler."""
+    """Over two epochs, every global batch holds the samples of the plain loader in its order, whatever it is."""
 
-    def make() -> DataLoader[Any]:
-        data: Any = torch.arange(size)
-        options: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
-        if order == "shuffle":
-            options["shuffle"] = True
-        elif order == "generator":
-            options |= {"shuffle": True, "generator": torch.Generator().manual_seed(3)}
-        elif order == "weighted":
-            options["sampler"] = WeightedRandomSampler([1.0 + item for item in range(size)], size)
-        elif order == "replacement":
-            options["sampler"] = RandomSampler(data, replacement=True, num_samples=2 * size)
-        elif order == "batches":
-            options = {"batch_sampler": BatchSampler(RandomSampler(data), batch_size, drop_last)}
-        elif order == "eager":
-            options = {
-                "batch_sampler": Unsized(lambda: [part.tolist() for part in torch.randperm(size).split(batch_size)])
-            }
-        return DataLoader(data, **options)
+    def make() -> Any:
+        return ORDERS[order](size, batch_size, drop_last)
 
     loader = make()
     torch.manual_seed(7)
@@ -101,55 +114,3 @@ def test_global_batches_are_those_of_one_process(
         assert expected[epoch] == global_batches([taken[epoch] for taken in ranks])
     on_ranks(1, epochs(make, 2), seeds=[7], max_samples=limit)
     assert torch.equal(state, torch.get_rng_state()), "rank 0 draws what one process draws"
-
-
-@given(size=sizes, batch_size=st.integers(1, 12), world_size=worlds, limit=limits, drop_last=st.booleans())
-def test_streams_are_those_of_one_process(
-    size: int, batch_size: int, world_size: int, limit: int | None, drop_last: bool
-) -> None:
-    """An iterable-style dataset that shuffles by the global random state reaches the ranks as one process reads it."""
-
-    def make() -> DataLoader[Any]:
-        return DataLoader(Stream(size), batch_size=batch_size, drop_last=drop_last)
-
-    loader = make()
-    torch.manual_seed(7)
-    expected = [[batch.tolist() for batch in loader] for _ in range(2)]
-
-    ranks = on_ranks(world_size, epochs(make, 2), max_samples=limit)
-
-    assert expected == [global_batches([taken[epoch] for taken in ranks]) for epoch in range(2)]
-
-
-@given(size=sizes, batch_size=st.integers(1, 12), world_size=worlds, limit=limits)
-def test_iterables_of_batches_are_those_of_one_process(
-    size: int, batch_size: int, world_size: int, limit: int | None
-) -> None:
-    """The batches of a loader without batching of its own are split as they come."""
-
-    class Batches(list[Any]):
-        pass
-
-    def make() -> Batches:
-        batches = Batches(torch.arange(size).split(batch_size))
-        vars(batches)["batch_size"] = batch_size
-        return batches
-
-    ranks = on_ranks(world_size, epochs(make), max_samples=limit)
-
-    assert [batch.tolist() for batch in make()] == global_batches([taken[0] for taken in ranks])
-
-
-@given(size=st.integers(1, 24), world_size=worlds, limit=limits)
-def test_the_weighted_gradient_is_that_of_one_process(size: int, world_size: int, limit: int | None) -> None:
-    """Weighting every micro-batch's mean by its samples gives the mean over the batch, stand-ins and all."""
-    samples = torch.arange(1, size + 1, dtype=torch.float64) ** 2
-
-    (ranks,) = zip(
-        *on_ranks(world_size, epochs(lambda: DataLoader(samples, batch_size=size)), max_samples=limit), strict=True
-    )
-
-    pairs = [(taken.batch.mean().item(), taken.chunk.samples) for rank in ranks for taken in rank]
-    assert sum(count for _, count in pairs) == size
-    total = sum(mean * count for mean, count in pairs)
-    assert abs(total / size - samples.mean().item()) <= 1e-12 * samples.mean().item()

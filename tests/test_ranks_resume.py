@@ -1,156 +1,206 @@
-"""Checkpoints free of the world size: saved at 3, resumed at 2 and 4, the run is the one never interrupted."""
+"""Whatever ends a run, on any number of ranks: resumed on another number, it trains as an undisturbed one."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from inspect import signature
-from math import ceil
 from typing import Any
 
 import pytest
 import torch
 from grids import grid
-from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import make_trainer
-from torch.utils.data import DataLoader, WeightedRandomSampler
-from toys import Stop, Toy
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from ranks import RankError, make_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_gradavg import GradAvgStrategy
 
-SIZE, BATCH, EPOCHS = 26, 4, 3
+SIZE, BATCH, WINDOW, EPOCHS = 20, 4, 2, 2
+BATCHES = SIZE // BATCH
+STEPS = 3  # of an epoch: windows of 2, 2 and 1 batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")
 
 
-class Resumed(Toy):
-    """Toy-S with momentum, a scheduler of its own, and a shuffled loader; notes samples and rates of each step."""
+class Shuffled(LightningModule):
+    """Weights that are drawn, a shuffled loader, momentum and a schedule; notes samples and rate of each step."""
 
-    def __init__(self, order: str) -> None:
-        super().__init__(kind="s", lr=0.02)
-        self.order = order
-        self.samples: list[list[float]] = []
-        self.rates: list[float] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1, dtype=torch.float64)
+        self.window: list[float] = []
+        self.stepped: list[tuple[list[float], float]] = []
 
     def train_dataloader(self) -> Any:
-        data: Any = torch.arange(1, SIZE + 1, dtype=torch.float64) / SIZE
-        if self.order == "weighted":
-            return DataLoader(data, BATCH, sampler=WeightedRandomSampler([1.0 + i for i in range(SIZE)], SIZE))
-        if self.order == "generator":
-            return DataLoader(data, BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
-        return DataLoader(data, BATCH, shuffle=self.order == "shuffle")
+        data: Any = torch.arange(1, SIZE + 1, dtype=torch.float64)[:, None] / SIZE
+        return DataLoader(data, BATCH, shuffle=True)
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         strategy: Any = self.trainer.strategy
-        chunk = strategy._batches.chunk
-        self.samples.append([] if chunk.stand_in else batch.tolist())
-        return super().training_step(batch, batch_idx)
+        self.window += [] if strategy._batches.chunk.stand_in else batch.flatten().tolist()
+        return (self.net(batch) ** 2).mean()
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        super().on_before_optimizer_step(optimizer)
-        self.rates.append(optimizer.param_groups[0]["lr"])
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *args: Any) -> None:  # type: ignore[override]
+        rate = optimizer.param_groups[0]["lr"]
+        super().optimizer_step(epoch, batch_idx, optimizer, *args)
+        self.stepped.append((self.window, rate))
+        self.window = []
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.5)
-        steps = self.trainer.estimated_stepping_batches
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps, cycle_momentum=False)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.5)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10 * STEPS, cycle_momentum=False)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class End(Callback):
+    """Ends the run in a batch, before its backward; and looks at data by way of the strategy, which changes nothing."""
+
+    def __init__(self, how: str, batch: int) -> None:
+        self.how, self.batch = how, batch
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Any, *args: Any) -> None:
+        trainer.strategy.batch_to_device(torch.zeros(2, 1))
+
+    on_train_batch_start = on_train_epoch_start  # type: ignore[assignment]  # of more arguments
+
+    def on_before_backward(self, trainer: Trainer, *args: Any) -> None:
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        if progress.total.processed == self.batch:
+            if self.how.startswith("SIG"):
+                os.kill(os.getpid(), getattr(signal, self.how))
+            elif self.how:
+                raise {"error": RuntimeError, "interrupt": KeyboardInterrupt}[self.how]("the run ends here")
 
 
 def fit(
-    order: str, limit: int | None, window: int, folder: str, stop: int | None, resume: str | None, **options: Any
+    folder: str, how: str = "", batch: int = -1, resume: str | None = None, *, window: int = WINDOW, **options: Any
 ) -> Any:
-    """Body: train to step `stop`, from the checkpoint `resume`, and save there."""
+    """Body: train for some epochs, or until the run is ended; return steps, weight, and batches that were counted."""
     seed_everything(11, verbose=False)
-    model = Resumed(order)
-    strategy = GradAvgStrategy(
-        split_batches=True,
-        max_device_batch_size=limit,
-        lr_scaling="linear",
-        base_batch_size=2,
-        lr_warmup_steps=5,
-        **options,
-    )
+    module = Shuffled()
+    steps = {"every_n_train_steps": 1} if how == "SIGKILL" or (resume and "killed" in resume) else {}
+    keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_exception=True, **steps)  # type: ignore[arg-type]
+    epochs = options.pop("epochs", EPOCHS)
+    scaled = {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 4}
     trainer = make_trainer(
-        strategy,
-        max_epochs=EPOCHS,
+        GradAvgStrategy(split_batches=True, **scaled, **options),
+        max_epochs=epochs,
         accumulate_grad_batches=window,
         enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1), Stop(stop)],
+        callbacks=[End(how, batch), keep],
     )
     # lightning 2.5 has no such argument, and loads everything.
     plain_data_only: Any = {"weights_only": True} if "weights_only" in signature(trainer.fit).parameters else {}
-    trainer.fit(model, ckpt_path=resume, **plain_data_only)
-    optimizer = trainer.strategy.optimizer_state(trainer.optimizers[0])
-    return model.w.item(), model.samples, model.rates, optimizer["param_groups"][0]["lr"]
+    with contextlib.suppress(*([RuntimeError, KeyboardInterrupt, SystemExit] if how else [])):
+        trainer.fit(module, ckpt_path=resume, **plain_data_only)
+    if not how:
+        trainer.save_checkpoint(f"{folder}/step=99.ckpt")
+    return module.stepped, module.net.weight.item(), trainer.fit_loop.epoch_loop.batch_progress.total.completed
 
 
-def of_all(ranks: list[Any]) -> Any:
-    """Return weight, global batches and rates, after asserting that the ranks agree."""
-    assert len({rank[0] for rank in ranks}) == 1
-    assert all(rank[2] == ranks[0][2] for rank in ranks)
-    return ranks[0][0], sorted(x for rank in ranks for batch in rank[1] for x in batch), ranks[0][2], ranks[0][3]
+def windows(ranks: list[Any]) -> list[Any]:
+    """Return the samples of each optimizer step, of all ranks, and its rate."""
+    assert len({weight for _, weight, _ in ranks}) == 1
+    steps = zip(*(stepped for stepped, *_ in ranks), strict=True)
+    return [
+        (sorted(sample for part, _ in parts for sample in part), pytest.approx(parts[0][1], rel=1e-12))
+        for parts in steps
+    ]
 
 
-@pytest.mark.parametrize(
-    ("order", "limit", "window"),
-    grid(["shuffle", "sequential", "weighted", "generator"], [None, 1], [1, 2], strength=1),
-)
-def test_save_at_3_resume_at_2_and_4(world, tmp_path, order, limit, window):
-    """Weights, samples, schedule and scale go on as if nothing had happened, in mid-epoch and across epochs."""
-    steps_per_epoch = ceil(ceil(SIZE / BATCH) / window)
-    total = EPOCHS * steps_per_epoch
-    for first in (2, steps_per_epoch):
-        second = first + steps_per_epoch - 1
-        folders = [str(tmp_path / f"{first}-{part}") for part in range(4)]
-        whole = of_all(world(1).run(fit, order, limit, window, folders[0], None, None))
-        parts = [of_all(world(3).run(fit, order, None, window, folders[1], first, None))]
-        parts.append(
-            of_all(world(2).run(fit, order, limit, window, folders[2], second, f"{folders[1]}/step={first}.ckpt"))
-        )
-        parts.append(
-            of_all(world(4).run(fit, order, limit, window, folders[3], None, f"{folders[2]}/step={second}.ckpt"))
-        )
-        assert total == len(whole[2])
-        assert whole[2] == [pytest.approx(rate, rel=1e-12) for part in parts for rate in part[2]]
-        assert whole[1] == sorted(x for part in parts for x in part[1])
-        assert whole[0] == pytest.approx(parts[-1][0], rel=1e-12)
+@pytest.fixture(scope="module")
+def undisturbed(world, tmp_path_factory):
+    """Return the steps, and the last weight, of a run on one process that nobody ends."""
+    (ended,) = world(1).run(fit, str(tmp_path_factory.mktemp("undisturbed")))
+    return windows([ended]), ended[1]
 
 
-def test_another_recipe_is_refused(world, tmp_path):
-    """A resume under another recipe lists the differences, on all ranks, unless it is meant."""
-    world(2).run(fit, "shuffle", None, 1, str(tmp_path), 2, None)
-    arguments = ("shuffle", None, 2, str(tmp_path / "again"), 4, f"{tmp_path}/step=2.ckpt")
-    raised = world(2).run_expecting_errors(fit, *arguments)
+# How the run ends, in which batch of two epochs of 5, on how many ranks before and after, and in pieces of how many.
+HOWS = ["error", "interrupt", "SIGTERM", "SIGKILL"]
+RESUMES = [
+    *grid(HOWS, [0, 1, 2, 3], [(2, 1), (1, 2), (4, 2), (2, 4), (1, 4), (4, 1)], [None, 1]),
+    ("error", 4, (2, 3), None),
+    ("interrupt", 7, (3, 1), 1),
+    *(pytest.param(how, batch, (4, 1), None, marks=pytest.mark.full) for how in HOWS for batch in range(4, 10)),
+]
+
+
+@pytest.mark.parametrize(("how", "batch", "ranks", "limit"), RESUMES)
+def test_a_resumed_run_goes_on_after_the_last_whole_window(world, tmp_path, undisturbed, how, batch, ranks, limit):
+    """Wherever and however a run ends, resumed on another number of ranks it trains on what it has not stepped on.
+
+    Samples, effective rates and weights are those of the undisturbed run, also in pieces of one sample.
+    """
+    expected, weight = undisturbed
+    before, after = ranks
+    folder, first = tmp_path / ("killed" if how == "SIGKILL" else "ended"), None
+    with pytest.raises(RankError, match="exit code -9") if how == "SIGKILL" else contextlib.nullcontext():
+        first = world(before).run(fit, str(folder), how, batch)
+    # Lightning saves no checkpoint before the first step.
+    done, kept = max(((int(path.stem.partition("=")[2]), str(path)) for path in folder.glob("*")), default=(0, None))
+    rest = world(after).run(fit, str(tmp_path / "rest"), "", -1, kept, max_device_batch_size=limit)
+
+    stepped = batch // BATCHES * STEPS + batch % BATCHES // WINDOW
+    assert stepped <= done if how == "SIGTERM" else stepped == done  # which has the batches at hand trained on
+    assert first is None or expected[:done] == windows(first)
+    assert expected[done:] == windows(rest)
+    assert weight == pytest.approx(rest[0][1], rel=1e-12)
+
+
+def test_another_recipe_is_refused_unless_it_is_meant(world, tmp_path):
+    """A resume under another recipe lists the differences, on all ranks; or it goes on under the new one."""
+    world(2).run(fit, str(tmp_path), "error", 2)
+    kept = f"{tmp_path}/step=1.ckpt"
+    raised = world(2).run_expecting_errors(fit, str(tmp_path / "refused"), "", -1, kept, window=1)
     assert ["ValueError"] * 2 == [one.type_name for one in raised]
-    assert all("global_batch_size: 4 in the checkpoint, now 8" in one.message for one in raised)
-
-
-def test_another_recipe_that_is_meant(world, tmp_path):
-    """With allow_recipe_change the run goes on under the new recipe."""
-    world(2).run(fit, "shuffle", None, 1, str(tmp_path), 2, None)
-    ranks = world(2).run(
-        fit, "shuffle", None, 2, str(tmp_path / "again"), 4, f"{tmp_path}/step=2.ckpt", allow_recipe_change=True
-    )
-    assert [2, 2] == [len(rank[2]) for rank in ranks]
-
-
-class Plain(Resumed):
-    """The same with a constant learning rate, which any number of epochs will do for."""
-
-    configure_optimizers = Toy.configure_optimizers
-
-
-def batches_counted(path: str, limit: int | None, epochs: int, resume: str | None = None) -> int:
-    """Body: train, save after the end of training, and return how many batches Lightning has counted."""
-    strategy = GradAvgStrategy(split_batches=True, max_device_batch_size=limit)
-    trainer = make_trainer(strategy, max_epochs=epochs)
-    trainer.fit(Plain("sequential"), ckpt_path=resume)
-    trainer.save_checkpoint(path)
-    return trainer.fit_loop.epoch_loop.batch_progress.total.completed
+    assert all("global_batch_size: 8 in the checkpoint, now 4" in one.message for one in raised)
+    ranks = world(2).run(fit, str(tmp_path / "meant"), "", -1, kept, window=1, allow_recipe_change=True)
+    assert [2 * BATCHES - 2] * 2 == [len(stepped) for stepped, *_ in ranks]
 
 
 def test_a_checkpoint_written_after_training_counts_as_one_within_it(world, tmp_path):
-    """7 loader batches are 7, in parts of a sample and whole; resumed for another epoch, they are 7 of 14."""
-    first, second = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
-    assert [7, 7] == world(2).run(batches_counted, first, 1, 1)
-    assert [14, 14] == world(2).run(batches_counted, second, None, 2, first)
+    """5 loader batches are 5, in parts of a sample and whole; resumed for another epoch, they are 5 of 10."""
+    first = world(2).run(fit, str(tmp_path / "first"), epochs=1, max_device_batch_size=1)
+    again = world(2).run(fit, str(tmp_path / "again"), "", -1, f"{tmp_path}/first/step=99.ckpt")
+    assert [BATCHES, BATCHES, 2 * BATCHES, 2 * BATCHES] == [counted for *_, counted in first + again]
+
+
+class Two(Shuffled):
+    """Reads two loaders of different lengths together."""
+
+    def train_dataloader(self) -> Any:
+        data: Any = torch.arange(80, dtype=torch.float64)[:, None]
+        return [DataLoader(data[:size], BATCH) for size in (16, 80)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return sum((self.net(part) ** 2).mean() for part in batch)  # type: ignore[return-value]
+
+
+def two(limit: float, path: str | None = None, resume: str | None = None, **options: Any) -> int:
+    """Body: train on two loaders, and save in mid-epoch."""
+    trainer = make_trainer(GradAvgStrategy(split_batches=True, **options), max_epochs=1, limit_train_batches=limit)
+    module = Two()
+    if path is not None:
+        module.on_train_batch_end = lambda *_: trainer.save_checkpoint(path)  # type: ignore[method-assign, assignment]
+        trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = 2, 3
+    trainer.fit(module, ckpt_path=resume)
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_a_part_of_each_loader_is_its_own(world, limit):
+    """Half of 4 and of 20 batches are 2 and 10, of which the longer counts, in whatever micro-batches."""
+    assert [10, 10] == world(2).run(two, 0.5, max_device_batch_size=limit)
+
+
+def test_several_loaders_go_on_from_the_end_of_an_epoch_only(world, tmp_path):
+    """A checkpoint of mid-epoch is refused on all ranks, with what to do."""
+    path = str(tmp_path / "mid.ckpt")
+    world(2).run(two, 1.0, path)
+    for raised in world(2).run_expecting_errors(two, 1.0, None, path):
+        assert raised.type_name == "ValueError"
+        assert "within an epoch, after 3 batches of one of 2 train loaders" in raised.message

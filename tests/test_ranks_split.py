@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from grids import grid
-from lightning.pytorch import seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from ranks import make_trainer
 from torch.utils.data import DataLoader
@@ -180,3 +180,53 @@ def test_batch_norm_with_missing_chunks(world, world_size, batch):
     """Batch norm trains where ranks have no samples (6 over 4, 4 over 3), and rank 0's buffers see its own alone."""
     mean, tracked = world(world_size).run(fit_normed, batch)[0]
     assert (approx(0.1 * 1.5), 1) == (mean, tracked)
+
+
+class Drawn(LightningModule):
+    """Draws its weights before it is trained, on a shuffled loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1, dtype=torch.float64)
+
+    def train_dataloader(self) -> Any:
+        data: Any = torch.arange(20, dtype=torch.float64)[:, None] / 20
+        return DataLoader(data, 4, shuffle=True)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return (self.net(batch) ** 2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def order(options: dict[str, Any] | None) -> list[float]:
+    """Body: a script that seeds, draws weights, and trains."""
+    seed_everything(3, verbose=False)
+    module = Drawn()
+    if options is None:
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = Trainer(accelerator="cpu", devices=1, max_epochs=2, enable_model_summary=False, **quiet)  # type: ignore[arg-type]
+    else:
+        trainer = make_trainer(GradAvgStrategy(**options), max_epochs=2)
+    trainer.fit(module)
+    return [module.net.weight.item(), module.net.bias.item()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"split_batches": True},
+        {"split_batches": True, "max_device_batch_size": 1},
+        {"num_replicas": 2, "split_batches": True},
+    ],
+)
+def test_weights_drawn_before_fit_leave_the_order_of_one_process(world, options):
+    """The script of one device trains to the same bits on one process, and to 1e-12 on 2 and 3."""
+    (expected,) = world(1).run(order, None)
+    (alone,) = world(1).run(order, options)
+    if options == {"split_batches": True}:
+        assert expected == alone
+    for ranks in (1, 2, 3):
+        for weights in world(ranks).run(order, options):
+            assert expected == pytest.approx(weights, rel=1e-12)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 from typing import Any
 
 import pytest
@@ -20,24 +18,6 @@ from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.batches.part import SplitBatches
 
 BATCH, EPOCHS = 8, 2
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The dirpath has changed",
-    "ignore:This DataLoader will create",
-    "ignore:This process .* is multi-threaded",  # Python 3.12 and later, of the workers that are forked from a rank
-)
-
-
-class Seeded(Augmented):
-    """Adds numbers of a generator that is seeded by the rank."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.own = random.Random(seed)
-
-    def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        index, noise = super().__getitem__(index)
-        return index, noise + self.own.random()
 
 
 class Noting(Toy):
@@ -76,11 +56,8 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list) else value
 
 
-def single(workers: int = 0, own: bool = False, **options: Any) -> Any:
-    data = Seeded(dist.get_rank()) if own else Augmented()
-    # The rank itself comes from a fork server, whose start method it has: each worker would import everything anew.
-    options |= {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-    return DataLoader(data, BATCH, shuffle=True, collate_fn=pad_and_mix, **options)
+def single(**options: Any) -> Any:
+    return DataLoader(Augmented(), BATCH, shuffle=True, collate_fn=pad_and_mix, **options)
 
 
 def several(smaller: int = 7) -> Any:
@@ -91,12 +68,6 @@ def several(smaller: int = 7) -> Any:
     }
 
 
-def sharded() -> Any:
-    loader = single()
-    vars(loader.dataset)["sharded_by_rank"] = True
-    return loader
-
-
 def changed(batch: Any, device: Any, index: int) -> Any:
     return {name: rows[1:] for name, rows in batch.items()}
 
@@ -105,21 +76,13 @@ def renamed(batch: Any, device: Any, index: int) -> Any:
     return {"c": batch["a"]}
 
 
-def fit(
-    make: Any,
-    *args: Any,
-    strategy: dict[str, Any] | None = None,
-    seeded_workers: bool = False,
-    hook: Any = None,
-) -> Any:
+def fit(make: Any, *args: Any, hook: Any = None) -> Any:
     """Body: train for two epochs in replicas of whole batches, every rank with a random state of its own."""
-    seed_everything(11 + 100 * dist.get_rank(), workers=seeded_workers, verbose=False)
-    if not seeded_workers:
-        os.environ.pop("PL_SEED_WORKERS", None)
+    seed_everything(11 + 100 * dist.get_rank(), verbose=False)
     model = Noting(lambda: make(*args))
     if hook is not None:
         vars(model)["transfer_batch_to_device"] = hook
-    make_trainer(GradAvgStrategy(split_batches=True, **(strategy or {"num_replicas": 4})), max_epochs=EPOCHS).fit(model)
+    make_trainer(GradAvgStrategy(split_batches=True, num_replicas=4), max_epochs=EPOCHS).fit(model)
     return model.steps
 
 
@@ -128,28 +91,12 @@ def joined(ranks: list[Any]) -> list[Any]:
     return [[piece for rank in step for piece in rank] for step in zip(*ranks, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("workers", "seeded"),
-    [(0, False), pytest.param(2, True, marks=pytest.mark.slow)],
-)
-def test_every_replica_is_that_of_one_process(world, workers, seeded):
-    """Augmented, padded and mixed, the replicas of each step are bit for bit those of one process, on 2 to 4 ranks."""
-    (expected,) = world(1).run(fit, single, workers, seeded_workers=seeded)
-
-    assert [[(0, 2), (1, 2), (2, 2), (3, 2)]] * 2 == [[piece[:2] for piece in step] for step in expected[:2]]
-    assert [(0, 2), (1, 2), (2, 2)] == [piece[:2] for piece in expected[2]]
-    assert 6 == len(expected)
-    assert expected[:3] != expected[3:], "epochs differ"
-    for world_size in (2, 3, 4):
-        ranks = world(world_size).run(fit, single, workers, seeded_workers=seeded)
-        assert expected == joined(ranks)
-
-
 def test_batches_of_several_loaders_are_cut_alike(world):
     """Every replica gets its part of each loader's batch, in the structure of the loaders, on any world."""
     (expected,) = world(1).run(fit, several)
 
     assert [[(0, 2), (1, 2), (2, 2), (3, 2)]] * 6 == [[piece[:2] for piece in step] for step in expected]
+    assert expected[:3] != expected[3:], "epochs differ"
     for step in expected:
         parts = [(batch["a"], *batch["b"]) for _, _, batch in step]
         assert [[(2,), (2,)]] * 3 + [[(2,), (1,)]] == [[part["index"][0] for part in both] for both in parts]
@@ -158,14 +105,6 @@ def test_batches_of_several_loaders_are_cut_alike(world):
 
 
 REFUSED: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str]] = {
-    "sharded": (sharded, (), {}, "DataLoader or its dataset Augmented has sharded_by_rank = True"),
-    "sharded, without replicas": (
-        sharded,
-        (),
-        {"strategy": {"equivalent_to": "data_parallel"}},
-        "has sharded_by_rank = True",
-    ),
-    "other samples": (single, (0, True), {}, "does not yield the same batches on all ranks: found at batch 1"),
     "several": (several, (5,), {}, "now 8 samples in 2 + 2 + 0 pieces and 5 samples in 2 + 1 + 0 pieces on the ranks"),
     "samples": (single, (), {"hook": changed}, "samples where the train loader yielded"),
     "structure": (several, (), {"hook": renamed}, "is not as the train loader yielded it"),
