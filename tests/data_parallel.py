@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gradavg.replicas.part import replica_stream
 
-__all__ = ["MODELS", "Numbers", "Rows", "Run", "assert_same_run", "fit", "joined", "loader", "train"]
+__all__ = ["MODELS", "Run", "assert_same_run", "fit", "loader", "train"]
 
 BATCH_SIZES, SEED = (16, 15, 5, 1), 5
 """Sizes of the loader batches, in turn; 4 replicas get 4 4 4 4, 4 4 4 3, 2 2 1 and 1 samples. The seed of a run."""

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from data_parallel import MODELS, Run, assert_same_run, fit, loader, train
 from grids import grid
-from lightning.pytorch import LightningModule
 from ranks import make_trainer
 from replicas import Options
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+from toys import Toy, approx
 
 from lightning_gradavg import GradAvgStrategy
 
@@ -23,10 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:num_replicas=. leaves . of . ran
 
 # Of one step, and of 20: batch norm amplifies a rounding, in the reference as here.
 TOLERANCES = {torch.float32: (1e-6, 2e-5), torch.float64: (1e-12, 1e-11)}
-
-
-def approx(value, tolerance=1e-12):
-    return pytest.approx(value, rel=tolerance, abs=tolerance)
 
 
 class Place(NamedTuple):
@@ -93,35 +88,16 @@ def test_equals_one_device(world, name, world_size, accumulate):
     compare(world, Place(1, world_size), name, accumulate, equivalent_to="single_device", num_replicas=None)
 
 
-class Line(LightningModule):
-    """Prediction w * x from w = 1; the loss of a replica is half the mean square of its predictions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
-        self.gradients: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return 0.5 * (self.w * batch[0]).square().mean()
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        assert self.w.grad is not None
-        self.gradients.append(self.w.grad.item())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def line_gradient(xs: int, **strategy: Any) -> list[float]:
-    """Body: one step on the batch 1, 2, ... xs."""
-    model = Line()
+def gradients(xs: int, **strategy: Any) -> list[float]:
+    """Body: those of Toy-S on the batch 1, 2, ... xs."""
+    model, batch = Toy(kind="s", lr=0.0), torch.arange(1, xs + 1, dtype=torch.float64)
     trainer = make_trainer(GradAvgStrategy(equivalent_to="data_parallel", **strategy), max_epochs=1)
-    trainer.fit(model, DataLoader(TensorDataset(torch.arange(1, xs + 1, dtype=torch.float64)), batch_size=xs))
-    return model.gradients
+    trainer.fit(model, DataLoader(batch, batch_size=xs))  # type: ignore[arg-type]  # a tensor is a dataset
+    return [gradient.item() for gradient in model.seen.gradients]
 
 
 @pytest.mark.parametrize(("xs", "gradient"), [(5, 11.0), (1, 1.0)])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_replicas_of_unequal_size(world, world_size, xs, gradient):
-    ranks = world(world_size).run(line_gradient, xs, num_replicas=2)
+    ranks = world(world_size).run(gradients, xs, num_replicas=2)
     assert [[approx(gradient)]] * world_size == ranks
