@@ -102,7 +102,8 @@ class Wide(Toy):
 def test_the_mean_and_equal_weights_are_stock_ddp(world, world_size, options, window):
     """The bits of stock DDP, on 3 ranks too, where 1/W is rounded, and for weights of 49, where 49 * (1 / 49) < 1."""
     batches = [[[10.0 * step + rank] * 49 for step in range(4)] for rank in range(world_size)]
-    given = {"module": Wide, "accumulate_grad_batches": window}
+    precision = "64-true" if "reduction" in options else "32-true"
+    given = {"module": Wide, "accumulate_grad_batches": window, "precision": precision}
     of_ddp = {name: value for name, value in options.items() if name != "reduction"}
     ours, stock = (
         same_everywhere(world(world_size).run(train, batches, None, chosen, of=of, **given))
