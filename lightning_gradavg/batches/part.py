@@ -230,6 +230,12 @@ class SplitBatches(Batches):
     def load(self, saved: Saved) -> None:
         """Go on, in the next run, where a checkpoint was written."""
         self._states = saved.get("loaders")
+        if any("snapshots" not in state for state in self._states or []):
+            raise ValueError(
+                "the checkpoint holds its place in the training data as an earlier version of lightning_gradavg did,"
+                " which this one cannot go on from. Resume with that version to the end of the run, or load the weights"
+                " alone and begin a new run."
+            )
 
     def teardown(self) -> None:
         """Have Lightning treat samplers as it did."""
