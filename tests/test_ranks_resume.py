@@ -169,11 +169,6 @@ def test_a_checkpoint_written_after_training_counts_as_one_within_it(world, tmp_
     assert [BATCHES, BATCHES, 2 * BATCHES, 2 * BATCHES] == [counted for *_, counted in first + again]
 
 
-def test_a_place_in_the_data_of_an_earlier_version_is_refused():
-    with pytest.raises(ValueError, match=r"as an earlier version of lightning_gradavg did.*load the weights alone"):
-        GradAvgStrategy(split_batches=True)._batches.load({"loaders": [{"complete": True}]})
-
-
 class Two(Shuffled):
     """Reads two loaders of different lengths together."""
 

@@ -29,7 +29,7 @@ from lightning_gradavg.random_state import RandomState, RandomStream, forked, ra
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import data_digest
 
-__all__ = ["Behind", "LoaderState", "Order", "Place", "SharedIndices", "Sources", "require_equal"]
+__all__ = ["Behind", "LoaderState", "Order", "Place", "SharedIndices", "Sources", "loader_state", "require_equal"]
 
 _BLOCK = 256
 """Batches of indices that are sent at once, where the sampler draws no random numbers and sees nothing of training."""
@@ -53,6 +53,20 @@ class LoaderState(TypedDict):
     now: Snapshot
     batches: int  # loader batches of the pass that were stepped on
     digest: str  # of the digests of these batches
+
+
+def loader_state(saved: Any) -> LoaderState:
+    """Return what a checkpoint holds of a loader, which 0.1.0 wrote in another form."""
+    if "passes" not in saved:
+        return saved  # type: ignore[no-any-return]
+    begun = next(iter(saved["passes"]), {"snapshots": {}, "objects": saved["objects"]})
+    return LoaderState(
+        snapshots=begun["snapshots"],
+        samplers=begun["objects"],
+        now=Snapshot(random=saved["random"], generators=saved["generators"]),
+        batches=saved["batches"],
+        digest=saved["digest"],
+    )
 
 
 class Sources:

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_gradavg.batches.chunks import STAND_IN, Chunk, Split, cut_pieces
-from lightning_gradavg.batches.order import LoaderState
+from lightning_gradavg.batches.order import LoaderState, loader_state
 from lightning_gradavg.batches.progress import JoinedLoader, NumberedLoader, Progress, join
 from lightning_gradavg.lightning_internals import injects_samplers, set_injection_of_samplers
 from lightning_gradavg.options import Options
@@ -229,13 +229,7 @@ class SplitBatches(Batches):
 
     def load(self, saved: Saved) -> None:
         """Go on, in the next run, where a checkpoint was written."""
-        self._states = saved.get("loaders")
-        if any("snapshots" not in state for state in self._states or []):
-            raise ValueError(
-                "the checkpoint holds its place in the training data as an earlier version of lightning_gradavg did,"
-                " which this one cannot go on from. Resume with that version to the end of the run, or load the weights"
-                " alone and begin a new run."
-            )
+        self._states = saved.get("loaders") and [loader_state(state) for state in saved["loaders"]]
 
     def teardown(self) -> None:
         """Have Lightning treat samplers as it did."""
