@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -201,20 +202,15 @@ class EvaluationPass:
         """The predictions per loader that the Trainer returns, if any."""
         return self._loop._predictions if self._loop.return_predictions else []
 
-    @property
-    def results(self) -> dict[str, Any]:
-        """What was logged, by key."""
-        return self._loop._results  # type: ignore[no-any-return]  # of Lightning
-
-    def compute_at_end(self, complete: Callable[[], None]) -> None:
-        """Compute the results of all loaders at the end, after `complete`.
+    def compute_at_end(self, complete: Callable[[dict[str, Any]], None]) -> None:
+        """Compute the results of all loaders at the end, after `complete` got what was logged, by key.
 
         Stock computes each loader's after it, so that ranks without a batch of one compute fewer than the others.
         """
         loop, connector = self._loop, self._trainer._logger_connector
 
         def end() -> Any:
-            complete()
+            complete(loop._results)
             count = loop.num_dataloaders
             for index in range(count) if count > 1 else (None,):
                 loop._results.dataloader_idx = index
@@ -230,20 +226,20 @@ def _restore(loop: Any) -> None:
         vars(loop).pop(name, None)
 
 
-def neutral_result(
-    fields: Mapping[str, Any], reduce: Callable[..., Any], *, synced: bool, tensor: bool
-) -> _ResultMetric:
-    """Return what `log` makes of a value, `tensor` or `Metric`, before it is updated; `reduce` is called if `synced`.
+def neutral(entry: _ResultMetric) -> _ResultMetric:
+    """Return what adds nothing to other ranks' values of what was logged. To be sent, it lacks what reduces it."""
+    meta = entry.meta
+    made = type(entry)(replace(meta, _sync=type(meta.sync)(_should=meta.sync.should)), entry.is_tensor)
+    made._update_count = 1
+    vars(made).setdefault("value", None)  # of a metric, whose text is pickled
+    for state in made.metric_state:
+        setattr(made, state, getattr(made, state).to(getattr(entry, state).dtype))
+    return made
 
-    Lightning compares `reduce` with that of the next epoch.
-    """
-    from lightning.pytorch.trainer.connectors.logger_connector import result  # noqa: PLC0415  # as above
 
-    meta = result._Metadata(**fields)
-    meta.sync = result._Sync(_should=synced, fn=reduce)
-    metric = result._ResultMetric(meta, tensor)
-    metric._update_count = 1
-    return metric
+def reduce_by(entry: _ResultMetric, reduce: Callable[..., Any]) -> None:
+    """Have a value that was sent be reduced as those that were logged; Lightning compares this in the next epoch."""
+    entry.meta.sync = type(entry.meta.sync)(_should=entry.meta.sync.should, fn=reduce)
 
 
 def restore_evaluation_loops(trainer: Any) -> None:

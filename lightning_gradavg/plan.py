@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
+import torch
+
 from lightning_gradavg.batches.chunks import chunk_bounds
 from lightning_gradavg.rates.scaling import SCALINGS, Scaling, as_count, as_positive, scale_limit, scaled_steps
 
 __all__ = ["OPTIMIZERS", "Recipe", "counted", "make_plan"]
 
-OPTIMIZERS = ("sgd", "adam", "adamw")
+OPTIMIZERS: Mapping[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 _WARMUP_EPOCHS = 5  # Goyal et al. 2017, section 2.2
 
 _Row: TypeAlias = dict[str, Any]
@@ -43,7 +45,6 @@ class Recipe:
 
     def __post_init__(self) -> None:
         as_positive("lr", self.lr)
-        as_positive("eps", self.eps)
         for name in ("batch_size", "devices", "accumulate_grad_batches", "steps", "dataset_size"):
             if getattr(self, name) is not None:
                 as_count(name, getattr(self, name))
@@ -51,7 +52,7 @@ class Recipe:
             raise ValueError(f"optimizer {self.optimizer!r} is not known. Use one of {', '.join(OPTIMIZERS)}.")
         if as_count("warmup_steps", self.warmup_steps or 0, least=0) > (self.steps or math.inf):
             raise ValueError(f"warmup_steps={self.warmup_steps} is longer than the recipe's {self.steps} steps.")
-        scale_limit(vars(self))  # raises for betas that are out of range
+        OPTIMIZERS[self.optimizer]([torch.zeros(1)], **self.hyperparameters)  # it raises for what is out of range
 
     @property
     def global_batch_size(self) -> int:

@@ -111,7 +111,8 @@ def attached(
     rates = Rates(
         Options.of({"reduction": "mean"}), lr_scaling=lr_scaling, base_batch_size=BASE, lr_warmup_steps=warmup
     )
-    rates.run = cast(Any, SimpleNamespace(world=World(), loop=SimpleNamespace(accumulation=1)))
+    trainer, loop = SimpleNamespace(callbacks=[]), SimpleNamespace(accumulation=1)
+    rates.run = cast(Any, SimpleNamespace(world=World(), trainer=trainer, loop=loop))
     rates.setup_optimizers(optimizers)
     follow(rates, scale)
     return rates

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
-from ranks import make_trainer
+from ranks import make_trainer, on_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
@@ -416,44 +416,42 @@ def test_values_are_weighted_by_what_they_count(world, of_ranks, expected):
         assert [approx(expected, 1e-6)] * len(of_ranks) == world(len(of_ranks)).run(tokens, of_ranks, on_step)
 
 
-def reduced() -> Any:
-    strategy = make_trainer(Exact()).strategy
-    return strategy.reduce(torch.tensor(3 - dist.get_rank()), reduce_op="mean").item()
-
-
-def test_integers_are_not_floored(world):
+@on_ranks(2)
+def test_integers_are_not_floored():
     """Case 36: the mean of the integers 3 and 2 is 2.5."""
-    assert [2.5, 2.5] == world(2).run(reduced)
+    strategy = make_trainer(Exact()).strategy
+    assert 2.5 == strategy.reduce(torch.tensor(3 - dist.get_rank()), reduce_op="mean").item()
 
 
-@pytest.mark.parametrize(
-    ("limits", "world_size"), grid([(1, 1), (3, 3), (99, 5), (0.5, 2), (1.0, 5)], WORLDS, strength=1)
-)
-def test_limits_count_the_batches_of_one_process(world, world_size, limits):
-    """limit_val_batches=k evaluates the first k batches of the loader, and not k on each rank."""
-    limit, batches = limits
-    ranks = world(world_size).run(run, "validate", {"size": 10, "batch": 2, "logs": "value"}, limit_val_batches=limit)
-    seen_once(ranks, range(2 * batches))
-    assert {(limit, True)} == {rank["limits"] for rank in ranks}
+TWICE = {"max_epochs": 2, "limit_train_batches": 1}
+RELOADED = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2}
+KINDS = [
+    (kind, size, batch)
+    for kind in ("shuffled", "unbatched", "plain", "stream", "sharded")
+    for size, batch in ((10, 1), (10, 4), (1, 1))
+]
+EVALUATED: list[tuple[Any, ...]] = [
+    # The loader, samples, batch size, options of the Trainer and the strategy, and the samples that are evaluated:
+    # limit_val_batches=k evaluates the first k batches of the loader, and not k on each rank.
+    *(
+        ("indexed", 10, 2, {"limit_val_batches": limit}, {}, range(seen))
+        for limit, seen in ((1, 2), (3, 6), (99, 10), (0.5, 4), (1.0, 10))
+    ),
+    *((kind, size, batch, {}, {}, range(size)) for kind, size, batch in KINDS),
+    *(("custom", 10, 1, {}, {}, range(10)) for _ in (2, 3, 4)),
+    *(("workers", 7, 2, TWICE, {}, [*range(7)] * 2), ("shuffled", 7, 2, TWICE, {}, [*range(7)] * 2)),
+    ("indexed", 5, 2, RELOADED, {"split_batches": True}, range(5)),
+]
 
 
-KINDS = ["custom", "shuffled", "unbatched", "plain", "stream", "sharded"]
-
-
-@pytest.mark.parametrize(("kind", "sizes", "world_size"), grid(KINDS, [(10, 1), (10, 4), (1, 1)], [2, 3, 4]))
-def test_every_kind_of_loader(world, world_size, kind, sizes):
-    size, batch = (10, 1) if kind == "custom" else sizes
-    ranks = world(world_size).run(run, "validate", {"size": size, "batch": batch, "kind": kind, "logs": "value"})
-    seen_once(ranks, range(size))
-    assert {(size - 1) / 2} == {rank["metrics"]["value"] for rank in ranks}
-
-
-@pytest.mark.parametrize("kind", ["workers", "shuffled"])
-def test_epoch_after_epoch(world, kind):
-    net = {"size": 7, "batch": 2, "kind": kind, "logs": "value"}
-    ranks = world(3).run(run, "fit", net, max_epochs=2, limit_train_batches=1)
-    seen_once(ranks, [*range(7)] * 2)
-    assert {3.0} == {rank["metrics"]["value"] for rank in ranks}
+@pytest.mark.parametrize(("world_size", "row"), [(2 + n % 3, row) for n, row in enumerate(EVALUATED)])
+def test_every_loader_is_evaluated_once(world, world_size, row):
+    kind, size, batch, options, strategy, seen = row
+    net = {"size": size, "batch": batch, "kind": kind, "logs": "value"}
+    ranks = world(world_size).run(run, "fit" if "max_epochs" in options else "validate", net, strategy, **options)
+    seen_once(ranks, seen)
+    assert {sum(seen) / len(seen)} == {rank["metrics"]["value"] for rank in ranks}
+    assert {(options.get("limit_val_batches", 1.0), True)} == {rank["limits"] for rank in ranks}
 
 
 def test_a_distributed_sampler_that_yields_each_sample_once_is_kept(world):
@@ -529,15 +527,6 @@ def test_training_goes_on_as_if_not_evaluated(world):
     # Batches 0, 2, 4 and 1, 3: in the rounds that both ranks have, both evaluate rank 0's statistics.
     assert len(of_ranks[0]) // 3 == len(of_ranks[1]) // 2 > 1
     assert {*of_ranks[1]} <= {*of_ranks[0]}
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_with_batches_that_are_split(world, world_size):
-    options = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2}
-    net = {"size": 5, "batch": 2, "logs": "value"}
-    ranks = world(world_size).run(run, "fit", net, {"split_batches": True}, **options, limit_train_batches=2)
-    seen_once(ranks, range(5))
-    assert [2.0] * world_size == [rank["metrics"]["value"] for rank in ranks]
 
 
 def twice() -> Any:

@@ -106,14 +106,6 @@ def test_adam_sde_is_refused_for_other_optimizers(group: dict[str, Any]) -> None
         SDE.hyperparameters(2.0, group)
 
 
-@pytest.mark.parametrize(
-    ("betas", "name"), [((1.0, 0.999), "beta1"), ((0.9, -0.1), "beta2"), ((0.9, math.nan), "beta2")]
-)
-def test_impossible_betas_are_named(betas: tuple[float, float], name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name} must be in \[0, 1\), got"):
-        SDE.hyperparameters(2.0, {**ADAM, "betas": betas})
-
-
 def cube_root(scale: float) -> float:
     return math.pow(scale, 1 / 3)
 

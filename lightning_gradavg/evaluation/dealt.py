@@ -20,7 +20,7 @@ from lightning_gradavg.loaders import LoaderWrapper, Shows
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import data_digest
 
-__all__ = ["EvaluationLoader", "compare_streams", "require_each_once"]
+__all__ = ["EvaluationLoader", "require_each_once"]
 
 
 class _DealtIndices(Shows):
@@ -105,17 +105,6 @@ class EvaluationLoader(LoaderWrapper):
             raise TypeError(f"{type(self.loader).__name__} has no length on some rank")
         # The same on all ranks: Lightning skips a loop, and refuses a loader, whose own rank has nothing.
         return max(self.lengths)
-
-
-def compare_streams(of_ranks: Sequence[Sequence[tuple[int, bytes]]]) -> None:
-    """Raise unless all ranks read the same, by `EvaluationLoader.read` of each rank's loaders."""
-    for index, reads in enumerate(zip(*of_ranks, strict=True)):
-        if len(set(reads)) > 1:
-            raise RuntimeError(
-                f"evaluation loader {index} does not yield the same batches on all ranks, so some were left out and"
-                " others evaluated more than once. Where every rank reads its own part of the data, set"
-                " `sharded_by_rank = True` on the loader or its dataset; otherwise make it independent of the rank."
-            )
 
 
 def require_each_once(sampler: DistributedSampler[Any], world_size: int) -> None:

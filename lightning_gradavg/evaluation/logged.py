@@ -8,35 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
-from lightning_gradavg.lightning_internals import REDUCTIONS, SYNC, neutral_result
+from lightning_gradavg.lightning_internals import REDUCTIONS, SYNC, neutral, reduce_by
 from lightning_gradavg.methods import replaced
 from lightning_gradavg.ranks import World
 
-__all__ = ["Logged", "complete", "describe", "gathers_lists"]
+__all__ = ["complete", "gathers_lists"]
 
 
-class Logged(NamedTuple):
-    """What a rank logged under one key: the fields of Lightning's metadata, and whether it is reduced over the ranks.
+def complete(
+    results: dict[str, Any], gather: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]], module: LightningModule
+) -> None:
+    """Add what other ranks logged and this one did not, and put all into one order.
 
-    `dtypes` has the type of each state; it is empty if a `Metric` was logged, which has its own states.
+    `gather` returns the neutral value of all that every rank logged and that all ranks reduce, or none, at the end.
     """
-
-    fields: dict[str, Any]
-    synced: bool
-    dtypes: dict[str, torch.dtype]
-
-
-def describe(results: Mapping[str, Any]) -> dict[str, Logged]:
-    """Return what is reduced at the end of the evaluation, by all ranks or none."""
-    return {key: _logged(entry) for key, entry in results.items() if _is_of_all_ranks(entry)}
+    mine = {key: neutral(entry) for key, entry in results.items() if _is_of_all_ranks(entry)}
+    everything = {key: entry for of_rank in gather(mine) for key, entry in of_rank.items()}
+    ordered = {key: results[key] if key in mine else _taken_over(entry, module) for key, entry in everything.items()}
+    rest = {key: entry for key, entry in results.items() if key not in ordered}
+    results.clear()
+    results.update(ordered | rest)
 
 
 def _is_of_all_ranks(entry: Any) -> bool:
@@ -46,32 +43,12 @@ def _is_of_all_ranks(entry: Any) -> bool:
     return entry.meta.on_epoch and not own and (sync.should or not entry.is_tensor)
 
 
-def _logged(entry: Any) -> Logged:
-    dtypes = {name: getattr(entry, name).dtype for name in entry.metric_state} if entry.is_tensor else {}
-    names = [field.name for field in fields(entry.meta) if not field.name.startswith("_")]
-    return Logged({name: getattr(entry.meta, name) for name in names}, entry.meta.sync.should, dtypes)
-
-
-def complete(results: dict[str, Any], of_ranks: Sequence[Mapping[str, Logged]], module: LightningModule) -> None:
-    """Add what other ranks logged and this one did not, and put all into one order."""
-    mine = describe(results)
-    everything = {key: logged for of_rank in of_ranks for key, logged in of_rank.items()}
-    ordered = {key: results[key] if key in mine else _neutral(logged, module) for key, logged in everything.items()}
-    ordered |= {key: entry for key, entry in results.items() if key not in ordered}
-    results.clear()
-    results.update(ordered)
-
-
-def _neutral(logged: Logged, module: LightningModule) -> Any:
-    """Return what adds nothing to the others' values."""
-    reduce, tensor = module.trainer.strategy.reduce, bool(logged.dtypes)
-    entry = neutral_result(logged.fields, reduce, synced=logged.synced, tensor=tensor)
-    for state, dtype in logged.dtypes.items():
-        setattr(entry, state, getattr(entry, state).to(module.device, dtype))
-    if not tensor:
-        attribute = entry.meta.metric_attribute
-        assert attribute is not None  # Lightning refuses to log a metric that it does not find in the module
-        entry.value = module.get_submodule(attribute)
+def _taken_over(entry: Any, module: LightningModule) -> Any:
+    """Return another rank's neutral value for this rank's results."""
+    reduce_by(entry, module.trainer.strategy.reduce)
+    entry.to(module.device)
+    if not entry.is_tensor:
+        entry.value = module.get_submodule(entry.meta.metric_attribute)  # Lightning logs none that it does not find
     return entry
 
 

@@ -13,16 +13,16 @@ What follows from that is done here:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import chain
 from typing import Any
 
 from lightning.pytorch.trainer.states import RunningStage
 from torchmetrics import Metric
 
-from lightning_gradavg.evaluation.dealt import EvaluationLoader, compare_streams, require_each_once
-from lightning_gradavg.evaluation.logged import complete, describe, gathers_lists
+from lightning_gradavg.evaluation.dealt import EvaluationLoader, require_each_once
+from lightning_gradavg.evaluation.logged import complete, gathers_lists
 from lightning_gradavg.lightning_internals import (
     COMPUTED,
     UPDATES,
@@ -39,9 +39,7 @@ from lightning_gradavg.part import Part, Run
 __all__ = ["Evaluation", "ExactEvaluation"]
 
 _STAGES = {
-    "val": RunningStage.VALIDATING,
-    "test": RunningStage.TESTING,
-    "predict": RunningStage.PREDICTING,
+    stage.dataloader_prefix: stage for stage in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.PREDICTING)
 }
 
 
@@ -63,6 +61,11 @@ _REFUSED = (
     " sync_dist=True, self.all_gather, or a metric with dist_sync_on_step=True), but with exact evaluation some ranks"
     " may have no batch in a step. Log with on_step=False, on_epoch=True, which is reduced once at the end; gather in"
     " on_validation_epoch_end; or leave exact_evaluation out."
+)
+_DIFFERENT = (
+    "evaluation loader {} does not yield the same batches on all ranks, so some were left out and others evaluated more"
+    " than once. Where every rank reads its own part of the data, set `sharded_by_rank = True` on the loader or its"
+    " dataset; otherwise make it independent of the rank."
 )
 
 
@@ -141,7 +144,7 @@ class ExactEvaluation(Evaluation):
             setattr(metric, COMPUTED, None)  # a value of before would keep this rank from computing with the others
             self._put_back.enter_context(gathers_lists(metric, self.run.world, self.alone))
         if not self.run.trainer.predicting:
-            now.compute_at_end(partial(self._complete, now))
+            now.compute_at_end(self._complete)
 
     def alone(self) -> bool:
         """Return whether what is about to be reduced over the ranks is left as it is, to be refused later.
@@ -153,19 +156,22 @@ class ExactEvaluation(Evaluation):
         self._refused |= within
         return within
 
-    def _agreed(self, now: EvaluationPass, mine: Any = None) -> list[Any]:
+    def _agreed(self, mine: Any = None) -> Sequence[Any]:
         """Return what each rank brings, after raising on all what is wrong with the pass. A collective operation."""
-        self._pass = None  # no batch is evaluated any more: what is reduced now is so over all ranks
+        now, self._pass = self._pass, None  # no batch is evaluated any more: what is reduced now is so over all ranks
+        assert now is not None
         row = self._refused, [loader.read for loader in now.loaders], mine
         refused, reads, others = zip(*self.run.world.gather_objects(row), strict=True)
         if any(refused):
             raise RuntimeError(_REFUSED)
-        compare_streams(reads)
-        return list(others)
+        for index, of_ranks in enumerate(zip(*reads, strict=True)):
+            if len(set(of_ranks)) > 1:
+                raise RuntimeError(_DIFFERENT.format(index))
+        return others
 
-    def _complete(self, now: EvaluationPass) -> None:
+    def _complete(self, results: dict[str, Any]) -> None:
         """Have all ranks agree on what was logged, before the results are computed."""
-        complete(now.results, self._agreed(now, describe(now.results)), self.run.module)
+        complete(results, self._agreed, self.run.module)
         for metric in self._metrics:
             if not metric.update_called:  # it warns when it is computed, although other ranks have updated it
                 self._put_back.callback(setattr, metric, UPDATES, 0)
@@ -177,7 +183,7 @@ class ExactEvaluation(Evaluation):
         now, world = self._pass, self.run.world
         if now is None:
             return
-        self._agreed(now)
+        self._agreed()
         for loader, own in zip(now.loaders, now.predictions, strict=False):  # there may be none
             if not loader.kept:
                 most = max(length for (length,) in world.gather_integers([len(own)]))

@@ -103,7 +103,7 @@ class Rates(Part):
         self._sizes.append(size)
         self._set_batch()
 
-    def _set_batch(self, *, searches: bool = False) -> None:
+    def _set_batch(self) -> None:
         """Set what the steps from the next one on follow.
 
         A learning rate is found with a global batch: scaled in the search or after it, it would count the batch twice.
@@ -111,36 +111,28 @@ class Rates(Part):
         self.end()
         self._accumulation = self.run.loop.accumulation
         now = self._batch_of(self._sizes, self._accumulation, world_size=self.run.world.size)
-        self._found_with = now.global_batch_size if searches else self._found_with
+        if self.scales and finds_learning_rate(self.run.trainer):
+            self._found_with = now.global_batch_size
         self.batch = now._replace(base_batch_size=self._found_with or now.base_batch_size)
-
-    def _follow(self) -> None:
-        """Follow what may have changed since the last batch."""
-        searches = self.scales and finds_learning_rate(self.run.trainer)
-        if searches or self.run.loop.accumulation != self._accumulation:
-            self._set_batch(searches=searches)
 
     def on_train_start(self) -> None:
         """Begin training, or raise a ValueError about what cannot be scaled or resumed."""
-        self._follow()
+        self._set_batch()
         self._compare()
-        warning = counted_twice(self._options.rule.name, self._scaling, self.batch.scale, self.run.num_nodes)
-        if warning:
-            rank_zero_warn(warning)
         if self.scales:
+            warning = counted_twice(self._options.rule.name, self._scaling, self.batch.scale, self.run.num_nodes)
+            if warning:
+                rank_zero_warn(warning)
             self.apply()
             self.end()
             trainer: Any = self.run.trainer
             # Schedulers see base values, whether an optimizer stepped in the batch or not, and monitors effective ones.
             self._surround(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self.end)
-            hooks = ["on_train_epoch_start"] + ["on_train_batch_start"] * (not self._steps_by_loop)
             for monitor in trainer.callbacks:
-                for hook in hooks if isinstance(monitor, LearningRateMonitor) else ():
-                    self._surround(monitor, hook, self.apply)
-
-    @property
-    def _steps_by_loop(self) -> bool:
-        return self.run.module.automatic_optimization
+                if isinstance(monitor, LearningRateMonitor):
+                    self._surround(monitor, "on_train_epoch_start", self.apply)
+                    if not self.run.module.automatic_optimization:
+                        self._surround(monitor, "on_train_batch_start", self.apply)
 
     def _surround(self, owner: object, name: str, before: Callable[[], None]) -> None:
         """Call something before a hook, and end all steps after it."""
@@ -155,8 +147,9 @@ class Rates(Part):
 
     def on_train_batch_start(self) -> None:
         """Begin a batch, and with it a step. Callbacks may move batches at any other time."""
-        self._follow()
-        if self.scales and self._steps_by_loop and self.run.loop.between_batches:
+        if self.run.loop.accumulation != self._accumulation:
+            self._set_batch()
+        if self.scales and self.run.module.automatic_optimization and self.run.loop.between_batches:
             self.end()
             self.apply()
 

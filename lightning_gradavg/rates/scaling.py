@@ -129,11 +129,7 @@ def _smoothing(base: Mapping[str, Any]) -> dict[str, float]:
             f" {', '.join(base)}. Use 'linear' or 'sqrt' with it."
         )
     betas = {f"beta{index}": beta for index, beta in enumerate(base.get("betas", ()), start=1)}
-    named = {name: float(value) for name, value in (betas or {"alpha": base["alpha"]}).items()}
-    for name, value in named.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {value!r}.")
-    return named
+    return betas or {"alpha": base["alpha"]}
 
 
 def scale_limit(base: Mapping[str, Any]) -> Fraction:
