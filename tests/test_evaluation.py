@@ -1,19 +1,17 @@
-"""The laws of dealt loaders, rank by rank in one process, and which values the ranks agree on."""
+"""The laws of dealt loaders, rank by rank in one process."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from lightning_gradavg.evaluation.dealt import EvaluationLoader
-from lightning_gradavg.evaluation.logged import complete
 from lightning_gradavg.ranks import World
 
 
@@ -77,28 +75,3 @@ def test_indices_are_noted_for_prediction_writers():
     ours = wrapped(DataLoader(range(8), batch_sampler=noting), 1, 2)
     assert [[2, 3], [6, 7]] == [one.tolist() for one in ours]
     assert [[2, 3], [6, 7]] == ours.batch_sampler.seen_batch_indices
-
-
-def test_only_what_is_computed_by_all_ranks_is_agreed_on():
-    """Values of rank 0 alone, of a group of the user's, of steps, and of earlier epochs are left to themselves."""
-    results = {}
-    for name, fields, sync in (
-        ("shared", {}, {"_should": True}),
-        ("local", {}, {}),
-        ("of rank 0", {}, {"_should": True, "rank_zero_only": True}),
-        ("of a group", {}, {"_should": True, "_group": object()}),
-        ("of steps", {"on_step": True, "on_epoch": False}, {"_should": True}),
-        ("earlier", {}, {"_should": True}),
-    ):
-        meta = _Metadata("validation_step", name, **fields)  # type: ignore[arg-type]
-        meta.sync = _Sync(**sync)  # type: ignore[arg-type]
-        results[name] = _ResultMetric(meta, is_tensor=True)
-    results["earlier"].has_reset = True
-    described: list[Any] = []
-
-    def gather(mine: Any) -> Any:
-        described.append(mine)
-        return described
-
-    complete(results, gather, cast("Any", None))
-    assert [{"shared"}] == [set(each) for each in described]

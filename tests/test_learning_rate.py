@@ -1,50 +1,19 @@
-"""Learning rates: effective = factor * schedule within a step for every scheduler, and base values in between."""
+"""Learning rates: effective values within a step, and base values in between."""
 
 from __future__ import annotations
 
 import copy
-import io
-import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from torch.optim.swa_utils import SWALR
 
 from lightning_gradavg.options import Options
 from lightning_gradavg.ranks import World
 from lightning_gradavg.rates.part import Rates
-
-FACTORS: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "adam_sde": math.sqrt}
-STEPS = 30
-
-
-class Decay:
-    """A schedule that can be pickled."""
-
-    def __call__(self, step: int) -> float:
-        return 0.95**step
-
-
-def chained(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    first = lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=6)
-    return lr_scheduler.ChainedScheduler([first, lr_scheduler.ExponentialLR(optimizer, gamma=0.9)])
-
-
-# Of each kind one: by a closed form, by a factor on what stands in the group, by both, of betas, too, and by a metric.
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, Decay()),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 4, 0.5),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.2, 0.02], total_steps=STEPS + 1),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, [0.01, 0.001], [0.1, 0.01], 4, 3, mode="triangular2"),
-    "ChainedScheduler": chained,
-    "SWALR": lambda o: SWALR(o, swa_lr=0.05, anneal_epochs=7),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.3, patience=3, min_lr=2e-4),
-}
-MOVES_BETA = ["OneCycleLR", "CyclicLR"]
+from lightning_gradavg.rates.scaling import SCALINGS
 
 
 def make(lr_scaling: str = "linear") -> torch.optim.Optimizer:
@@ -55,22 +24,15 @@ def make(lr_scaling: str = "linear") -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, momentum=0.9)
 
 
-def step(optimizer: torch.optim.Optimizer, rates: Rates | None = None) -> None:
+def step(optimizer: torch.optim.Optimizer, rates: Rates) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
-    optimizer.step() if rates is None else rates.optimizer_step(optimizer, optimizer.step)
-
-
-def step_scheduler(scheduler: Any, count: int) -> None:
-    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(1.0 / count if count < 3 else 1.0)
-    else:
-        scheduler.step()
+    rates.optimizer_step(optimizer, optimizer.step)
 
 
 def moving(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    names = ("lr", "betas", "alpha", "eps", "momentum")
+    names = ("lr", "betas", "eps")
     return [{name: copy.deepcopy(group[name]) for name in names if name in group} for group in optimizer.param_groups]
 
 
@@ -80,20 +42,6 @@ def shown(optimizer: torch.optim.Optimizer, rates: Rates) -> list[dict[str, Any]
     held = moving(optimizer)
     rates.end()
     return held
-
-
-def factor_at(lr_scaling: str, scale: float, steps: int, warmup: int) -> float:
-    factor = FACTORS[lr_scaling](scale)
-    return 1 + (factor - 1) * min(steps / warmup, 1) if warmup else factor
-
-
-def effective(lr_scaling: str, scale: float, steps: int, warmup: int, base: dict[str, Any]) -> dict[str, Any]:
-    """Return by the published formulas what must stand in a group, to 1e-12, for what a stock run has there."""
-    values = {**base, "lr": float(base["lr"]) * factor_at(lr_scaling, scale, steps, warmup)}
-    if lr_scaling == "adam_sde":
-        values["betas"] = tuple(1 - scale * (1 - beta) for beta in base["betas"])
-        values["eps"] = base["eps"] / math.sqrt(scale)
-    return {name: pytest.approx(value, rel=1e-12, abs=1e-18) for name, value in values.items()}
 
 
 BASE = 1000
@@ -127,54 +75,6 @@ def saved_by(rates: Rates) -> dict[str, Any]:
     saved: dict[str, Any] = {}
     rates.save(saved, {})
     return saved
-
-
-# What a scheduler does with base values does not depend on the scaling, except that two of them move the betas, too.
-@pytest.mark.parametrize(
-    ("name", "lr_scaling", "warmup"),
-    [
-        *((name, "linear", 20) for name in SCHEDULERS),
-        *((name, "adam_sde", warmup) for name in MOVES_BETA for warmup in (0, 5)),
-        *(("StepLR", lr_scaling, 0) for lr_scaling in FACTORS),
-        ("StepLR", "sqrt", 5),
-    ],
-)
-def test_effective_is_factor_times_schedule(name: str, lr_scaling: str, warmup: int) -> None:
-    """Resumed after 13 of 30 steps at half the scale, from what an unscaled run would have saved."""
-    optimizer, twin = make(lr_scaling), make(lr_scaling)
-    scheduler, twin_scheduler = SCHEDULERS[name](optimizer), SCHEDULERS[name](twin)
-    scale, schedule = 4, set()
-    rates = attached(optimizer, lr_scaling=lr_scaling, scale=scale, warmup=warmup)
-
-    for count in range(1, STEPS + 1):
-        step(optimizer, rates)
-        step_scheduler(scheduler, count)
-        step(twin)
-        step_scheduler(twin_scheduler, count)
-        assert [effective(lr_scaling, scale, count, warmup, group) for group in moving(twin)] == shown(optimizer, rates)
-        assert moving(twin) == moving(optimizer), "the schedule must see the bits of the unscaled run"
-        schedule.add(moving(twin)[0]["lr"])
-        if count == 13:
-            rates.apply()
-            within = rates.optimizer_state(optimizer, optimizer.state_dict())
-            assert optimizer.state_dict()["param_groups"] != within["param_groups"]
-            rates.end()
-            assert twin.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"] == within["param_groups"]
-            assert twin_scheduler.state_dict() == scheduler.state_dict()
-            assert {*vars(twin_scheduler)} == {*vars(scheduler)}
-            saved = io.BytesIO()
-            torch.save([within, scheduler.state_dict(), saved_by(rates)], saved)
-            saved.seek(0)
-            # SWALR of torch 2.4 keeps a function in its state.
-            state, scheduler_state, counters = torch.load(saved, weights_only=name != "SWALR")
-            optimizer, scale = make(lr_scaling), 2
-            scheduler = SCHEDULERS[name](optimizer)
-            rates = attached(optimizer, lr_scaling=lr_scaling, scale=scale, warmup=warmup)
-            optimizer.load_state_dict(state)
-            scheduler.load_state_dict(scheduler_state)
-            rates.load_optimizers(counters)
-
-    assert len(schedule) > 1, "a schedule that does not move proves nothing"
 
 
 def test_optimizers_count_their_own_steps() -> None:
@@ -218,7 +118,7 @@ def test_a_changed_scale_is_computed_from_the_base() -> None:
         rates.apply()
         follow(rates, scale)
         assert before == moving(optimizer)
-        assert [effective("adam_sde", scale, 0, 0, group) for group in before] == shown(optimizer, rates)
+        assert [SCALINGS["adam_sde"].hyperparameters(scale, group) for group in before] == shown(optimizer, rates)
 
 
 def test_a_written_value_keeps_its_bits() -> None:

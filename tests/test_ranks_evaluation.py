@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from ranks import make_trainer, on_ranks
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat
 from toys import Toy, approx
@@ -47,14 +47,8 @@ class Exact(GradAvgStrategy):
         super().__init__(exact_evaluation=True, **options)
 
 
-class LongestFirst(Sampler[list[int]]):
-    """A batch sampler of the user's own, which Lightning could not build anew: 10 samples in batches of 4 to 1."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        yield from ([6, 7, 8, 9], [3, 4, 5], [1, 2], [0])
-
-    def __len__(self) -> int:
-        return 4
+OWN: Any = [[6, 7, 8, 9], [3, 4, 5], [1, 2], [0]]
+"""A batch sampler of the user's own, which Lightning could not build anew: 10 samples in batches of 4 to 1."""
 
 
 class Batches:
@@ -106,7 +100,7 @@ def of_rank(size: int) -> Any:
 LOADERS: dict[str, Callable[[int, int], Any]] = {
     "indexed": lambda size, batch: DataLoader(data(size), batch_size=batch),
     "shuffled": shuffled,
-    "custom": lambda size, batch: DataLoader(data(10), batch_sampler=LongestFirst()),
+    "custom": lambda size, batch: DataLoader(data(10), batch_sampler=OWN),
     "unbatched": lambda size, batch: DataLoader(data(size).split(batch), batch_size=None),
     "workers": lambda size, batch: DataLoader(data(size), batch_size=batch, num_workers=1, persistent_workers=True),
     "plain": lambda size, batch: Batches(data(size).split(batch), -(-size // batch)),
@@ -122,36 +116,22 @@ LOADERS: dict[str, Callable[[int, int], Any]] = {
 }
 
 
-class Rows(Metric):
-    """A metric with an integer list state of two columns, of which rank 0's type must reach a rank without rows."""
+class Lists(Metric):
+    """A metric with list states, of integers and without concatenation: what rank 0 has must reach one without rows."""
 
     full_state_update = False
 
     def __init__(self) -> None:
         super().__init__()
         self.add_state("rows", default=[], dist_reduce_fx="cat")
+        self.add_state("objects", default=[], dist_reduce_fx=None)  # one per sample, as detection metrics have
 
     def update(self, values):
         self.rows.append(torch.stack([values, values**2], 1).long())
-
-    def compute(self):
-        return dim_zero_cat(self.rows)[:, 1].sum().double()
-
-
-class Objects(Metric):
-    """A metric that keeps one element per sample, unconcatenated, as detection metrics do."""
-
-    full_state_update = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("objects", default=[], dist_reduce_fx=None)
-
-    def update(self, values):
         self.objects.extend(value.repeat(int(value) + 1) for value in values)
 
     def compute(self):
-        return torch.stack([one.sum() for one in self.objects]).sum()
+        return dim_zero_cat(self.rows)[:, 1].sum() + torch.stack([one.sum() for one in self.objects]).sum()
 
 
 class Net(LightningModule):
@@ -161,13 +141,9 @@ class Net(LightningModule):
         super().__init__()
         self.norm = nn.BatchNorm1d(1, dtype=torch.float64)
         self.logs, self.make = logs, partial(LOADERS[kind], size, batch)
-        self.mean, self.total, self.cat, self.rows, self.objects = (
-            MeanMetric().set_dtype(torch.float64),
-            SumMetric(dist_sync_on_step=logs == "metric steps").set_dtype(torch.float64),
-            CatMetric().set_dtype(torch.float64),
-            Rows(),
-            Objects(),
-        )
+        self.total = SumMetric(dist_sync_on_step=logs == "metric steps").set_dtype(torch.float64)
+        self.mean, self.cat = (kind().set_dtype(torch.float64) for kind in (MeanMetric, CatMetric))
+        self.lists = Lists()
         self.seen: list[float] = []
         self.steps: list[float] = []
         self.statistics: list[float] = []
@@ -200,11 +176,11 @@ class Net(LightningModule):
         )
         if batch_idx == 0:
             self.log("seldom", batch.mean(), sync_dist=True, batch_size=len(batch))
-        for name in ("mean", "total", "cat", "rows", "objects"):
-            getattr(self, name)(batch)
+        for metric in (self.mean, self.total, self.cat, self.lists):
+            metric(batch)
         self.log("metric", self.mean)
         self.log("sum", self.total, on_step=True, on_epoch=True)
-        self.log_dict({"rows": self.rows, "objects": self.objects})
+        self.log("lists", self.lists)
 
     def on_validation_batch_end(self, *args):
         if self.logs == "steps":
@@ -266,8 +242,7 @@ def test_every_sample_once_and_every_value_that_of_one_process(world, world_size
     assert approx((size - 1) / 2, 1e-6) == metrics["value"] == metrics["metric"] == metrics["stepped"]
     assert size == metrics["count"]
     assert approx(sum(range(size)), 1e-6) == metrics["of_all"] == metrics["sum"]
-    assert approx(sum(value * value for value in range(size))) == metrics["rows"]
-    assert approx(sum(value * (value + 1) for value in range(size))) == metrics["objects"]
+    assert approx(sum(value * value + value * (value + 1) for value in range(size))) == metrics["lists"]
     assert 1 == len({statistic for rank in ranks for statistic in rank["statistics"]})
 
 
@@ -482,32 +457,39 @@ def test_what_cannot_be_evaluated_exactly_is_an_error_on_all_ranks(world, name):
 
 
 class Seldom(Net):
-    """Logs one key on some ranks only, in different orders."""
+    """Logs some keys on some ranks only, in different orders, and in another evaluation on other ranks."""
 
     def __init__(self) -> None:
         super().__init__(10, 1, "value")
+        self.rank_0, self.own = dist.new_group([0]), 7
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         value = batch.item()
-        names = ("first", "second") if int(value) % 2 else ("second", "first")
-        for name in names:
+        for name in ("first", "second") if int(value) % 2 else ("second", "first"):
             self.log(name, value, sync_dist=True)
-        if value == 7:
-            self.log("seven", value, sync_dist=True, reduce_fx="sum")
+        if value == self.own:
+            self.log("seldom", value, sync_dist=True, reduce_fx="sum")
             self.log("own", value)
+        if value == 4:  # on rank 0
+            self.log("of rank 0", value, sync_dist=True, rank_zero_only=True)
+            self.log("of a group", value, sync_dist=True, sync_dist_group=self.rank_0)
 
 
 def seldom() -> Any:
-    trainer = make_trainer(Exact())
-    trainer.validate(Seldom())
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+    model, trainer, found = Seldom(), make_trainer(Exact()), []
+    for own in (7, 6):
+        model.own = own
+        found += trainer.validate(model, verbose=False)
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
 def test_keys_that_not_every_rank_logs(world):
     """A key that only some ranks log, or in another order, is reduced over all; without sync_dist it is the rank's."""
-    expected = {"first": 4.5, "second": 4.5, "seven": 7.0}
-    assert [expected, expected | {"own": 7.0}] == world(2).run(seldom)
+    all_ranks, rank_0 = {"first": 4.5, "second": 4.5}, {"of rank 0": 4.0, "of a group": 4.0}
+    first, second = all_ranks | {"seldom": 7.0}, all_ranks | {"seldom": 6.0}
+    found = world(2).run(seldom)
+    assert [[first | rank_0, second | rank_0 | {"own": 6.0}], [first | {"own": 7.0}, second]] == found
 
 
 def trained(validates: bool) -> Any:

@@ -34,17 +34,17 @@ SCHEDULERS: dict[str, Any] = {
     "OneCycleLR": lambda o, trainer: lr_scheduler.OneCycleLR(o, 0.3, total_steps=trainer.estimated_stepping_batches),
     "ReduceLROnPlateau": lambda o, _: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
 }
-"""What a schedule becomes is shown for all of torch's schedulers in test_learning_rate.py."""
+"""By what stands in the group, by a closed form that moves the betas of Adam, too, and by a metric."""
 
 
 class Scheduled(Toy):
-    """Toy-Lin with two parameter groups and a scheduler; notes the learning rates of every step."""
+    """Toy-Lin with two parameter groups and a scheduler; notes what the groups hold in every step."""
 
-    def __init__(self, scheduler: str = "none", batch: int = 2, size: int = 24) -> None:
+    def __init__(self, scheduler: str = "none", batch: int = 2, size: int = 24, adam: bool = False) -> None:
         super().__init__(lr=0.1)
         self.v = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.scheduler, self.batch, self.size = scheduler, batch, size
-        self.rates: list[tuple[float, ...]] = []
+        self.scheduler, self.batch, self.size, self.adam = scheduler, batch, size, adam
+        self.held: list[list[dict[str, Any]]] = []
 
     def losses(self, batch: torch.Tensor) -> torch.Tensor:
         return super().losses(batch) + self.v * 0
@@ -54,10 +54,12 @@ class Scheduled(Toy):
         return DataLoader(data, batch_size=self.batch)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.rates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
+        groups, names = optimizer.param_groups, ("lr", "betas", "eps")
+        self.held.append([{name: group[name] for name in names if name in group} for group in groups])
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD([{"params": [self.w]}, {"params": [self.v], "lr": 0.01}], lr=0.1, momentum=0.5)
+        groups = [{"params": [self.w]}, {"params": [self.v], "lr": 0.01}]
+        optimizer: Any = torch.optim.Adam(groups, 0.1) if self.adam else torch.optim.SGD(groups, 0.1, momentum=0.5)
         if self.scheduler == "none":
             return optimizer
         scheduler = SCHEDULERS[self.scheduler](optimizer, self.trainer)
@@ -73,7 +75,8 @@ def run(model: dict[str, Any], strategy: dict[str, Any], **options: Any) -> Any:
     module = Scheduled(**model)
     chosen = GradAvgStrategy(**strategy)
     make_trainer(chosen, **{**TRAINER, **options}).fit(module)
-    return module.rates, chosen.global_batch_size, chosen.lr_scale
+    rates = [tuple(float(group["lr"]) for group in groups) for groups in module.held]
+    return rates, chosen.global_batch_size, chosen.lr_scale, module.held
 
 
 @pytest.mark.parametrize(
@@ -81,7 +84,9 @@ def run(model: dict[str, Any], strategy: dict[str, Any], **options: Any) -> Any:
 )
 def test_local_batch_of_512_on_two_ranks(world, scaling, window, factor):
     strategy = {"lr_scaling": scaling, "base_batch_size": 256}
-    for rates, size, scale in world(2).run(run, {"batch": 512, "size": 1024}, strategy, accumulate_grad_batches=window):
+    for rates, size, scale, _ in world(2).run(
+        run, {"batch": 512, "size": 1024}, strategy, accumulate_grad_batches=window
+    ):
         assert [(approx(0.1 * factor), approx(0.01 * factor))] * (2 // window) == rates
         assert (1024 * window, approx(factor)) == (size, scale)
 
@@ -101,16 +106,36 @@ def test_sum_and_linear_scaling_warn(world):
     assert "is 4 times the base step" in said[0][0]
 
 
-@pytest.mark.parametrize(("name", "warmup"), [("none", 0), ("StepLR", 0), ("OneCycleLR", 5), ("ReduceLROnPlateau", 5)])
-def test_effective_rate_is_factor_times_schedule(world, name, warmup):
-    stock = world(2).run(run, {"scheduler": name}, {})
-    strategy = {"lr_scaling": "linear", "base_batch_size": 1, "lr_warmup_steps": warmup}
-    scaled = world(2).run(run, {"scheduler": name}, strategy)
-    for (rates, *_), (plain, *_) in zip(scaled, stock, strict=True):
-        assert len(rates) == 12
-        for step, (mine, theirs) in enumerate(zip(rates, plain, strict=True)):
-            factor = 1 + 3 * min(1, step / warmup) if warmup else 4
-            assert [approx(factor * rate) for rate in theirs] == list(mine)
+def scaled(group: dict[str, Any], factor: float) -> dict[str, Any]:
+    """Return by the published formulas what an unscaled run's group becomes at scale 4."""
+    found = {"lr": approx(group["lr"] * factor)}
+    if "betas" in group:
+        found |= {"betas": tuple(approx(1 - 4 * (1 - beta)) for beta in group["betas"]), "eps": group["eps"] / 2}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "lr_scaling", "warmup"),
+    [
+        *(
+            ("none", "linear", 0),
+            ("StepLR", "linear", 0),
+            ("OneCycleLR", "linear", 5),
+            ("ReduceLROnPlateau", "sqrt", 5),
+        ),
+        *(("StepLR", "adam_sde", 0), ("OneCycleLR", "adam_sde", 5)),
+    ],
+)
+def test_effective_rate_is_factor_times_schedule(world, name, lr_scaling, warmup):
+    model = {"scheduler": name, "adam": lr_scaling == "adam_sde"}
+    stock = world(2).run(run, model, {})
+    strategy = {"lr_scaling": lr_scaling, "base_batch_size": 1, "lr_warmup_steps": warmup}
+    full = 4 if lr_scaling == "linear" else 2
+    for (*_, held), (*_, plain) in zip(world(2).run(run, model, strategy), stock, strict=True):
+        assert len(held) == 12
+        for step, (mine, theirs) in enumerate(zip(held, plain, strict=True)):
+            factor = 1 + (full - 1) * min(1, step / warmup) if warmup else full
+            assert [scaled(group, factor) for group in theirs] == mine
 
 
 def test_one_cycle_over_estimated_steps(world):
@@ -301,7 +326,7 @@ def test_the_rate_of_weight_averaging_is_a_base_rate(world):
 def test_scale_follows_a_scheduled_window(world, schedule, rates, size):
     strategy = {"lr_scaling": "linear", "base_batch_size": 4}
     callbacks = [GradientAccumulationScheduler(schedule)]
-    for found, batch, _ in world(2).run(run, {"size": 8}, strategy, max_epochs=2, callbacks=callbacks):
+    for found, batch, *_ in world(2).run(run, {"size": 8}, strategy, max_epochs=2, callbacks=callbacks):
         assert (list(map(approx, rates)), size) == ([rate for rate, _ in found], batch)
 
 

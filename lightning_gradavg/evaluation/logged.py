@@ -40,7 +40,7 @@ def _is_of_all_ranks(entry: Any) -> bool:
     # Of a group of its own, or logged by rank 0 alone, the user knows which ranks take part.
     sync = entry.meta.sync
     own = entry.has_reset or sync.rank_zero_only or sync.group is not None
-    return entry.meta.on_epoch and not own and (sync.should or not entry.is_tensor)
+    return not own and (sync.should or not entry.is_tensor)
 
 
 def _taken_over(entry: Any, module: LightningModule) -> Any:
