@@ -84,7 +84,7 @@ def test_micro_batches_are_those_of_split_batches(size: int, devices: int, limit
     chunks = [chunk for chunk in run.chunks for _ in range(chunk.devices)]
     for rank, chunk in enumerate(chunks):
         split = Split(rank, devices, max_samples=limit)
-        own = [piece.stop - piece.start for piece in split.cut(size).pieces]
+        own = [piece.samples for piece in split.cut(size).pieces]
         assert len(own) <= run.accumulate
         assert (sum(own), max(own, default=0)) == (chunk.samples, chunk.micro_batch_size)
 
