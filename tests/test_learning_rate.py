@@ -121,6 +121,15 @@ def test_a_changed_scale_is_computed_from_the_base() -> None:
         assert [SCALINGS["adam_sde"].hyperparameters(scale, group) for group in before] == shown(optimizer, rates)
 
 
+def test_a_checkpoint_within_a_step_holds_base_values() -> None:
+    optimizer = make("adam_sde")
+    base = optimizer.state_dict()
+    rates = attached(optimizer, lr_scaling="adam_sde")
+    rates.apply()
+    assert base["param_groups"] != optimizer.state_dict()["param_groups"]
+    assert base["param_groups"] == rates.optimizer_state(optimizer, optimizer.state_dict())["param_groups"]
+
+
 def test_a_written_value_keeps_its_bits() -> None:
     value = next(v for v in (n / 1000 for n in range(1, 1000)) if v / 49 * 49 != v)
     optimizer = make()
