@@ -94,12 +94,11 @@ def step_seconds(name: str, device: str, nodes: tuple[int, ...]) -> float:
 
 def error_of(found: Outcome, expected: Outcome) -> float:
     """Return the largest relative error of what came of a path; infinite where it is something else."""
-    errors = [0.0 if list(found) == list(expected) else float("inf")]
-    for name in set(found) & set(expected):
-        mine, its = torch.tensor(found[name]), torch.tensor(expected[name])
-        alike = mine.shape == its.shape
-        errors.append(float((mine - its).norm() / its.norm().clamp(min=1e-12)) if alike else float("inf"))
-    return max(errors)
+    if {name: len(values) for name, values in found.items()} != {name: len(its) for name, its in expected.items()}:
+        return float("inf")
+    pairs = [(torch.tensor(found[name]), torch.tensor(its)) for name, its in expected.items()]
+    errors = torch.tensor([float((mine - its).norm() / its.norm().clamp(min=1e-12)) for mine, its in pairs])
+    return float(errors.nan_to_num(float("inf")).max())
 
 
 def check(names: Sequence[str], device: str) -> tuple[Table, bool]:
@@ -130,12 +129,8 @@ def checked(name: str, device: str, cpu: RankPool, pool: RankPool) -> tuple[list
         return [str(failure).splitlines()[0][:100], f"{tolerance:.1e}", "", "", ""], False
     error = max(error_of(outcome, its) for (outcome, _), its in zip(found, expected, strict=True))
     counts = [f"{found[0][1][key]:g}" if key in found[0][1] else "" for key in ("waits", "kernels")]
-    return [
-        f"{error:.1e}",
-        f"{tolerance:.1e}",
-        *counts,
-        f"{times[0] / times[1]:.2f}" if times else "",
-    ], error <= tolerance
+    ratio = f"{times[0] / times[1]:.2f}" if times else ""
+    return [f"{error:.1e}", f"{tolerance:.1e}", *counts, ratio], error <= tolerance
 
 
 def slowest(pool: RankPool, name: str, device: str, nodes: tuple[int, ...]) -> float:

@@ -10,11 +10,11 @@ import gc
 import os
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -26,16 +26,15 @@ from torch.utils.data import DataLoader
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.hooks import bfloat16
 
-__all__ = ["JOURNEYS", "Seen", "Trace", "travel", "travelled"]
+__all__ = ["JOURNEYS", "Arrow", "Trace", "travel", "travelled"]
 
 
-@dataclass
-class Seen:
-    """What was seen of one journey on one rank: files, and calls between files by the file that was called."""
+class Arrow(NamedTuple):
+    """A call between files; `source` is "outside" where no file of the package calls."""
 
-    files: set[str] = field(default_factory=set)
-    entries: Counter[str] = field(default_factory=Counter)
-    arrows: list[str] = field(default_factory=list)
+    source: str
+    target: str
+    function: str
 
 
 class Trace:
@@ -43,11 +42,11 @@ class Trace:
 
     def __init__(self, root: str) -> None:
         self._root = root + os.sep
-        self.seen = Seen()
+        self.arrows: list[Arrow] = []
         self._stack: list[str] = []
 
     def start(self) -> None:
-        self.seen, self._stack = Seen(), []
+        self.arrows, self._stack = [], []
         gc.disable()  # what an earlier run left would end within the journey
         sys.setprofile(self._look)
 
@@ -63,13 +62,10 @@ class Trace:
             if self._stack:  # else it was called before the start
                 self._stack.pop()
             return
-        file = code.co_filename.removeprefix(self._root)
-        caller = self._stack[-1] if self._stack else "outside"
-        self._stack.append(file)
-        self.seen.files.add(file)
-        if caller != file:
-            self.seen.entries[file] += 1
-            self.seen.arrows.append(f"{caller} -> {file}: {code.co_name}")
+        arrow = Arrow((self._stack or ["outside"])[-1], code.co_filename.removeprefix(self._root), code.co_name)
+        self._stack.append(arrow.target)
+        if arrow.source != arrow.target:
+            self.arrows.append(arrow)
 
 
 TRACE = Trace(str(ROOT))
@@ -124,68 +120,52 @@ def between(start: tuple[str, int | None], stop: tuple[str, int | None]) -> Call
     return callback
 
 
-def one_step() -> Callback:
-    return between(("on_train_batch_start", LAST), ("on_train_batch_end", LAST))
-
-
-def one_chunk() -> Callback:
-    return between(("on_train_batch_end", LAST - 1), ("on_train_batch_start", None))
-
-
-def whole_evaluation() -> Callback:
-    return between(("on_validation_start", None), ("on_validation_end", None))
+ONE_STEP = ("on_train_batch_start", LAST), ("on_train_batch_end", LAST)
+ONE_CHUNK = ("on_train_batch_end", LAST - 1), ("on_train_batch_start", None)
+EVALUATION = ("on_validation_start", None), ("on_validation_end", None)
 
 
 @dataclass(frozen=True)
 class Journey:
-    """What is looked at: options of `GradAvgStrategy` and of the Trainer, and the Trainer's method."""
+    """What is looked at: options of `GradAvgStrategy` and of the Trainer, its method, and from where to where."""
 
     options: Mapping[str, Any]
     module: type[Net] = Net
-    callbacks: tuple[Callable[[], Callback], ...] = ()
+    looks: tuple[tuple[str, int | None], ...] = ()
     trainer: Mapping[str, Any] = field(default_factory=dict)
     run: str = "fit"
 
 
 WEIGHTED = {"reduction": "weighted_mean"}
 SCALED = {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 3}
+REPLICAS = {"equivalent_to": "data_parallel", "num_replicas": 4}
+EXACT: Mapping[str, Any] = {"run": "validate", "trainer": {"limit_val_batches": 6}}
 JOURNEYS: Mapping[str, Journey] = {
     "loss and weight to reduced gradient": Journey(WEIGHTED, LossToGradient),
-    "fetched batch to this rank's chunk": Journey({**WEIGHTED, "split_batches": True}, callbacks=(one_chunk,)),
-    "step with learning-rate scaling": Journey({**WEIGHTED, **SCALED}, callbacks=(one_step,)),
-    "value logged in 3 batches of exact evaluation": Journey(
-        {"exact_evaluation": True}, callbacks=(whole_evaluation,), run="validate", trainer={"limit_val_batches": 6}
-    ),
-    "step with the bfloat16 hook": Journey({**WEIGHTED, "ddp_comm_hook": bfloat16}, callbacks=(one_step,)),
-    "data_parallel with 4 replicas": Journey(
-        {"equivalent_to": "data_parallel", "num_replicas": 4}, callbacks=(one_step,)
-    ),
+    "fetched batch to this rank's chunk": Journey({**WEIGHTED, "split_batches": True}, looks=ONE_CHUNK),
+    "step with learning-rate scaling": Journey({**WEIGHTED, **SCALED}, looks=ONE_STEP),
+    "value logged in 3 batches of exact evaluation": Journey({"exact_evaluation": True}, looks=EVALUATION, **EXACT),
+    "step with the bfloat16 hook": Journey({**WEIGHTED, "ddp_comm_hook": bfloat16}, looks=ONE_STEP),
+    "data_parallel with 4 replicas": Journey(REPLICAS, looks=ONE_STEP),
 }
 
 
-def travelled(name: str) -> Seen:
+def travelled(name: str) -> list[Arrow]:
     """Body: go on a journey, and return what was seen on this rank."""
     journey = JOURNEYS[name]
-    trainer = make_trainer(
-        GradAvgStrategy(**journey.options),
-        max_epochs=1,
-        callbacks=[make() for make in journey.callbacks],
-        **journey.trainer,
-    )
+    callbacks = [between(*journey.looks)] if journey.looks else []
+    trainer = make_trainer(GradAvgStrategy(**journey.options), max_epochs=1, callbacks=callbacks, **journey.trainer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             getattr(trainer, journey.run)(journey.module())
         finally:
             TRACE.stop()
-    return TRACE.seen
+    return TRACE.arrows
 
 
-def travel(names: Iterable[str]) -> Iterator[tuple[str, Seen]]:
+def travel(names: Iterable[str]) -> Iterator[tuple[str, list[Arrow]]]:
     """Yield what was seen of some journeys on rank 0 of 2, whose processes are started for it."""
-    pool = RankPool(2)
-    try:
+    with closing(RankPool(2)) as pool:
         for name in names:
             yield name, pool.run(travelled, name)[0]
-    finally:
-        pool.close()

@@ -17,7 +17,7 @@ import importlib.util
 import io
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
@@ -147,19 +147,20 @@ def main() -> None:
     given = parser.parse_args()
     if given.arrows is None:
         found = sizes()
-        rows = [*sorted(found.items()), ("all", Size.of_all(found.values()))]
+        folders = [*sorted(found.items()), ("all", Size.of_all(found.values()))]
         headings = ("folder", "files", "lines", "code", "comments", "branches", "branches per 100 lines of code")
-        _print([headings, *([name, *astuple(size), f"{size.branches_per_100:.1f}"] for name, size in rows)])
+        _print([headings, *([name, *astuple(size), f"{size.branches_per_100:.1f}"] for name, size in folders)])
     if given.no_journeys:
         return
     # The ranks import test modules by their own names.
     sys.path.insert(0, str(Path(__file__).parent))
     journeys = importlib.import_module("journeys")
-    travelled = dict(journeys.travel([given.arrows] if given.arrows else list(journeys.JOURNEYS)))
-    for seen in travelled.values() if given.arrows else ():
-        sys.stdout.write("\n".join(seen.arrows) + "\n")
-    of_journeys = [(name, len(seen.files), seen.entries.total()) for name, seen in travelled.items()]
-    _print([("journey on rank 0 of 2", "files", "calls between files"), *of_journeys])
+    rows: list[Sequence[object]] = [("journey on rank 0 of 2", "files", "calls between files")]
+    for name, arrows in journeys.travel([given.arrows] if given.arrows else list(journeys.JOURNEYS)):
+        if given.arrows:
+            _print(arrows)
+        rows.append((name, len({one.target for one in arrows}), len(arrows)))
+    _print(rows)
 
 
 if __name__ == "__main__":
