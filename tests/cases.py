@@ -467,7 +467,7 @@ CASES: Sequence[Case] = [
         "with a term whose parameter begins to train",
         [[[(1.0, 3)], [Trains(*FULL)]], [[(5.0, 1)], [Trains(*EMPTY)]]],
         [(2.0, 0.0), (4.0, 10.0)],
-        ways=["automatic", "manual"],
+        ways=OF_DDP,
         begins=["first"],
     ),
     # Neither what the weights multiply nor the sum over the ranks overflows, or underflows.

@@ -230,3 +230,33 @@ def test_weights_drawn_before_fit_leave_the_order_of_one_process(world, options)
     for ranks in (1, 2, 3):
         for weights in world(ranks).run(order, options):
             assert expected == pytest.approx(weights, rel=1e-12)
+
+
+class Both(Samples):
+    """Reads batches of 8 and of 5 samples together; a number weighs each of them."""
+
+    weighs: bool = True
+
+    def train_dataloader(self) -> Any:
+        return {"a": DataLoader(torch.arange(8.0).double(), 8), "b": DataLoader(torch.arange(5.0).double(), 5)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        samples = torch.cat([batch["a"], batch["b"]])
+        loss = self.losses(samples).mean()
+        return {"loss": loss, "weight": len(samples)} if self.weighs else loss
+
+
+def fit_both(weighs: bool, **strategy: Any) -> Any:
+    model = Both(13, 13)
+    model.weighs = weighs
+    make_trainer(GradAvgStrategy(split_batches=True, **strategy), max_epochs=1).fit(model)
+    return model.seen
+
+
+def test_loaders_that_fall_on_ranks_in_other_proportions_need_a_weight(world):
+    """4 + 3 samples on rank 0 and 4 + 2 on rank 1 are neither 4 and 4 nor 3 and 2."""
+    seen = same_everywhere(world(2).run(fit_both, True))
+    assert [approx(sum(x * x for x in [*range(8), *range(5)]) / 13)] == [each.item() for each in seen.gradients]
+    for pieces in ({}, {"max_device_batch_size": 4}):
+        raised = world(2).run_expecting_errors(fit_both, False, **pieces)
+        assert all("the number of samples cannot be read from a batch of type dict" in one.message for one in raised)

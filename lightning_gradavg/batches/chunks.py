@@ -57,7 +57,8 @@ class Chunk(NamedTuple):
         pieces: What is computed at once, in order; of a rank without samples, its stand-in.
         start: First sample, as a position in the loader batch.
         stop: Sample after the last.
-        samples: Number of samples that count: 0 for a stand-in, which only keeps the rank busy.
+        samples: Number of samples that count: 0 for a stand-in, which only keeps the rank busy; None of several loaders
+            whose batches have no common number.
         batch_samples: Number of samples of the loader batch.
         layout: Number of pieces that count, of each rank.
         ranks: Number of ranks that have samples.
@@ -66,7 +67,7 @@ class Chunk(NamedTuple):
     pieces: Sequence[Piece]
     start: int
     stop: int
-    samples: int
+    samples: int | None
     batch_samples: int
     layout: tuple[int, ...]
     ranks: int
@@ -176,7 +177,7 @@ class PartCollator:
             part = self._apart(samples, chunk)
         else:
             part = self.collate(samples[chunk.start : chunk.stop])
-            if len(chunk.pieces) > 1 and _rows(part, chunk.samples) is None:
+            if len(chunk.pieces) > 1 and _rows(part, sum(piece.samples for piece in chunk.pieces)) is None:
                 part = self._apart(samples, chunk)
         return Collated(len(samples), data_digest((len(samples), samples[0], samples[-1])), part)
 

@@ -196,6 +196,10 @@ class SplitBatches(Batches):
             return
         _require_same_reach(chunks)
         self.chunk, self._ranks = chunks[0], chunks[0].ranks
+        uneven = any(each.batch_samples % self._split.chunks for each in chunks)
+        if uneven and len({each.batch_samples for each in chunks}) > 1 and not self.chunk.stand_in:
+            # The ranks' parts of the batches differ in proportion, so no loader's samples weigh a loss over several.
+            self.chunk = self.chunk._replace(samples=None)
         begins = self._progress.arrive(number)
         for loader, now in zip(self._loaders, behind, strict=True):
             loader.arrive(now, begins=begins)

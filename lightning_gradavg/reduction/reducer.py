@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradavg.lightning_internals import after_backward
 from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import Contribution, World
-from lightning_gradavg.reduction.average import needs_weight
+from lightning_gradavg.reduction.average import average_gradients, needs_weight
 from lightning_gradavg.reduction.gather import WITHIN
 from lightning_gradavg.reduction.weights import WeighedLoss, Weights, sparse_weights
 from lightning_gradavg.reduction.window import Accumulation
@@ -64,6 +64,7 @@ class GradAvgReducer:
         self._worlds = set[World]()
         # Models come and go, as in cross-validation; of each, whether DDP reduces after its last forward.
         self._models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self._frozen: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
         self._sparse: dict[int, Tensor] = {}
 
     def register(self, model: DistributedDataParallel, *, node: int | None = None) -> None:
@@ -106,6 +107,7 @@ class GradAvgReducer:
             compares=not self._is_mean,
             afterwards=True,
         )
+        self._frozen[model] = [each for each in model.parameters() if not each.requires_grad]
         self.watch(model, own, self._reduces_next)
 
     def watch(self, model: nn.Module, accumulation: Accumulation, ends_window: Callable[[], bool]) -> None:
@@ -189,7 +191,10 @@ class GradAvgReducer:
 
         def end() -> None:
             self._models.update(dict.fromkeys(self._models, False))
-            accumulation.reduce()
+            # Parameters that were frozen when DDP was built are in none of its buckets.
+            unfrozen = [each for frozen in self._frozen.values() for each in frozen if each.requires_grad]
+            if accumulation.reduce() and unfrozen and accumulation.world.size > 1:
+                average_gradients(unfrozen, group=accumulation.world.group)
             accumulation.end()
 
         after_backward(end, accumulation.abandon)

@@ -80,7 +80,7 @@ class Pieces(Part):
                 self._log.samples, last = piece.samples, piece is pieces[-1]
                 # Kernels choose the order of sums by alignment, and a slice begins wherever the samples before it end.
                 samples = mapped(piece.batch, _copied) if reproducible else piece.batch
-                weight = whole if len(pieces) == 1 else piece.samples
+                weight = whole if len(pieces) == 1 or whole is None else piece.samples
                 local = nullcontext() if last and not reproducible else self.run.ddp.no_sync()
                 with local, self._as_piece(piece, step):
                     outputs.append(step.reduction.read(step.forward(samples, *args), weight))
