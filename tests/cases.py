@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.place import Place
@@ -129,7 +131,12 @@ def uneven(place: Place, weight: Any) -> Share:
 
 def doubling(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A user's communication hook, whose calls show: twice the mean."""
-    return allreduce_hook(state, bucket).then(lambda done: 2 * done.value())
+    return default_hooks.allreduce_hook(state, bucket).then(lambda done: 2 * done.value())
+
+
+def tripled(hook: Any) -> Any:
+    """A user's wrapper of a hook: three times what it gives."""
+    return lambda state, bucket: hook(state, bucket).then(lambda done: 3 * done.value())
 
 
 def of_rules(name: str, windows: Any, gradients: Mapping[Any, Any], **options: Any) -> list[Case]:
@@ -238,6 +245,24 @@ DDP_OPTIONS: Sequence[Mapping[str, Any]] = (
     {"bucket_cap_mb": 1e-5},
     {"broadcast_buffers": False},
 )
+HOOKS: Mapping[str, tuple[float, Mapping[str, Any]]] = {
+    "a partial function": (2, {"ddp_comm_hook": partial(doubling)}),
+    "a hook in 16 bits": (1, {"ddp_comm_hook": default_hooks.fp16_compress_hook}),
+    "a hook in bfloat16": (1, {"ddp_comm_hook": default_hooks.bf16_compress_hook}),
+    "a hook that torch wraps": (
+        2,
+        {"ddp_comm_hook": doubling, "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper},
+    ),
+    "a wrapped hook": (6, {"ddp_comm_hook": doubling, "ddp_comm_wrapper": tripled}),
+    "a wrapper alone": (3, {"ddp_comm_wrapper": tripled}),
+}
+"""What the hook multiplies the mean by, and the options. 16 bits hold the numbers of the rows."""
+HOOKS_REFUSED: Mapping[Any, Any] = {
+    post_localSGD_hook: PostLocalSGDState(None, None, start_localSGD_iter=2),
+    powerSGD_hook.powerSGD_hook: powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2),
+    quantization_hooks.quantization_pertensor_hook: None,
+}
+"""Those that own the averaging, or cannot run on the backend, with their states."""
 STATIC_BY_HAND = hasattr(GradAvgStrategy(), "_pl_static_graph_delay_done")
 """Whether Lightning starts the first reduction of a static graph in manual optimization."""
 TURNS = [
@@ -274,6 +299,22 @@ CASES: Sequence[Case] = [
         ways=["automatic"],
         nodes=[0, 1],
         options={"ddp_comm_hook": doubling},
+    ),
+    *(
+        weighted(f"under {name}", [[[(1.0, 1)]], [[(5.0, 3)]]], [4.0 * factor], ways=["automatic"], options=options)
+        for name, (factor, options) in HOOKS.items()
+    ),
+    *(
+        Case(
+            f"under {hook.__name__}",
+            reduction,
+            [[[(1.0, 1)]]] * 2,
+            f"ddp_comm_hook={hook.__name__} cannot be combined with a reduction",
+            ["automatic"],
+            options={"ddp_comm_hook": hook, "ddp_comm_state": state},
+        )
+        for hook, state in HOOKS_REFUSED.items()
+        for reduction in ("mean", "weighted_mean")
     ),
     *of_rules(
         "whose loss of weight 0 is NaN",
@@ -489,7 +530,14 @@ CASES: Sequence[Case] = [
         ways=OF_DDP,
         dtype=torch.float16,
     ),
-    Case("with terms", "weighted_mean", NAMED, [(1 + 15) / 4 + 10], (*OF_DDP,)),
+    Case(
+        "with terms",
+        "weighted_mean",
+        NAMED,
+        [(1 + 15) / 4 + 10],
+        (*OF_DDP, "sharded"),
+        refused={"sharded": "loss term 'b' of weight 0 is not finite"},
+    ),
     Case("with terms", "normalized_sum", NAMED, [6 / 4 + 10 / 2], (*OF_DDP,)),
     Case(
         "with a term that no rank has",
