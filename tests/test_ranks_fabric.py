@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 from itertools import chain
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -21,11 +23,12 @@ from loops import OfFabric, OfTorch
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from toys import WEIGHTED, approx
 
 import lightning_gradavg
-from lightning_gradavg import GradAvgReducer, gather
+from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgReducer, gather
+from lightning_gradavg.fabric import GradAvgModelParallelStrategy as OfFabricSharded
 from lightning_gradavg.fabric import GradAvgStrategy
 
 KEEPS_GRAPH = pytest.mark.skipif(not RequirementCache("torch>=2.5"), reason="older ones do not say if a graph is kept")
@@ -126,22 +129,17 @@ def test_a_backward_that_is_not_reduced(loop, once, left):
     assert (None if left is None else approx(left)) == module.gradient
 
 
-def before_and_beside_a_model(folder: str) -> tuple[str, float | None]:
-    """Body: save before there is a model, backward without `weigh`, and a forward in another context."""
-    OfFabric(**WEIGHTED).fabric.save(f"{folder}/state.ckpt", {"step": 0})
+@on_ranks()
+def test_before_and_beside_a_model():
+    """Saving needs no model, a forward may run in a context of its own, and a plain backward is told what to do."""
+    OfFabric(**WEIGHTED).fabric.save(f"{mkdtemp()}/state.ckpt", {"step": 0})
     loop, module, model, x = begin()
     loop.backward(copy_context().run(lambda: model(x).mean()), weight=len(x))
-    gradient = module.gradient
-    with pytest.raises(RuntimeError) as raised:
+    assert approx(3.6) == module.gradient
+    with pytest.raises(
+        RuntimeError, match=r"GradAvgReducer\.weigh\(\.\.\.\)\.backward\(\) with weight= instead of loss\."
+    ):
         model(x).mean().backward()
-    return str(raised.value), gradient
-
-
-def test_before_and_beside_a_model(world, tmp_path):
-    """Saving needs no model, a forward may run in a context of its own, and a plain backward is told what to do."""
-    for raised, gradient in world(2).run(before_and_beside_a_model, str(tmp_path)):
-        assert "GradAvgReducer.weigh(...).backward() with weight= instead of loss.backward()" in raised
-        assert approx(3.6) == gradient
 
 
 @on_ranks()
@@ -230,33 +228,44 @@ def test_a_weight_without_use(reduction, expected):
     assert approx(expected) == module.gradient
 
 
-def zipped() -> None:
-    """Body: two loaders at once whose chunks differ."""
-    loop = OfFabric(split_batches=True)
-    data: Any = torch.arange(8.0)
-    loaders = loop.fabric.setup_dataloaders(DataLoader(data, 4), DataLoader(data, 2))
-    for _ in zip(*loaders, strict=False):
-        loop.strategy.samples  # noqa: B018  # it raises
+@on_ranks()
+def test_loaders_that_differ():
+    """Which samples count is unclear where two loaders of other batch sizes are read at once."""
+    loop, data = OfFabric(split_batches=True), TensorDataset(torch.arange(8))
+    loaders: Any = loop.fabric.setup_dataloaders(DataLoader(data, 4), DataLoader(data, 2))
+    with pytest.raises(ValueError, match=r"split_batches=True cannot tell which count\. Read one"):
+        [loop.strategy.samples for _ in zip(*loaders, strict=False)]
 
 
-def test_loaders_that_differ(world):
-    """Which samples count is unclear where two loaders of other batch sizes are read at once: all ranks raise."""
-    raised = world(2).run_expecting_errors(zipped)
-    assert all("split_batches=True cannot tell which count. Read one" in one.message for one in raised)
+SHARDED = (GradAvgModelParallelStrategy, partial(OfFabricSharded, nn.Module.train))
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "text"),
+    ("makes", "options", "error", "text"),
     [
-        ({"lr_scaling": "linear"}, TypeError, "lr_scaling='linear' is not an option of GradAvgStrategy for Fabric"),
-        ({"find_unused_parameter": True}, TypeError, "find_unused_parameter=True is not .*'find_unused_parameters'"),
-        ({"reduction": "median"}, ValueError, "reduction='median' is not a rule"),
-        ({"reduction": "mean_of_node_means", "split_batches": True}, ValueError, "weights all ranks of a node equally"),
+        (
+            [GradAvgStrategy],
+            {"lr_scaling": "linear"},
+            TypeError,
+            "'linear' is not an option of GradAvgStrategy for Fab",
+        ),
+        ([GradAvgStrategy], {"find_unused_parameter": True}, TypeError, "Did you mean 'find_unused_parameters'?"),
+        ([GradAvgStrategy], {"reduction": "median"}, ValueError, "reduction='median' is not a rule"),
+        (
+            [GradAvgStrategy],
+            {"reduction": "mean_of_node_means", "split_batches": True},
+            ValueError,
+            "weights all ranks of a node equally",
+        ),
+        (SHARDED, {"lr_scaling": "linear"}, TypeError, "is not an option of GradAvgModelParallelStrategy"),
+        (SHARDED, {"tensor_paralel_size": 2}, TypeError, "Did you mean 'tensor_parallel_size'?"),
+        (SHARDED, {"reduction": "mean_of_node_means"}, ValueError, "Use one of 'mean', 'sum', 'weighted_mean'"),
     ],
 )
-def test_refused_options(options, error, text):
-    with pytest.raises(error, match=text):
-        GradAvgStrategy(**options)
+def test_refused_options(makes, options, error, text):
+    for make in makes:
+        with pytest.raises(error, match=re.escape(text)):
+            make(**options)
 
 
 @pytest.mark.parametrize("name", ["gradavg", "gradavg_sum", "gradavg_weighted", "gradavg_spawn", "gradavg_notebook"])
@@ -269,18 +278,12 @@ def test_names(name):
         Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
 
 
-def differing(loop: Callable[..., Any], rules: Sequence[str]) -> None:
-    """Body: set up a model under another rule on each rank."""
-    loop(reduction=rules[dist.get_rank()]).set_up(Line())
-
-
 @pytest.mark.parametrize("rules", [("sum", "weighted_mean"), ("mean", "sum")])
 @either_loop
-def test_ranks_that_reduce_differently(world, loop, rules):
-    """Rules that differ between ranks are an error on all of them that quotes each."""
-    raised = world(2).run_expecting_errors(differing, loop, rules)
-    assert [("ValueError", raised[0].message)] * 2 == raised
-    assert re.search("reduction='{}', .* on rank 0; reduction='{}', ".format(*rules), raised[0].message)
+@on_ranks()
+def test_ranks_that_reduce_differently(loop, rules):
+    with pytest.raises(ValueError, match="reduction='{}', .* on rank 0; reduction='{}', ".format(*rules)):
+        loop(reduction=rules[dist.get_rank()]).set_up(Line())
 
 
 @on_ranks(1)

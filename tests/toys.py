@@ -6,6 +6,7 @@ Toy-Lin: loss `w * x`: the gradient of a sample is `x`. An MLP where a result is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -43,8 +44,9 @@ def approx(value: Any, tolerance: float = 1e-12) -> Any:
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a copy of one tensor, or of several end to end."""
-    copies = [tensor.detach().to_dense().clone() for tensor in tensors]
+    """Return a copy of one tensor, or of several end to end; of sharded ones, what all shards hold."""
+    whole = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in tensors)
+    copies = [tensor.detach().to_dense().clone() for tensor in whole]
     return copies[0] if len(copies) == 1 else torch.cat([copy.flatten() for copy in copies])
 
 
@@ -154,10 +156,10 @@ def samples(steps: int, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor
     ]
 
 
-def shares(steps: int, dtype: torch.dtype = torch.float32) -> list[list[Any]]:
+def shares(steps: int, dtype: torch.dtype = torch.float32, counts: Sequence[int] = COUNTS) -> list[list[Any]]:
     """Return each rank's part of these samples."""
-    cut = [(x.split(COUNTS), y.split(COUNTS)) for x, y in samples(steps, dtype)]
-    return [[(x[rank], y[rank]) for x, y in cut] for rank in range(len(COUNTS))]
+    cut = [(x.split(counts), y.split(counts)) for x, y in samples(steps, dtype)]
+    return [[(x[rank], y[rank]) for x, y in cut] for rank in range(len(counts))]
 
 
 def assert_reference(
@@ -167,6 +169,7 @@ def assert_reference(
     window: int,
     tolerance: float = 1e-6,
     dtype: torch.dtype = torch.float32,
+    clip: float = math.inf,
 ) -> None:
     """Assert that all ranks end where one process does that trains on whole global batches, without Lightning."""
     model = MLP(variant if variant in ("frozen", "unused") else "").to(dtype)
@@ -176,6 +179,7 @@ def assert_reference(
         x, y = (torch.cat(part) for part in zip(*batches[start : start + window], strict=True))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     assert [-(-steps // window)] * len(seen) == [one.steps for one in seen]
     found = same_everywhere(seen).weights[-1]
