@@ -57,7 +57,7 @@ demo: $(READY)  ## Train for real, print and plot the comparison; output in demo
 	$(BIN)/python -m examples.demo.same_bits
 
 gpu: $(READY)  ## Run every path on CUDA and NCCL, on the one GPU of this machine; see docs/accelerators.md
-	$(BIN)/python -m tests.gpu
+	$(BIN)/python -m pytest -m gpu -s
 
 clean:  ## Remove .venv, caches and output
 	rm -rf $(VENV) dist demo_output docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

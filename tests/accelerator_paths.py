@@ -1,7 +1,7 @@
 """Every way in which the package touches a device, as bodies that run on ranks with any: the table is `PATHS`.
 
-Each body returns what came of it, on the CPU, and is the same on all devices but for roundings. `tests/gpu.py` runs all
-of them on CUDA and NCCL, `tests/test_accelerator.py` runs `SIMULATED` on the simulated device.
+Each body returns what came of it, on the CPU, and is the same on all devices but for roundings. `test_accelerator.py`
+runs all of them on CUDA and NCCL, where there is a GPU, and `SIMULATED` on the simulated device.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerator import make_sim_trainer
+from accelerator import SimAccelerator
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from loops import OfTorch
 from ranks import make_trainer
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
+from toys import WEIGHTED
 
-from lightning_gradavg import GradAvgMonitor, GradAvgReducer, GradAvgStrategy, average_gradients, gather, hooks
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, average_gradients, gather, hooks
 from lightning_gradavg.rules import RULES
 
-__all__ = ["COUNTED", "PATHS", "SIMULATED", "Count", "Outcome", "Path", "perform"]
+__all__ = ["PATHS", "SIMULATED", "Count", "Outcome", "Path", "perform"]
 
 WIDTH = 8
 SAMPLES = ((3, 4, 2, 1), (5, 2, 1, 4), (4, 4, 3, 2), (2, 6, 4, 3), (3, 3, 1, 5), (1, 5, 2, 2))
 """Of the batches of each rank; the window of every other one is another."""
 
-Outcome = dict[str, list[float]]
-"""What came of a body, by name: the same numbers on every device."""
+Outcome = list[Tensor]
+"""What came of a body, copied to the CPU: the same numbers on every device."""
 
 Step = Callable[["Net", Tensor, int], Any]
 
@@ -47,20 +49,21 @@ Count = Callable[[], float]
 
 
 class Net(LightningModule):
-    """Several layers, so that buckets travel beside the backward.
+    """Several layers, so that buckets travel beside the backward; `step` is its `training_step`."""
 
-    `step` is its `training_step`, and `build` changes it first.
-    """
-
-    def __init__(self, step: Step, build: Callable[[Net], None]) -> None:
+    def __init__(self, step: Step, batch_norm: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+        if batch_norm:
+            self.net.insert(1, nn.BatchNorm1d(WIDTH))
+        if step is sparse:
+            self.table = nn.Embedding(9, WIDTH, sparse=True)
         self.step, self.gradients = step, list[Tensor]()
-        build(self)
+        self.automatic_optimization = step is not manual
 
     def forward(self, batch: Tensor) -> Any:
-        return self.net(batch.to(next(self.parameters()).dtype))
+        return self.net(batch)
 
     def loss(self, batch: Tensor) -> Tensor:
         return self(batch).square().mean()  # type: ignore[no-any-return]  # of torch
@@ -88,27 +91,6 @@ class Evaluated(Net):
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
         return self(batch).sum(1)
-
-
-def as_it_is(net: Net) -> None:
-    """Leave a model as it is."""
-
-
-def half(net: Net) -> None:
-    net.bfloat16()
-
-
-def with_own_loop(net: Net) -> None:
-    net.automatic_optimization = False
-
-
-def with_table(net: Net) -> None:
-    """Add a table with sparse gradients."""
-    net.table = nn.Embedding(9, WIDTH, sparse=True)
-
-
-def with_batch_norm(net: Net) -> None:
-    net.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
 
 def plain(net: Net, batch: Tensor, batch_idx: int) -> Any:
@@ -196,19 +178,12 @@ def monitor() -> Callback:
     return GradAvgMonitor(every_n_steps=2, check_parameters_every_n_steps=2)
 
 
-class OnNodes(GradAvgStrategy):
-    """Sees the nodes that it is told of, where each process is a node of its own to Lightning."""
+class OneGpu(CUDAAccelerator):
+    """The first GPU, which all ranks of a node share."""
 
-    nodes: Sequence[int] | None = None
-
-    @property
-    def node_rank(self) -> int:
-        return self._environment_node if self.nodes is None else self.nodes[dist.get_rank()]
-
-    @property
-    def _environment_node(self) -> int:
-        assert self.cluster_environment is not None
-        return self.cluster_environment.node_rank()
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        return [0] * devices
 
 
 class Counter(Callback):
@@ -235,7 +210,7 @@ class Path:
         body: What runs it, on every rank: `(path, device, counts) -> (outcome, counts per step)`.
         options: Those of `GradAvgStrategy`.
         step: The `training_step`.
-        build: Changes the model before.
+        batch_norm: Whether the model has some.
         trainer: Options of the Trainer.
         nodes: The nodes of the ranks, one for each.
         steps: Optimizer steps of a training.
@@ -252,7 +227,7 @@ class Path:
     body: Callable[..., tuple[Outcome, dict[str, float]]]
     options: Mapping[str, Any] = field(default_factory=dict)
     step: Step = plain
-    build: Callable[[Net], None] = as_it_is
+    batch_norm: bool = False
     trainer: Mapping[str, Any] = field(default_factory=dict)
     nodes: tuple[int, ...] = (0, 0)
     steps: int = 6
@@ -269,7 +244,7 @@ class Path:
 
     def module(self) -> Net:
         """Return the model, which is the same on all ranks."""
-        return Net(self.step, self.build)
+        return Net(self.step, self.batch_norm)
 
 
 def rows(samples: int, seed: int) -> Tensor:
@@ -284,21 +259,16 @@ def batches_of_rank(count: int) -> list[Tensor]:
 
 def trainer_on(device: str, path: Path, strategy: Any, *callbacks: Callback, **options: Any) -> Any:
     """Return a Trainer on a device, with the nodes of the path."""
-    options = {"max_epochs": 1, **options, **path.trainer, "callbacks": [*callbacks]}
-    if device == "sim":
-        return make_sim_trainer(strategy, nodes=path.nodes, **options)
-    if device == "cpu":
-        return make_trainer(strategy, nodes=path.nodes, **{**options, **path.reference})
-    if isinstance(strategy, OnNodes):
-        strategy.nodes = path.nodes
-    return make_trainer(strategy, nodes=range(len(path.nodes)), **{"accelerator": "gpu", "devices": 1, **options})
+    options |= {**path.trainer, **(path.reference if device == "cpu" else {}), "callbacks": [*callbacks]}
+    accelerator = {"cpu": "cpu", "sim": SimAccelerator(), "cuda": OneGpu()}[device]
+    return make_trainer(strategy, nodes=path.nodes, accelerator=accelerator, max_epochs=1, **options)
 
 
 def fit(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Train, and return the gradients of every step, buffers, logs, and the report of a monitor."""
     counter, module, given = Counter(counts, path), path.module(), dict(path.options)
     splits = bool({"split_batches", "equivalent_to", "reproducible"} & given.keys())
-    strategy: Any = DDPStrategy() if given.pop("stock", False) else OnNodes(**given)
+    strategy: Any = DDPStrategy() if given.pop("stock", False) else GradAvgStrategy(**given)
     callbacks = counter, *(make() for make in path.callbacks)
     trainer = trainer_on(device, path, strategy, *callbacks, use_distributed_sampler=splits)
     data: Any = rows(16 * path.steps, 1) if splits else batches_of_rank(path.steps * path.window)
@@ -307,67 +277,51 @@ def fit(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, 
         trainer.fit(module, loader)
     # An accelerator tells of a weight that is refused one step later, and that step is on zeros.
     gradients = [one for one in module.gradients if path.raises is None or bool(one.any())]
-    outcome = outcome_of(gradients) | {name: values_of(one) for name, one in module.named_buffers()}
-    outcome |= {name: [float(value)] for name, value in trainer.callback_metrics.items()}
+    outcome = [*gradients, *module.buffers(), *(value for _, value in sorted(trainer.callback_metrics.items()))]
     if monitor in path.callbacks:
         report = strategy.report()
-        summary = [report.gradient_norm, report.terms[0].normalizer, *report.terms[0].weights]
-        outcome["report"] = [float(value) for value in summary]
-    return outcome, counter.per_step
+        outcome.append(torch.tensor([report.gradient_norm, report.terms[0].normalizer, *report.terms[0].weights]))
+    return on_cpu(outcome), counter.per_step
 
 
-def values_of(tensor: Tensor) -> list[float]:
-    return list(tensor.detach().double().flatten().tolist())
-
-
-def outcome_of(gradients: Sequence[Tensor]) -> Outcome:
-    return {f"gradient {step}": values_of(found) for step, found in enumerate(gradients)}
+def on_cpu(tensors: Sequence[Tensor]) -> Outcome:
+    return [one.detach().cpu().double() for one in tensors]
 
 
 def evaluate(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Validate and predict, and return what one process would log and predict."""
-    module, trainer = Evaluated(plain, as_it_is), trainer_on(device, path, OnNodes(**path.options))
+    module = Evaluated(plain, path.batch_norm)
+    trainer = trainer_on(device, path, GradAvgStrategy(**path.options))
     loader: Any = DataLoader(rows(7, 1), batch_size=2)  # type: ignore[arg-type]  # a tensor is a data set
     trainer.validate(module, loader, verbose=False)
-    found = {name: [float(value)] for name, value in trainer.callback_metrics.items()}
-    predicted = trainer.predict(module, loader)
-    return {**found, "predicted": [float(value) for batch in predicted for value in batch]}, {}
+    (logged,) = trainer.callback_metrics.values()
+    return on_cpu([logged, *trainer.predict(module, loader)]), {}
 
 
-def plain_loop(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
-    """Reduce a plain loop's gradients by `average_gradients`."""
-    module = path.module().to(device)
-    optimizer = module.configure_optimizers()
-    for batch in batches_of_rank(path.steps):
-        optimizer.zero_grad()
-        module.loss(batch.to(device)).backward()
-        average_gradients(module, weight=len(batch), **path.options)
-        module.keep_gradients()
-        optimizer.step()
-    return outcome_of(module.gradients), {}
-
-
-def weighed_losses(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
-    """Train under DDP with `GradAvgReducer`, with weights on the device, of which one is 0 and its loss NaN."""
-    module = path.module().to(device)
-    model, reducer = DistributedDataParallel(module), GradAvgReducer(reduction="weighted_mean")
-    reducer.register(model)
+def in_a_loop(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
+    """Train by `GradAvgReducer`, or by `average_gradients`, with weights on the device, of which one is 0."""
+    module, loop, averages = path.module().to(device), OfTorch(**WEIGHTED), path.options.get("averages")
+    model = module if averages else loop.set_up(module)
     optimizer = module.configure_optimizers()
     for number, batch in enumerate(batches_of_rank(6)):
         last, nothing = (number + 1) % path.window == 0, number == 3 and dist.get_rank() == 1
-        with nullcontext() if last else model.no_sync():
+        weight = torch.tensor(0 if nothing else len(batch), device=device)
+        with nullcontext() if averages else loop.no_sync(model, enabled=not last):
             loss = model(batch.to(device)).square().mean() * (math.nan if nothing else 1)
-            reducer.weigh(loss, weight=torch.tensor(0 if nothing else len(batch), device=device)).backward()
+            if averages:
+                loss.backward()
+                average_gradients(module, weight=weight, **WEIGHTED)
+            else:
+                loop.backward(loss, weight=weight)
         if last:
             module.keep_gradients()
             optimizer.step()
             optimizer.zero_grad()
-    reducer.check()
-    return outcome_of(module.gradients), {}
+    loop.reducer.check()
+    return on_cpu(module.gradients), {}
 
 
 FOUR = (0, 0, 1, 1)
-WEIGHTED: Mapping[str, Any] = {"reduction": "weighted_mean"}
 WINDOW: Mapping[str, Any] = {"accumulate_grad_batches": 4}
 MIXED: Mapping[str, Any] = {"reference": {"precision": "32-true"}, "tolerance": 2e-2}
 NAN = (ValueError, "rank 1: micro-batch 0 of the window: weight nan is not a finite number")
@@ -393,29 +347,28 @@ PATHS: Mapping[str, Path] = {
     "weight 0 that only the device knows": Path(fit, WEIGHTED, masked, waits=2),
     "named terms": Path(fit, WEIGHTED, terms, waits=3),
     # After the batches 1, 2 and 4 of 6 the ranks compare their parameters.
-    "manual optimization": Path(fit, WEIGHTED, manual, with_own_loop, waits=2.5),
+    "manual optimization": Path(fit, WEIGHTED, manual, waits=2.5),
     "static_graph, windows of 4": Path(fit, {**WEIGHTED, "static_graph": True}, trainer=WINDOW, waits=5),
     "gradient_as_bucket_view": Path(fit, {**WEIGHTED, "gradient_as_bucket_view": True}, weighed, waits=2),
-    "bfloat16 parameters": Path(fit, WEIGHTED, weighed, half, waits=2, tolerance=2e-2),
+    "bf16-true": Path(fit, WEIGHTED, weighed, trainer={"precision": "bf16-true"}, waits=2, **MIXED),
     **{f"hooks.{name}": Path(fit, by(name), weighed, nodes=FOUR, waits=2, tolerance=1e-2) for name in hooks.__all__},
-    "hooks.bfloat16, windows of 4": Path(fit, by("bfloat16"), weighed, trainer=WINDOW, waits=9, tolerance=1e-2),
     "bf16-mixed": Path(fit, WEIGHTED, trainer={"precision": "bf16-mixed"}, **MIXED),
     "16-mixed with a GradScaler": Path(fit, WEIGHTED, trainer={"precision": "16-mixed"}, **MIXED),
-    "sparse gradients": Path(fit, WEIGHTED, sparse, with_table),
+    "sparse gradients": Path(fit, WEIGHTED, sparse),
     "nonfinite=skip_step": Path(fit, {"nonfinite": "skip_step"}, faulty),
     "gather": Path(fit, WEIGHTED, gathering),
     "split_batches": Path(fit, {"split_batches": True}),
-    "data_parallel": Path(fit, {"equivalent_to": "data_parallel", "num_replicas": 4}, logged, with_batch_norm),
-    "reproducible": Path(fit, {"num_replicas": 4, "reproducible": True}, logged, with_batch_norm),
-    "single_device": Path(fit, {"equivalent_to": "single_device"}, logged, with_batch_norm),
+    "data_parallel": Path(fit, {"equivalent_to": "data_parallel", "num_replicas": 4}, logged, batch_norm=True),
+    "reproducible": Path(fit, {"num_replicas": 4, "reproducible": True}, logged, batch_norm=True),
+    "single_device": Path(fit, {"equivalent_to": "single_device"}, logged, batch_norm=True),
     "exact_evaluation": Path(evaluate, {"exact_evaluation": True}),
     "monitor": Path(fit, WEIGHTED, weighed, callbacks=(monitor,)),
     "NaN weight": Path(fit, WEIGHTED, badly_weighed, raises=NAN),
     "NaN weight before a checkpoint": Path(fit, WEIGHTED, badly_weighed, callbacks=(Save,), raises=NAN),
     "SIGTERM": Path(fit, {}, signalled, raises=(SIGTERMException, None)),
-    "GradAvgReducer": Path(weighed_losses),
-    "GradAvgReducer, windows of 2": Path(weighed_losses, trainer={"accumulate_grad_batches": 2}),
-    "average_gradients": Path(plain_loop, WEIGHTED),
+    "GradAvgReducer": Path(in_a_loop),
+    "GradAvgReducer, windows of 2": Path(in_a_loop, trainer={"accumulate_grad_batches": 2}),
+    "average_gradients": Path(in_a_loop, {"averages": True}),
 }
 
 SIMULATED = [
@@ -426,20 +379,6 @@ SIMULATED = [
     and (name not in RULES or name in ("mean", "weighted_mean"))
 ]
 """Those with stated waits of the host, and a few more; of the rules, one with weights and one without."""
-
-
-COUNTED = (
-    "stock DDPStrategy",
-    "stock DDPStrategy, windows of 4",
-    "mean",
-    "mean, windows of 4",
-    "weights on the host",
-    "weights on the host, windows of 4",
-    "weighted_mean",
-    "weighted_mean, windows of 4",
-    "hooks.bfloat16",
-)
-"""Those whose operators docs/accelerators.md lists."""
 
 
 def perform(name: str, device: str, counts: Mapping[str, Count] | None = None) -> tuple[Outcome, dict[str, float]]:

@@ -84,3 +84,9 @@ def sim_world() -> Iterator[Callable[[int], RankPool]]:
     if not accelerator.AVAILABLE:
         pytest.skip("this torch cannot have a device whose operators are written in Python")
     yield from _pools(backend=accelerator.BACKEND, prepare=accelerator.load)
+
+
+@pytest.fixture(scope="session")
+def cuda_world() -> Iterator[Callable[[int], RankPool]]:
+    """Return `cuda_world(n)`: like `world`, with NCCL, and the first GPU for all ranks."""
+    yield from _pools(backend="cpu:gloo,cuda:nccl", prepare=accelerator.alone_on_a_gpu)
