@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import cache
@@ -12,7 +11,6 @@ from typing import Any
 
 import accelerator
 import hypothesis
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,11 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _isolation() -> Iterator[None]:
-    """Start from the same random state, and leave no process-wide setting and no process group behind."""
+    """Leave no process-wide setting and no process group behind."""
     with isolated():
-        random.seed(0)
-        np.random.seed(0)  # noqa: NPY002  # the generator that Lightning and users' code draw from
-        torch.manual_seed(0)
         yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
-from ranks import rank_environment
+from ranks import RankEnvironment
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,7 +35,7 @@ class OfFabric:
     """A loop with Fabric."""
 
     def __init__(self, strategy: Any = None, nodes: Sequence[int] | None = None, **options: Any) -> None:
-        environment = rank_environment(nodes)
+        environment = RankEnvironment(nodes)
         self.fabric = Fabric(
             accelerator="cpu",
             devices=environment.ranks_on_node,

@@ -20,31 +20,27 @@ A test may be its own body, and assert on every rank what that rank sees:
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import functools
 import importlib
 import inspect
-import math
 import os
 import pickle
 import random
-import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver, get_context, set_start_method
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -67,7 +63,6 @@ __all__ = [
     "isolated",
     "make_trainer",
     "on_ranks",
-    "rank_environment",
 ]
 
 # Each Trainer reads the metadata of every installed package in search of callbacks, as long as a short training takes.
@@ -76,8 +71,6 @@ vars(registry)["entry_points"] = functools.cache(registry.entry_points)
 TESTS = Path(__file__).resolve().parent
 GLOO_TIMEOUT = 20.0
 CALL_TIMEOUT = 60.0
-# A rank ends itself when its time is up; this much later the parent gives up on one that could not.
-BACKSTOP = 30.0
 # How long after the first failure a death may arrive that explains it; the peers of a dead rank raise, too.
 ROOT_CAUSE_WINDOW = 0.1
 PRELOAD = ("torch", "numpy", "pytest", "lightning.pytorch", "lightning_gradavg", "ranks")
@@ -91,35 +84,24 @@ class Raised(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How a rank ended in `RankPool.end`: exit code, None for a stuck one; what it returned or raised; its output."""
+    """How a rank ended in `RankPool.end`: exit code, None for a stuck one; its output; what it returned or raised."""
 
     exit_code: int | None
-    said: str
     printed: str
+    said: str
 
 
 class RankError(Exception):
-    """A rank failed, died or did not answer.
-
-    Attributes:
-        rank: The rank that failed first.
-        type_name: Name of the exception's type; "ProcessDied" or "Timeout" where there was no exception.
-        message: The exception's own message.
-    """
-
-    def __init__(self, rank: int, type_name: str, message: str, details: str = "") -> None:
-        self.rank, self.type_name, self.message = rank, type_name, message
-        super().__init__(f"rank {rank}: {type_name}: {message}" + (f"\n\n{details.rstrip()}" if details else ""))
+    """The first rank that failed, died ("ProcessDied") or did not answer ("Timeout"), with its output."""
 
 
-@dataclass(frozen=True)
-class _Reply:
-    """One rank's answer, at -inf if it died, which explains what the others raise, and at inf if it is silent."""
+class _Reply(NamedTuple):
+    """One rank's answer: what its body returned, or what it raised and where."""
 
-    answered_at: float
     result: Any = None
     raised: Raised | None = None
-    details: str = ""
+    trace: str = ""
+    is_lost: bool = False
 
 
 def _set_environ(environ: dict[str, str]) -> None:
@@ -139,16 +121,12 @@ def _set_num_threads(number: int) -> None:
         torch.set_num_threads(number)
 
 
-# The global NumPy generator is the one that Lightning and users' code seed and draw from.
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (lambda: dict(os.environ), _set_environ),
     (Path.cwd, os.chdir),
     (lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value)),
     (lambda: vars(rank_zero_only)["rank"], lambda value: vars(rank_zero_only).update(rank=value)),
     (lambda: {number: signal.getsignal(number) for number in signal.valid_signals()}, _set_handlers),
-    (random.getstate, random.setstate),
-    (np.random.get_state, np.random.set_state),
-    (torch.get_rng_state, torch.set_rng_state),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -160,7 +138,10 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Put every process-wide setting back after the block."""
+    """Begin with the same random state, and put every process-wide setting back after the block."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  # the generator that Lightning and users' code draw from
+    torch.manual_seed(0)
     before = [read() for read, _ in _SETTINGS]
     try:
         yield
@@ -194,12 +175,8 @@ class RankPool:
     The processes start on the first call. A rank that fails takes the world with it, because a process group with a
     lost rank is unusable: the others are killed, the first failure is raised, the next call starts afresh.
 
-    Args:
-        world_size: Number of ranks.
-        timeout: Seconds after which a rank that has not answered writes its stack and ends.
-        backend: That of the process group.
-        prepare: Called on every rank before its process group is made: a module-level function.
-        patience: Seconds after which a collective operation gives up.
+    A body may take `timeout` seconds, a collective operation `patience`. `prepare` is called on every rank before its
+    process group is made.
     """
 
     def __init__(
@@ -212,161 +189,125 @@ class RankPool:
         patience: float = GLOO_TIMEOUT,
     ) -> None:
         self.world_size, self.timeout = world_size, timeout
-        self._options = backend, prepare, patience
+        self._options = backend, prepare, timedelta(seconds=patience)
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
-        self._folder: Path | None = None
+        self._logs: list[Path] = []
 
     def run(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Return `body(*args, **kwargs)` of every rank, in rank order.
+        """Return `body(*args, **kwargs)` of every rank, in rank order, or raise the RankError of the first failure.
 
         The warning filters in force in the calling test apply on the ranks.
-
-        Raises:
-            RankError: For the first rank that raised, died or did not answer in time.
         """
-        return [reply.result for reply in self._call(body, args, kwargs, until_failure=True)]
+        return [reply.result for reply in self._call(body, args, kwargs)]
 
     def run_expecting_errors(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Return, per rank, what `body` raised as a `Raised`, or its result where it raised nothing.
 
         Unlike in `run`, the processes survive. A collective proves it: errors that leave a collective open between
         ranks are a failure of this call, not of the next test.
-
-        Raises:
-            RankError: If a rank died, did not answer in time, or the ranks are out of step afterwards.
         """
-        replies = self._call(body, args, kwargs, until_failure=False)
-        self._call(_in_step, (), {}, until_failure=True)
+        replies = self._call(body, args, kwargs, expecting_errors=True)
+        self.run(_in_step)
         return [reply.raised or reply.result for reply in replies]
 
     def end(self, body: Callable[..., Any], *args: Any, stuck: int | None = None, **kwargs: Any) -> list[Ended]:
         """Return how each rank ended, whose process ends after `body`; `stuck` is one that never does."""
-        self._send(body, args, kwargs, ends=True)
-        ends = {process.sentinel for rank, process in enumerate(self._processes) if rank != stuck}
+        self._send(_end, (body, *args), kwargs)
         deadline = time.monotonic() + self.timeout
-        while ends and (ready := connection.wait(ends, max(0.0, deadline - time.monotonic()))):
-            ends.difference_update(ready)  # type: ignore[arg-type]  # what was given
+        for rank, process in enumerate(self._processes):
+            process.join(0 if rank == stuck else max(0.0, deadline - time.monotonic()))
+        printed = [log.read_text(errors="replace").partition(_SAID) for log in self._logs]
         codes = [process.exitcode for process in self._processes]
-        said = [_received(pipe).result if pipe.poll() else "" for pipe in self._pipes]
-        printed = [self._log(rank).read_text(errors="replace") for rank in range(self.world_size)]
         self.close()
-        return list(map(Ended, codes, said, printed))
+        return [Ended(code, text, said) for code, (text, _, said) in zip(codes, printed, strict=True)]
 
     def close(self) -> None:
         """End the processes and remove their folder. The next call starts new ones."""
-        atexit.unregister(self.close)
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
             process.kill()
-        for process in self._processes:
             process.join()
-            process.close()
-        self._processes, self._pipes = [], []
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        for log in self._logs[:1]:
+            shutil.rmtree(log.parent, ignore_errors=True)
+        self._processes, self._pipes, self._logs = [], [], []
 
-    def _call(self, body: Callable[..., Any], args: Any, kwargs: Any, *, until_failure: bool) -> list[_Reply]:
+    def _call(self, body: Any, args: Any, kwargs: Any, *, expecting_errors: bool = False) -> list[_Reply]:
         try:
-            return self._collect(self.timeout, self._send(body, args, kwargs), until_failure=until_failure)
+            self._send(body, args, kwargs)
+            return self._collect(self.timeout, expecting_errors=expecting_errors)
         except BaseException:
             self.close()
             raise
 
-    def _send(self, body: Callable[..., Any], args: Any, kwargs: Any, *, ends: bool = False) -> list[int]:
-        """Send a call to all ranks, and return how much each of them has written before."""
-        filters = [
-            (action, _pattern(message), category, _pattern(module), line)
-            for action, message, category, module, line in warnings.filters
-        ]
-        # The call is pickled within the request so that a rank reports what it cannot import instead of dying of it.
-        request = pickle.dumps((ends, self.timeout, filters, pickle.dumps((body, args, kwargs))))
+    def _send(self, body: Any, args: Any, kwargs: Any) -> None:
+        request = pickle.dumps((warnings.filters, body, args, kwargs))
         if not self._processes:
             self._start()
-        offsets = [self._log(rank).stat().st_size for rank in range(self.world_size)]
-        for pipe in self._pipes:
+        for pipe, log in zip(self._pipes, self._logs, strict=True):
+            os.truncate(log, 0)
             with contextlib.suppress(OSError):  # the rank died between two calls
                 pipe.send_bytes(request)
-        return offsets
 
-    def _collect(self, timeout: float, offsets: Sequence[int], *, until_failure: bool) -> list[_Reply]:
-        replies: dict[int, _Reply] = {}
+    def _collect(self, timeout: float, *, expecting_errors: bool = False) -> list[_Reply]:
+        """Return the replies in rank order, or raise what failed first. Of a rank that dies, others fail, too."""
+        replies, failed = dict[int, _Reply](), list[int]()
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        deadline = time.monotonic() + timeout + BACKSTOP
+        deadline = time.monotonic() + timeout
         while waiting and (ready := connection.wait(waiting, max(0.0, deadline - time.monotonic()))):
             for pipe in ready:
-                reply = replies[waiting.pop(pipe)] = _received(pipe)  # type: ignore[call-overload]  # what was given
-                if reply.raised and (until_failure or math.isinf(reply.answered_at)):
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]  # what was given
+                reply = replies[rank] = _received(pipe, self._processes[rank])  # type: ignore[arg-type]  # likewise
+                if reply.is_lost or (reply.raised and not expecting_errors):
+                    failed.append(rank)
                     deadline = min(deadline, time.monotonic() + ROOT_CAUSE_WINDOW)
-        replies |= dict.fromkeys(waiting.values(), _SILENT)
-        failed = sorted((one.answered_at, rank, one.raised) for rank, one in replies.items() if one.raised)
-        if failed and (until_failure or any(math.isinf(answered_at) for answered_at, *_ in failed)):
-            (_, first, raised), *others = failed
-            written = "".join(f"rank {rank} raised {': '.join(also)}\n" for _, rank, also in others)
-            raise self._error(first, raised, written + replies[first].details, offsets[first])
-        return [replies[rank] for rank in range(self.world_size)]
-
-    def _error(self, rank: int, raised: Raised, details: str, offset: int) -> RankError:
-        process = self._processes[rank]
-        if raised == _DEAD.raised:
-            process.join(BACKSTOP)
-            raised = Raised("ProcessDied", f"the process ended with exit code {process.exitcode}")
-        with self._log(rank).open("rb") as log:
-            log.seek(offset)
-            output = log.read().decode(errors="replace")
-        if process.exitcode == 1 and "Timeout (" in output:  # what faulthandler writes before it ends the process
-            raised = Raised("Timeout", f"the body did not return within {self.timeout:g} s")
-        return RankError(rank, *raised, f"{details}\noutput of rank {rank}:\n{output[-8000:]}")
+        if not failed and not waiting:
+            return [replies[rank] for rank in range(self.world_size)]
+        if not failed:
+            failed = [waiting.popitem()[1]]
+            replies[failed[0]] = _Reply(raised=Raised("Timeout", f"the body did not return within {timeout:g} s"))
+            os.kill(self._processes[failed[0]].pid, signal.SIGABRT)  # faulthandler writes where it is
+            self._processes[failed[0]].join(GLOO_TIMEOUT)
+        first, *_ = failed = sorted(failed, key=lambda rank: not replies[rank].is_lost)
+        told = [f"rank {rank}: {': '.join(replies[rank].raised or ())}" for rank in failed]
+        told += [f"rank {rank} had not answered" for rank in waiting.values()]
+        output = self._logs[first].read_text(errors="replace")
+        raise RankError("\n".join([*told, replies[first].trace, f"output of rank {first}:", output[-8000:]]))
 
     def _start(self) -> None:
-        atexit.register(self.close)
-        self._folder = Path(tempfile.mkdtemp(prefix="gradavg-ranks-"))
-        context = get_context("forkserver")
         ensure_forkserver()
+        folder = Path(tempfile.mkdtemp(prefix="gradavg-ranks-"))
         for rank in range(self.world_size):
-            self._log(rank).touch()
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            self._logs.append(folder / f"rank{rank}.log")
+            self._logs[rank].touch()
+            ours, theirs = get_context("forkserver").Pipe()
+            process = get_context("forkserver").Process(
                 target=_serve,
-                args=(rank, self.world_size, self._folder, theirs, _rank_environ(), *self._options),
+                args=(rank, self.world_size, self._logs[rank], theirs, _rank_environ(), *self._options),
                 name=f"rank {rank} of {self.world_size}",
             )
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-        self._collect(CALL_TIMEOUT, [0] * self.world_size, until_failure=True)
-
-    def _log(self, rank: int) -> Path:
-        assert self._folder is not None
-        return self._folder / f"rank{rank}.log"
+        self._collect(CALL_TIMEOUT)
 
 
-_DEAD = _Reply(-math.inf, raised=Raised("ProcessDied", ""))
-_SILENT = _Reply(math.inf, raised=Raised("Timeout", "it neither answered nor ended"))
-
-
-def _received(pipe: connection.Connection) -> _Reply:
+def _received(pipe: connection.Connection, process: Any) -> _Reply:
     try:
         reply: _Reply = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError):
-        return _DEAD
+        process.join(GLOO_TIMEOUT)
+        died = Raised("ProcessDied", f"the process ended with exit code {process.exitcode}")
+        return _Reply(raised=died, is_lost=True)
     return reply
-
-
-def _pattern(regex: Any) -> str:
-    """Return the text of a warning filter's field: a compiled regex, a string, or None for anything."""
-    return getattr(regex, "pattern", regex) or ""
 
 
 def _rank_environ() -> dict[str, str]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     # Gloo otherwise resolves the host name, which fails or waits on machines without a working resolver.
-    loopback = next((name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)), None)
-    if loopback is not None:
-        environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     return environ
 
 
@@ -380,30 +321,26 @@ def ensure_forkserver() -> None:
         if name.startswith("test_") and Path(getattr(module, "__file__", None) or "/").is_relative_to(TESTS)
     ]
     forkserver.set_forkserver_preload([*PRELOAD, *tests])
-    before = dict(os.environ)
     # Without the fix of python/cpython#117378 (3.12.8, 3.13.1) the fork server gets the environment but not sys.path.
-    os.environ.update(_rank_environ(), PYTHONPATH=os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path))
-    try:
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    with mock.patch.dict(os.environ, {**_rank_environ(), "PYTHONPATH": path}):
         forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _serve(
     rank: int,
     world_size: int,
-    folder: Path,
+    log: Path,
     pipe: connection.Connection,
     environ: dict[str, str],
     backend: str,
     prepare: Callable[[], Any] | None,
-    patience: float,
+    patience: timedelta,
 ) -> None:
-    """Answer calls until the pipe closes, or until one that ends the process."""
-    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    """Answer calls until the pipe closes."""
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     _set_environ(environ)
     faulthandler.enable()
     if sys.platform == "linux":
@@ -412,55 +349,50 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends its ranks
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    torch.manual_seed(0)
 
     def connect() -> None:
         if prepare is not None:
             prepare()
-        store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]  # not listed in __all__
-        limit = timedelta(seconds=patience)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+        store = dist.FileStore(str(log.parent / "store"), world_size)  # type: ignore[attr-defined]  # not in __all__
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
 
-    pipe.send_bytes(pickle.dumps(_answer(connect)))
-    while True:
-        try:
-            ends, *request = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            os._exit(0)  # without the exit handlers, which would wait for the other ranks
-        reply = _answer(_perform, *request)
-        if ends:
-            sys.stderr.write(reply.details)
-            sys.stderr.flush()
-            reply = _Reply(0, ": ".join(reply.raised) if reply.raised else repr(reply.result), reply.raised)
-        pipe.send_bytes(pickle.dumps(reply))
-        if ends:
-            store_of_world().set(f"ended/{rank}", "")
-            os._exit(int(reply.raised is not None))
+    call = connect
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send_bytes(_answer(call))
+            call = functools.partial(_perform, pipe.recv_bytes())
+    os._exit(0)  # without the exit handlers, which would wait for the other ranks
 
 
-def _perform(timeout: float, filters: Sequence[Any], call: bytes) -> Any:
+def _answer(call: Callable[[], Any]) -> bytes:
+    try:
+        return pickle.dumps(_Reply(call()))
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the parent reports it
+        trace = "".join(traceback.format_exception(error))
+        return pickle.dumps(_Reply(raised=Raised(type(error).__name__, str(error)), trace=trace))
+
+
+def _perform(request: bytes) -> Any:
     with warnings.catch_warnings(), isolated():
         warnings.resetwarnings()
-        for action, message, category, module, line in filters:
-            warnings.filterwarnings(action, message, category, module, line, append=True)
-        body, args, kwargs = pickle.loads(call)
-        faulthandler.dump_traceback_later(timeout, exit=True)
-        try:
-            result = body(*args, **kwargs)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-        pickle.dumps(result)  # or it is this rank's error
-        return result
+        warnings.filters, body, args, kwargs = pickle.loads(request)
+        return body(*args, **kwargs)
 
 
-def _answer(call: Callable[..., Any], *args: Any) -> _Reply:
+_SAID = "\nin the end: "
+
+
+def _end(body: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """End the process after a body, print what it returned or raised, and let it be known."""
     try:
-        return _Reply(time.monotonic(), call(*args))
-    except BaseException as error:  # noqa: BLE001  # whatever it is, the parent reports it
-        raised, trace = Raised(type(error).__name__, str(error)), "".join(traceback.format_exception(error))
-        return _Reply(time.monotonic(), raised=raised, details=trace)
+        said, code = repr(body(*args, **kwargs)), 0
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the parent is told
+        traceback.print_exception(error)
+        said, code = f"{type(error).__name__}: {error}", 1
+    sys.stderr.write(_SAID + said)
+    sys.stderr.flush()
+    store_of_world().set(f"ended/{dist.get_rank()}", "")
+    os._exit(code)
 
 
 def _in_step() -> None:
@@ -473,12 +405,7 @@ def _in_step() -> None:
 
 
 class RankEnvironment(ClusterEnvironment):
-    """Lightning's view of the ranks that run already. Make it in a rank body.
-
-    Args:
-        nodes: `nodes[r]` is the node of rank `r`, as a launcher would count it; uneven nodes and any order are
-            allowed. Default: one node.
-    """
+    """Lightning's view of the ranks that run already, made in a rank body; rank `r` is on `nodes[r]`, in any order."""
 
     creates_processes_externally = True
     main_address, main_port = "nowhere", 0  # the process group is there already
@@ -492,26 +419,22 @@ class RankEnvironment(ClusterEnvironment):
     def detect() -> bool:
         return False
 
+    def set_world_size(self, number: int) -> None:
+        """Ignore Lightning's product of devices and nodes: it is wrong for uneven nodes."""
+
+    set_global_rank = set_world_size  # type: ignore[assignment]  # of another argument
+
     def world_size(self) -> int:
         return dist.get_world_size()
 
-    def set_world_size(self, size: int) -> None:
-        """Ignore Lightning's product of devices and nodes: it is wrong for uneven nodes."""
-
     def global_rank(self) -> int:
         return dist.get_rank()
-
-    def set_global_rank(self, rank: int) -> None:
-        """Ignore Lightning's arithmetic, for the same reason."""
 
     def local_rank(self) -> int:
         return self.nodes[: dist.get_rank()].count(self.node_rank())
 
     def node_rank(self) -> int:
         return self.nodes[dist.get_rank()]
-
-
-rank_environment = RankEnvironment
 
 
 def make_trainer(strategy: Strategy | str, *, nodes: Sequence[int] | None = None, **options: Any) -> Trainer:
@@ -522,9 +445,6 @@ def make_trainer(strategy: Strategy | str, *, nodes: Sequence[int] | None = None
         "accelerator": "cpu",
         "devices": environment.ranks_on_node,
         "num_nodes": environment.num_nodes,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     }
     return Trainer(strategy=strategy, plugins=plugins, **(defaults | options))

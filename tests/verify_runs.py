@@ -12,7 +12,7 @@ import verify_modules as m
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import rank_environment
+from ranks import RankEnvironment
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.utils.data import DataLoader
@@ -84,7 +84,7 @@ def shared(make: m.Layers = layers, step: m.OfStep = m.classified, reads: m.Load
 
 def recorded(name: str) -> Tape:
     """Body: record a run on this rank."""
-    (module, data, options), environment = RUNS[name].build(), rank_environment()
+    (module, data, options), environment = RUNS[name].build(), RankEnvironment()
     options["plugins"] = [*options["plugins"], environment]
     options["devices"] = environment.ranks_on_node
     return record_run(Recorder(RUNS[name].steps), RUNS[name].strategy(), options, module, data)
