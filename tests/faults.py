@@ -1,7 +1,6 @@
-"""Faults, injected into runs of two ranks, and what is expected of them.
+"""FAULTS: what goes wrong in a run of two ranks, and when; what every rank says, and how it ends.
 
-The ranks end after the run, as those that a launcher starts: they may be killed, be stopped, or fail. So
-`python tests/faults.py` prints what is seen.
+The ranks end after the run, as those that a launcher starts: they may be killed, be stopped, or fail.
 """
 
 from __future__ import annotations
@@ -9,31 +8,26 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import sys
-import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch import LightningModule, Trainer
+from grids import covering
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import Ended, RankPool, ensure_forkserver, make_trainer
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from ranks import Ended, RankEnvironment, RankPool, make_trainer
+from toys import Toy, loader
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.lightning_internals import store_of_world
 
-__all__ = ["FAULTS", "Fault", "inject", "run_ranks"]
+__all__ = ["FAULTS", "Fault", "Injected", "fail", "interrupt", "kill", "run_ranks", "terminate", "train"]
 
 
 def run_ranks(body: Callable[..., Any], *, world_size: int = 2, timeout: float = 5, **given: Any) -> list[Ended]:
@@ -43,286 +37,192 @@ def run_ranks(body: Callable[..., Any], *, world_size: int = 2, timeout: float =
         return pool.end(body, **given)
 
 
-class Stream(IterableDataset[Tensor]):
-    """Batches one after another, of no known length."""
+class Injected(Toy):
+    """A method of it acts on what it returns, on one rank, from the third step on."""
 
-    def __init__(self, batches: Sequence[Tensor]) -> None:
-        self.batches = batches
+    def __init__(self, moment: str = "training_step", act: Any = None, rank: int = 1, **toy: Any) -> None:
+        super().__init__(**toy)
+        own = getattr(self, moment)
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.batches)
+        def acting(*args: Any, **kwargs: Any) -> Any:
+            returned = own(*args, **kwargs)
+            due = self.global_step >= 2 or moment == "configure_optimizers"
+            return act(returned) if act is not None and due and dist.get_rank() == rank else returned
 
+        setattr(self, moment, acting)
 
-class Injected(LightningModule):
-    """Toy-Lin from 0, with lr 0.1, in which something happens at one moment on one rank."""
-
-    def __init__(self, moment: str = "", act: Any = None, rank: int = 1, sizes: Sequence[int] = (2,)) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros(sizes[0], dtype=torch.float64))
-        self.more = torch.nn.ParameterList(torch.zeros(size, dtype=torch.float64) for size in sizes[1:])
-        self.moment, self.act, self.rank = moment, act, rank
-
-    def reach(self, moment: str) -> None:
-        if moment == self.moment and dist.get_rank() == self.rank:
-            self.act(self)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        loss = (batch * self.w).sum() + sum(0 * parameter.sum() for parameter in self.more)
-        if self.global_step == 2:
-            self.reach("step")
-            if self.moment == "loss" and dist.get_rank() == self.rank:
-                return self.act(loss)
-        return loss
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        if not self.trainer.sanity_checking:
-            self.reach("validation")
-
-    def on_train_epoch_end(self) -> None:
-        self.reach("epoch end")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        self.reach("optimizer")
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Take as long as nothing does."""
 
 
 class Other(Injected):
     """The same, as of another version of the script."""
 
 
-class Disk(TorchCheckpointIO):
-    """A disk on which something happens when a checkpoint is written."""
-
-    def __init__(self, act: Callable[[Any], Any]) -> None:
-        self.act = act
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self.act(None)
+def grow(module: Any) -> None:
+    module.more = torch.nn.Parameter(torch.zeros(1))
 
 
-def fail(module: Any) -> None:
+def fail(returned: Any) -> None:
     raise ValueError("the user's own error")
 
 
-def send(number: int, module: Any) -> None:
+def send(number: int, returned: Any) -> Any:
     os.kill(os.getpid(), number)
+    return returned
 
 
 kill, stop, terminate = (partial(send, number) for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM))
 
 
-def interrupt(module: Any) -> None:
+def interrupt(returned: Any) -> Any:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.kill(os.getpid(), signal.SIGINT)
+    return send(signal.SIGINT, returned)
 
 
-def fill_disk(module: Any) -> None:
+def fill_disk(returned: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def be_late(module: Any) -> None:
+def be_late(returned: Any) -> Any:
     """Come to the exchange when the other rank has given up and ended."""
     store_of_world().wait([f"ended/{1 - dist.get_rank()}"])
+    return returned
 
 
-def to_nothing(loss: Tensor) -> None:
+def to_nothing(returned: Any) -> None:
     return None
 
 
-def to_weighted(loss: Tensor) -> dict[str, Any]:
-    return {"loss": loss, "weight": 1}
-
-
 def train(
-    moment: str = "",
+    moment: str = "training_step",
     act: Any = None,
     *,
     rank: int = 1,
+    model: Callable[..., Injected] = Injected,
+    toy: dict[str, Any] | None = None,
     strategy: dict[str, Any] | None = None,
-    batches: tuple[int, int] = (5, 5),
-    stream: bool = False,
-    apart: float = 10,
-    disk: Any = None,
-    module: Any = None,
-    folder: str = "",
+    resume: str | None = None,
+    keep: dict[str, Any] | None = None,
+    epochs: int = 1,
+    folder: str,
     **options: Any,
-) -> Any:
-    """Body: train on gradients 1, 2, ... on rank 0 and 11, 12, ... on rank 1; return weight, steps, and warnings."""
-    mine = dist.get_rank()
-    model = Injected(moment, act, rank) if module is None or mine != rank else module()
-    data: Any = [torch.tensor([1 + index + apart * mine], dtype=torch.float64) for index in range(batches[mine])]
-    own = {} if disk is None or mine != 0 else {"checkpoint_io": Disk(disk)}
-    options |= {} if disk is None else {"callbacks": [ModelCheckpoint(folder)], "enable_checkpointing": True}
+) -> int:
+    """Body: train on five batches, with something that happens at one moment on one rank; return the steps."""
     trainer = make_trainer(
-        GradAvgStrategy(**{"check_replicas_every_n_steps": 1, **(strategy or {}), **own}),
-        **{"max_epochs": 1, "use_distributed_sampler": False, **options},
+        GradAvgStrategy(**{"check_replicas_every_n_steps": 1, **(strategy or {})}),
+        max_epochs=epochs,
+        use_distributed_sampler=False,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(folder, **(keep or {"save_top_k": -1}))],
+        **options,
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        validation: Any = DataLoader([0.0], batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
-        trainer.fit(model, DataLoader(Stream(data) if stream else data, batch_size=None), validation)
-    told = [str(one.message) for one in caught if "all ranks" in str(one.message)]
-    return [round(float(one), 9) for one in model.w.detach()], trainer.global_step, told
-
-
-def train_apart(what: str, folder: str) -> Any:
-    """Body: train, with something else on rank 1."""
-    if dist.get_rank() == 0:
-        return train()
-    changed: dict[str, Callable[[], Any]] = {
-        "trainer": lambda: train(max_steps=3),
-        "strategy": lambda: train(strategy={"reduction": "sum"}),
-        "class": lambda: train(module=Other),
-        "number": lambda: train(module=lambda: Injected(sizes=(2, 1))),
-        "shape": lambda: train(module=lambda: Injected(sizes=(3,))),
-    }
-    if what in changed:
-        return changed[what]()
-    patched: dict[str, Any] = {
-        "version": mock.patch.object(torch, "__version__", "1.0"),
-        "place": mock.patch("ranks.RankEnvironment.local_rank", return_value=0),
-    }
-    with patched[what]:
-        return train()
-
-
-def train_again(torn: bool, folder: str) -> Any:
-    """Body: go on from a checkpoint that is cut off, or on rank 1 from that of the epoch before."""
-    train(callbacks=[ModelCheckpoint(folder, save_top_k=-1)], enable_checkpointing=True, max_epochs=2)
-    first, second = sorted(Path(folder).glob("*.ckpt"))
-    if torn and dist.get_rank() == 0:
-        second.write_bytes(second.read_bytes()[:1000])
-    dist.barrier()
-    return go_on(str(first if dist.get_rank() == 1 and not torn else second))
-
-
-def go_on(path: str) -> Any:
-    trainer = make_trainer(GradAvgStrategy(), max_epochs=4, use_distributed_sampler=False)
-    trainer.fit(Injected(), DataLoader([torch.ones(1, dtype=torch.float64)] * 5, batch_size=None), ckpt_path=path)  # type: ignore[arg-type]  # see above
+    batches = loader([[1.0, 2.0, 3.0, 4.0]] * 5)
+    trainer.fit(model(moment, act, rank, **(toy or {})), batches, loader([[0.0]]), ckpt_path=resume)
     return trainer.global_step
 
 
-def launch(environment: dict[str, str], folder: str, **options: Any) -> None:
-    """Body: begin a run as a launcher would that started another number of processes."""
-    os.environ.update(environment)
-    Trainer(strategy=GradAvgStrategy(), accelerator="cpu", logger=False, **options).fit(Injected())
+def train_apart(folder: str, patch: tuple[str, Any] | None = None, **changed: Any) -> int:
+    """Body: train, with something else on rank 1."""
+    if dist.get_rank() == 0:
+        return train(folder=folder)
+    with mock.patch(*patch) if patch is not None else nullcontext():
+        return train(folder=folder, **changed)
 
 
-@dataclass(frozen=True)
+def train_again(torn: bool, folder: str) -> int:
+    """Body: go on from a checkpoint that is cut off, or on rank 1 from that of the epoch before."""
+    train(folder=folder, epochs=2)
+    first, second = sorted(Path(folder).glob("*.ckpt"))
+    if torn and dist.get_rank() == 0:
+        os.truncate(second, 1000)
+    dist.barrier()
+    return train(resume=str(first if dist.get_rank() == 1 and not torn else second), folder=folder, epochs=4)
+
+
 class Fault:
-    """How both ranks end.
+    """What happens in a run, and how both ranks end.
 
-    Attributes:
-        body: Runs on both ranks, with `args` and an empty folder.
-        said: What each rank says in the end: a part of its error, or of what it returns; "" for nothing.
+    Args:
+        said: What each rank says in the end, a part of its error, or what both say; "" for nothing.
+        body: Runs on both ranks, with `args` and an empty folder. By default it trains.
         codes: The exit codes; None for a process that is stopped, and never ends.
         full: Whether it takes too long for every run of the tests.
-        timeout: That of the process group, in seconds.
+        logged: Whether a rank logs a line before any traceback: what all agree on, or read, is nobody's fault.
     """
 
-    body: Callable[..., Any]
-    args: dict[str, Any]
-    said: tuple[str, str]
-    codes: tuple[int | None, int | None] = (1, 1)
-    full: bool = False
-    timeout: float = 5
+    def __init__(
+        self,
+        *said: str,
+        body: Callable[..., Any] = train,
+        codes: tuple[int | None, ...] = (1, 1),
+        full: bool = False,
+        logged: bool = True,
+        **args: Any,
+    ) -> None:
+        self.said, self.codes, self.full, self.logged = (said[0], said[-1]), codes, full, logged
+        self.body, self.args = body, args
 
 
-def _at(moment: str, act: Any, said: tuple[str, str], codes: Any = (1, 1), *, full: bool = False, **args: Any) -> Fault:
-    """Return what happens on rank 1, or another, at a moment of its training."""
-    timeout = args.pop("timeout", 5)
-    return Fault(train, {"moment": moment, "act": act, **args}, said, codes, full, timeout)
-
-
-def _start(what: str, said: str, *, full: bool = False) -> Fault:
-    """Return what is refused at the start, on both ranks."""
-    return Fault(train_apart, {"what": what}, (said, said), full=full)
-
-
-_OWN, _FINE = "ValueError: the user's own error", (0, 0)
-_BY_1, _BY_0 = (f"rank 1 ended with {_OWN}", _OWN), (_OWN, f"rank 0 ended with {_OWN}")
+_OWN = "ValueError: the user's own error"
 _LOST = "nothing was heard from rank {}: lost, killed or stuck"
-_LOST_1, _LOST_0 = (_LOST.format(1), ""), ("", _LOST.format(0))
-_LATE = _LOST.format(1), "all ranks say the same"
-_NONE = "rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'"
-_SIGNAL, _INTERRUPT = ("SIGTERMException",) * 2, ("rank 1 ended with KeyboardInterrupt", "SystemExit: 1")
-_FULL_DISK = "No space left on device", "rank 0 ended with OSError: [Errno 28] No space left on device"
-_TORN = ("epoch=1-step=10.ckpt is damaged: 1000 bytes, file is not a zip file. ",) * 2
-_OLDER = ("after 10 steps and 2 epochs on rank 0; training begins after 5 steps and 1 epochs on rank 1",) * 2
-_TASKS = ("SLURM_NTASKS=1 processes, but Trainer(devices=2, num_nodes=1) trains on 2",) * 2
-_SLURM = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
-_SLURM |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
-_TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
-_WEIGHTED = {"reduction": "weighted_mean"}
+_START: dict[str, Any] = {"body": train_apart}
+_PIECES = {"equivalent_to": "data_parallel", "num_replicas": 4}
+
+# What ends a rank, what it says, its exit code, and what the other says.
+_ACTS = {
+    "exception": (fail, _OWN, 1, f"rank {{}} ended with {_OWN}"),
+    "kill -9": (kill, "", -9, _LOST),
+    "SIGSTOP": (stop, "", None, _LOST),
+}
+_MOMENTS = ["configure_optimizers", "training_step", "validation_step", "on_train_epoch_end", "on_save_checkpoint"]
+_ENDS = list(_ACTS), _MOMENTS, (0, 1)
+
+
+def _ends(what: str, moment: str, rank: int) -> Fault:
+    act, said, code, told = _ACTS[what]
+    both = [(said, code), (told.format(rank), 1)]
+    ends, codes = zip(*(both if rank == 0 else reversed(both)), strict=True)
+    full = (what, moment, rank) not in covering(*_ENDS, strength=1)
+    return Fault(*ends, codes=codes, full=full, moment=moment, act=act, rank=rank)
+
 
 # fmt: off
-FAULTS: dict[str, Fault] = {
-    "exception in training_step": _at("step", fail, _BY_1),
-    "exception in validation_step": _at("validation", fail, _BY_1),
-    "exception at the end of an epoch": _at("epoch end", fail, _BY_1, max_epochs=2),
-    "exception in one of several pieces of a step": _at(
-        "step", fail, _BY_1, strategy={"equivalent_to": "data_parallel", "num_replicas": 4}, apart=0),
-    "exception in configure_optimizers": _at("optimizer", fail, _BY_1),
-    "exception on rank 0": _at("step", fail, _BY_0, rank=0),
-    "kill -9": _at("step", kill, _LOST_1, (1, -9)),
-    "kill -9 of rank 0": _at("step", kill, _LOST_0, (-9, 1), rank=0, full=True),
-    "kill -9 in validation_step": _at("validation", kill, _LOST_1, (1, -9), full=True),
-    "kill -9 while a checkpoint is written": Fault(train, {"disk": kill}, _LOST_0, (-9, 1)),
-    "SIGSTOP": _at("step", stop, _LOST_1, (1, None), timeout=2, full=True),
-    "SIGSTOP of rank 0": _at("step", stop, _LOST_0, (None, 1), rank=0, timeout=2, full=True),
-    "SIGSTOP in validation_step": _at("validation", stop, _LOST_1, (1, None), timeout=2, full=True),
-    "SIGTERM": _at("step", terminate, _SIGNAL),
-    "Ctrl-C": _at("step", interrupt, _INTERRUPT),
-    "a rank comes after the timeout": _at("step", be_late, _LATE, timeout=1, full=True),
-    "None from training_step": _at("loss", to_nothing, _NONE),
-    "a weight on one rank only": _at("loss", to_weighted, ("not usable",) * 2, strategy=_WEIGHTED, full=True),
-    "2 batches, and none on rank 1, of a stream": Fault(
-        train, {"batches": (2, 0), "stream": True}, ("[-0.3, -0.3], 2",) * 2, _FINE, full=True),
-    "a stream that was not split": Fault(
-        train, {"stream": True, "apart": 0},
-        ("all ranks read the same batches of DataLoader over Stream", "[]"), _FINE),
-    "another torch": _start("version", "torch 1.0 on rank 1"),
-    "another script": _start(
-        "class", "class faults.Injected on rank 0; a module of the class faults.Other on rank 1", full=True),
-    "another number of parameters": _start(
-        "number", "nothing on rank 0; the parameter more.0 of shape (1,) and torch.float64 on rank 1", full=True),
-    "another shape of a parameter": _start(
-        "shape", "w of shape (2,) and torch.float64 on rank 0; the parameter w of shape (3,)"),
-    "another max_steps": _start(
-        "trainer", "Trainer(max_steps=-1) on rank 0; Trainer(max_steps=3) on rank 1", full=True),
-    "another reduction": _start("strategy", "(reduction='mean') on rank 0; GradAvgStrategy(reduction='sum') on rank 1"),
-    "LOCAL_RANK twice on a node": _start("place", "(node, rank on the node) is (0, 0) on ranks 0, 1"),
-    "SLURM_NTASKS=1, devices=2": Fault(launch, {"environment": _SLURM, "devices": 2}, _TASKS),
-    "torchrun of 2, devices=4": Fault(
-        launch, {"environment": _TORCHRUN, "devices": 4}, ("(4 * 1) does not match the world size (2)",) * 2),
-    "the disk is full while a checkpoint is written": Fault(train, {"disk": fill_disk}, _FULL_DISK),
-    "a torn checkpoint": Fault(train_again, {"torn": True}, _TORN),
-    "an older checkpoint on rank 1": Fault(train_again, {"torn": False}, _OLDER),
+FAULTS = {
+    **{f"{what} in {moment} on rank {rank}": _ends(what, moment, rank) for what, moment, rank in product(*_ENDS)},
+    "exception in one of several pieces of a step": Fault(
+        f"rank 1 ended with {_OWN}", _OWN, act=fail, strategy=_PIECES),
+    "SIGTERM": Fault("SIGTERMException", act=terminate, logged=False),
+    "Ctrl-C": Fault("rank 1 ended with KeyboardInterrupt", "SystemExit: 1", act=interrupt),
+    "a rank comes after the timeout": Fault(_LOST.format(1), "all ranks say the same", act=be_late, full=True),
+    "None from training_step": Fault(
+        "rank 1 ended with RuntimeError: training_step returned no loss on rank 1", "nonfinite='skip_step'",
+        act=to_nothing),
+    "the disk is full while a checkpoint is written": Fault(
+        "No space left on device", "rank 0 ended with OSError: [Errno 28] No space left on device",
+        moment="on_save_checkpoint", act=fill_disk, rank=0),
+    "another torch": Fault("torch 1.0 on rank 1", patch=("torch.__version__", "1.0"), **_START),
+    "another script": Fault(
+        "class faults.Injected on rank 0; a module of the class faults.Other on rank 1", model=Other,
+        full=True, **_START),
+    "another number of parameters": Fault(
+        "nothing on rank 0; the parameter more of shape (1,) and torch.float32 on rank 1",
+        patch=("faults.Injected.configure_model", grow), full=True, **_START),
+    "another shape of a parameter": Fault(
+        "w of shape () and torch.float64 on rank 0; the parameter w of shape (1,)", toy={"start": [1.0]}, **_START),
+    "another max_steps": Fault(
+        "Trainer(max_steps=-1) on rank 0; Trainer(max_steps=3) on rank 1", max_steps=3, full=True, **_START),
+    "another reduction": Fault(
+        "(reduction='mean') on rank 0; GradAvgStrategy(reduction='sum') on rank 1",
+        strategy={"reduction": "sum"}, **_START),
+    "LOCAL_RANK twice on a node": Fault(
+        "(node, rank on the node) is (0, 0) on ranks 0, 1",
+        patch=("ranks.RankEnvironment.local_rank", RankEnvironment.node_rank), **_START),
+    "a torn checkpoint": Fault(
+        "epoch=1-step=10.ckpt is damaged: 1000 bytes, file is not a zip file. ", body=train_again,
+        torn=True, logged=False),
+    "an older checkpoint on rank 1": Fault(
+        "after 10 steps and 2 epochs on rank 0; training begins after 5 steps and 1 epochs on rank 1",
+        body=train_again, torn=False),
 }
 # fmt: on
-
-
-def inject(fault: Fault, folder: Path) -> tuple[bool, list[Ended]]:
-    """Return whether the two ranks ended as they should, and how."""
-    stuck = fault.codes.index(None) if None in fault.codes else None
-    ended = run_ranks(fault.body, stuck=stuck, timeout=fault.timeout, folder=str(folder), **fault.args)
-    said = all(part in one.said if part else not one.said for part, one in zip(fault.said, ended, strict=True))
-    return said and fault.codes == tuple(one.exit_code for one in ended), ended
-
-
-def main() -> None:
-    """Print how each fault ends, and after how many seconds."""
-    ensure_forkserver()  # its start is no part of the first fault
-    for name, fault in FAULTS.items():
-        begun = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            expected, ended = inject(fault, Path(folder))
-        sys.stdout.write(f"| {name} | {'as expected' if expected else ended} | {time.monotonic() - begun:.1f} |\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    # By its name, by which the ranks import it.
-    import faults
-
-    faults.main()

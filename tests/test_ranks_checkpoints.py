@@ -80,9 +80,9 @@ def test_other_file_systems_are_left_to_lightning():
 def end_in_step_2(act: Any, ranks: list[int], folder: str) -> None:
     """Body: train, and have some ranks end in their third step."""
     rank = dist.get_rank() if dist.get_rank() in ranks else -1
-    keep = ModelCheckpoint(folder, "{step}", save_on_exception=True)
+    keep = {"filename": "{step}", "save_on_exception": True}
     with mock.patch("lightning_gradavg.faults.last_words._PATIENCE_SECONDS", 1.0):
-        train("step", act, rank=rank, callbacks=[keep], enable_checkpointing=True)
+        train(act=act, rank=rank, keep=keep, folder=folder)
 
 
 @pytest.mark.skipif("save_on_exception" not in signature(ModelCheckpoint).parameters, reason="Lightning 2.6 brought it")

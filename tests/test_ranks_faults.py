@@ -3,114 +3,91 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from faults import FAULTS, Injected, inject, run_ranks
+from faults import FAULTS, run_ranks
 from lightning.pytorch import Trainer
-from torch import float64, ones
-from torch.utils.data import DataLoader
+from toys import Toy, loader
 
 from lightning_gradavg import GradAvgStrategy
-from lightning_gradavg.faults.last_words import LastWords
-from lightning_gradavg.lightning_internals import store_of_world
+from lightning_gradavg.faults import last_words
 from lightning_gradavg.ranks import World
 
 TESTS = Path(__file__).parent
+LOGGED = re.compile(r"^GradAvgStrategy: (?:rank \d ended|nothing was heard)", re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] * row.full) for name, row in FAULTS.items()]
 )
 def test_every_rank_ends_and_names_what_happened(name, tmp_path):
-    expected, ended = inject(FAULTS[name], tmp_path)
-    assert expected, ended
-    if line := LINES.get(name):
-        (first,) = [one.printed for one in ended if "\nGradAvgStrategy: " in "\n" + one.printed and line in one.printed]
-        before, _, after = first.partition(line)
-        assert "Traceback" not in before
-        assert "gloo/transport" not in before
-        assert "Traceback" in after
+    """So does the line that one rank logs before any traceback."""
+    fault = FAULTS[name]
+    stuck = fault.codes.index(None) if None in fault.codes else None
+    ended = run_ranks(fault.body, stuck=stuck, folder=str(tmp_path), **fault.args)
+    assert fault.codes == tuple(one.exit_code for one in ended), ended
+    for part, one in zip(fault.said, ended, strict=True):
+        assert part in one.said if part else not one.said, ended
+    before = [LOGGED.split(one.printed)[0] for one in ended if LOGGED.search(one.printed)]
+    assert fault.logged == len(before), ended
+    assert not any("Traceback" in text or "gloo/transport" in text for text in before), ended
 
 
-def uneven(node_of: list[int]) -> Any:
+def train_on_uneven_nodes(node_of: list[int]) -> Any:
     """Body: train as the agents of torchrun would start these ranks on nodes; return rank and node."""
     rank, size = dist.get_rank(), len(node_of)
     node, place = node_of[rank], node_of[:rank].count(node_of[rank])
-    told = {"RANK": rank, "WORLD_SIZE": size, "GROUP_RANK": node, "GROUP_WORLD_SIZE": len({*node_of})}
-    told |= {"LOCAL_RANK": place, "LOCAL_WORLD_SIZE": node_of.count(node), "TORCHELASTIC_RUN_ID": 1}
-    os.environ.update({name: str(value) for name, value in told.items()})
     devices, nodes = node_of.count(node), len({*node_of})
-    trainer = Trainer(
-        strategy=GradAvgStrategy(), accelerator="cpu", devices=devices, num_nodes=nodes, logger=False, max_epochs=1,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Injected(), DataLoader([ones(1, dtype=float64)], batch_size=None))
+    told = {"RANK": rank, "WORLD_SIZE": size, "GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes}
+    told |= {"LOCAL_RANK": place, "LOCAL_WORLD_SIZE": devices, "TORCHELASTIC_RUN_ID": 1}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = Trainer(strategy=GradAvgStrategy(), accelerator="cpu", devices=devices, num_nodes=nodes, **quiet)
+    trainer.fit_loop.max_epochs = 1
+    trainer.fit(Toy(), loader([[1.0]]))
     return [trainer.global_rank, trainer.world_size, trainer.node_rank]
 
 
 def test_uneven_nodes_of_torchrun():
     """1 and 2 processes, each told the number of its own node's devices, are two nodes and three ranks."""
-    ended = run_ranks(uneven, world_size=3, node_of=[0, 1, 1])
+    ended = run_ranks(train_on_uneven_nodes, world_size=3, node_of=[0, 1, 1])
     assert [f"[{rank}, 3, {node}]" for rank, node in enumerate((0, 1, 1))] == [one.said for one in ended]
     assert "3 ranks on 2 nodes" in ended[0].printed
 
 
-LINES = {
-    "exception in training_step": "GradAvgStrategy: rank 1 ended with ValueError: the user's own error",
-    "kill -9": "GradAvgStrategy: nothing was heard from rank 1: lost, killed or stuck",
-    "another torch": "GradAvgStrategy: rank ",
-}
-"""What one rank prints before any traceback."""
-
-
-def last_words() -> str | None:
-    """Body: of three ranks one is lost; what the others say of it is in a store that rank 0 holds."""
-    rank, files = dist.get_rank(), store_of_world()
-    if rank == 2:
-        return None
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        files.set("port", str(store.port))
-        files.wait(["rank 1 listens"])
-    else:
-        store = dist.TCPStore("127.0.0.1", int(files.get("port")))
-    with mock.patch("lightning_gradavg.faults.last_words.store_of_world", return_value=store):
-        words = LastWords(World.of(None), 0)
-    lines = words._lines
-
-    def noted(seconds: float) -> dict[int, str]:
-        files.set(f"rank {rank} listens", "")
-        return lines(0.8 if rank == 1 else 0.1)
-
-    with mock.patch.object(words, "_lines", noted):
-        words.say(RuntimeError("gloo: connection closed by peer"), 0)
-        return words.listen()
-
-
-def test_the_rank_that_holds_the_store_leaves_last():
-    """Of three ranks two hear of the third's end, however much earlier rank 0 has heard of it."""
-    first, second, _ = run_ranks(last_words, world_size=3, timeout=60)
-    assert "'nothing was heard from rank 2: lost, killed or stuck'" == first.said == second.said
+def test_the_rank_that_holds_the_store_leaves_last(monkeypatch):
+    """Of three ranks two hear of the third's end; rank 0, however much earlier it has heard, waits for the other."""
+    store = dist.HashStore()
+    monkeypatch.setattr(last_words, "store_of_world", lambda: store)
+    monkeypatch.setattr(last_words, "_WAIT_SECONDS", 0.1)
+    first, second, _ = (last_words.LastWords(World(None, rank, 3), 0) for rank in range(3))
+    for rank in (first, second):
+        rank.say(RuntimeError("gloo: connection closed by peer"), 0)
+    with ThreadPoolExecutor() as pool:
+        heard = pool.submit(first.listen)
+        assert {heard} == wait([heard], timeout=0.5).not_done
+        assert "nothing was heard from rank 2: lost, killed or stuck" == second.listen() == heard.result(1)
 
 
 SCRIPT = """
 import sys
 sys.path[:0] = {path!r}
-from faults import Injected, Trainer, fail, kill
-from torch import ones, float64
-from torch.utils.data import DataLoader
+from faults import Injected, fail, kill
+from lightning.pytorch import Trainer
+from toys import loader
 from lightning_gradavg import GradAvgStrategy
 trainer = Trainer(
     strategy=GradAvgStrategy(), accelerator="cpu", devices=2, logger=False, max_epochs=1, limit_val_batches=0,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 )
-trainer.fit(Injected("step", {act}, {rank}), DataLoader([ones(1, dtype=float64)] * 50, batch_size=None))
+trainer.fit(Injected("training_step", {act}, {rank}), loader([[1.0]] * 50))
 """
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from ranks import make_trainer, on_ranks
+from ranks import RankError, make_trainer, on_ranks
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader, IterableDataset
@@ -87,6 +87,11 @@ def test_some_batches_on_one_rank_alone(world, kind, strategy):
     seen = same_everywhere([one for one, *_ in ended])
     assert [2.0, 2.0, 2.0, 1.0, 1.0] == [float(gradient) for gradient in seen.gradients]
     assert approx(-0.8) == seen.weights[-1].item()
+
+
+def test_a_stream_that_all_ranks_read_alike_is_warned_of(world):
+    with pytest.raises(RankError, match="all ranks read the same batches of DataLoader over Stream: every"):
+        world(2).run(train_uneven, [[[1.0], [2.0], [3.0]]] * 2, {})
 
 
 class Counted(Read):
