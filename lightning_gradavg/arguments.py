@@ -12,7 +12,15 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["SET_BY_STRATEGIES", "by_keyword", "did_you_mean", "nearest", "refuse_unknown"]
+__all__ = [
+    "SET_BY_STRATEGIES",
+    "as_count",
+    "as_count_or_none",
+    "by_keyword",
+    "did_you_mean",
+    "nearest",
+    "refuse_unknown",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -40,7 +48,7 @@ def by_keyword(constructor: _F) -> _F:
             )
         refuse_unknown(owner, given, known)
         for name, value in given.items():
-            _require_type(name, value, annotations.get(name))
+            _require_type(name, value, annotations.get(name, Any))
         self._given = given
         constructor(self, **given)
 
@@ -49,32 +57,44 @@ def by_keyword(constructor: _F) -> _F:
 
 def _require_type(name: str, value: Any, annotation: Any) -> None:
     """Raise an error if an annotation of literals and plain types excludes a value: the string "false" is true."""
-    alternatives = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    *alternatives, _ = get_args(Union[annotation, types.EllipsisType])  # noqa: UP007  # of one type, too
     literals = [value for one in alternatives if get_origin(one) is Literal for value in get_args(one)]
     plain = tuple(one for one in alternatives if one in _PLAIN)
-    if len(plain) + bool(literals) < len(alternatives):
-        return
     # True is an integer.
-    fits = isinstance(value, plain) and (bool in plain or not isinstance(value, bool))
-    if fits or value in literals:
+    fits = bool in plain if isinstance(value, bool) else isinstance(value, plain)
+    if fits or value in literals or len(plain) + bool(literals) < len(alternatives):
         return
     if literals:
-        listed = ", ".join(map(repr, [*literals, *([None] if plain else [])]))
+        listed = ", ".join(map(repr, [*literals, *[None] * len(plain)]))
         raise ValueError(f"{name}={value!r} is not one of {listed}.{did_you_mean(value, literals)}")
     expected = " or ".join(one.__name__ for one in plain).replace("NoneType", "None")
     raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {expected}")
 
 
+def as_count(name: str, value: Any, least: int = 1, also: str = "") -> int:
+    """Return the int `value`; ValueError if it is below `least`, TypeError if it is no int, such as a bool."""
+    expected = f"{name} must be an integer >= {least}{also}, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{expected} of type {type(value).__name__}.")
+    if value < least:
+        raise ValueError(f"{expected}.")
+    return value
+
+
+def as_count_or_none(name: str, value: Any) -> int | None:
+    """Return the int `value`, or None; raise as `as_count` does for anything else."""
+    return None if value is None else as_count(name, value, also=", or None")
+
+
 def refuse_unknown(owner: str, options: Mapping[str, object], known: Sequence[str]) -> None:
     """Raise a TypeError about the first unknown option."""
-    for name in (name for name in options if name not in known):
+    for name in sorted(options.keys() - {*known}):
         raise TypeError(f"{name}={options[name]!r} is not an option of {owner}{nearest(name, known)}")
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
     """Return the sentence that names the known name nearest to a wrong one, with a space before it; "" without one."""
-    found = get_close_matches(given, list(known), 1) if isinstance(given, str) else []
-    return f" Did you mean {found[0]!r}?" if found else ""
+    return "".join(f" Did you mean {found!r}?" for found in get_close_matches(str(given), list(known), 1))
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg.arguments import SET_BY_STRATEGIES, refuse_unknown
+from lightning_gradavg.arguments import SET_BY_STRATEGIES, as_count_or_none, refuse_unknown
 from lightning_gradavg.rules import Rule, resolve_rule, rule_of_split_batches
 
 __all__ = ["PRESETS", "Options", "StrategyFacts", "options_of_ddp", "refuse_unserved"]
@@ -20,68 +21,59 @@ PRESETS = _DATA_PARALLEL, _SINGLE_DEVICE = "data_parallel", "single_device"
 _WHOLE_BATCH = ("mean", "weighted_mean", "sum", "normalized_sum")
 
 
-class _Given(dict[str, Any]):
-    """Options by name, None for one that was not given; and `rule`, `preset` and `splits`, what some come to."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self.get(name)
-
-
 _AGAINST = "{name}={v!r} contradicts equivalent_to={o.preset!r}, "
 _ONE = " Leave one of them out."
 
-_REFUSED: Mapping[str, tuple[str, Callable[[Any, Any], object]]] = {
-    "{name} must be 1 or more, or None, got {v}": (
-        "num_replicas max_device_batch_size",
-        lambda _, v: v is not None and v < 1,
-    ),
+
+_REFUSED: Mapping[str, tuple[str, tuple[Any, ...], Callable[[Any], object]]] = {
     "{name}={v} averages weights instead of reducing gradients. Leave it out, or use"
-    " lightning.pytorch.strategies.DDPStrategy.": ("model_averaging_period", lambda _, v: v is not None),
+    " lightning.pytorch.strategies.DDPStrategy.": ("model_averaging_period", (None,), lambda _: True),
     "{name}={v!r} reduces gradients over some of the run's ranks, and the rule counts them all. Use"
     " lightning.pytorch.strategies.DDPStrategy, or average_gradients(group=...) in your own loop.": (
         "process_group device_mesh",
-        lambda _, v: v is not None,
+        (None,),
+        lambda _: True,
     ),
     "{name}={v!r} contradicts reproducible=True, which has replicas on any number of ranks. Use"
-    f" equivalent_to='data_parallel'.{_ONE}": (
-        "equivalent_to",
-        lambda o, v: o.reproducible and v not in (None, _DATA_PARALLEL),
-    ),
+    f" equivalent_to='data_parallel'.{_ONE}": ("equivalent_to", (None, _DATA_PARALLEL), lambda o: o.reproducible),
     "reproducible=True needs num_replicas, the chunks of each loader batch, got None. Give a number that every"
     " number of ranks to be used divides, such as num_replicas=8.": (
         "num_replicas",
-        lambda o, v: o.reproducible and v is None,
+        (),
+        lambda o: o.reproducible and o.num_replicas is None,
     ),
     "{name}={v!r} contradicts reproducible=True, which runs one backward for each replica, and reduces in its own"
     f" order after the last.{_ONE}": (
         "ddp_comm_hook ddp_comm_wrapper static_graph nonfinite",
-        lambda o, v: o.reproducible and v not in (None, False, "propagate"),
+        (None, False, "propagate"),
+        lambda o: o.reproducible,
     ),
     "{name}={v} cuts the chunks of split_batches=True, not set here. Set it, or choose the loader's batch_size and"
-    " accumulate_grad_batches yourself.": (
-        "max_device_batch_size num_replicas",
-        lambda o, v: v is not None and not o.splits,
-    ),
+    " accumulate_grad_batches yourself.": ("max_device_batch_size num_replicas", (None,), lambda o: not o.splits),
     "{name}={v} cuts the replicas of num_replicas={o.num_replicas}, each of which is one forward. Raise"
     " num_replicas, or use torch.utils.checkpoint in the model.": (
         "max_device_batch_size",
-        lambda o, v: v is not None and (o.num_replicas is not None or o.preset == _DATA_PARALLEL),
+        (None,),
+        lambda o: o.num_replicas is not None or o.preset == _DATA_PARALLEL,
     ),
     f"{_AGAINST}whose gradient is that of the loss over the whole batch. Use one of"
     f" {', '.join(map(repr, _WHOLE_BATCH))}, or leave equivalent_to out.": (
         "reduction",
-        lambda o, _: o.preset is not None and o.rule.name not in _WHOLE_BATCH,
+        _WHOLE_BATCH,
+        lambda o: o.preset,
     ),
     f"{_AGAINST}which shares out the loader's batches, evaluates each sample once, and keeps buffers equal.{_ONE}": (
         "split_batches exact_evaluation broadcast_buffers forward_sync_buffers",
-        lambda o, v: o.preset and v is False,
+        (None, True),
+        lambda o: o.preset,
     ),
     f"{_AGAINST}which has one replica on any number of ranks. Use equivalent_to='data_parallel'.{_ONE}": (
         "num_replicas",
-        lambda o, v: o.preset == _SINGLE_DEVICE and v is not None,
+        (None,),
+        lambda o: o.preset == _SINGLE_DEVICE,
     ),
 }
-"""Why options are refused: their names, and a predicate of all options and the value."""
+"""Why options are refused: their names, the values that are accepted, and when: by all options."""
 
 
 @dataclass(frozen=True)
@@ -99,21 +91,23 @@ class Options:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Options:
         """Return what the constructor's options come to, or raise a ValueError about the first that is refused."""
-        given = _Given(options, rule=resolve_rule(options["reduction"]))
-        given["preset"] = given.equivalent_to or (_DATA_PARALLEL if given.reproducible else None)
-        given["splits"] = bool(given.split_batches or given.preset)
-        for message, (names, holds) in _REFUSED.items():
-            for name in names.split():
-                if holds(given, given.get(name)):
-                    raise ValueError(message.format(name=name, v=given.get(name), o=given))
+        o, rule = SimpleNamespace(**options), resolve_rule(options["reduction"])
+        o.reduction, o.preset = rule.name, o.equivalent_to or (_DATA_PARALLEL if o.reproducible else None)
+        o.splits = bool(o.split_batches or o.preset)
+        for name in ("num_replicas", "max_device_batch_size"):
+            as_count_or_none(name, options[name])
+        for why, (names, accepted, when) in _REFUSED.items():
+            for name, value in ((name, vars(o).get(name)) for name in names.split()):
+                if value not in accepted and when(o):
+                    raise ValueError(why.format(name=name, v=value, o=o))
         return cls(
-            rule_of_split_batches(given.rule) if given.splits else given.rule,
-            given.preset,
-            given.splits,
-            given.num_replicas,
-            given.max_device_batch_size,
-            bool(given.reproducible),
-            given.preset is not None or bool(given.exact_evaluation),
+            rule_of_split_batches(rule) if o.splits else rule,
+            o.preset,
+            o.splits,
+            o.num_replicas,
+            o.max_device_batch_size,
+            bool(o.reproducible),
+            o.preset is not None or bool(o.exact_evaluation),
         )
 
     @property

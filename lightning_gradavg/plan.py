@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lightning_gradavg.arguments import as_count
 from lightning_gradavg.batches.chunks import chunk_bounds
-from lightning_gradavg.rates.scaling import SCALINGS, Scaling, as_count, as_positive, scale_limit, scaled_steps
+from lightning_gradavg.rates.scaling import SCALINGS, Scaling, as_positive, scale_limit, scaled_steps
 
 __all__ = ["OPTIMIZERS", "Recipe", "counted", "make_plan"]
 

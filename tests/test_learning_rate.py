@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from lightning_gradavg.options import Options
+from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.ranks import World
 from lightning_gradavg.rates.part import Rates
 from lightning_gradavg.rates.scaling import SCALINGS
@@ -56,9 +56,7 @@ def follow(rates: Rates, scale: float) -> None:
 def attached(
     *optimizers: torch.optim.Optimizer, lr_scaling: Any = "linear", scale: float = 4, warmup: int = 0
 ) -> Rates:
-    rates = Rates(
-        Options.of({"reduction": "mean"}), lr_scaling=lr_scaling, base_batch_size=BASE, lr_warmup_steps=warmup
-    )
+    rates = Rates(GradAvgStrategy()._options, lr_scaling=lr_scaling, base_batch_size=BASE, lr_warmup_steps=warmup)
     trainer, loop = SimpleNamespace(callbacks=[]), SimpleNamespace(accumulation=1)
     rates.run = cast(Any, SimpleNamespace(world=World(), trainer=trainer, loop=loop))
     rates.setup_optimizers(optimizers)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
+import pytorch_lightning
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from ranks import make_trainer
 from torch.distributed.device_mesh import DeviceMesh
 from toys import Toy, loader, train
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Share
-from lightning_gradavg.options import PRESETS, Options
+from lightning_gradavg.options import PRESETS
 from lightning_gradavg.rules import RULES
 
 NAMES = "'mean', 'sum', 'weighted_mean', 'normalized_sum'"
@@ -61,7 +62,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({**SINGLE, "num_replicas": 4}, ValueError, ["num_replicas=4", "equivalent_to='single_device'"]),
     ({**PRESET, "max_device_batch_size": 2}, ValueError, ["max_device_batch_size=2", "torch.utils.checkpoint"]),
     ({**SPLIT, "num_replicas": 2, "max_device_batch_size": 4}, ValueError, ["batch_size=4", "num_replicas=2"]),
-    ({"num_replicas": 0}, ValueError, ["got 0", "1 or more, or None"]),
+    ({"num_replicas": 0}, ValueError, ["got 0", "an integer >= 1, or None"]),
     ({"num_replicas": 2.5}, TypeError, ["num_replicas=2.5", "give int or None"]),
     ({"num_replicas": "4"}, TypeError, ["num_replicas='4'", "give int or None"]),
     ({"num_replicas": True}, TypeError, ["num_replicas=True", "give int or None"]),
@@ -70,7 +71,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"split_batches": 1}, TypeError, ["split_batches=1", "give bool or None"]),
     ({"max_device_batch_size": 4}, ValueError, ["max_device_batch_size=4", NOT_SPLIT, "accumulate_grad_batches"]),
     ({**SPLIT, "max_device_batch_size": 4.5}, TypeError, ["max_device_batch_size=4.5", "give int or None"]),
-    ({**SPLIT, "max_device_batch_size": 0}, ValueError, ["got 0", "1 or more, or None"]),
+    ({**SPLIT, "max_device_batch_size": 0}, ValueError, ["got 0", "an integer >= 1, or None"]),
     ({"lr_scaling": "cubic"}, ValueError, ["lr_scaling='cubic'", SCALINGS, "or a function scale -> factor"]),
     ({"lr_scaling": "lineal"}, ValueError, ["Did you mean 'linear'?"]),
     ({"lr_scaling": 2}, TypeError, ["got 2 of type int", SCALINGS]),
@@ -121,101 +122,82 @@ def test_options(options, error, parts):
     assert [] == [part for part in parts if part not in str(refused.value)], refused.value
 
 
-def test_an_option_without_its_name():
-    with pytest.raises(TypeError, match=r"takes its options by name, such as reduction='sum'; got \('sum',\)"):
-        GradAvgStrategy("sum")
+def train_on(devices: int, strategy: Any = "gradavg", **environment: str) -> Trainer:
+    """Begin a run as a launcher with these variables would have it."""
+    with mock.patch.dict(os.environ, environment):
+        trainer = Trainer(strategy=strategy, accelerator="cpu", devices=devices, logger=False)
+        trainer.fit(Toy())
+    return trainer
+
+
+def in_notebook(strategy: Any) -> Trainer:
+    with mock.patch.object(sys, "ps1", ">>>", create=True):
+        return Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+
+
+NOTEBOOK = (
+    "start_method='popen' starts the script again in every process, which no notebook can."
+    " Use GradAvgStrategy(start_method='fork'), or Trainer(strategy='gradavg_notebook')."
+)
+SLURM = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
+SLURM |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+
+UNNAMED: Any = ["sum"]
+
+# fmt: off
+CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: GradAvgStrategy(*UNNAMED), TypeError, "takes its options by name, such as reduction='sum'; got ('sum',)"),
+    (lambda: GradAvgMonitor(every_n_steps=0), ValueError, "every_n_steps must be an integer >= 1, got 0"),
+    (lambda: GradAvgMonitor(check_parameters_every_n_steps=0), ValueError, "check_parameters_every_n_steps must be an"),
+    (lambda: GradAvgMonitor(fingerprint_every_n_steps=0), ValueError, "fingerprint_every_n_steps must be an integer"),
+    (lambda: Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=[GradAvgMonitor()])
+     .fit(Toy(), loader([[1]])), TypeError, "the Trainer has a SingleDeviceStrategy. Use Trainer(strategy='gradavg')"),
+    (lambda: GradAvgStrategy().fingerprint(), RuntimeError, "before the Trainer has begun a run"),
+    (lambda: GradAvgStrategy().report(), RuntimeError,
+     "no optimizer step was observed. Add GradAvgMonitor() to the Trainer's callbacks, or"),
+    (lambda: Fabric(strategy=GradAvgStrategy(), accelerator="cpu", devices=2), ValueError,
+     "for Fabric, lightning_gradavg.fabric has another"),
+    (lambda: pytorch_lightning.Trainer(strategy=GradAvgStrategy()), ValueError,
+     "lightning.pytorch.Trainer, of the package `lightning`"),
+    (lambda: in_notebook("gradavg_weighted"), MisconfigurationException, NOTEBOOK),
+    (lambda: in_notebook(GradAvgStrategy()), MisconfigurationException, "Use GradAvgStrategy(start_method='fork'), or"),
+    (lambda: train_on(2, **SLURM), MisconfigurationException,
+     "SLURM_NTASKS=1 processes, but Trainer(devices=2, num_nodes=1) trains on 2"),
+    (lambda: train_on(4, **TORCHRUN), ValueError, "(4 * 1) does not match the world size (2)"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("call", "error", "message"), CALLS, ids=[message for *_, message in CALLS])
+def test_calls(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+def test_a_notebook_forks():
+    assert in_notebook("gradavg_notebook").strategy.launcher.is_interactive_compatible
 
 
 @pytest.mark.parametrize("name", [None, *PRESETS])
 def test_what_options_come_to(name):
     """Presets split batches, whose mean is over samples, and evaluate exactly; without one it is stock DDP."""
     preset = name is not None
-    found = Options.of({"reduction": "mean", "num_replicas": None, "max_device_batch_size": None, "equivalent_to": name,
-                        "reproducible": False, "exact_evaluation": None})  # fmt: skip
+    found = GradAvgStrategy(equivalent_to=name)._options
     assert (preset, preset, preset) == (found.split_batches, found.exact_evaluation, found.replicated)
     assert (preset, name == "single_device") == (found.rule != RULES["mean"], found.one_device)
     assert {"bucket_cap_mb": 1.0} == GradAvgStrategy(bucket_cap_mb=1.0, init_sync=True)._ddp_kwargs
 
 
-class Gives(Toy):
-    """Gives its weight on rank 1, and a good one on the others."""
-
-    def __init__(self, result: dict[str, Any], terms: Sequence[str]) -> None:
-        super().__init__()
-        self.result, self.terms = result, terms
+class Misnames(Toy):
+    """Gives its weight on rank 0."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss: Any = self.losses(batch).mean()
-        good = {"weight": dict.fromkeys(self.terms, 1) or 1}
-        loss = dict.fromkeys(self.terms, loss) or loss
-        return {"loss": loss, **(good if dist.get_rank() == 0 else self.result)}
+        return {"loss": self.losses(batch).mean(), "weight" if dist.get_rank() == 0 else "weights": 1}
 
 
-def give(result: dict[str, Any], terms: Sequence[str] = ()) -> Any:
-    """Body: train with a result of rank 1."""
-    toy = {"result": result, "terms": terms}
-    return train([[[1.0]], [[2.0]]], toy, {"reduction": "weighted_mean"}, module=Gives)
-
-
-def report() -> None:
-    """Body: ask for a report of a step that nobody observed."""
-    strategy = GradAvgStrategy()
-    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(Toy(), loader([[1]]))
-    strategy.report()
-
-
-def monitor_ddp() -> None:
-    """Body: monitor a strategy that observes nothing."""
-    make_trainer("ddp", callbacks=[GradAvgMonitor()], max_epochs=1).fit(Toy(), loader([[1]]))
-
-
-# fmt: off
-ON_RANKS: list[tuple[Any, dict[str, Any], str, str]] = [
-    (give, {"result": {"weight": [1, 2]}}, "ValueError", "a weight is one number, got [1, 2] of type list"),
-    (give, {"result": {"weights": 1}}, "ValueError", "the result of training_step has 'weights': call it \"weight\""),
-    (give, {"result": {"weight": {"cls": 1}}}, "ValueError", "its weights are named ['cls'], but its loss terms []"),
-    (give, {"terms": ["cls", "box"], "result": {"weight": {"cls": 1, "boxes": 2}}}, "ValueError",
-     "but its loss terms ['box', 'cls']"),
-    (report, {}, "RuntimeError", "no optimizer step was observed. Add GradAvgMonitor() to the Trainer's callbacks, or"),
-    (monitor_ddp, {}, "TypeError", "the Trainer has a DDPStrategy. Use Trainer(strategy='gradavg')"),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(
-    ("body", "arguments", "error", "message"), ON_RANKS, ids=lambda value: getattr(value, "__name__", str(value))
-)
-def test_both_ranks_raise_what_one_gets_wrong(world, body, arguments, error, message):
-    raised = world(2).run_expecting_errors(body, **arguments)
-    assert [error] * 2 == [one.type_name for one in raised]
-    assert all(message in one.message for one in raised)
-
-
-@pytest.mark.parametrize("name", ["every_n_steps", "check_parameters_every_n_steps", "fingerprint_every_n_steps"])
-def test_a_monitor_counts_steps_from_one(name):
-    options: dict[str, Any] = {name: 0}
-    with pytest.raises(ValueError, match=f"{name} must be an integer >= 1, got 0"):
-        GradAvgMonitor(**options)
-
-
-def test_no_fingerprint_before_a_run():
-    with pytest.raises(RuntimeError, match="before the Trainer has begun a run"):
-        GradAvgStrategy().fingerprint()
-
-
-@pytest.mark.parametrize("strategy", [GradAvgStrategy(), "gradavg_weighted"], ids=["instance", "name"])
-def test_a_notebook_has_no_script_to_start(monkeypatch, strategy):
-    monkeypatch.setattr(sys, "ps1", ">>>", raising=False)
-    advice = (
-        "start_method='popen' starts the script again in every process, which no notebook can."
-        " Use GradAvgStrategy(start_method='fork'), or Trainer(strategy='gradavg_notebook')."
-    )
-    with pytest.raises(MisconfigurationException, match="^" + re.escape(advice)):
-        Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
-    forked = Trainer(strategy="gradavg_notebook", accelerator="cpu", devices=2, logger=False)
-    assert forked.strategy.launcher.is_interactive_compatible
-
-
-def test_fabric_is_told_of_its_strategy():
-    with pytest.raises(ValueError, match=r"for Fabric, lightning_gradavg\.fabric has another"):
-        Fabric(strategy=GradAvgStrategy(), accelerator="cpu", devices=2)
+def test_both_ranks_raise_what_one_gets_wrong(world):
+    strategy = {"reduction": "weighted_mean"}
+    for raised in world(2).run_expecting_errors(train, [[[1.0]], [[2.0]]], None, strategy, module=Misnames):
+        assert raised.type_name == "ValueError"
+        assert "the result of training_step has 'weights': call it \"weight\"" in raised.message

@@ -18,14 +18,13 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from lightning_gradavg.arguments import did_you_mean
+from lightning_gradavg.arguments import as_count, did_you_mean
 
 __all__ = [
     "SCALINGS",
     "BatchScale",
     "ScaleFunction",
     "Scaling",
-    "as_count",
     "as_positive",
     "batch_scale",
     "counted_twice",
@@ -103,15 +102,6 @@ def as_positive(name: str, value: Any) -> float:
     if not 0 < float(value) < math.inf:
         raise ValueError(f"{name} must be finite and > 0, got {value!r}.")
     return float(value)
-
-
-def as_count(name: str, value: Any, least: int = 1) -> int:
-    """Return the int `value`; ValueError if it is below `least`, TypeError if it is no int, such as a bool."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer >= {least}, got {value!r} of type {type(value).__name__}.")
-    if value < least:
-        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}.")
-    return value
 
 
 def _as_written(number: float) -> Fraction:
