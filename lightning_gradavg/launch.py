@@ -27,10 +27,10 @@ def require_launch(strategy: Any, start_method: str) -> None:
             f"start_method={start_method!r} starts the script again in every process, which no notebook can."
             f" Use {type(strategy).__name__}(start_method='fork'), or Trainer(strategy='gradavg_notebook')."
         )
-    tasks, devices, nodes = os.environ.get("SLURM_NTASKS"), strategy.num_processes, strategy.num_nodes
+    devices, nodes = strategy.num_processes, strategy.num_nodes
+    tasks = os.environ.get("SLURM_NTASKS", str(devices * nodes))
     uneven = "," in os.environ.get("SLURM_TASKS_PER_NODE", "")  # as 2,1; of even nodes it is 2(x2)
-    slurm = isinstance(environment, SLURMEnvironment) and tasks is not None
-    if slurm and tasks != str(devices * nodes) and not uneven:
+    if isinstance(environment, SLURMEnvironment) and tasks != str(devices * nodes) and not uneven:
         raise MisconfigurationException(
             f"SLURM started SLURM_NTASKS={tasks} processes, but Trainer(devices={devices}, num_nodes={nodes}) trains on"
             f" {devices * nodes}. Set #SBATCH --nodes={nodes} --ntasks-per-node={devices} and start the script by srun,"
@@ -38,8 +38,7 @@ def require_launch(strategy: Any, start_method: str) -> None:
         )
     # torchrun tells of this node and of all; their product, which Lightning compares, is wrong for uneven nodes.
     started = [os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")]
-    as_stated = started == [str(strategy.num_processes), str(strategy.num_nodes)]
-    if as_stated and isinstance(environment, TorchElasticEnvironment):
+    if isinstance(environment, TorchElasticEnvironment) and started == [str(devices), str(nodes)]:
         launcher.num_processes, launcher.num_nodes = environment.world_size(), 1
 
 

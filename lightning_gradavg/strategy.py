@@ -446,7 +446,7 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
         self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
         """Reduce a tensor over the ranks. If ranks share batches, the mean of integers keeps its decimals on gloo."""
-        averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        averages = str(reduce_op).lower() in ("mean", "avg")
         exact = averages and (self._options.split_batches or self._options.exact_evaluation or self._batches.joins)
         reduced = _widened(tensor) if exact else tensor
         if averages and group is None and (having := self._batches.having) is not None:

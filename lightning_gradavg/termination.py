@@ -93,14 +93,18 @@ class Termination(Part):
         if launcher is not None and not self._received:
             launcher.kill(number)
         self._received = True
-        if not trainer.training and self._hooks:
-            # Evaluation knows no agreement, in Lightning neither.
+        if self._evaluates:
             self._end()
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether the run evaluates, which knows no agreement, in Lightning neither."""
+        return bool(self._hooks) and not self.run.trainer.training
 
     def _notice_requeue(self, number: int, frame: FrameType | None) -> None:
         """Take notice of SLURM's signal: the checkpoint is a matter of all ranks."""
         self._requeues += 1
-        if not self.run.trainer.training and self._hooks:
-            # As of SIGTERM; what was answered here is not to be answered again.
+        if self._evaluates:
+            # What was answered here is not to be answered again.
             self._requeued = self._requeues
             self._requeue(number, frame)

@@ -68,20 +68,20 @@ class SameData:
     """
 
     def __init__(self, batches: str, *, compares: bool = True) -> None:
-        self.left, self._batches, self._same = 3 * compares, batches, set[bytes | None]()
+        self.left, self._batches, self._same = 3 * compares, batches, set[bytes]()
 
     def compare(self, batch: Any | None) -> None:
         """Compare a batch of each rank, None where it has none, which equals no other. A collective operation."""
         if self.left == 0:
             return
         self.left -= 1
-        digests = World.of(None).gather_objects(None if batch is None else data_digest(batch))
-        differ = None in digests or len(set(digests)) > 1
-        self._same.add(digests[0])
-        if len(self._same) == 1 and not differ:
+        mine = b"none on rank %d" % dist.get_rank() if batch is None else data_digest(batch)
+        digests = set(World.of(None).gather_objects(mine))
+        self._same |= digests
+        if len(self._same) == 1:
             return
         self.left = 0
-        if dist.get_rank() == 0 and not differ:
+        if dist.get_rank() == 0 and len(digests) == 1:
             warnings.warn(
                 f"all ranks read the same {self._batches}: every sample counts once per rank, and the global batch is"
                 " smaller than it seems. Have the dataset yield another part of the data on every rank, by"

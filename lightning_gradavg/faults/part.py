@@ -11,6 +11,7 @@ from itertools import count
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
+from lightning_gradavg.arguments import as_count_or_none
 from lightning_gradavg.faults.drift import require_replicas
 from lightning_gradavg.faults.last_words import LastWords, is_broken_exchange
 from lightning_gradavg.part import Part, Run
@@ -34,9 +35,8 @@ class Faults(Part):
     """
 
     def __init__(self, every: int | None, *, buffers: bool) -> None:
-        if every is not None and every < 1:
-            raise ValueError(f"check_replicas_every_n_steps must be an integer >= 1, or None, got {every}")
-        self._every, self._buffers = every or math.inf, buffers
+        self._every = as_count_or_none("check_replicas_every_n_steps", every) or math.inf
+        self._buffers = buffers
         self._last_words: LastWords | None = None
 
     def setup(self, run: Run) -> None:
@@ -85,14 +85,17 @@ class Faults(Part):
         self._compares_buffers = self._buffers
 
     @property
-    def _done(self) -> int:
-        return self.run.trainer.global_step if self.run.module.automatic_optimization else self._batches
+    def _done(self) -> tuple[int, str, int]:
+        """What was done, in which unit, and what changes where a comparison is due early."""
+        if self.run.module.automatic_optimization:
+            return self.run.trainer.global_step, "optimizer steps", 0
+        return self._batches, "batch(es)", self._batches.bit_length()
 
     @property
     def _moment(self) -> tuple[float, ...]:
         """What changes when a comparison is due."""
-        early = 0 if self.run.module.automatic_optimization else self._batches.bit_length()
-        return self.run.trainer.current_epoch, self._done // self._every, early
+        count, _, early = self._done
+        return self.run.trainer.current_epoch, count // self._every, early
 
     def on_evaluation_start(self) -> None:
         """Compare buffers before ranks evaluate different batches, which may change those of a module that trains."""
@@ -107,8 +110,8 @@ class Faults(Part):
     def _check(self) -> None:
         run, self._checked = self.run, self._moment
         if self._every < math.inf and run.world.size > 1:
-            unit = "optimizer steps" if run.module.automatic_optimization else "batch(es)"
-            require_replicas(self._tensors(run), f"{self._done} {unit}")
+            count, unit, _ = self._done
+            require_replicas(self._tensors(run), f"{count} {unit}")
 
     def _tensors(self, run: Run) -> Iterator[tuple[str, Tensor]]:
         buffers = run.module.named_buffers() if self._compares_buffers else ()
