@@ -6,7 +6,7 @@ They are not in the wheel. Where a checkout is at hand, of the release that is i
     LIGHTNING_CHECKOUT=pytorch-lightning make test PYTEST_ARGS=tests/lightning_suite
 
 Tried with 2.6.5 (be98784a) against lightning 2.6.6. Tests that need GPUs are run on CPU processes, as far as they can
-be: see `on_cpu.py`. Some need `tensorboardX`, too.
+be. Some need `tensorboardX`, too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = os.environ.get("LIGHTNING_CHECKOUT")
+REFUSALS = {line.split("  ")[0] for line in (HERE / "refusals.txt").read_text("utf-8").splitlines()}
 FILES = [
     "strategies/test_ddp.py",
     "strategies/test_ddp_integration.py",
@@ -51,22 +52,18 @@ pytestmark = [
 ]
 
 
-def run_tests(*arguments: str, swapped: bool, on_cpu: bool = False) -> subprocess.CompletedProcess[str]:
+def run_tests(*tests: str, swapped: bool, on_cpu: bool = False) -> subprocess.CompletedProcess[str]:
     """Run pytest on tests of Lightning."""
     folder = Path(str(CHECKOUT)).resolve() / "tests"
-    plugins = ["swapped"] * swapped + ["on_cpu"] * on_cpu
+    plugin = {"SWAPPED": str(int(swapped)), "RUN_ONLY_CUDA_TESTS": str(int(on_cpu))}
+    path = {"PYTHONPATH": os.pathsep.join(map(str, (folder, HERE, HERE.parents[1])))}
     return subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rfE", "--color=no", "--timeout=180"),
-            # Lightning's own options collect doctests, too.
-            *("-o", "addopts=", *(f"-p{plugin}" for plugin in plugins), *arguments),
+            *("-o", "addopts=", "-p", "swapped", *tests),  # Lightning's own options collect doctests, too
         ],
         cwd=folder / "tests_pytorch",
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (folder, HERE, HERE.parents[1]))),
-            "RUN_ONLY_CUDA_TESTS": str(int(on_cpu)),
-        },
+        env={**os.environ, **plugin, **path},
         capture_output=True,
         text=True,
         check=False,
@@ -80,18 +77,6 @@ def failures(*tests: str, swapped: bool) -> set[str]:
     return set(re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE))
 
 
-def refusals() -> set[str]:
-    lines = (HERE / "refusals.txt").read_text("utf-8").splitlines()
-    return {line.split("  ")[0] for line in lines if not line.startswith("#")}
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_what_stock_passes_passes(file):
-    """Whatever fails with our class either fails with stock DDP, too, or stands in the list of refusals."""
-    failed = failures(file, swapped=True) - refusals()
-    assert set() == failed - (failures(*failed, swapped=False) if failed else set())
-
-
 def passes_on_cpu(test: str, *, swapped: bool) -> bool:
     """Run a test that needs GPUs on CPU processes; a failure of one of them may end the one that reports, too."""
     name = test if swapped else test.replace("GradAvgStrategy", "DDPStrategy")
@@ -99,9 +84,16 @@ def passes_on_cpu(test: str, *, swapped: bool) -> bool:
 
 
 @pytest.mark.parametrize("file", FILES)
+def test_what_stock_passes_passes(file):
+    """Whatever fails with our class either fails with stock DDP, too, or stands in the list of refusals."""
+    failed = failures(file, swapped=True) - REFUSALS
+    assert set() == failed - (failures(*failed, swapped=False) if failed else set())
+
+
+@pytest.mark.parametrize("file", FILES)
 def test_what_stock_passes_on_two_processes_passes(file):
     """Likewise of the tests that need up to two GPUs, on as many CPU processes, and each in a process of its own."""
     listed = run_tests(file, "--collect-only", swapped=True, on_cpu=True).stdout
-    tests = re.findall(rf"{re.escape(file)}::.+", listed)
-    failed = {test for test in tests if not passes_on_cpu(test, swapped=True)} - refusals()
+    tests = set(re.findall(rf"{re.escape(file)}::.+", listed)) - REFUSALS
+    failed = {test for test in tests if not passes_on_cpu(test, swapped=True)}
     assert set() == {test for test in failed if passes_on_cpu(test, swapped=False)}
