@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from newcomer import CURVES, FIXED, PROGRAM, ROOT, STEPS, WAYS, check, install, patched, walk, write
+from newcomer import CURVES, FIXED, PROGRAM, ROOT, STEPS, WAYS, check, install, walk, write
 from scripts import run_script
 
 
@@ -15,12 +15,6 @@ def test_the_quick_start_is_short():
     assert 4 == len(set(FIXED.splitlines()) - set(PROGRAM.splitlines()))
     assert [4, 4] == [len(curve) for curve in CURVES]
     assert CURVES[0] != CURVES[1]
-
-
-def test_a_diff_that_does_not_fit_is_an_error():
-    assert "a\nB\nc\n" == patched("a\nb\nc\n", " a\n-b\n+B\n")
-    with pytest.raises(ValueError, match="not in list"):
-        patched("a\nb\n", "-c\n")
 
 
 def test_the_pages_say_what_a_newcomer_writes():

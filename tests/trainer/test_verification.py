@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ JOB = HERE / "verify_job.py"
 DATA = ["--data", f"{JOB}:Data", "--trainer", "max_epochs=1"]
 
 
-def verified(*arguments: str, capsys: pytest.CaptureFixture[str], code: int) -> str:
+def verified(*arguments: object, capsys: pytest.CaptureFixture[str], code: int) -> str:
     """Return what the command printed in this process, or its errors; its ranks are others."""
     found = main(["verify", *map(str, arguments)])
     output, errors = capsys.readouterr()
@@ -30,23 +31,31 @@ def verified(*arguments: str, capsys: pytest.CaptureFixture[str], code: int) -> 
     return errors if code == 2 else output
 
 
-def test_the_command_verifies_a_module_by_name(capsys):
-    """A sum loss under stock DDP ends the command with code 1; in the JSON what changes gradients comes first."""
-    arguments = [f"{JOB}:Classifier", *DATA, "--init", "loss=sum", "--init", "hidden=5", "--json"]
-    report = json.loads(verified(*arguments, capsys=capsys, code=1))
-    assert ["sum loss", "data order"] == [finding["cause"] for finding in report["findings"]]
-    assert (0.5, True) == (pytest.approx(report["findings"][0]["difference"]["factor"]), report["findings"][1]["note"])
-    assert [2, 1, "different", False] == [report[name] for name in ("world_size", "steps", "verdict", "equal")]
+# What is given, the exit code, and what the JSON says, in which what changes gradients comes first.
+COMMANDS: dict[str, tuple[list[str], int, dict[str, Any]]] = {
+    "a sum loss under stock DDP": (
+        [f"{JOB}:Classifier", *DATA, "--init", "loss=sum", "--init", "hidden=5"],
+        1,
+        {"causes": ["sum loss", "data order"], "world_size": 2, "steps": 1, "verdict": "different", "equal": False},
+    ),
+    "a rate and a stream that follow the variables of a launcher": (
+        [f"{JOB}:Scaled", "--data", f"{JOB}:stream", "--single"],
+        1,
+        {"causes": ["learning-rate scale"], "precision": "float32", "tolerance": 1e-4},
+    ),
+    "noise of a worker, which the one process gets, too": (
+        [f"{JOB}:Classifier", "--data", f"{JOB}:augmented"],
+        0,
+        {"samples": "note", "reduced gradient": "equal"},
+    ),
+}
 
 
-def test_ranks_have_the_variables_of_a_launcher(capsys):
-    """A learning rate and a stream of `WORLD_SIZE` are seen as in a run that a launcher started."""
-    output = verified(f"{JOB}:Scaled", "--data", f"{JOB}:stream", "--json", "--single", capsys=capsys, code=1)
-    report = json.loads(output)
-    assert ["float32", 1e-4, "learning-rate scale"] == [
-        *(report["precision"], report["tolerance"]),
-        *(finding["cause"] for finding in report["findings"]),
-    ]
+@pytest.mark.parametrize(("arguments", "code", "said"), COMMANDS.values(), ids=COMMANDS)
+def test_the_command_verifies_a_module_by_name(arguments, code, said, capsys):
+    report = json.loads(verified(*arguments, "--json", capsys=capsys, code=code))
+    found = {**report, **report["stages"], "causes": [finding["cause"] for finding in report["findings"]]}
+    assert said == {name: found[name] for name in said}
 
 
 def test_a_run_that_fails_shows_the_last_line_of_the_user(tmp_path, monkeypatch, capsys):
@@ -63,13 +72,6 @@ def test_a_run_that_fails_shows_the_last_line_of_the_user(tmp_path, monkeypatch,
     os.set_blocking(end, True)
     assert b"" == os.read(end, 1), "the end of the pipe, which only comes when nobody can write to it any more"
     os.close(end)
-
-
-def test_noise_in_a_worker_is_no_difference(capsys):
-    """One process computes with the samples as the ranks read them, whatever noise a worker drew from NumPy."""
-    output = verified(f"{JOB}:Classifier", "--data", f"{JOB}:augmented", "--json", capsys=capsys, code=0)
-    stages = json.loads(output)["stages"]
-    assert ("note", "equal") == (stages["samples"], stages["reduced gradient"])
 
 
 def test_a_wrong_target_is_one_line(capsys):

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,9 @@ class Noisy(list[Any]):
 class Data(LightningDataModule):
     """Samples that are read in order by a worker, whose `collate_fn` no pickle reaches."""
 
-    def __init__(self, samples: int = 24, noisy: bool = False) -> None:
+    def __init__(self, samples: int = 24, kind: Any = list) -> None:
         super().__init__()
-        self.rows = (Noisy if noisy else list)(ROWS[:samples])
+        self.rows = kind(ROWS[:samples])
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.rows, 4, num_workers=1, collate_fn=lambda rows: tuple(default_collate(rows)))
@@ -73,9 +74,4 @@ class Stream(IterableDataset[Any]):
         return iter(ROWS[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])])
 
 
-def stream() -> Any:
-    return DataLoader(Stream(), batch_size=4)
-
-
-def augmented() -> Any:
-    return Data(noisy=True)
+stream, augmented = partial(DataLoader, Stream(), 4), partial(Data, kind=Noisy)
