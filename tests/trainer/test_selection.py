@@ -109,7 +109,7 @@ def run(*command: Any) -> None:
     subprocess.run([sys.executable, *map(str, command)], cwd=HERE, env=environ, timeout=100, check=True)
 
 
-FULL = pytest.mark.full  # the walk of tests/newcomer.py starts an instance's processes, too
+FULL = pytest.mark.full  # test_newcomer.py starts an instance's processes, too
 
 
 @pytest.mark.parametrize(
