@@ -194,9 +194,10 @@ class Memory(Logger):
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[int | None, dict[str, float]]] = []
+        self.hyperparameters: list[dict[str, Any]] = []
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Forget them."""
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.hyperparameters.append(dict(params))
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         self.rows.append((step, dict(metrics)))
