@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INTEGRATIONS := $(VENV)/.integrations
-LINT := $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
+LINT := $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/lint-imports && $(BIN)/mypy
 
 # PyPI's torch for Linux brings several GB of CUDA libraries. Where the CPU build is enough:
 #   make setup TORCH_INDEX='--index-url https://download.pytorch.org/whl/cpu'

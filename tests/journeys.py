@@ -14,86 +14,68 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from ranks import RankPool, make_trainer
 from structure import ROOT
 from torch import Tensor
 from torch.utils.data import DataLoader
+from toys import Toy
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.hooks import bfloat16
 
-__all__ = ["JOURNEYS", "Arrow", "Trace", "travel", "travelled"]
+__all__ = ["JOURNEYS", "travel", "travelled"]
+
+Arrow = tuple[str, str, str]
+"""A call between files: from where ("outside" where no file of the package calls), to where, and the function."""
+
+ARROWS: list[Arrow] = []
+"""The arrows of this process, which sees one journey at a time."""
 
 
-class Arrow(NamedTuple):
-    """A call between files; `source` is "outside" where no file of the package calls."""
-
-    source: str
-    target: str
-    function: str
-
-
-class Trace:
-    """Sees this thread's calls of files under `root` between `start` and `stop`; a second `start` begins anew."""
-
-    def __init__(self, root: str) -> None:
-        self._root = root + os.sep
-        self.arrows: list[Arrow] = []
-        self._stack: list[str] = []
-
-    def start(self) -> None:
-        self.arrows, self._stack = [], []
-        gc.disable()  # what an earlier run left would end within the journey
-        sys.setprofile(self._look)
-
-    def stop(self) -> None:
-        sys.setprofile(None)
-        gc.enable()
-
-    def _look(self, frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        if event not in ("call", "return") or not code.co_filename.startswith(self._root):
-            return
-        if event == "return":
-            if self._stack:  # else it was called before the start
-                self._stack.pop()
-            return
-        arrow = Arrow((self._stack or ["outside"])[-1], code.co_filename.removeprefix(self._root), code.co_name)
-        self._stack.append(arrow.target)
-        if arrow.source != arrow.target:
-            self.arrows.append(arrow)
+def file_of(frame: FrameType | None) -> str:
+    """Return the file of the package in which a frame is, or else the first one below it on the stack."""
+    while frame and not frame.f_code.co_filename.startswith(f"{ROOT}{os.sep}"):
+        frame = frame.f_back
+    return os.path.relpath(frame.f_code.co_filename, ROOT) if frame else "outside"
 
 
-TRACE = Trace(str(ROOT))
-"""Of this process. A second one at the same time would end the first."""
+def look(frame: FrameType, event: str, _: object) -> None:
+    """Keep a call between files."""
+    if event == "call" and frame.f_code.co_filename.startswith(f"{ROOT}{os.sep}"):
+        source, target = file_of(frame.f_back), file_of(frame)
+        ARROWS.extend([(source, target, frame.f_code.co_name)] if source != target else ())
+
+
+def start() -> None:
+    ARROWS.clear()
+    gc.disable()  # what an earlier run left would end within the journey
+    sys.setprofile(look)
+
+
+def stop() -> None:
+    sys.setprofile(None)
+    gc.enable()
+
 
 LAST = 3
 """The batch that is looked at: the fourth, when DDP has formed its buckets and nothing is made for the first time."""
 
 
-class Net(LightningModule):
-    """A linear layer, and places to look from."""
+class Net(Toy):
+    """A weight, and batches for all that is looked at."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(3, 1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return {"loss": self.layer(batch).pow(2).mean(), "weight": len(batch)}
+        super().__init__(weight=lambda batch, batch_idx: len(batch), dtype=torch.float32)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("value", self.layer(batch).mean())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        self.log("value", self.losses(batch).mean())
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        data: Any = torch.arange(288.0).reshape(96, 3)
+        data: Any = torch.arange(96.0)
         return DataLoader(data, batch_size=4)
 
     val_dataloader = train_dataloader
@@ -105,17 +87,17 @@ class LossToGradient(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         found = super().training_step(batch, batch_idx)
         if batch_idx == LAST:
-            TRACE.start()
+            start()
         return found
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        TRACE.stop()
+        stop()
 
 
-def between(start: tuple[str, int | None], stop: tuple[str, int | None]) -> Callback:
+def between(first: tuple[str, int | None], last: tuple[str, int | None]) -> Callback:
     """Return a callback that looks from one hook of a batch to another; without an index, of any or of none."""
     callback = Callback()
-    for (hook, index), act in ((start, TRACE.start), (stop, TRACE.stop)):
+    for (hook, index), act in ((first, start), (last, stop)):
         setattr(callback, hook, lambda *args, index=index, act=act: act() if index in (None, args[-1]) else None)
     return callback
 
@@ -160,8 +142,8 @@ def travelled(name: str) -> list[Arrow]:
         try:
             getattr(trainer, journey.run)(journey.module())
         finally:
-            TRACE.stop()
-    return TRACE.arrows
+            stop()
+    return list(ARROWS)
 
 
 def travel(names: Iterable[str]) -> Iterator[tuple[str, list[Arrow]]]:
