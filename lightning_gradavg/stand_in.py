@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from torchmetrics import Metric
 from lightning_gradavg.lightning_internals import put_back
 from lightning_gradavg.methods import logged_as
 
-__all__ = ["NEUTRAL", "metrics_kept", "reduction_name", "stand_in"]
+__all__ = ["NEUTRAL", "STANDS_IN", "metrics_kept", "reduction_name", "stand_in", "uncounted"]
+
+STANDS_IN: ContextVar[bool] = ContextVar("stands_in", default=False)
+"""Whether a step runs whose samples do not count: no rows of theirs belong into another rank's loss."""
 
 NEUTRAL: Mapping[str, float] = {"mean": 0.0, "sum": 0.0, "max": float("-inf"), "min": float("inf")}
 """What changes nothing in a value that is put together of several; in a mean, with a size of 0."""
@@ -42,11 +46,22 @@ def stand_in(module: LightningModule) -> Iterator[None]:
     """Run a step whose samples do not count."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
-        with logged_as(module, _neutral), metrics_kept(module):
+        with logged_as(module, _neutral), uncounted(module):
             yield
     finally:
         for buffer, before in buffers:
             buffer.data.copy_(before)  # past autograd: the backward is still to come, and is discarded
+
+
+@contextmanager
+def uncounted(module: nn.Module) -> Iterator[None]:
+    """Bring no rows to what other ranks gather, and add nothing to the module's torchmetrics."""
+    token = STANDS_IN.set(True)
+    try:
+        with metrics_kept(module):
+            yield
+    finally:
+        STANDS_IN.reset(token)
 
 
 @contextmanager

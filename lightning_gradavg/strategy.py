@@ -457,6 +457,12 @@ class GradAvgStrategy(WeighedTraining, DDPStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         require_allowed()
+        if (having := self._batches.having) is not None:
+            raise RuntimeError(
+                f"training_step calls self.all_gather, but {self.world_size - having} of {self.world_size} ranks have"
+                " no samples in this step, and would bring samples of others. Use lightning_gradavg.gather, to which"
+                " they bring no rows, or give every rank samples of each batch, as with drop_last=True."
+            )
         # `LightningModule.all_gather` passes the group of all ranks for None.
         if group in (None, dist.group.WORLD) and self._evaluation.alone():
             return tensor.expand(self.world_size, *tensor.shape)

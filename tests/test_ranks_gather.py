@@ -199,3 +199,12 @@ def test_chunks_are_summed(world, world_size, reduction):
         train, of_ranks, toy, {"reduction": reduction}, None, Cached, accumulate_grad_batches=2
     ):
         assert [approx(ratio, 1e-9), approx(ratio * 2 * world_size, 1e-9)] == ratios(seen.gradients[0])
+
+
+@pytest.mark.parametrize("strategy", [{}, {"split_batches": True}, {"equivalent_to": "single_device"}], ids=str)
+def test_a_rank_without_samples_brings_no_rows(world, strategy):
+    """Chunks of 4 rows are 2, 2 and 0; else ranks 1 and 2 have read their last batch when rank 0 reads another one."""
+    batch, toy = (A, B), {"rows": (N, 0, 0), "nodes": (0, 0, 0)}
+    of_ranks = [[batch]] * 3 if strategy else [[batch, batch], [(A[:1], B[:1])], [(A[:1], B[:1])]]
+    for seen in world(3).run(train, of_ranks, toy, strategy, None, Towers):
+        assert [ONE, ONE] == ratios(seen.gradients[-1])

@@ -58,7 +58,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
 def run(module: type[Regression], strategy: Options, text: str) -> None:
     """Train a module with the parts that the text names."""
     parts = {part: make() for part, make in PARTS.items() if f"parts.{part}" in text}
-    samples = {"gathers over": 9, "more than 1 value": 1}
+    samples = {"gathers over": 9, "more than 1 value": 1, "no samples": 1}
     size = next((size for words, size in samples.items() if words in text), 8)
     fit(module(**parts), strategy, data(size, size))
 
@@ -140,6 +140,7 @@ REFUSED: list[tuple[str, type[Regression], Options, str]] = [
     ("ValueError", Terms, parallel(), "named loss terms need the global weight of each"),
     ("RuntimeError", Gathers, parallel(), "training_step gathers over the ranks"),
     ("RuntimeError", AllGathers, parallel(), "training_step gathers over the ranks"),
+    ("RuntimeError", AllGathers, single(), "calls self.all_gather, but 1 of 2 ranks have no samples"),
     ("RuntimeError", Assigns, single(), "assigned or made the buffers center"),
     ("RuntimeError", Lazy, parallel(), "assigned or made the buffers center"),
     ("RuntimeError", Late, parallel(), "assigned or made the buffers center"),

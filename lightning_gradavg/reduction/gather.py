@@ -22,6 +22,7 @@ from lightning_gradavg.ranks import Contribution, World, on_ranks
 from lightning_gradavg.reduction.average import Refusals, checked_weight, refuse
 from lightning_gradavg.reduction.reference import rank_factors
 from lightning_gradavg.rules import Rule, RuleFunction, resolve_rule
+from lightning_gradavg.stand_in import STANDS_IN
 from lightning_gradavg.tree import leaves, mapped
 
 __all__ = ["WITHIN", "gather", "losses_weighed", "require_allowed"]
@@ -136,6 +137,8 @@ def _brought(tensors: Any, rule: Rule, weight: Any) -> Contribution:
     for label, leaf in labeled.items():
         refuse(label, leaf, _REFUSED_LEAVES)
         equal.append(f"{label} of shape ({', '.join(map(str, ('rows', *leaf.shape[1:])))}) and {leaf.dtype}")
+    if STANDS_IN.get():
+        labeled = {label: leaf[:0] for label, leaf in labeled.items()}
     tensors = labeled.values()
     details = [*map(len, tensors), *(leaf.requires_grad and grad for leaf in tensors)]
     return Contribution(equal, details, checked_weight(rule, weight), rule.node, labeled)

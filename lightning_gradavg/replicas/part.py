@@ -28,7 +28,7 @@ from lightning_gradavg.replicas.batch_norm import count_rows, synchronized_batch
 from lightning_gradavg.replicas.joined import gather_outputs, of_whole_run
 from lightning_gradavg.replicas.obstacles import has_step_end
 from lightning_gradavg.replicas.pieces import Pieces, Step
-from lightning_gradavg.stand_in import metrics_kept
+from lightning_gradavg.stand_in import metrics_kept, uncounted
 
 __all__ = ["Replicas", "replica_stream"]
 
@@ -161,7 +161,7 @@ class Replicas(Pieces):
         self._ran, counted = True, piece.replica is not None
         count_rows(counted=counted)
         stream = self._stream(-1 - self.run.world.rank if piece.replica is None else piece.replica)
-        with stream, nullcontext() if counted else metrics_kept(self.run.module):
+        with stream, nullcontext() if counted else uncounted(self.run.module):
             yield
 
     def _as_piece(self, piece: ReplicaSlice, step: Step) -> AbstractContextManager[Any]:
