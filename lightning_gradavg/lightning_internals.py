@@ -148,9 +148,9 @@ class TrainingLoop:
     def accumulation(self) -> int:
         """Batches per optimizer step. A `GradientAccumulationScheduler` tells the Trainer when the epoch begins."""
         trainer = self._loop.trainer
-        schedules = [each for each in trainer.callbacks if hasattr(each, "get_accumulate_grad_batches")]
-        told = [int(each.get_accumulate_grad_batches(trainer.current_epoch)) for each in schedules]
-        return told[0] if told else int(trainer.accumulate_grad_batches)
+        schedules = (each for each in trainer.callbacks if hasattr(each, "get_accumulate_grad_batches"))
+        told = (each.get_accumulate_grad_batches(trainer.current_epoch) for each in schedules)
+        return int(next(told, trainer.accumulate_grad_batches))
 
     @property
     def step(self) -> int:

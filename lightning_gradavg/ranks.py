@@ -77,7 +77,7 @@ class World:
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> World:
         """Return the world of a process group (None: the default one), or raise a ValueError about `group`."""
-        if group is None and not (dist.is_available() and dist.is_initialized()):
+        if group is None and not dist.is_initialized():
             return cls()
         left_out: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to processes that it leaves out
         if group is left_out:

@@ -55,7 +55,7 @@ class Termination(Part):
             vars(owner).pop(name, None)
         # Every rank began it. In a run that failed there may be no answer, and the error is another.
         with suppress(RuntimeError):
-            if hooks and dist.is_initialized():
+            if dist.is_initialized():
                 self._read()
 
     def _agree(self) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from faults import FAULTS, run_ranks
 from lightning.pytorch import Trainer
+from ranks import on_ranks
 from toys import Toy, loader
 
 from lightning_gradavg import GradAvgStrategy
@@ -40,26 +41,20 @@ def test_every_rank_ends_and_names_what_happened(name, tmp_path):
     assert not any("Traceback" in text or "gloo/transport" in text for text in before), ended
 
 
-def train_on_uneven_nodes(node_of: list[int]) -> Any:
-    """Body: train as the agents of torchrun would start these ranks on nodes; return rank and node."""
-    rank, size = dist.get_rank(), len(node_of)
-    node, place = node_of[rank], node_of[:rank].count(node_of[rank])
-    devices, nodes = node_of.count(node), len({*node_of})
-    told = {"RANK": rank, "WORLD_SIZE": size, "GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes}
+@on_ranks(3)
+def test_uneven_nodes_of_torchrun():
+    """1 and 2 processes, each told the number of its own node's devices, are two nodes and three ranks."""
+    rank, node_of = dist.get_rank(), [0, 1, 1]
+    devices, nodes, place = node_of.count(node_of[rank]), len({*node_of}), node_of[:rank].count(node_of[rank])
+    told = {"RANK": rank, "WORLD_SIZE": 3, "GROUP_RANK": node_of[rank], "GROUP_WORLD_SIZE": nodes}
     told |= {"LOCAL_RANK": place, "LOCAL_WORLD_SIZE": devices, "TORCHELASTIC_RUN_ID": 1}
     os.environ.update({name: str(value) for name, value in told.items()})
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    trainer = Trainer(strategy=GradAvgStrategy(), accelerator="cpu", devices=devices, num_nodes=nodes, **quiet)
-    trainer.fit_loop.max_epochs = 1
+    strategy = GradAvgStrategy()
+    trainer = Trainer(strategy=strategy, devices=devices, num_nodes=nodes, accelerator="cpu", max_epochs=1, **quiet)
     trainer.fit(Toy(), loader([[1.0]]))
-    return [trainer.global_rank, trainer.world_size, trainer.node_rank]
-
-
-def test_uneven_nodes_of_torchrun():
-    """1 and 2 processes, each told the number of its own node's devices, are two nodes and three ranks."""
-    ended = run_ranks(train_on_uneven_nodes, world_size=3, node_of=[0, 1, 1])
-    assert [f"[{rank}, 3, {node}]" for rank, node in enumerate((0, 1, 1))] == [one.said for one in ended]
-    assert "3 ranks on 2 nodes" in ended[0].printed
+    assert [rank, 3, node_of[rank]] == [trainer.global_rank, trainer.world_size, trainer.node_rank]
+    assert node_of == [place.node for place in strategy._reduction.run.places]
 
 
 def test_the_rank_that_holds_the_store_leaves_last(monkeypatch):
@@ -81,6 +76,7 @@ import sys
 sys.path[:0] = {path!r}
 from faults import Injected, fail, kill
 from lightning.pytorch import Trainer
+from ranks import on_ranks
 from toys import loader
 from lightning_gradavg import GradAvgStrategy
 trainer = Trainer(
