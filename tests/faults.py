@@ -52,7 +52,7 @@ class Injected(Toy):
         setattr(self, moment, acting)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Take as long as nothing does."""
+        """Do nothing."""
 
 
 class Other(Injected):
