@@ -1,10 +1,14 @@
-"""Runs for the verification: with one fault each, healthy ones, and some that cannot be judged; no test in here."""
+"""RUNS: healthy runs, runs with one fault each, and some that cannot be judged, for the verification; no test in here.
+
+Each row shows something that no other row shows: a mechanism of the package, or a way to ask for one.
+"""
 
 from __future__ import annotations
 
+import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -12,11 +16,26 @@ import verify_modules as m
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from lockstep import Graphs
 from ranks import RankEnvironment
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.utils.data import DataLoader
-from verify_modules import by_ranks, dropped, layers, normed, plain, scores, sgd, streamed, texts
+from torch.utils.data import DataLoader, default_collate
+from toys import GATHERS, Toy
+from verify_modules import (
+    by_ranks,
+    dropped,
+    entropy,
+    layers,
+    normed,
+    plain,
+    scaled,
+    scores,
+    sgd,
+    streamed,
+    texts,
+    world,
+)
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.verify.explain import judge
@@ -24,27 +43,40 @@ from lightning_gradavg.verify.record import Recorder, Tape
 from lightning_gradavg.verify.report import Report
 from lightning_gradavg.verify.run import quiet_options, record_run
 
-EVEN, UNEVEN, SIZES = by_ranks((4, 4), (4, 4)), by_ranks((6, 4), (2, 4)), ((6, 4), (2, 4))
-ALL, WINDOWS = plain(), by_ranks((4, 4, 4), (4, 4, 4))
+EVEN, UNEVEN, WINDOWS = by_ranks((4, 4), (4, 4)), by_ranks((6, 4), (2, 2)), by_ranks((4, 4, 4), (4, 4, 4))
+ALL = plain()
 
 
-@dataclass(frozen=True)
 class Run:
-    """Layers, step, loader, strategy, and hooks and options of the Trainer; and what is to be found."""
+    """Layers, step, loader, strategy, and hooks and options of the Trainer; and what is to be found.
 
-    make: m.Layers
-    step: m.OfStep
-    reads: m.Loader
-    strategy: Callable[[], Any]
-    steps: int
-    cause: str
-    not_shown: str
-    ranks: int
-    given: Mapping[str, Any]
+    Lightning's sampler `deals`, and a gradient is a `factor` of the right one. The report `says` all this.
+    """
 
-    @property
-    def verdict(self) -> str:
-        return "different" if self.cause else "not shown" if self.not_shown else "equal"
+    verdict, cause, not_shown = "equal", "", ""
+
+    def __init__(
+        self,
+        make: m.Layers = layers,
+        step: m.OfStep = m.classified,
+        reads: m.Loader = EVEN,
+        strategy: Callable[[], Any] = DDPStrategy,
+        *,
+        steps: int = 2,
+        ranks: int = 2,
+        tolerance: float = 1e-8,
+        says: Sequence[str] = (),
+        factor: float | None = None,
+        deals: bool = False,
+        window: int = 1,
+        manual: bool = False,
+        optimizer: Callable[[Any], Any] = sgd,
+        **given: Any,
+    ) -> None:
+        given |= {"use_distributed_sampler": deals, "accumulate_grad_batches": window}
+        given |= {"automatic_optimization": not manual, "configure_optimizers": optimizer}
+        self.make, self.step, self.reads, self.strategy, self.given = make, step, reads, strategy, given
+        self.steps, self.ranks, self.tolerance, self.says, self.factor = steps, ranks, tolerance, says, factor
 
     def build(self) -> tuple[LightningModule, dict[str, Any], dict[str, Any]]:
         """Return module, data and options, as of a new run."""
@@ -55,31 +87,9 @@ class Run:
         return module, {"train_dataloaders": self.reads()}, quiet_options({"max_epochs": 1, **options}, "cpu")
 
 
-def run(
-    make: m.Layers = layers,
-    step: m.OfStep = m.classified,
-    reads: m.Loader = EVEN,
-    strategy: Callable[[], Any] = DDPStrategy,
-    *,
-    steps: int = 2,
-    cause: str = "",
-    not_shown: str = "",
-    ranks: int = 2,
-    deals: bool = False,
-    window: int = 1,
-    manual: bool = False,
-    optimizer: Callable[[Any], Any] = sgd,
-    **given: Any,
-) -> Run:
-    """Return a run of hooks and options beside these; Lightning's sampler `deals`."""
-    given |= {"use_distributed_sampler": deals, "accumulate_grad_batches": window}
-    given |= {"automatic_optimization": not manual, "configure_optimizers": optimizer}
-    return Run(make, step, reads, strategy, steps, cause, not_shown, ranks, given)
-
-
 def shared(make: m.Layers = layers, step: m.OfStep = m.classified, reads: m.Loader = ALL, **more: Any) -> Run:
     """Return a run over a loader of which Lightning's sampler deals a part to each rank."""
-    return run(make, step, reads, **{"deals": True, **more})
+    return Run(make, step, reads, **{"deals": True, **more})
 
 
 def recorded(name: str) -> Tape:
@@ -90,11 +100,11 @@ def recorded(name: str) -> Tape:
     return record_run(Recorder(RUNS[name].steps), RUNS[name].strategy(), options, module, data)
 
 
-def judged(name: str, tapes: Sequence[Tape], tolerance: float = 1e-8) -> Report:
+def judged(name: str, tapes: Sequence[Tape]) -> Report:
     """Return what one process makes of a recorded run."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="lightning")  # advice for a longer run
-        return judge(tapes, RUNS[name].build, tolerance)
+        return judge(tapes, RUNS[name].build, RUNS[name].tolerance)
 
 
 def ours(**options: Any) -> Callable[[], GradAvgStrategy]:
@@ -109,297 +119,274 @@ def changing(change: Callable[[Any], Any], **options: Any) -> Callable[[], GradA
     return sending(m.reduced_by(change), **options)
 
 
-def unused(**options: Any) -> DDPStrategy:
-    return DDPStrategy(find_unused_parameters=True, **options)
+def stock(**options: Any) -> Callable[[], DDPStrategy]:
+    return lambda: DDPStrategy(**options)
 
 
 BY_WEIGHT, BY_SUM, SPLIT = ours(reduction="weighted_mean"), ours(reduction="sum"), ours(split_batches=True)
 SINGLE, PARALLEL = ours(equivalent_to="single_device"), ours(equivalent_to="data_parallel")
 SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
-LATE = by_ranks((4,) * 9 + (2,), (4,) * 10)
-ADAMS = {
-    "manual": True,
-    "optimizer": lambda self: [torch.optim.Adam(each.parameters(), 0.01) for each in self.net.children()],
-}
 TOKENS = m.weighing(m.each_token, lambda batch: batch != 0)
+COUNTER = m.kept(lambda: iter(range(1, 99)))
 
 EQUAL = {
-    "stock DDP": run(),
-    "`GradAvgStrategy()`": run(strategy=GradAvgStrategy),
-    "stock DDP with a shuffling sampler": shared(reads=plain(16)),
-    "a mean over uneven batches, `weighted_mean`": run(layers, m.classified, UNEVEN, BY_WEIGHT),
-    "a mean over tokens, with its weight": run(layers, m.weighted, UNEVEN, BY_WEIGHT),
-    "a sum loss, `sum`": run(layers, m.summed, UNEVEN, BY_SUM),
-    "a sum loss, `normalized_sum`": run(layers, m.summed, UNEVEN, ours(reduction="normalized_sum")),
-    "named loss terms": run(layers, m.named_terms, UNEVEN, BY_WEIGHT),
-    "a short last window, `GradAvgStrategy()`": run(layers, m.classified, WINDOWS, GradAvgStrategy, window=2),
-    "windows of weighted batches": run(layers, m.weighted, by_ranks((6, 4, 3), (2, 4, 1)), BY_WEIGHT, window=2),
-    "gradient clipping": run(gradient_clip_val=0.1),
-    "manual optimization, clipping": run(layers, m.by_hand(), strategy=GradAvgStrategy, manual=True),
-    "a GAN with noise": run(m.Gan, m.adversarial(lambda: 1), strategy=unused, steps=4, **ADAMS),
-    "AdamW, one cycle, batch norm on one device": run(
+    "case 41": Run(dropped),
+    "a sum loss, `sum`": Run(step=m.summed, reads=UNEVEN, strategy=BY_SUM, steps=1),
+    "a sum loss, `normalized_sum`": Run(step=m.summed, reads=UNEVEN, strategy=ours(reduction="normalized_sum")),
+    "named loss terms": Run(step=m.named_terms, reads=UNEVEN, strategy=BY_WEIGHT, steps=1),
+    "windows of weighted batches": Run(
+        step=m.weighing(m.masked, lambda batch: batch[1] != 0),
+        reads=by_ranks((6, 4, 3), (2, 4, 1)),
+        strategy=BY_WEIGHT,
+        window=2,
+    ),
+    "dropout, a short last window": Run(dropped, reads=WINDOWS, strategy=GradAvgStrategy, window=2),
+    "dropout, uneven batches, bfloat16": Run(dropped, reads=UNEVEN, strategy=BY_WEIGHT, precision="bf16-mixed"),
+    "noise drawn in `training_step`, bfloat16 weights": Run(
+        step=entropy(lambda x: x + torch.randn_like(x)), reads=UNEVEN, strategy=BY_WEIGHT, precision="bf16-true"
+    ),
+    "clipping, float16 with a gradient scaler": Run(plugins=[SCALED], gradient_clip_val=0.1),
+    "clipping in manual optimization": Run(step=m.by_hand(), strategy=GradAvgStrategy, manual=True),
+    "a GAN with noise": Run(
+        m.Gan,
+        m.adversarial,
+        strategy=stock(find_unused_parameters=True),
+        steps=4,
+        manual=True,
+        optimizer=lambda self: [torch.optim.Adam(each.parameters(), 0.01) for each in self.net.children()],
+    ),
+    "AdamW, one cycle, batch norm on one device": Run(
         normed, reads=plain(20, 8), strategy=SINGLE, optimizer=m.one_cycle
     ),
-    "momentum, weight decay, three epochs": run(optimizer=m.halving, max_epochs=3, steps=5),
-    "a schedule by `estimated_stepping_batches`": shared(optimizer=m.scheduled, steps=3),
-    "`split_batches`": run(reads=plain(14, 5), strategy=SPLIT, steps=3),
-    "`split_batches` on three ranks": run(reads=plain(20, 7), strategy=SPLIT, steps=3, ranks=3, precision="64-true"),
-    "an idle rank": run(reads=plain(12), strategy=SPLIT, ranks=3, precision="64-true"),
-    "asks for the global batch": run(
-        step=m.scaled(lambda module: module.trainer.strategy.global_batch_size / 8), reads=ALL, strategy=SPLIT
+    "momentum, schedules of epochs and of a metric, a counter": Run(
+        step=COUNTER, optimizer=m.halving, max_epochs=3, steps=5
     ),
-    "`split_batches` in pieces": run(
-        reads=plain(22, 7), strategy=ours(split_batches=True, max_device_batch_size=2), window=2
+    "a schedule of steps, reads the data set and writes to the logger": shared(
+        step=m.reads_data, optimizer=m.one_cycle, steps=3
     ),
-    "`single_device`, batch norm": run(normed, reads=plain(14, 5), strategy=SINGLE),
-    "`single_device`, `training_step_end`": run(
+    "a frozen layer, dropout, hooks that read gradients, an average of weights": Run(
+        m.frozen,
+        on_train_start=lambda self: len(self.trainer.train_dataloader),
+        on_before_optimizer_step=lambda self, _: [float(each.grad.norm()) for each in self.net[-1].parameters()],
+        on_train_batch_end=m.averaged(lambda: 1.0),
+    ),
+    "`split_batches` on three ranks": Run(
+        reads=plain(20, 7), strategy=SPLIT, steps=3, ranks=3, precision="64-true", tolerance=1e-13
+    ),
+    "an idle rank": Run(reads=plain(12), strategy=SPLIT, ranks=3, precision="64-true"),
+    "asks for the global batch": Run(
+        step=scaled(lambda module: module.trainer.strategy.global_batch_size / 8), reads=ALL, strategy=SPLIT
+    ),
+    "`split_batches` in pieces, dropout": Run(
+        dropped, reads=plain(22, 7), strategy=ours(split_batches=True, max_device_batch_size=2), window=2
+    ),
+    "dropout, `single_device`": Run(dropped, reads=plain(14, 5), strategy=SINGLE),
+    "`training_step_end`": Run(
         step=lambda module, batch: {"outputs": module.net(batch[0])},
         reads=plain(14, 5),
         strategy=SINGLE,
         training_step_end=lambda _, outputs: m.spread(outputs["outputs"]),
     ),
-    "unused parameters, bucket views": run(
-        lambda: layers(nn.PReLU(8)), strategy=lambda: unused(gradient_as_bucket_view=True)
+    "a static graph, spectral norm": Run(m.spectral, strategy=stock(static_graph=True)),
+    "a counter outside of the module": Run(step=m.by_global),
+    "an L2 penalty in a mean loss, a factor of `batch_idx`": Run(
+        step=scaled(lambda module: 1 + module.batch_idx, m.penalized())
     ),
-    "a static graph, dropout": run(dropped, strategy=lambda: DDPStrategy(static_graph=True)),
-    "dropout, uneven batches, `weighted_mean`": run(dropped, m.classified, UNEVEN, BY_WEIGHT),
-    "dropout, windows": run(dropped, m.classified, WINDOWS, GradAvgStrategy, window=2),
-    "dropout, `single_device`": run(dropped, reads=plain(14, 5), strategy=SINGLE),
-    "case 41": run(dropped),
-    "noise drawn in `training_step`": run(layers, m.noisy, UNEVEN, BY_WEIGHT),
     "padded texts with their weights, dropout": shared(lambda: m.words(0.3), TOKENS, texts, strategy=BY_WEIGHT),
-    "padded texts, a sum loss, `sum`": shared(m.words, m.all_tokens, texts, strategy=BY_SUM),
-    "padded texts, a mean over texts": shared(m.words, m.each_text, texts),
-    "padded texts, attention, dropout, a mean over texts": shared(m.Attention, m.each_text, texts),
-    "padded texts, attention, dropout, `single_device`": run(
-        m.Attention, m.each_text, lambda: texts(batch_size=8), SINGLE
-    ),
-    "bucketed batches, a mean over texts": run(m.words, m.each_text, m.bucketed),
-    "GRU": shared(m.Recurrent, m.last_word, texts),
+    "padded texts, attention, dropout": shared(m.Attention, m.each_text, texts),
+    "padded texts, attention, dropout, `single_device`": Run(m.Attention, m.each_text, lambda: texts(8), SINGLE),
     "LSTM, dropout": shared(lambda: m.Recurrent(nn.LSTM, part=0.3), m.last_word, texts),
-    "packed sequences": shared(lambda: m.Recurrent(packs=True), m.last_word, texts),
-    "an L2 penalty in a mean loss": run(step=m.penalized()),
-    "a step counter in an attribute": run(step=m.kept(lambda: iter(range(1, 99)), lambda step: min(1.0, step / 10))),
-    "an iterator in an attribute": run(step=m.kept(lambda: iter(range(1, 99)))),
-    "a counter outside of the module": run(step=m.by_global),
-    "a loss of `batch_idx`": run(step=m.by_index),
-    "spectral norm": run(m.spectral),
-    "an average of the weights": shared(m.Teacher, m.taught, on_train_batch_end=m.averaged(lambda: 1.0)),
-    "sparse gradients, SparseAdam": run(
+    "GRU, packed sequences": shared(lambda: m.Recurrent(nn.GRU, packs=True), m.last_word, texts),
+    "samples along dimension 1, dropout": shared(m.sequences, m.sequence_first),
+    "sparse gradients, SparseAdam": Run(
         lambda: nn.Embedding(3, 4, sparse=True),
-        m.sparse,
+        lambda module, batch: (module.net(batch[1]) - 1).square().mean(),
         optimizer=lambda self: torch.optim.SparseAdam(list(self.parameters()), lr=0.1),
     ),
-    "L-BFGS": run(optimizer=m.lbfgs),
-    "hooks that read gradients, the loader, a validation metric": run(
-        steps=3,
-        max_epochs=3,
-        optimizer=m.on_plateau,
-        on_train_start=lambda self: len(self.trainer.train_dataloader),
-        on_before_optimizer_step=lambda self, _: [float(each.grad.norm()) for each in self.parameters()],
+    "L-BFGS, bucket views": Run(strategy=stock(gradient_as_bucket_view=True), optimizer=m.lbfgs),
+    "`x.float()`, logged with `sync_dist`, medium precision of products": shared(
+        step=m.in_float, on_fit_start=lambda _: torch.set_float32_matmul_precision("medium")
     ),
-    "bfloat16 mixed precision, dropout": run(dropped, m.classified, UNEVEN, BY_WEIGHT, precision="bf16-mixed"),
-    "float16 with a gradient scaler": run(plugins=[SCALED]),
-    "bfloat16 weights": run(precision="bf16-true"),
-    "medium precision of products": run(on_fit_start=lambda _: torch.set_float32_matmul_precision("medium")),
-    "`x.float()`": shared(step=m.in_float),
-    "samples along dimension 1, dropout": shared(m.sequences, m.sequence_first),
-    "images with records, `collate_fn`": shared(step=m.detected, reads=m.records),
-    "graphs, `collate_fn`": shared(step=m.of_graphs, reads=m.graphs),
-    "contrastive, `gather`": run(step=scores("lightning_gradavg")),
-    "contrastive, `self.all_gather(sync_grads=True)`": shared(step=scores("Lightning")),
-    "contrastive, `torch.distributed.nn`": shared(step=scores("torch")),
-    "compiled, dropout": shared(m.compiled),
+    "samples in lists": shared(
+        step=lambda module, batch: m.classified(module, tuple(map(torch.stack, batch))),
+        reads=plain(collate_fn=lambda rows: tuple(zip(*rows, strict=True))),
+    ),
+    "batches of a class of their own": shared(
+        step=lambda module, batch: m.classified(module, default_collate(batch.samples)), reads=plain(collate_fn=Graphs)
+    ),
+    "noise that a data set draws in a worker": shared(
+        lambda: nn.Linear(1, 3), lambda module, batch: module.net(batch).square().mean(), m.augmented
+    ),
+    **{f"contrastive, gathered by {way}": shared(step=scores(way)) for way in GATHERS},
+    "compiled, dropout": shared(lambda: m.Called(wrap=torch.compile)),
     "checkpointed, dropout": shared(lambda: m.checkpointed(reentrant=False)),
-    "checkpointed, reentrant": shared(lambda: m.checkpointed(reentrant=True)),
-    "a frozen layer, dropout": shared(m.frozen),
-    "a stream, every W-th": run(reads=streamed("every W-th")),
-    "a stream, a part for each": run(reads=streamed("halves")),
-    "a stream that ends earlier on a rank": run(reads=streamed("uneven"), strategy=BY_WEIGHT, steps=4),
-    "a sampler with replacement": run(reads=m.replaced),
-    "batches of a sampler with replacement": run(reads=lambda: m.replaced(in_batches=True)),
-    "reads the data set and writes to the logger": shared(step=m.reads_data),
-    "logged with `sync_dist`": shared(step=m.logged),
+    "checkpointed, reentrant, dropout": shared(lambda: m.checkpointed(reentrant=True)),
+    **{
+        f"a stream, {how} for each": Run(reads=streamed(how), strategy=BY_WEIGHT, steps=4)
+        for how in ("every W-th", "halves", "uneven parts")
+    },
+    "a sampler of your own": Run(reads=m.sampled(lambda: m.in_turn([*range(32)]))),
+    "a half of the batches for each, in order": Run(reads=lambda: m.dealt(m.batches((4,) * 4), m.half)),
+    "a sampler with replacement": Run(reads=m.sampled(m.replacing)),
+    "batches of a sampler with replacement": Run(reads=m.replacing_in_batches),
     "`drop_last`": shared(reads=plain(30, drop_last=True)),
 }
 DIFFERENT = {
-    "other initial weights on several processes": run(m.other_start, cause="initial weights"),
-    "one stream on all ranks": run(reads=plain(16), cause="duplicated stream"),
-    "a stream that all ranks read": run(reads=streamed("alike"), cause="duplicated stream"),
-    "a sampler of your own that all ranks read": run(reads=plain(sampler=range(32)), cause="duplicated stream"),
-    "graphs that all ranks read": run(layers, m.of_graphs, m.graphs, cause="duplicated stream"),
-    "samples repeated to fill the ranks": shared(reads=plain(15), cause="padding"),
-    "data sharded by hand and by the sampler": shared(reads=m.sharded_by_hand, cause="unread samples"),
-    "ranks that read backwards": run(reads=lambda: m.dealt(m.batches((4,) * 4), order=-1), cause="data order"),
-    "batch norm": run(normed, cause="batch norm"),
-    "case 42": run(
-        lambda: nn.BatchNorm1d(1), m.case_42, m.of_rows([0.0, 2.0], [4.0, 6.0]), steps=1, cause="batch norm"
-    ),
-    "batch norm, dropout": run(lambda: layers(nn.BatchNorm1d(8), nn.Dropout(0.5)), cause="batch norm"),
-    "batch norm in windows": run(normed, m.classified, WINDOWS, GradAvgStrategy, window=3, steps=1, cause="batch norm"),
-    "batch norm without running statistics": run(lambda: normed(track_running_stats=False), cause="batch norm"),
-    "batch norm and uneven batches": run(normed, reads=UNEVEN, cause="batch norm"),
-    "a loss that compares samples": run(
-        step=lambda module, batch: m.spread(module.net(batch[0])), cause="non-decomposable loss"
-    ),
-    "contrastive on each rank, dropout": run(dropped, scores("none"), cause="non-decomposable loss"),
-    "a batch hook that normalizes": shared(on_after_batch_transfer=m.normalized, cause="non-decomposable loss"),
-    "a hook on parameters that clips": run(
-        lambda: m.hooked(lambda grad: grad.clamp(-0.01, 0.01)), cause="non-decomposable loss"
-    ),
-    "a detached `self.all_gather`": shared(step=scores("Lightning, detached"), cause="detached gather"),
-    "a `torch.distributed.all_gather`": shared(step=scores("torch, detached"), cause="detached gather"),
-    "a `torch.distributed.all_gather_single`": shared(step=scores("torch, at once"), cause="detached gather"),
-    "a sum loss": run(step=m.summed, cause="sum loss"),
-    "a sum loss, dropout": run(dropped, m.summed, cause="sum loss"),
-    "a sum loss, bfloat16": run(step=m.summed, precision="bf16-mixed", cause="sum loss"),
-    "a sum loss over padded texts": shared(m.words, m.all_tokens, texts, cause="sum loss"),
-    "a sum loss, L-BFGS": run(step=m.summed, optimizer=m.lbfgs, cause="sum loss"),
-    "a sum loss, shuffled": shared(step=m.summed, reads=plain(16), cause="sum loss"),
-    "a sum loss, and samples repeated to fill the ranks": shared(step=m.summed, reads=plain(15), cause="sum loss"),
-    "an L2 penalty under `sum`": run(step=m.penalized(m.summed), strategy=BY_SUM, cause="constant term"),
-    "an L2 penalty in a sum loss": run(step=m.penalized(m.summed), cause="constant term"),
-    "an L2 penalty of rank 0": run(step=m.penalized(alone=True), cause="unexplained"),
-    "uneven batches": run(reads=UNEVEN, cause="mean of means"),
-    "uneven batches late in a long window": run(reads=LATE, window=10, cause="mean of means"),
-    "uneven batches, noise": run(step=m.noisy, reads=UNEVEN, cause="mean of means"),
-    "a short last batch in a window": shared(reads=plain(28), window=2, cause="mean of means"),
-    "a mean over tokens": run(step=m.masked, cause="mean of means"),
-    "a mean over tokens of padded texts": shared(m.words, m.each_token, texts, cause="mean of means"),
-    "a mean over tokens of padded texts, with weights": shared(m.words, TOKENS, texts, cause="mean of means"),
-    "class weights": run(step=m.class_weighted, cause="mean of means"),
-    "a moving average of the loss in an attribute": run(step=m.by_average, cause="mean of means"),
-    "class weights under `weighted_mean`": run(step=m.class_weighted, strategy=BY_WEIGHT, cause="counts"),
-    "a mean over tokens weighted by samples": run(layers, m.masked, UNEVEN, BY_WEIGHT, cause="counts"),
-    "a mean under `sum`": run(layers, m.classified, UNEVEN, BY_SUM, cause="counts"),
-    "a short last window": run(reads=WINDOWS, window=2, cause="short window"),
-    "case 7": run(
-        m.Scalar, m.case_7, m.of_rows([1.0, 1.0, 1.0], [5.0]), BY_WEIGHT, steps=1, cause="hand-compensated loss"
-    ),
-    "a loss multiplied by the ranks, dropout": run(dropped, m.multiplied, cause="hand-compensated loss"),
-    "a loss multiplied by the ranks in the second step": run(
-        step=m.multiplied_late, reads=by_ranks((4,) * 4, (4,) * 4), steps=3, cause="hand-compensated loss"
-    ),
-    "a tiny gradient times the ranks": shared(m.Tiny, cause="hand-compensated loss"),
-    "a GAN multiplied by the ranks": run(
-        m.Gan, m.adversarial(m.world), strategy=unused, steps=4, cause="unexplained", **ADAMS
-    ),
-    "a loss divided by the ranks": run(step=m.divided, cause="double division"),
-    "a communication hook that divides again": run(strategy=changing(lambda sent: sent / 2), cause="double division"),
-    "a communication hook that divides again under `sum`": run(
-        step=m.summed, strategy=changing(lambda sent: sent / 2, reduction="sum"), cause="double division"
-    ),
-    "a hook on parameters that divides, dropout": run(
-        lambda: m.hooked(lambda grad: grad / m.world(), nn.Dropout(0.5)), cause="double division"
-    ),
-    "gradients divided after the reduction": run(on_after_backward=m.divides, cause="double division"),
-    "every rank clips its norm": run(
-        strategy=changing(lambda sent: sent * min(1.0, 0.05 / float(sent.norm()))), cause="gradient hooks"
-    ),
-    "every rank clips its values": run(strategy=changing(lambda sent: sent.clamp(-0.01, 0.01)), cause="gradient hooks"),
-    "gradients lost on the way": run(strategy=changing(lambda sent: sent * 0), cause="gradient hooks"),
-    "gradients sent as float16": run(strategy=sending(fp16_compress_hook), cause="16-bit wire"),
-    "gradients sent as bfloat16": run(strategy=sending(bf16_compress_hook), cause="16-bit wire"),
-    "gradients times 1.004 in bfloat16": run(
-        strategy=changing(lambda sent: sent * 1.004), precision="bf16-mixed", cause="unexplained"
-    ),
-    "one rank changes a weight": run(on_train_batch_start=m.drifts, cause="unsynchronised replicas"),
-    "a backward past the strategy": run(step=m.by_hand(outside=True), manual=True, cause="unsynchronised replicas"),
-    "a learning rate of each rank": run(
-        optimizer=lambda self: sgd(self, lr=0.1 * (1 + self.global_rank)), cause="unsynchronised replicas"
-    ),
-    "an optimizer of each rank": run(
-        optimizer=lambda self: (torch.optim.Adam if self.global_rank else torch.optim.SGD)(self.parameters(), lr=0.1),
-        cause="unsynchronised replicas",
-    ),
-    "a learning rate times the ranks": run(
-        optimizer=lambda self: sgd(self, lr=0.1 * self.trainer.world_size, momentum=0.9), cause="learning-rate scale"
-    ),
-    "a learning rate times the ranks, a short last window": run(
-        reads=WINDOWS,
-        window=2,
-        optimizer=lambda self: sgd(self, lr=0.1 * self.trainer.world_size),
-        cause="learning-rate scale",
-    ),
-    "a learning rate of one group times the ranks": run(
-        optimizer=lambda self: m.grouped(self, 0.1 * self.trainer.world_size), cause="learning-rate scale"
-    ),
-    "weight decay times the ranks": run(
-        optimizer=lambda self: sgd(self, weight_decay=0.01 * self.trainer.world_size), cause="optimizer options"
-    ),
-    "an average of the weights that depends on the ranks": shared(
-        m.Teacher, m.taught, on_train_batch_end=m.averaged(m.world), cause="weights beside the gradient"
-    ),
-    "a clamp that depends on the ranks": shared(on_train_batch_end=m.clamped, cause="weights beside the gradient"),
-    "a buffer of one rank's samples": run(m.counting, m.counts, cause="buffers of one rank"),
-    "an average in a buffer that depends on the ranks": shared(
-        lambda: m.Teacher(held=True), m.taught, on_train_batch_end=m.held, cause="buffers of one rank"
-    ),
-    "clipping to a part for every rank": run(
-        configure_gradient_clipping=lambda self, optimizer, *_, **__: self.clip_gradients(
-            optimizer, 0.1 / m.world(), "norm"
-        ),
-        cause="unexplained",
-    ),
-    "a loss summed over the ranks by hand": shared(step=m.summed_value, cause="logged value"),
-}
-PER_BATCH = {"window": 2, "not_shown": "keeps state for every micro-batch"}
-NOT_SHOWN = {
-    "`data_parallel`, batch norm": run(normed, reads=plain(14, 7), strategy=PARALLEL, not_shown="trains replicas"),
-    "`reproducible`, four replicas on two ranks": run(
-        reads=plain(16, 8), strategy=ours(reproducible=True, num_replicas=4), not_shown="trains replicas"
-    ),
-    "a learning rate scaled by `lr_scaling`": run(
-        reads=plain(16, 8),
-        strategy=ours(lr_scaling="linear", base_batch_size=4, split_batches=True),
-        not_shown="lr_scaling= changes the learning rate",
-    ),
-    "mixup": run(step=m.mixed_up, not_shown="a generator of Python or NumPy"),
-    "noise for whole gradients": shared(on_before_optimizer_step=m.shaken, not_shown="one draw for a whole batch"),
-    "one draw for each batch": shared(step=m.one_draw, not_shown="one draw for a whole batch (aten.rand)"),
-    "random masks in `collate_fn`": shared(reads=m.masking, not_shown="collate_fn draws random numbers"),
-    "a draw for each word, and for all": shared(
-        m.words, m.by_words, texts, not_shown="a batch of another size draws other random numbers (aten.bernoulli_)"
-    ),
-    "computes in float32 alone": run(step=m.quantized, not_shown="verify with --single, in float32"),
-    "ends earlier on one process": run(
-        on_train_batch_end=lambda self, *_: setattr(self.trainer, "should_stop", m.world() == 1),
-        not_shown="one process takes fewer steps than the run",
-    ),
-    "a step for every rank": run(
-        step=m.repeated, manual=True, not_shown="one process takes other optimizer steps in a batch than the run"
-    ),
-    "two loaders": shared(
-        step=m.of_both, reads=lambda: {"one": plain()(), "other": plain()()}, not_shown="use one DataLoader"
-    ),
-    "batches that no `collate_fn` made": run(
-        reads=lambda: DataLoader(m.batches((4, 4)), batch_size=None),  # type: ignore[arg-type]  # a list is a data set
-        not_shown="no collate_fn makes the loader's batches",
-    ),
-    "samples that cannot be copied": shared(reads=m.uncopied, not_shown="a sample cannot be copied"),
-    "samples of their own on several processes": run(
-        reads=by_ranks((4, 4), (4, 4), own=True), not_shown="transformed at random"
-    ),
-    "a permutation of each rank": run(
-        reads=plain(sampler=m.Permuted()), not_shown="by a sampler of your own, the ranks leave out"
-    ),
-    "a step counter in windows": run(
-        layers, EQUAL["a step counter in an attribute"].step, WINDOWS, GradAvgStrategy, **PER_BATCH
-    ),
-    "spectral norm in windows": run(m.spectral, m.classified, WINDOWS, GradAvgStrategy, **PER_BATCH),
-    "a loss of the positions in a batch": run(step=m.by_position, not_shown="their positions in the batch"),
-    "windows in manual optimization": run(
-        step=m.by_hand(every=2), reads=WINDOWS, steps=1, manual=True, not_shown="the user's own sum"
-    ),
-    "padding beyond the steps": shared(reads=plain(31), not_shown="1 samples of an epoch are read twice"),
-    "a short window beyond the steps": run(
-        reads=by_ranks((4,) * 5, (4,) * 5),
-        window=2,
+    "initial weights": Run(m.other_start),
+    "duplicated stream: in batches": Run(reads=plain(16)),
+    "duplicated stream": Run(reads=streamed("all")),
+    "duplicated stream: without an end": Run(reads=streamed("all", cycle)),
+    "duplicated stream: a sampler of your own": Run(reads=plain(sampler=range(32))),
+    "padding": shared(reads=plain(15)),
+    "unread samples: sharded by hand and by the sampler": shared(reads=m.sharded_by_hand),
+    "data order: ranks that read backwards": Run(reads=lambda: m.dealt(m.batches((4,) * 4), m.backwards)),
+    "batch norm: case 42": Run(
+        lambda: nn.BatchNorm1d(1),
+        lambda module, batch: (module.net(batch) * batch).mean(),
+        m.of_rows([[0.0], [2.0]], [[4.0], [6.0]]),
         steps=1,
-        not_shown="2 micro-batches of 4 samples, whose means DDPStrategy adds up and divides by 4",
     ),
-    "a short last batch beyond the steps": run(
-        reads=by_ranks((4, 4, 2), (4, 4, 4)), steps=1, not_shown="2 micro-batches of 2 and 4 samples"
+    "batch norm: windows": Run(normed, reads=WINDOWS, strategy=GradAvgStrategy, window=3, steps=1),
+    "batch norm: without running statistics": Run(lambda: normed(track_running_stats=False)),
+    "batch norm: uneven batches": Run(normed, reads=UNEVEN),
+    "non-decomposable loss": Run(step=lambda module, batch: m.spread(module.net(batch[0]))),
+    "non-decomposable loss: a batch hook that normalizes": shared(on_after_batch_transfer=m.normalized),
+    "non-decomposable loss: a hook on parameters that clips": Run(
+        lambda: m.hooked(lambda grad: grad.clamp(-0.01, 0.01))
+    ),
+    **{f"detached gather: {way}": shared(step=scores(way)) for way in m.DETACHED},
+    "sum loss": Run(
+        step=m.summed,
+        factor=0.5,
+        says=[
+            "in the reduced gradient",
+            "the gradient is 0.5 x that of one process: the loss is a sum over samples",
+            '+trainer = Trainer(strategy=GradAvgStrategy(..., reduction="sum"), ...)',
+        ],
+    ),
+    "sum loss: L-BFGS": Run(step=m.summed, optimizer=m.lbfgs),
+    "sum loss: shuffled": shared(step=m.summed, reads=plain(16), says=["note: one process would train on these"]),
+    "sum loss: samples repeated to fill the ranks": shared(step=m.summed, reads=plain(15)),
+    "constant term: an L2 penalty under `sum`": Run(step=m.penalized(m.summed), strategy=BY_SUM),
+    "constant term: an L2 penalty in a sum loss": Run(step=m.penalized(m.summed)),
+    "mean of means": Run(reads=UNEVEN),
+    "mean of means: late in a long window": Run(reads=by_ranks((4,) * 9 + (2,), (4,) * 10), window=10),
+    "mean of means: a short last batch in a window": shared(reads=plain(28), window=2),
+    "mean of means: over tokens": Run(step=m.masked),
+    "mean of means: over tokens of padded texts, with weights": shared(m.words, TOKENS, texts),
+    "mean of means: a moving average of the loss in an attribute": Run(step=m.by_average),
+    "counts: class weights": Run(step=m.class_weighted, strategy=BY_WEIGHT),
+    "counts: a mean over tokens weighted by samples": Run(
+        step=m.masked, reads=UNEVEN, strategy=BY_WEIGHT, says=["the run weights them by 0.75, 0.25:", '"weight": n']
+    ),
+    "counts: a mean under `sum`": Run(reads=UNEVEN, strategy=BY_SUM),
+    "short window": Run(reads=WINDOWS, window=2),
+    "hand-compensated loss: case 7": Run(
+        Toy,
+        m.case_7,
+        m.of_rows([1.0, 1.0, 1.0], [5.0]),
+        BY_WEIGHT,
+        steps=1,
+        factor=0.875,
+        says=["net.w is 1.75, but 2 on one process", 'reduction="mean"'],
+    ),
+    "hand-compensated loss: times the ranks, dropout": Run(dropped, scaled(lambda _: world())),
+    "hand-compensated loss: times the ranks in the second step": Run(
+        step=scaled(lambda module: world() if module.batch_idx == 1 else 1), reads=WINDOWS, steps=3
+    ),
+    "hand-compensated loss: a tiny gradient times the ranks": Run(
+        lambda: layers(change=lambda net: net[0].bias.register_hook(lambda grad: 1e-9 * world() * grad)),
+        says=["net.0.bias is "],
+    ),
+    "double division: a loss": Run(step=scaled(lambda _: 1 / world())),
+    "double division: a communication hook": Run(strategy=changing(lambda sent: sent / 2)),
+    "double division: a communication hook under `sum`": Run(
+        step=m.summed, strategy=changing(lambda sent: sent / 2, reduction="sum")
+    ),
+    "double division: a hook on parameters": Run(lambda: m.hooked(lambda grad: grad / world())),
+    "double division: after the reduction": Run(on_after_backward=m.divides),
+    "gradient hooks: every rank clips its norm": Run(
+        strategy=changing(lambda sent: sent * min(1.0, 0.05 / float(sent.norm())))
+    ),
+    "gradient hooks: lost on the way": Run(strategy=changing(lambda sent: sent * 0)),
+    "16-bit wire: float16": Run(strategy=sending(fp16_compress_hook)),
+    "16-bit wire: bfloat16": Run(strategy=sending(bf16_compress_hook)),
+    "unsynchronised replicas: a weight": Run(on_train_batch_start=m.drifts),
+    "unsynchronised replicas: past the strategy": Run(step=m.by_hand(outside=True), manual=True),
+    "unsynchronised replicas: rates": Run(optimizer=lambda self: sgd(self, lr=0.1 * (1 + self.global_rank))),
+    "unsynchronised replicas: optimizers": Run(
+        optimizer=lambda self: (torch.optim.Adam if m.rank() else torch.optim.SGD)(self.parameters(), lr=0.1)
+    ),
+    "learning-rate scale": Run(optimizer=lambda self: sgd(self, lr=0.1 * world(), momentum=0.9)),
+    "learning-rate scale: a short last window": Run(
+        reads=WINDOWS, window=2, optimizer=lambda self: sgd(self, lr=0.1 * world())
+    ),
+    "learning-rate scale: one group": Run(optimizer=lambda self: m.grouped(self, 0.1 * world())),
+    "optimizer options: weight decay": Run(optimizer=lambda self: sgd(self, weight_decay=0.01 * world())),
+    "weights beside the gradient: an average": Run(m.frozen, on_train_batch_end=m.averaged(world)),
+    "buffers of one rank: of its samples": Run(
+        lambda: layers(change=lambda net: net.register_buffer("seen", torch.zeros(()))), m.counts
+    ),
+    "logged value: summed over the ranks": shared(
+        step=m.summed_value, factor=2.0, says=["in the logged values", "the training is the same"]
+    ),
+    "unexplained: an L2 penalty of rank 0": Run(step=m.penalized(alone=True)),
+    "unexplained: times the ranks in manual optimization": Run(
+        step=m.by_hand(scaled(lambda _: 0.01 * world())), manual=True, says=["the gradient is 2 x that of one process"]
+    ),
+    "unexplained: times 1.004": Run(strategy=changing(lambda sent: sent * 1.004), precision="bf16-mixed"),
+    "unexplained: clipping to a part for every rank": Run(
+        configure_gradient_clipping=lambda self, optimizer, *_, **__: self.clip_gradients(
+            optimizer, 0.1 / world(), "norm"
+        )
     ),
 }
+"""By the cause that is to be named, and what the run does."""
+
+NOT_SHOWN = {
+    "trains replicas": Run(normed, reads=plain(14, 7), strategy=PARALLEL),
+    "lr_scaling= changes the learning rate": Run(
+        reads=plain(16, 8), strategy=ours(lr_scaling="linear", base_batch_size=4, split_batches=True)
+    ),
+    "a generator of Python or NumPy": Run(step=entropy(lambda x: x * random.betavariate(1, 1))),
+    "one draw for a whole batch (aten.rand)": shared(step=entropy(lambda x: x * torch.rand(1))),
+    "one draw for a whole batch (aten.randn)": Run(
+        on_before_optimizer_step=lambda self, _: self.net[-1].bias.grad.add_(torch.randn(3))
+    ),
+    "collate_fn draws random numbers": shared(
+        reads=plain(collate_fn=lambda rows: default_collate([rows[place] for place in torch.randperm(len(rows))]))
+    ),
+    "a batch of another size draws other random numbers (aten.bernoulli_)": shared(m.words, m.by_words, texts),
+    "verify with --single, in float32": Run(
+        step=entropy(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize())
+    ),
+    "one process takes fewer steps than the run": Run(
+        on_train_batch_end=lambda self, *_: setattr(self.trainer, "should_stop", world() == 1)
+    ),
+    "one process takes other optimizer steps in a batch than the run": Run(step=m.repeated, manual=True),
+    "use one DataLoader": shared(
+        step=lambda module, batch: m.classified(module, batch["one"]),
+        reads=lambda: {"one": plain()(), "other": plain()()},
+    ),
+    "no collate_fn makes the loader's batches": Run(
+        reads=lambda: DataLoader(m.batches((4, 4)), batch_size=None)  # type: ignore[arg-type]  # a list is a data set
+    ),
+    "a sample cannot be copied": shared(reads=m.uncopied),
+    "transformed at random": Run(reads=lambda: m.dealt(m.batches((4,) * 4, seed=world()))),
+    "by a sampler of your own, the ranks leave out": Run(reads=m.sampled(m.permuted)),
+    "keeps state for every micro-batch": Run(step=COUNTER, reads=WINDOWS, strategy=GradAvgStrategy, window=2),
+    "their positions in the batch": Run(step=m.by_position),
+    "the user's own sum": Run(step=m.by_hand(every=2), reads=WINDOWS, steps=1, manual=True),
+    "1 samples of an epoch are read twice": shared(reads=plain(31)),
+    "2 micro-batches of 4 samples, whose means DDPStrategy adds up and divides by 4": Run(
+        reads=WINDOWS, window=2, steps=1
+    ),
+    "2 micro-batches of 2 and 4 samples": Run(reads=by_ranks((4, 4, 2), (4, 4, 4)), steps=1),
+}
+"""By what the report is to say."""
+
+for _name, _run in DIFFERENT.items():
+    _run.verdict, _run.cause = "different", _name.partition(":")[0]
+for _name, _run in NOT_SHOWN.items():
+    _run.verdict, _run.not_shown = "not shown", _name
 RUNS = EQUAL | DIFFERENT | NOT_SHOWN

@@ -6,32 +6,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from toys import Toy
 
-RANDOM = torch.Generator().manual_seed(3)
-ROWS = list(zip(torch.randn(24, 6, generator=RANDOM), torch.randint(3, (24,), generator=RANDOM), strict=True))
-
-
-class Classifier(LightningModule):
-    """Two layers; `loss` is "mean" or "sum" over the samples."""
-
-    def __init__(self, loss: str = "mean", hidden: int = 8) -> None:
-        super().__init__()
-        self.loss = loss
-        self.model = nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.model(batch[0]), batch[1], reduction=self.loss)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+ROWS = list(torch.arange(1.0, 25.0) / 24)
 
 
-class Scaled(Classifier):
+class Scaled(Toy):
     """Takes its learning rate from what a launcher sets."""
 
     def configure_optimizers(self) -> Any:
@@ -39,7 +23,7 @@ class Scaled(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.1 * int(os.environ["WORLD_SIZE"]))
 
 
-class Failing(Classifier):
+class Failing(Toy):
     """Starts a process on every rank that holds a pipe open, and fails."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -48,23 +32,18 @@ class Failing(Classifier):
         raise ArithmeticError("as planted")
 
 
-class Noisy(list[Any]):
-    """Rows, with noise of NumPy's global generator whenever one is read."""
-
-    def __getitem__(self, index: Any) -> Any:
-        x, y = super().__getitem__(index)
-        return x + float(np.random.normal()), y  # noqa: NPY002  # the generator that users' code draws from
-
-
 class Data(LightningDataModule):
     """Samples that are read in order by a worker, whose `collate_fn` no pickle reaches."""
 
-    def __init__(self, samples: int = 24, kind: Any = list) -> None:
+    def __init__(self, samples: int = 24) -> None:
         super().__init__()
-        self.rows = kind(ROWS[:samples])
+        self.rows = ROWS[:samples]
 
     def train_dataloader(self) -> Any:
-        return DataLoader(self.rows, 4, num_workers=1, collate_fn=lambda rows: tuple(default_collate(rows)))
+        def collated(rows: list[Tensor]) -> Tensor:
+            return torch.stack(rows)
+
+        return DataLoader(self.rows, 4, num_workers=1, collate_fn=collated)  # type: ignore[arg-type]  # a list
 
 
 class Stream(IterableDataset[Any]):
@@ -74,4 +53,4 @@ class Stream(IterableDataset[Any]):
         return iter(ROWS[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])])
 
 
-stream, augmented = partial(DataLoader, Stream(), 4), partial(Data, kind=Noisy)
+stream = partial(DataLoader, Stream(), 4)
