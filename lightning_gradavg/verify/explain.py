@@ -67,21 +67,20 @@ class _Judge:
 
     def report(self) -> Report:
         """Compare, and put together what was found."""
-        alone, facts, found = self.twin.run(), self.facts, None
-        steps, remarks = len(alone.steps), list[str]()
+        alone, facts, remarks = self.twin.run(), self.facts, list[str]()
+        found, steps = [*self._between_ranks()], len(alone.steps)
         try:
             if seen := self._first(alone):
                 steps = seen.step
-                found = self._finding(alone, seen)
+                found.append(self._finding(alone, seen))
         except Refused as error:
             remarks.append(str(error))
+        logged = [*self._logged(alone, steps)]
         if drawn := dict.fromkeys(name for each in (*self.tapes, alone) for name in each.shared):
             remarks.insert(0, f"one draw for a whole batch ({', '.join(drawn)}): {_OF_DRAWS}")
-            found = found if found is not None and found.stage in _BESIDE_DRAWS else None
-        between = (each for each in self._between_ranks() if not drawn or each.stage in _BESIDE_DRAWS)
-        found = min(filter(None, [*between, found]), key=lambda each: each.step, default=None)
-        untold = bool(remarks) or (found is not None and found.stage == "initial weights")
-        told = [found, *_Reading(self.tapes, alone.read).told(), *([] if untold else self._logged(alone, steps))]
+            found, logged = [each for each in found if each.stage in _BESIDE_DRAWS], []
+        found = sorted(found, key=lambda each: each.step)[:1]
+        told = [*found, *_Reading(self.tapes, alone.read).told(), *logged]
         findings = sorted((one for one in told if isinstance(one, Finding)), key=lambda one: one.note)
         remarks += [one for one in told if isinstance(one, str)]
         used = {"split_batches": facts.splits_batches, "equivalent_to": facts.replicated, "GradAvgStrategy": facts.ours}
@@ -90,7 +89,7 @@ class _Judge:
             facts.strategy,
             facts.rule.name,
             len(self.tapes),
-            steps if found is None else found.step + 1,
+            found[0].step + 1 if found else steps,
             self.tolerance,
             [replace(one, **CAUSES[one.cause].remedy(facts.strategy, facts.rule.name, given)) for one in findings],
             list(dict.fromkeys(remarks)),
@@ -190,8 +189,8 @@ class _Reading:
             yield Finding("duplicated stream", "samples", text)
             return
         yield from self.lengths()
-        covered = [*self.coverage()]
-        yield from covered if any(isinstance(one, Finding) for one in covered) else [*covered, *self.order()]
+        yield from self.coverage()
+        yield from self.order()
 
     def repeats(self, read: Counter[Hashable]) -> int:
         """Return how many times more the samples of one process are read than by it."""
@@ -223,15 +222,15 @@ class _Reading:
         here = Counter(one for batches in self.of_ranks for batch in batches for one in batch)
         dropped = sum(max(map(len, batches), default=0) for batches in self.of_ranks)  # what drop_last leaves out
         total, more = self.there.total(), self.repeats(here)
-        missing = (self.there - here).total() if here.keys() & self.there.keys() else total - here.total()
-        if self.replaces or not self.complete:
+        missing = total - (here.total() - more)
+        more *= not self.facts.splits_batches
+        if self.replaces or not self.complete or (missing <= dropped and not more):
             return
         if self.chosen:
-            if missing > dropped or (more and not self.facts.splits_batches):
-                yield f"by a sampler of your own, the ranks leave out {missing} samples of one process and add {more}"
+            yield f"by a sampler of your own, the ranks leave out {missing} samples of one process and add {more}"
         elif missing > dropped:
             yield Finding("unread samples", "samples", f"{missing} of the {total} samples of an epoch are never read")
-        elif more and not self.facts.splits_batches:
+        else:
             first = [taken for taken, epoch in zip(self.taken, self.epochs, strict=False) if epoch == self.epochs[0]]
             within = self.repeats(Counter(one for taken in first for each in taken for one in each.ids))
             cause, text = "padding", f"{more} samples of an epoch are read twice, to fill the ranks"
@@ -291,17 +290,14 @@ class _Evidence:
     def factors(self, gradient: Tensor) -> Mapping[str, float]:
         """Return which of these combinations of `P` a gradient is a multiple of, and which multiple."""
         made = {name: each[each != 0] @ self.rows[each != 0] for name, each in self.shares.items()}
-        found = {
-            name: 1.0 if gap_between(gradient, each) <= self.near else multiple_of(gradient, each, self.near)
-            for name, each in made.items()
-        }
+        found = {name: multiple_of(gradient, each, self.near) for name, each in made.items()}
         return {name: factor for name, factor in found.items() if factor is not None}
 
     def solved(self, gradient: Tensor) -> Tensor | None:
         """Return the coefficients with which the parts make up a gradient; None if none do, or many could."""
-        scale, several = float(self.rows.abs().max()), len(gradient) > len(self.rows)
-        known = several and 0 < scale < math.inf and bool(torch.isfinite(gradient).all())
-        if not known or int(torch.linalg.matrix_rank(self.rows, rtol=1e-9)) < len(self.rows):
+        number, scale = len(self.rows), float(self.rows.abs().max())
+        known = len(gradient) > number and bool(torch.isfinite(torch.stack([*self.rows, gradient])).all())
+        if not known or int(torch.linalg.matrix_rank(self.rows, rtol=1e-9)) < number:
             return None
         found: Tensor = torch.linalg.lstsq(self.rows.T / scale, (gradient / scale).unsqueeze(1)).solution[:, 0]
         return found if gap_between(gradient, found @ self.rows) <= self.near else None
@@ -327,8 +323,8 @@ def _in_words(factor: float | None) -> str:
 
 def _of_parts(known: _Evidence) -> tuple[str, str]:
     """Return why a gradient that is a combination of its parts is the wrong one."""
-    pairs = zip(known.taken, known.losses, strict=True)
-    ratios = torch.tensor([one.loss / own if own else math.nan for one, own in pairs], dtype=torch.float64)
+    losses = torch.tensor([[one.loss for one in known.taken], known.losses], dtype=torch.float64)
+    ratios = losses[0] / losses[1]
     if bool(((ratios - 1).abs() > known.near)[ratios.isfinite()].any()):
         text = f"{known.multiple}; the ranks' losses are {_listed(ratios)} x those of the same samples on one process"
         if all(math.isclose(ratio * known.world_size, 1, rel_tol=1e-4) for ratio in ratios):
@@ -392,10 +388,10 @@ def _of_whole(known: _Evidence) -> tuple[str, str]:
     if norms and not known.facts.replicated:  # whose statistics are over all ranks
         return "batch norm", f"{known.multiple}, and each rank normalizes by its own samples, first in {norms[0]!r}"
     # A term that is there once for every batch: what two parts have more than the whole, so has a batch taken twice.
-    of_parts = (known.rows.sum(0) - known.target) / max(1, len(known.rows) - 1)
+    of_parts = (known.rows.sum(0) - known.target) / (len(known.rows) - 1)
     twice, _ = known.twin.step_with([*known.group, *known.group], known.seen.step)
     of_twice = 2 * known.target - flat(twice, known.like)
-    if len(known.rows) > 1 and gap_between(of_twice, of_parts) <= 10 * known.near and bool(of_parts.any()):
+    if gap_between(of_twice, of_parts) <= 10 * known.near:
         text = "the losses of two parts of a batch add up to its loss and one more term, which depends on no sample"
         return "constant term", text
     gathered = sorted({name for tape in known.twin.tapes for name in tape.collectives if "gather" in name})
