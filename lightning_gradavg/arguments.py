@@ -19,6 +19,7 @@ __all__ = [
     "by_keyword",
     "did_you_mean",
     "nearest",
+    "refuse",
     "refuse_unknown",
 ]
 
@@ -84,6 +85,12 @@ def as_count(name: str, value: Any, least: int = 1, also: str = "") -> int:
 def as_count_or_none(name: str, value: Any) -> int | None:
     """Return the int `value`, or None; raise as `as_count` does for anything else."""
     return None if value is None else as_count(name, value, also=", or None")
+
+
+def refuse(error: type[Exception], refused: Mapping[str, object]) -> None:
+    """Raise an error with the first message of which the condition holds."""
+    for message in (message for message, holds in refused.items() if holds):
+        raise error(message)
 
 
 def refuse_unknown(owner: str, options: Mapping[str, object], known: Sequence[str]) -> None:

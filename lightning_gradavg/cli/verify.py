@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_gradavg.arguments import refuse
 from lightning_gradavg.cli import OneLineParser
 from lightning_gradavg.cli.lightning import read_config, read_names
 from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, explanation
@@ -72,8 +73,7 @@ def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
         f"{''.join(further[:1])!r} is not an option; further options of LightningCLI need --config": further
         and not args.config,
     }
-    for message in (message for message, wrong in refused.items() if wrong):
-        raise ValueError(message)
+    refuse(ValueError, refused)
     options = {} if args.config else {"strategy": "ddp"}
     options |= dict(args.trainer) | ({"strategy": args.strategy} if args.strategy else {})
     if ":" not in options.get("strategy", ":"):
