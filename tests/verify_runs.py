@@ -44,7 +44,7 @@ from lightning_gradavg.verify.report import Report
 from lightning_gradavg.verify.run import quiet_options, record_run
 
 EVEN, UNEVEN, WINDOWS = by_ranks((4, 4), (4, 4)), by_ranks((6, 4), (2, 2)), by_ranks((4, 4, 4), (4, 4, 4))
-ALL = plain()
+ALL, LATER = plain(), by_ranks((4, 6), (4, 2))
 
 
 class Run:
@@ -131,9 +131,9 @@ COUNTER = m.kept(lambda: iter(range(1, 99)))
 
 EQUAL = {
     "case 41": Run(dropped),
-    "a sum loss, `sum`": Run(step=m.summed, reads=UNEVEN, strategy=BY_SUM, steps=1),
+    "a sum loss, `sum`": Run(step=m.summed, reads=LATER, strategy=BY_SUM, steps=1),
     "a sum loss, `normalized_sum`": Run(step=m.summed, reads=UNEVEN, strategy=ours(reduction="normalized_sum")),
-    "named loss terms": Run(step=m.named_terms, reads=UNEVEN, strategy=BY_WEIGHT, steps=1),
+    "named loss terms": Run(step=m.named_terms, reads=LATER, strategy=BY_WEIGHT, steps=1),
     "windows of weighted batches": Run(
         step=m.weighing(m.masked, lambda batch: batch[1] != 0),
         reads=by_ranks((6, 4, 3), (2, 4, 1)),

@@ -182,7 +182,7 @@ class _Reading:
     def told(self) -> Iterator[Finding | str]:
         """Yield findings, and remarks on what the compared steps do not show."""
         world, steps = len(self.tapes), [[one.ids for one in taken] for taken in self.taken]
-        alike = all(len(each) >= world > 1 and len(set(each)) == 1 and None not in each[0] for each in steps)
+        alike = all(len(each) >= world > 1 and len(set(each)) == 1 for each in steps)
         known = self.complete and not self.chosen and self.there.keys() & {one for ids in steps[0] for one in ids}
         if alike and not known:
             text = f"all {world} ranks read the same samples in the same order: the global batch is one rank's"

@@ -97,7 +97,7 @@ class Taken:
     """One micro-batch on one rank."""
 
     samples: Sequence[bytes] = ()  # as `collate_fn` was given them
-    ids: Sequence[Hashable] = ()  # of the samples: equal on all processes; None where they are not known
+    ids: Sequence[Hashable] = ()  # of the samples: equal on all processes
     size: int = 1
     why: str = _UNMADE  # its samples are not known
     keys: Sequence[tuple[int, ...]] = ()  # of the samples, on one process
