@@ -33,7 +33,7 @@ from toys import WEIGHTED
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, average_gradients, gather, hooks
 from lightning_gradavg.rules import RULES
 
-__all__ = ["PATHS", "SIMULATED", "Count", "Outcome", "Path", "perform"]
+__all__ = ["PATHS", "SIMULATED", "Count", "OneGpu", "Outcome", "Path", "perform", "trainer_on"]
 
 WIDTH = 8
 SAMPLES = ((3, 4, 2, 1), (5, 2, 1, 4), (4, 4, 3, 2), (2, 6, 4, 3), (3, 3, 1, 5), (1, 5, 2, 2))
@@ -124,13 +124,13 @@ def manual(net: Net, batch: Tensor, batch_idx: int) -> None:
     optimizer.step()
 
 
-def is_second_of(rank: int, batch_idx: int) -> bool:
-    return (dist.get_rank(), batch_idx) == (rank, 1)
+def on_the_last_rank(batch_idx: int) -> bool:
+    """Return whether this is the last rank's second step."""
+    return (dist.get_rank(), batch_idx) == (dist.get_world_size() - 1, 1)
 
 
 def faulty(net: Net, batch: Tensor, batch_idx: int) -> Any:
-    """The loss is no number on rank 1 in the second step."""
-    return net.loss(batch) * (math.nan if is_second_of(1, batch_idx) else 1)
+    return net.loss(batch) * (math.nan if on_the_last_rank(batch_idx) else 1)
 
 
 def sparse(net: Net, batch: Tensor, batch_idx: int) -> Any:
@@ -150,14 +150,12 @@ def gathering(net: Net, batch: Tensor, batch_idx: int) -> Any:
 
 
 def badly_weighed(net: Net, batch: Tensor, batch_idx: int) -> Any:
-    """The last rank's weight is NaN in the second step."""
-    bad = is_second_of(dist.get_world_size() - 1, batch_idx)
-    return {"loss": net.loss(batch), "weight": torch.full((), math.nan if bad else 1.0, device=batch.device)}
+    weight = math.nan if on_the_last_rank(batch_idx) else 1.0
+    return {"loss": net.loss(batch), "weight": torch.full((), weight, device=batch.device)}
 
 
 def signalled(net: Net, batch: Tensor, batch_idx: int) -> Any:
-    """The last rank gets SIGTERM in the second step."""
-    if is_second_of(dist.get_world_size() - 1, batch_idx):
+    if on_the_last_rank(batch_idx):
         os.kill(os.getpid(), signal.SIGTERM)
     return net.loss(batch)
 
@@ -242,10 +240,6 @@ class Path:
         """Micro-batches of an optimizer step."""
         return int(self.trainer.get("accumulate_grad_batches", 1))
 
-    def module(self) -> Net:
-        """Return the model, which is the same on all ranks."""
-        return Net(self.step, self.batch_norm)
-
 
 def rows(samples: int, seed: int) -> Tensor:
     return torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(seed))
@@ -266,7 +260,7 @@ def trainer_on(device: str, path: Path, strategy: Any, *callbacks: Callback, **o
 
 def fit(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Train, and return the gradients of every step, buffers, logs, and the report of a monitor."""
-    counter, module, given = Counter(counts, path), path.module(), dict(path.options)
+    counter, module, given = Counter(counts, path), Net(path.step, path.batch_norm), dict(path.options)
     splits = bool({"split_batches", "equivalent_to", "reproducible"} & given.keys())
     strategy: Any = DDPStrategy() if given.pop("stock", False) else GradAvgStrategy(**given)
     callbacks = counter, *(make() for make in path.callbacks)
@@ -300,7 +294,7 @@ def evaluate(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outc
 
 def in_a_loop(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outcome, dict[str, float]]:
     """Train by `GradAvgReducer`, or by `average_gradients`, with weights on the device, of which one is 0."""
-    module, loop, averages = path.module().to(device), OfTorch(**WEIGHTED), path.options.get("averages")
+    module, loop, averages = Net(plain, batch_norm=False).to(device), OfTorch(**WEIGHTED), "averages" in path.options
     model = module if averages else loop.set_up(module)
     optimizer = module.configure_optimizers()
     for number, batch in enumerate(batches_of_rank(6)):
@@ -373,12 +367,11 @@ PATHS: Mapping[str, Path] = {
 
 SIMULATED = [
     name
-    for name, path in PATHS.items()
-    if (path.waits is not None or "Reducer" in name or "NaN" in name)
-    and "static_graph" not in name  # DDP pins memory for it, which the simulated device cannot
+    for name in PATHS
+    if not any(word in name for word in ("static_graph", "sparse", "mixed"))
     and (name not in RULES or name in ("mean", "weighted_mean"))
 ]
-"""Those with stated waits of the host, and a few more; of the rules, one with weights and one without."""
+"""What the simulated device can; of the rules, one with weights and one without."""
 
 
 def perform(name: str, device: str, counts: Mapping[str, Count] | None = None) -> tuple[Outcome, dict[str, float]]:

@@ -9,14 +9,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path as File
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerator import Wait, counts, waits
-from accelerator_paths import PATHS, SIMULATED, Outcome, Path, perform
-from ranks import RankPool
+from accelerator_paths import PATHS, SIMULATED, OneGpu, Outcome, Path, perform, trainer_on
+from ranks import RankPool, on_ranks
 
 import lightning_gradavg
+from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.reduction.weights import as_weight
 
 Worlds = Callable[[int], RankPool]
@@ -116,6 +119,14 @@ def test_a_path_on_cuda_and_nccl(name: str, cuda_world: Worlds, world: Worlds) -
         counted["step / stock's"] = times_of_stock(name, cuda_world(len(PATHS[name].nodes)), "cuda", 300)
     found = (f"{what} {count:.4g}" for what, count in counted.items())
     print(f"\n{name} on {torch.cuda.get_device_name()}:", *found)  # noqa: T201
+
+
+@on_ranks()
+def test_all_ranks_of_a_node_have_the_first_gpu() -> None:
+    strategy = GradAvgStrategy()
+    with patch.object(OneGpu, "is_available", return_value=True):
+        trainer_on("cuda", PATHS["monitor"], strategy)
+    assert ([torch.device("cuda", 0)] * 2, dist.get_rank()) == (strategy.parallel_devices, strategy.local_rank)
 
 
 def test_steps_can_be_timed(world: Worlds) -> None:

@@ -50,8 +50,10 @@ def as_weight(value: Any, device: torch.device) -> Any:
         if value.numel() != 1 or value.is_complex():
             raise TypeError(f"a weight is one number, got a tensor of shape {tuple(value.shape)} and {value.dtype}")
         if value.device.type != "cpu":
-            # A copy, as on the host: the user may keep counting in the same tensor.
-            return value.detach().reshape(()).to(device=device, dtype=torch.float64, non_blocking=True, copy=True)
+            # A copy, as on the host: the user may keep counting in the same tensor. One to the host is waited for, as
+            # torch would fill it later, in pinned memory.
+            waits = device.type == "cpu"
+            return value.detach().reshape(()).to(device=device, dtype=torch.float64, non_blocking=not waits, copy=True)
         return float(value.detach())
     try:
         if not isinstance(value, (str, bytes)):
