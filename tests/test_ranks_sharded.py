@@ -15,7 +15,7 @@ from grids import grid
 from lightning.pytorch.strategies import ModelParallelStrategy
 from loops import OfFabric, OfTrainer
 from ranks import make_trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -75,7 +75,7 @@ def divided(net: Any, mesh: Any) -> None:
 class Layout(NamedTuple):
     """How a model is sharded, the samples of each data-parallel rank, and the ranks of a tensor-parallel group.
 
-    Without samples the loss is NaN, and the weight 0.
+    A rank without samples has one of NaN, and the weight 0.
     """
 
     shard: Callable[..., Any]
@@ -92,7 +92,12 @@ class Layout(NamedTuple):
 
     def batches(self, steps: int, window: int = 0) -> list[list[Any]]:
         """Return each rank's batches, or windows of them."""
-        of_ranks = [batches for batches in shares(steps, torch.float64, self.counts) for _ in range(self.tensor)]
+        nothing = torch.full((1, 8), torch.nan, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+        of_counts = [
+            batches if count else [nothing] * steps
+            for count, batches in zip(self.counts, shares(steps, torch.float64, self.counts), strict=True)
+        ]
+        of_ranks = [batches for batches in of_counts for _ in range(self.tensor)]
         if not window:
             return of_ranks
         return [[tuple(one[start : start + window]) for start in range(0, steps, window)] for one in of_ranks]
@@ -101,11 +106,15 @@ class Layout(NamedTuple):
         return f"{self.shard.__name__} {self.counts}"
 
 
+def weight_of(samples: Tensor) -> int:
+    return 0 if bool(samples.isnan().any()) else len(samples)
+
+
 def run_window(loop: Any, model: Any, optimizer: Any, window: Sequence[Any]) -> None:
     optimizer.zero_grad()
     for index, (x, y) in enumerate(window, 1):
         with loop.no_sync(model, enabled=index < len(window)):
-            loop.backward(cross_entropy(model(x), y), weight=len(x))
+            loop.backward(cross_entropy(model(x), y), weight=weight_of(x))
     nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()
 
@@ -138,11 +147,11 @@ class Sharded(MLP):
         loss = cross_entropy(self.body(x), y, reduction="sum" if summed else "mean")
         if self.kind == "plain backward":
             return loss.backward()  # type: ignore[no-untyped-call]
-        if self.kind == "peers":
-            return {"loss": loss, "weight": dist.get_rank()}
         if self.kind == "graphless":
             return {"loss": torch.zeros(()), "weight": 0}
-        return loss / 4 if self.kind == "sum" else loss
+        if self.kind in ("sum", "mean"):
+            return loss / 4 if summed else loss
+        return {"loss": loss, "weight": dist.get_rank() if self.kind == "peers" else weight_of(x)}
 
 
 def in_fabric(layout: Layout, window: int, register: bool = True) -> Seen:
@@ -196,7 +205,7 @@ def test_weights_are_those_of_one_process(world, layout, kind, window):
 
 def test_mean_has_the_bits_of_stock_in_full_windows(world):
     layout = Layout(fsdp, (3, 1))
-    given: Any = (train, layout.batches(4), {"shard": fsdp}, layout.sizes, None, Sharded)
+    given: Any = (train, layout.batches(4), {"shard": fsdp, "kind": "mean"}, layout.sizes, None, Sharded)
     ours, stock = (
         same_everywhere(world(2).run(*given, of, accumulate_grad_batches=2))
         for of in (GradAvgModelParallelStrategy, ModelParallelStrategy)
