@@ -606,7 +606,21 @@ CASES: Sequence[Case] = [
         "weighted_mean",
         [[[(dict.fromkeys(MANY[1:], 1.0), dict.fromkeys(MANY[1:], 1))]], [[(1.0, 1)]]],
         "the ranks' losses differ in what must be the same",
-        ["automatic"],
+        OF_DDP,
+    ),
+    *(
+        Case(
+            f"with terms on one rank {when}",
+            "weighted_mean",
+            [[*before, [(A, {"a": 1, "b": 2})] * length], [*before, [(1.0, 1)] * length]],
+            "rank 0: the loss terms 'a', 'b', a weight given\n  rank 1: one loss, a weight given",
+            OF_DDP,
+        )
+        for when, before, length in (
+            ("at first", [], 1),
+            ("in a window", [], 2),
+            ("after steps of one loss", [[(1.0, 1)]] * 2, 1),
+        )
     ),
     weighted("a negative weight", [[[(1.0, 1)]], [[(1.0, -1)]]], "weight", ways=["average", "sharded"]),
     weighted(

@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
 import torch
@@ -51,6 +51,7 @@ _NAMED = (
     " by its count over all ranks, as DETR does: `count = self.trainer.strategy.reduce(count, reduce_op='sum')`,"
     " `loss = world_size * (cls_sum / cls_count + box_sum / box_count)`"
 )
+_DIFFERENT = f"the ranks' losses differ in what must be the same. For weights: {ALWAYS_OR_NEVER}"
 _OTHERS = (
     "it trains other parameters than the micro-batches before it, which were not reduced yet:"
     " reduce the window of one optimizer before the backward of another"
@@ -81,7 +82,7 @@ class Totals(NamedTuple):
         # For equal numbers the square of their sum is their count times the sum of their squares. `x * x` is rounded
         # once, like the other product; `x**2` may not be.
         alike = self.digest * self.digest == self.pairs * self.digests
-        return None if alike else f"the ranks' losses differ in what must be the same. For weights: {ALWAYS_OR_NEVER}"
+        return None if alike else _DIFFERENT
 
 
 _HEADER = len(Totals._fields) - 2
@@ -152,20 +153,32 @@ class Window:
         begins, named = not self.micro_batches, tuple(micro_batch.weights) != (WHOLE_LOSS,)
         # Equal on all ranks, which must all exchange or not.
         self.is_alone = begins and last and self.rule.uses_weight and (named or not self.afterwards)
-        if named and not self.is_alone:
+        asks = begins and self._next_lift is None and (self.afterwards or not last)
+        if named and not (self.is_alone or asks):
             raise ValueError(_NAMED)
         if self.device.type != "cpu" and (named or not (self.is_alone and unread)):
             # A bucket holds gradients of all terms, so a term of weight 0 must be stopped at its loss.
             micro_batch = micro_batch.read()
         self.add(micro_batch)
+        if asks:
+            self._ask(named=named)
         if self.is_alone:
             self.exchange()
-        elif begins and self._next_lift is None:
-            # Later lifts follow from earlier windows. If no rank has any weight, the next window asks again.
-            largest = max(float(share.normalizer) for share in self.micro_batches[0].shares.values())
-            (number,) = Tally([largest], "max", self.device, self.world.group).read()
-            self._next_lift = _lift_of(number)
-            self.lift = self._next_lift or 1.0
+        elif named:
+            raise ValueError(_NAMED)
+
+    def _ask(self, *, named: bool) -> None:
+        """Learn the first lift; later ones follow from earlier windows. If no rank has any weight, the next one asks.
+
+        Only ranks that all name their terms, or none, make the same exchanges.
+        """
+        largest = max(float(share.normalizer) for share in self.micro_batches[0].shares.values())
+        row = [largest, float(named), float(not named)]
+        number, some_named, some_not = Tally(row, "max", self.device, self.world.group).read()
+        if some_named and some_not:
+            self._raise(_DIFFERENT, [self._must_agree])
+        self._next_lift = _lift_of(number)
+        self.lift = self._next_lift or 1.0
 
     def add(self, micro_batch: MicroBatch) -> MicroBatch:
         """Append a micro-batch; return it with its shares, or its problem."""
@@ -287,12 +300,19 @@ class Window:
         self.check()
         self._known = _UNKNOWN
         if self._tally is not None and self.device.type == "cpu":
-            self._known = self._checked(Totals.of(self._tally.read()))
+            self._known = Totals.of(self._tally.read())
+            if not self._raises_late:
+                self._checked(self._known)
         elif self._tally is not None:
             self._unchecked = copy.copy(self), self._tally
             self._tally.wait()
             self._known = Totals.of(self._tally.row)
         return self._known
+
+    @property
+    def _raises_late(self) -> bool:
+        """Whether an error waits for the backward, after which a rank without named terms reads the totals."""
+        return self.is_alone and self.afterwards and self.device.type == "cpu"
 
     def check(self) -> Totals:
         """Return the totals of the last window on the host; raise its error if they had not been read yet."""
@@ -307,12 +327,16 @@ class Window:
     def _checked(self, totals: Totals) -> Totals:
         """Raise the error of this window, or derive the next lift from its weights."""
         if totals.problem is not None:
-            found = self.world.gather_objects(self.problems() if totals.faults != 0 else [self._must_agree])
-            culprits = "".join(f"\n  rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts)
-            raise ValueError(f"reduction {self.rule.name!r}: {totals.problem}.{culprits}")
+            self._raise(totals.problem, self.problems() if totals.faults != 0 else [self._must_agree])
         if self.rule.uses_weight:
             self._next_lift = _lift_of(max(totals.normalizers) / max(totals.pairs, 1)) or self._next_lift
         return totals
+
+    def _raise(self, problem: str, mine: list[str]) -> NoReturn:
+        """Raise the same error on all ranks, with what each of them has to say."""
+        found = self.world.gather_objects(mine)
+        culprits = "".join(f"\n  rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts)
+        raise ValueError(f"reduction {self.rule.name!r}: {problem}.{culprits}")
 
     def problems(self) -> list[str]:
         """Return the problems of this rank's micro-batches. Reads their weights."""
@@ -509,8 +533,10 @@ class Accumulation(Window):
             if self._owned_by_user:
                 self._left = [(p.grad, 0 if p.grad is None else version_of(p.grad)) for p in self.parameters]
             return False
-        if not self.is_alone:
-            with self._or_abandon():
+        with self._or_abandon():
+            if self._raises_late:
+                self._checked(self._known)
+            elif not self.is_alone:
                 factor = self.after(self.totals())
                 if isinstance(factor, Tensor) or factor != 1:
                     trained = (parameter.grad for parameter in self.parameters if parameter.requires_grad)
