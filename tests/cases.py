@@ -1,15 +1,15 @@
 """What the product promises of one step, as a table: losses, weights and windows, and the gradient by hand.
 
-A micro-batch is the gradient of its loss, or a pair of that and its weight. A row holds, for each rank, the windows of
-its run, each a list of micro-batches; in a user's own loop, something else may happen between them. Every row is run in
-every way that it names: `test_ranks_cases.py`.
+A micro-batch is the gradient of its loss, or a pair of that and its weight, or a tensor of its samples' gradients. A
+row holds, for each rank, the windows of its run, each a list of micro-batches; in a user's own loop, something else may
+happen between them. `test_ranks_cases.py` runs every row in each of its ways, and `test_ranks_fuzz.py` draws more rows.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
@@ -28,13 +28,14 @@ from lightning_gradavg.reduction.reference import combine
 from lightning_gradavg.reduction.weights import MOST_TERMS
 from lightning_gradavg.rules import RULES, Share, resolve_rule
 
-__all__ = ["BOTH", "CASES", "CLEARED", "CLEARS", "WAYS", "Case", "Fails", "Trains"]
+__all__ = ["CASES", "WAYS", "Case", "uses_weight"]
 
 NAN, INF = math.nan, math.inf
 LOOPS = ("manual", "fabric", "reducer")
 """Ways in which the user says where a window ends."""
 OF_DDP = ("automatic", *LOOPS)
 WAYS = (*OF_DDP, "average", "sharded")
+"""And "split": the ranks share each batch of the loader, which is what they have of it, end to end."""
 OF_SHARDED = ("mean", "sum", "weighted_mean", "normalized_sum")
 CLEARS = CLEARED, ZEROED = "gradients set to None", "gradients set to 0"
 """Between micro-batches: what the user does to gradients, and so gives up the window that has begun."""
@@ -45,6 +46,13 @@ class Fails(NamedTuple):
 
     gradient: float
     weight: float
+
+
+class Steep(NamedTuple):
+    """A micro-batch of a finite loss whose gradient is NaN."""
+
+    gradient: Any
+    weight: Any
 
 
 BOTH = ("first", "second")
@@ -74,6 +82,8 @@ class Case:
         keeps: Whether no gradient is zeroed between windows.
         dtype: Of the parameters.
         begins: The parameters that train at first.
+        loss: What the loss of a tensor of samples is to the samples' losses.
+        reads: What kind of loader yields the micro-batches of an automatic run.
     """
 
     name: str
@@ -87,6 +97,8 @@ class Case:
     keeps: bool = False
     dtype: torch.dtype = torch.float64
     begins: Sequence[str] = BOTH
+    loss: Callable[[torch.Tensor], torch.Tensor] = torch.mean
+    reads: str = "list"
 
     def said(self, way: str) -> str | None:
         """Return what the error says, or None if there is none."""
@@ -155,10 +167,19 @@ def weighted(name: str, windows: Any, gradients: Any, reduction: Any = "weighted
     return row
 
 
-def raised_between(fails: Fails, before: int = 0, after: int = 0) -> Any:
-    """Return windows of one, and between them one that fails between so many micro-batches; stock DDP restores none."""
-    between = [*[(7.0, 1)] * before, fails, *[(7.0, 1)] * after]
-    return [[[(100.0, 1)], between, [last]] for last in ((1.0, 3), (5.0, 1))]
+def raised_between(window: Sequence[Any]) -> Any:
+    """Return windows of one, and between them one that fails; stock DDP restores none."""
+    return [[[(100.0, 1)], window, [last]] for last in ((1.0, 3), (5.0, 1))]
+
+
+def with_third(fault: Any, length: int = 1) -> Any:
+    """Return five steps of gradients 2 and 4 in windows, of which the third is another on rank 1."""
+    of_ranks = [[(2.0, 1)] * 5, [(4.0, 1), (4.0, 1), fault, (4.0, 1), (4.0, 1)]]
+    return [[of_rank[at : at + length] for at in range(0, 5, length)] for of_rank in of_ranks]
+
+
+def samples(*gradients: float) -> torch.Tensor:
+    return torch.tensor(gradients, dtype=torch.float64)
 
 
 def drawn(reduction: Any, nodes: Sequence[int], lengths: Sequence[int], ways: Sequence[str]) -> Case:
@@ -231,8 +252,10 @@ NO_WEIGHTS: Mapping[str, Any] = {
     "a tensor of shape (0,) and torch.float32": torch.ones(0),
     "a tensor of shape () and torch.complex64": torch.tensor(1j),
 }
-MANY = [f"term {index}" for index in range(MOST_TERMS + 1)]
+MANY = dict.fromkeys([f"term {index}" for index in range(MOST_TERMS)], 1.0)
 A, B = {"a": 1.0, "b": 10.0}, {"a": 5.0, "b": NAN}
+COUNTED = (A, {"a": 1, "b": 2})
+TERMS_GIVEN = "rank 0: the loss terms 'a', 'b', a weight given\n  rank 1: "
 NAMED = [[[(A, {"a": 1, "b": 2})]], [[(B, {"a": 3, "b": 0})]]]
 FULL = ({"first": 1.0, "second": 10.0}, {"first": 1, "second": 2})
 EMPTY = ({"first": 5.0, "second": NAN}, {"first": 3, "second": 0})
@@ -273,6 +296,17 @@ TURNS = [
 UNUSED = {"find_unused_parameters": True}
 HALVES = ((20000.0, 3), (16000.0, 1))
 NO_LOSS = "training_step returned no loss within an accumulation window, which would then not be reduced."
+FAULTS = (("a loss that is NaN", (NAN, 1)), ("a gradient that is NaN", Steep(4.0, 1)), ("no loss", (None, 1)))
+SECOND_LOST: Sequence[Any] = [[(2.0, 1)], [(None, 1)], [(6.0, 1)]]
+FEWER = [[[(1.0, 1)]] * 5, [[(3.0, 1)]] * 3]
+STEEP = "the gradient of parameter 'net.first'"
+JUDGED, SKIPPED = {"nonfinite": "raise"}, {"nonfinite": "skip_step"}
+SPLITS: Sequence[Mapping[str, Any]] = (
+    {"split_batches": True},
+    {"split_batches": True, "max_device_batch_size": 1},
+    {"equivalent_to": "data_parallel"},
+    {"equivalent_to": "data_parallel", "num_replicas": 4},
+)
 NO_WINDOWS = "Do not accumulate; or return one loss under reduction='mean'"
 
 CASES: Sequence[Case] = [
@@ -324,16 +358,10 @@ CASES: Sequence[Case] = [
             "normalized_sum": [6 / 4, 2.0, 8 / 2],
         },
     ),
-    weighted("whose window begins with nothing", [[[(NAN, 0), (4.0, 2)]], [[(NAN, 0), (NAN, 0)]]], [4.0]),
-    *of_rules(
-        "of nothing",
-        [[[(NAN, 0)], [(1.0, 1)]], [[(NAN, 0)], [(NAN, 0)]]],
-        {"weighted_mean": [0.0, 1.0], "normalized_sum": [0.0, 1.0]},
-    ),
     weighted(
         "whose loss is NaN after one of weight 0", [[[(1.0, 1)]] * 2, [[(NAN, 0)], [(NAN, 1)]]], [1.0, NAN], ways=OF_DDP
     ),
-    weighted("of nothing in a window", [[[(NAN, 0)] * 3], [[(NAN, 0)] * 3]], [0.0]),
+    weighted("of nothing in a window", [[[(NAN, 0)] * 3, [(1.0, 1)]], [[(NAN, 0)] * 3, [(NAN, 0)]]], [0.0, 1.0]),
     weighted("of weights beyond float32", [[[(0.0, 2**24)]], [[(2.0**24 + 1, 1)]]], [1.0]),
     weighted(
         "of weights of every type",
@@ -374,8 +402,30 @@ CASES: Sequence[Case] = [
     Case("of a rank that has fewer batches", "mean", [[[1.0], [1.0]], [[3.0]]], [2.0, 1.0], ["automatic"]),
     weighted("of a rank that has fewer batches", [[[(1.0, 1)]] * 2, [[(3.0, 3)]]], [2.5, 1.0], ways=["automatic"]),
     weighted("of a rank without batch", [[], [[(2.0, 1)], [(4.0, 1)]]], [2.0, 4.0], ways=["automatic"]),
+    *(
+        Case(
+            f"of a rank that has fewer batches of a {kind}",
+            rule,
+            FEWER,
+            [2.0, 2.0, 2.0, 1.0, 1.0],
+            ["automatic"],
+            reads=kind,
+        )
+        for rule, kind in (
+            *(("weighted_mean", kind) for kind in ("list", "workers")),
+            *(("mean", kind) for kind in ("list", "stream", "iterable")),
+        )
+    ),
     Case(
         "of a rank that has fewer batches in windows", "mean", [[[1.0, 2.0], [5.0]], [[6.0]]], [3.0, 5.0], ["automatic"]
+    ),
+    Case(
+        "of a rank that has fewer batches in windows under a hook of the user",
+        "mean",
+        [[[1.0, 2.0], [3.0, 5.0], [7.0]], [[6.0, 11.0], [2.0]]],
+        [2 * 20 / 4, 2 * 10 / 3, 2 * 7.0],
+        ["automatic"],
+        options={"ddp_comm_hook": doubling},
     ),
     Case(
         "of a rank without batch",
@@ -398,77 +448,89 @@ CASES: Sequence[Case] = [
         for options in DDP_OPTIONS
     ),
     Case("of a static graph", "mean", TWO, [17 / 4, 14 / 2], ["automatic"], options={"static_graph": True}),
-    *(
-        row
-        for options in ({}, {"gradient_as_bucket_view": True})
-        for row in of_rules(
-            f"added to gradients that are kept {' and '.join(options)}",
-            TWO,
-            {"mean": [17 / 4, 17 / 4 + 7], "sum": [17.0, 17.0 + 14], "weighted_mean": [6.2, 6.2 + 8]},
-            ways=OF_DDP,
-            options=options,
-            keeps=True,
-        )
+    *of_rules(
+        "added to gradients that are kept",
+        TWO,
+        {"mean": [17 / 4, 17 / 4 + 7], "sum": [17.0, 17.0 + 14], "weighted_mean": [6.2, 6.2 + 8]},
+        ways=OF_DDP,
+        keeps=True,
     ),
-    *(
-        weighted(
-            f"added to gradients that are kept, until {clear} {' and '.join(options)}",
-            [[[(1.0, 3)], [(5.0, 1)], [clear, (4.0, 3)]], [[(5.0, 1)], [(1.0, 3)], [clear, (0.0, 1)]]],
-            [2.0, 2.0 + 2, 3.0],
-            ways=LOOPS,
-            options=options,
-            keeps=True,
-        )
-        for options in ({}, {"gradient_as_bucket_view": True})
-        for clear in CLEARS
+    weighted(
+        "added to gradients that are kept, until the user clears them",
+        [[[(1.0, 3)], [(5.0, 1)], [CLEARED, (4.0, 3)]], [[(5.0, 1)], [(1.0, 3)], [CLEARED, (0.0, 1)]]],
+        [2.0, 2.0 + 2, 3.0],
+        ways=LOOPS,
+        keeps=True,
     ),
-    *(
-        row
-        for clear in CLEARS
-        for name, windows, gradients in (
-            (
-                "that begins anew",
-                [[[(100.0, 7), clear, (1.0, 3)]], [[(100.0, 7), clear, (5.0, 1)]]],
-                {"mean": [3.0], "sum": [6.0], "weighted_mean": [2.0]},
-            ),
-            (
-                "that begins anew with two",
-                [[[(100.0, 7), clear, (1.0, 3), (2.0, 1)]], [[(100.0, 7), clear, (5.0, 1), (2.0, 3)]]],
-                {"mean": [2.5], "sum": [10.0], "weighted_mean": [2.0]},
-            ),
-        )
-        for row in of_rules(f"{name}, with {clear}", windows, gradients, ways=LOOPS)
+    *of_rules(
+        "that begins anew",
+        [[[(100.0, 7), ZEROED, (1.0, 3), (2.0, 1)]], [[(100.0, 7), ZEROED, (5.0, 1), (2.0, 3)]]],
+        {"mean": [2.5], "sum": [10.0], "weighted_mean": [2.0]},
+        ways=LOOPS,
     ),
-    *(
-        row
-        for before, after in ((0, 0), (0, 1), (1, 0), (1, 1))
-        for row in of_rules(
-            f"whose backward raised after {before} and before {after} others",
-            raised_between(Fails(1000.0, 50), before, after),
-            {"sum": [200.0, 0.0, 6.0], "weighted_mean": [100.0, 0.0, 2.0]},
-            ways=LOOPS,
-        )
-        + of_rules(
-            f"whose backward raised after {before} and before {after} others, over gradients that are kept",
-            raised_between(Fails(1000.0, 50), before, after),
-            {
-                "sum": [200.0, 200.0, 200.0 + 6],
-                "weighted_mean": [100.0, 100.0, 102.0],
-            },
-            ways=LOOPS,
-            options={"gradient_as_bucket_view": before + after == 2},
-            keeps=True,
-        )
+    *of_rules(
+        "whose backward raised in a window, over gradients that are kept",
+        raised_between([(7.0, 1), Fails(1000.0, 50), (7.0, 1)]),
+        {"sum": [200.0, 200.0, 200.0 + 6], "weighted_mean": [100.0, 100.0, 102.0]},
+        ways=LOOPS,
+        keeps=True,
     ),
-    weighted("whose weight was refused", raised_between(Fails(1.0, -1)), [100.0, 100.0, 102.0], ways=LOOPS, keeps=True),
+    weighted(
+        "whose weight was refused", raised_between([Fails(1.0, -1)]), [100.0, 100.0, 102.0], ways=LOOPS, keeps=True
+    ),
     *(
         row
         for reduction in ("mean", "weighted_mean")
         for row in (
-            Case("without a loss", reduction, [[[(2.0, 1)], [(None, 1)], [(6.0, 1)]]], [2.0, 0.0, 6.0], ["automatic"]),
+            *(
+                Case(f"without a loss on {ranks}", reduction, [SECOND_LOST] * ranks, [2.0, 0.0, 6.0], ["automatic"])
+                for ranks in (1, 2)
+            ),
             Case("without a loss in a window", reduction, [[[(2.0, 1), (None, 1)]]], NO_LOSS, ["automatic"]),
             Case("without a loss first in a window", reduction, [[[(None, 1), (2.0, 1)]]], NO_LOSS, ["automatic"]),
         )
+    ),
+    *(
+        row
+        for name, fault in FAULTS
+        for length, gradients in ((1, [3.0, 3.0, 0.0, 3.0, 3.0]), (2, [3.0, 0.0, 3.0]))
+        for row in of_rules(
+            f"left out for {name} in windows of {length}",
+            with_third(fault, length),
+            {"mean": gradients, "weighted_mean": gradients},
+            ways=["automatic"],
+            options=SKIPPED,
+        )
+    ),
+    *(
+        Case(f"raised for {name}", "mean", windows, f"optimizer step 2: {said}", ["automatic"], options=JUDGED)
+        for name, windows, said in (
+            ("a loss", with_third((NAN, 1)), "nothing on rank 0; the loss is not finite on rank 1"),
+            ("no loss", with_third((None, 1)), "nothing on rank 0; training_step returned no loss on rank 1"),
+            (
+                "a gradient",
+                [[[2.0], [2.0], [Steep(3.0, 1)]]] * 2,
+                "the gradient of parameter 'net.first' is not finite",
+            ),
+        )
+    ),
+    *(
+        Case(f"without a loss, {what}", "mean", [SECOND_LOST] * 2, [2.0, 0.0, 6.0], ["automatic"], options=options)
+        for what, options in (("judged", JUDGED), ("left out", SKIPPED))
+    ),
+    Case("that is NaN", "mean", [[[1.0]], [[NAN]]], [NAN], OF_DDP),
+    Case("judged", "mean", [[[1.0]]] * 2, "nonfinite='raise' checks a step before", ["manual"], options=JUDGED),
+    *(
+        Case(
+            f"of samples that ranks share, to {gradients[1]} under {options}",
+            "mean",
+            [[[samples(1, 2)], [samples(5, fault)]], [[samples(3, 4)], [samples(7, 8)]]],
+            gradients,
+            ["split"],
+            options={**options, **SKIPPED},
+        )
+        for options in SPLITS
+        for fault, gradients in ((6, [2.5, 6.5]), (NAN, [2.5, 0.0]))
     ),
     weighted("of losses by turns", TURNS, [(2.0, 0.0), (0.0, 3.0)] * 2, ways=LOOPS, options=UNUSED),
     weighted(
@@ -517,7 +579,7 @@ CASES: Sequence[Case] = [
             f"of {dtype} in windows of {length}",
             [[[(gradient * small, weight)] * length for small in (1.0, 2.0**-38)] for gradient, weight in HALVES],
             [19000.0, 19000.0 * 2.0**-38],
-            ways=["automatic", "manual"][: 3 - length],
+            ways=["automatic", "manual", "average"] if length == 1 else ["automatic"],
             dtype=dtype,
         )
         for dtype in (torch.float16, torch.bfloat16)
@@ -562,26 +624,33 @@ CASES: Sequence[Case] = [
         )
     ),
     Case("with terms in a window", "weighted_mean", [[one[0] * 2] for one in NAMED], NO_WINDOWS, OF_DDP),
-    Case(
-        "with different terms",
-        "weighted_mean",
-        [[[(A, {"a": 1, "b": 2})]], [[({"a": 1.0}, {"a": 3})]]],
-        "rank 0: the loss terms 'a', 'b', a weight given\n  rank 1: the loss terms 'a', a weight given",
-        OF_DDP,
+    *(
+        Case(f"with {name}", "weighted_mean", [[[of_rank]] for of_rank in of_ranks], said, OF_DDP)
+        for name, *of_ranks, said in (
+            ("different terms", COUNTED, ({"a": 1.0}, {"a": 3}), f"{TERMS_GIVEN}the loss terms 'a', a weight given"),
+            ("terms on one rank", COUNTED, (1.0, 1), f"{TERMS_GIVEN}one loss, a weight given"),
+            ("many terms on one rank", (MANY, dict.fromkeys(MANY, 1)), (1.0, 1), "differ in what must be the same"),
+            ("misnamed weights", COUNTED, (A, {"a": 1, "c": 2}), "named ['a', 'c'], but its loss terms ['a', 'b']"),
+            (
+                "a term of negative weight",
+                COUNTED,
+                (A, {"a": 1, "b": -2}),
+                "loss term 'b': weight -2.0 is not a finite",
+            ),
+            ("no terms", ({}, 1), ({}, 1), f"a loss has 1 to {MOST_TERMS} named terms, got 0"),
+            ("too many terms", *[({**MANY, "one more": 1.0}, 1)] * 2, f"got {MOST_TERMS + 1}: add some"),
+            ("terms that are none", *[({"a": None}, 1)] * 2, "got None of type NoneType"),
+        )
     ),
-    Case(
-        "with misnamed weights",
-        "weighted_mean",
-        [[[(A, {"a": 1, "b": 2})]], [[(A, {"a": 1, "c": 2})]]],
-        "its weights are named ['a', 'c'], but its loss terms ['a', 'b']",
-        OF_DDP,
-    ),
-    Case(
-        "with a term of negative weight",
-        "weighted_mean",
-        [[[(A, {"a": 1, "b": 2})]], [[(A, {"a": 1, "b": -2})]]],
-        "rank 1: micro-batch 0 of the window: loss term 'b': weight -2.0 is not a finite number",
-        OF_DDP,
+    *(
+        Case(
+            f"with terms on one rank {when}",
+            "weighted_mean",
+            [[*before, [COUNTED] * length], [*before, [(1.0, 1)] * length]],
+            f"{TERMS_GIVEN}one loss, a weight given",
+            OF_DDP,
+        )
+        for when, before, length in (("in a window", [], 2), ("after steps of one loss", [[(1.0, 1)]] * 2, 1))
     ),
     *bad("a negative weight", -1.0, "weight -1.0 is not a finite number >= 0"),
     *bad("a weight that is NaN", NAN, "weight nan is not a finite number >= 0"),
@@ -591,36 +660,6 @@ CASES: Sequence[Case] = [
     *(
         weighted(f"what is no weight, {said}", [[[(1.0, 1)]], [[(1.0, one)]]], said, ways=["reducer", "average"])
         for said, one in NO_WEIGHTS.items()
-    ),
-    Case("of no terms", "weighted_mean", [[[({}, 1)]]] * 2, f"a loss has 1 to {MOST_TERMS} named terms, got 0", OF_DDP),
-    Case(
-        "of too many terms",
-        "weighted_mean",
-        [[[(dict.fromkeys(MANY, 1.0), 1)]]] * 2,
-        f"got {MOST_TERMS + 1}: add some",
-        OF_DDP,
-    ),
-    Case("of terms that are none", "weighted_mean", [[[({"a": None}, 1)]]] * 2, "got None of type NoneType", OF_DDP),
-    Case(
-        "with many terms on one rank",
-        "weighted_mean",
-        [[[(dict.fromkeys(MANY[1:], 1.0), dict.fromkeys(MANY[1:], 1))]], [[(1.0, 1)]]],
-        "the ranks' losses differ in what must be the same",
-        OF_DDP,
-    ),
-    *(
-        Case(
-            f"with terms on one rank {when}",
-            "weighted_mean",
-            [[*before, [(A, {"a": 1, "b": 2})] * length], [*before, [(1.0, 1)] * length]],
-            "rank 0: the loss terms 'a', 'b', a weight given\n  rank 1: one loss, a weight given",
-            OF_DDP,
-        )
-        for when, before, length in (
-            ("at first", [], 1),
-            ("in a window", [], 2),
-            ("after steps of one loss", [[(1.0, 1)]] * 2, 1),
-        )
     ),
     weighted("a negative weight", [[[(1.0, 1)]], [[(1.0, -1)]]], "weight", ways=["average", "sharded"]),
     weighted(

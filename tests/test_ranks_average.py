@@ -5,17 +5,14 @@ Rules, weights and weights of 0 are rows of `cases.py`, too.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import root
 from ranks import Raised, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,21 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gradavg.place import Place
 from lightning_gradavg.reduction import average
 from lightning_gradavg.reduction.average import average_gradients
-from lightning_gradavg.reduction.reference import combine, rank_factors
-from lightning_gradavg.rules import RULES, Rule, Share, resolve_rule
+from lightning_gradavg.rules import Share
 
 Gradients = Sequence["Tensor | None"]
 inf, nan = torch.inf, torch.nan
 TINY = 2.0**-24
-EVERY_RULE = [*RULES, root]
 
 
-def reduce_given(of_ranks: Sequence[Gradients], weights: Any = None, nodes: Any = None, **options: Any) -> Gradients:
+def reduce_given(of_ranks: Sequence[Gradients], weights: Any = None, **options: Any) -> Gradients:
     """Body: reduce dictated gradients, `of_ranks[rank][parameter]`, and return this rank's."""
-    rank = dist.get_rank()
-    if nodes is not None:
-        os.environ["NODE_RANK"] = str(nodes[rank])
-    parameters = []
+    rank, parameters = dist.get_rank(), []
     for gradients in zip(*of_ranks, strict=True):
         like = next((gradient for gradient in gradients if gradient is not None), torch.zeros(2))
         parameters.append(nn.Parameter(torch.zeros(like.shape, dtype=like.dtype)))
@@ -60,33 +52,6 @@ def same_everywhere(results: Sequence[Gradients]) -> Any:
     return results[0]
 
 
-def draw_gradients(world_size: int, shapes: Sequence[Any], dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
-    draw = torch.Generator().manual_seed(world_size)
-    return [[torch.randn(shape, dtype=dtype, generator=draw) for shape in shapes] for _ in range(world_size)]
-
-
-NODES = ([0], [0, 0], [0, 1], [0, 0, 0], [1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [7, 3, 5, 3])
-SHAPES = ((), (3,), (0, 4), (2, 5), (3, 2, 2))
-
-
-def reduce_by_every_rule(nodes: Sequence[int]) -> Gradients:
-    """Body: compare with the formula what each rule gives, with weights, and without where it uses none."""
-    of_ranks, weights = draw_gradients(len(nodes), SHAPES), [3.0, 0.25, 0.0, 17.5][: len(nodes)]
-    stacked, found = [torch.stack(gradients) for gradients in zip(*of_ranks, strict=True)], list[Tensor | None]()
-    for rule in map(resolve_rule, EVERY_RULE):
-        expected = [combine(each, rule=rule, nodes=nodes, weights=weights) for each in stacked]
-        for given in (weights, *[None] * (not rule.uses_weight)):
-            reduced = reduce_given(deepcopy(of_ranks), given, nodes, reduction=rule)
-            torch.testing.assert_close(reduced, expected, rtol=1e-12, atol=1e-12)
-            found += reduced
-    return found
-
-
-@pytest.mark.parametrize("nodes", NODES, ids=str)
-def test_every_rule_is_its_formula(world, nodes):
-    same_everywhere(world(len(nodes)).run(reduce_by_every_rule, nodes))
-
-
 def half(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float16)
 
@@ -99,6 +64,7 @@ MILLION = [2.0**20] * 2
 GIVEN: dict[str, tuple[Gradients, str, Any, Any]] = {
     "None on a rank": ([one([2.0, 4.0]), one([4.0, 5.0]), None], "mean", None, [2.0, 3.0]),
     "one has it": ([None, one([3.0])], "sum", None, [3.0]),
+    "weights that the rule ignores": ([one([2.0]), one([4.0])], "mean", [3, 0], [3.0]),
     "None": ([None, None], "mean", None, None),
     "NaN of a rank": ([one([2.0, 1.0]), one([nan, 3.0])], "mean", None, [nan, 2.0]),
     "no weight, None on a rank": ([None, torch.ones(3)], "weighted_mean", [0, 0.0], [0.0, 0.0, 0.0]),
@@ -132,9 +98,11 @@ def reduce_in_small_buckets(of_ranks: Sequence[Gradients]) -> Gradients:
 def test_buckets_of_many_dtypes(world):
     """However the gradients are cut into buckets, and whatever dtypes are mixed, integers are summed exactly."""
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.float16]
-    of_ranks = [[torch.full((i % 5 + 1,), rank + i).to(dtypes[i % 5]) for i in range(40)] for rank in range(3)]
-    for i, gradient in enumerate(same_everywhere(world(3).run(reduce_in_small_buckets, of_ranks))):
-        assert torch.equal(torch.full((i % 5 + 1,), 3.0 + 3 * i).to(dtypes[i % 5]), gradient)
+    shapes = [(1,), (2,), (), (0, 4), (5,), (3, 2, 2)]
+    kinds = [(shapes[i % 6], dtypes[i % 5]) for i in range(40)]
+    of_ranks = [[torch.full(shape, rank + i).to(dtype) for i, (shape, dtype) in enumerate(kinds)] for rank in range(3)]
+    found = same_everywhere(world(3).run(reduce_in_small_buckets, of_ranks))
+    assert all(torch.equal(torch.full(kinds[i][0], 3.0 + 3 * i).to(kinds[i][1]), one) for i, one in enumerate(found))
 
 
 def record_collectives(of_ranks: Sequence[Gradients], **options: Any) -> list[tuple[str, int]]:
@@ -163,11 +131,10 @@ def record_collectives(of_ranks: Sequence[Gradients], **options: Any) -> list[tu
 
 def test_one_small_exchange_and_all_buckets_in_flight(world):
     """Cases 16 and 31: one exchange of five numbers, and sums alone, each begun before the first is waited for."""
-    of_ranks = draw_gradients(2, [(100,)] * 50 + [(2**12,), (7,)], torch.float32)
+    of_ranks = [[torch.ones(length) for length in [100] * 50 + [2**12, 7]]] * 2
     reduced = [4100, 900 + 2**12, 7]
     expected = [("all_gather", 5), *(("all_reduce", size) for size in reduced), *(("wait", size) for size in reduced)]
-    options = {"weights": [1, 2], "nodes": [0, 1], "reduction": "weighted_mean"}
-    assert [expected] * 2 == world(2).run(record_collectives, of_ranks, **options)
+    assert [expected] * 2 == world(2).run(record_collectives, of_ranks, weights=[1, 2], reduction="weighted_mean")
 
 
 REPLACED = ("conjugate", "imaginary")
@@ -284,11 +251,6 @@ def dtensor(model: nn.Module) -> list[Tensor]:
     return [nn.Parameter(distribute_tensor(torch.zeros(2), mesh))]
 
 
-def broken_generator(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    raise RuntimeError("the generator broke")
-
-
 def sparse(model: nn.Module) -> list[Tensor]:
     table = nn.Parameter(torch.zeros(2, 2))
     table.grad = torch.zeros(2, 2).to_sparse()
@@ -299,17 +261,14 @@ def failing_rule(place: Place, weight: Any) -> Share:
     raise KeyError("no such place")
 
 
+def of_tensors(place: Place, weight: Any) -> Share:
+    return Share(torch.tensor(nan), 1.0)
+
+
 def expanded(model: nn.Module) -> list[Tensor]:
     table = nn.Parameter(torch.zeros(2, 2))
     table.grad = torch.zeros(2).expand(2, 2)
     return [*model.parameters(), table]
-
-
-class RankDependent:
-    """No number, and what messages call it differs between ranks."""
-
-    def __repr__(self) -> str:
-        return f"the weight of rank {dist.get_rank()}"
 
 
 def pair(outputs: int) -> nn.Module:
@@ -322,9 +281,14 @@ EVERYWHERE = (0, 1, 2)
 MISUSES: dict[str, tuple[Sequence[int], dict[str, Any], str]] = {
     "weight of a batch": ([2], {"weight": torch.ones(3)}, r"on rank 2: a weight is one number.*shape \(3,\)"),
     "negative weight": ([1], {"weight": -2}, r"on rank 1: weight -2\.0 is not a finite number >= 0"),
-    "two problems": ([0, 2], {"weight": RankDependent()}, r"on rank 0: a weight is one number.*; on rank 2: "),
     "no weight": ([0, 2], {"weight": None}, r"on ranks 0, 2: .*'weighted_mean'.* needs a weight: pass weight="),
     "weights too large": (EVERYWHERE, {"weight": 1.7e308}, r"the normalizer inf\. Scale the weights"),
+    "weights too small": (
+        EVERYWHERE,
+        {"reduction": "normalized_sum", "weight": 5e-324},
+        r"\[1\.0, 1\.0, 1\.0\] and the normalizer 1\.5e-323\. .* quotients, are finite",
+    ),
+    "a tensor for a share": (EVERYWHERE, {"reduction": of_tensors}, r"the multipliers \[nan, nan, nan\]"),
     "other reduction": ([1], {"reduction": "mean"}, r"cannot reduce: reduction='weighted_mean'.*; reduction='mean'"),
     "no reduction": ([1], {"reduction": "median"}, r"on rank 1: reduction='median' is not.* Did you mean 'mean'"),
     "failing rule": (EVERYWHERE, {"reduction": failing_rule}, r"rule 'failing_rule' failed on.*no such place"),
@@ -340,7 +304,6 @@ MISUSES: dict[str, tuple[Sequence[int], dict[str, Any], str]] = {
     ),
     "DTensor": (EVERYWHERE, {"source": dtensor}, r"parameter 0 is a DTensor, whose placements say how it is reduced"),
     "named": ([0], {"source": lambda model: model.named_parameters()}, r"on rank 0: parameter 0 is \('0\.weight'"),
-    "broken generator": ([0], {"source": broken_generator}, r"on rank 0: RuntimeError: the generator broke"),
 }
 
 
@@ -372,25 +335,3 @@ def test_original_error_is_kept():
     with pytest.raises(ValueError, match="got 'x' of type str") as caught:
         average_gradients([], weight="x")  # type: ignore[arg-type]  # the mistake under test
     assert isinstance(caught.value.__cause__, TypeError)
-
-
-def rule_of(*share: Any) -> Rule:
-    return Rule("broken", lambda place, weight: Share(*share), uses_weight=True, formula="?")
-
-
-@pytest.mark.parametrize(
-    ("rule", "weights", "message"),
-    [
-        (
-            RULES["normalized_sum"],
-            [5e-324, 0.0],
-            r"\[1\.0, 0\.0\] and the normalizer 5e-324\. .* quotients, are finite",
-        ),
-        (rule_of(torch.tensor(nan), 1.0), [1.0, 1.0], r"the multipliers \[nan, nan\]"),
-        (rule_of(1.0, torch.tensor(-1.0)), [1.0], r"the normalizer -1\.0"),
-    ],
-)
-def test_factors_that_are_no_numbers(rule, weights, message):
-    """A factor or a normalizer that is no finite number >= 0 is an error that quotes it."""
-    with pytest.raises(ValueError, match=message):
-        rank_factors(rule, [0] * len(weights), weights)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import BOTH, CASES, CLEARED, CLEARS, Case, Fails, Trains, uses_weight
+from cases import CASES, CLEARED, CLEARS, Case, Fails, Steep, Trains, uses_weight
 from lightning.pytorch import LightningModule
 from loops import OfFabric, OfTorch, OfTrainer
 from ranks import make_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from toys import AWARE, approx
 
 from lightning_gradavg import GradAvgModelParallelStrategy, GradAvgStrategy, average_gradients
@@ -68,6 +67,8 @@ def gradient_of(module: nn.Module) -> Tensor:
 
 def parts(case: Case, micro_batch: Any) -> tuple[Any, dict[str, Any]]:
     """Return the gradient of a micro-batch, and its weight as a keyword where the rule uses one and it is given."""
+    if isinstance(micro_batch, Tensor):
+        return case.loss(micro_batch), {}
     gradient, *weight = micro_batch[:2] if isinstance(micro_batch, tuple) else (micro_batch,)
     return gradient, {"weight": weight[0]} if weight and uses_weight(case) else {}
 
@@ -104,20 +105,24 @@ class Automatic(LightningModule):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.net, self.case, self.gradients = Line(case), case, Grads()
+        self.loss: Any = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if isinstance(batch, Trains):
             self.net.train_only(batch.parameters)
-        gradient, weight = parts(self.case, batch)
+        (gradient, weight), self.loss = parts(self.case, batch), None
         if gradient is None:
             return None
-        loss = self.loss = self.net(gradient)
+        loss = self.net(gradient)
+        if not isinstance(batch, Tensor) and "nonfinite" not in self.case.options:
+            self.loss = loss
+        if isinstance(batch, Steep):
+            loss = loss + (loss - loss.detach()).abs().sqrt()
         return {"loss": loss, **weight} if weight else loss
 
     def on_before_backward(self, loss: Tensor) -> None:
-        if (
-            self.automatic_optimization and self.case.dtype == torch.float64
-        ):  # the gradient is weighed, and the value is not
+        """Check the value, which is not weighed; where ranks judge a loss or share a batch, it may be another one."""
+        if self.loss is not None and self.case.dtype == torch.float64:
             value = sum(self.loss.values()) if isinstance(self.loss, Mapping) else self.loss
             assert approx(value.item() / self.trainer.accumulate_grad_batches) == loss.item()
 
@@ -159,26 +164,63 @@ def trainer_of(model: Automatic, strategy: Any, **options: Any) -> Any:
     )
 
 
-def as_they_are(batches: Any) -> Any:
-    return DataLoader(list(batches), batch_size=None, collate_fn=lambda batch: batch)
+class Stream(IterableDataset[Any]):
+    """Of no known length."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
 
 
-def fit(model: Automatic, strategy: Any, batches: Sequence[Any], **options: Any) -> Grads:
-    trainer_of(model, strategy, **options).fit(model, as_they_are(batches))
+class Batches(Stream):
+    """No dataset for a loader of torch's; on rank 0 it tells its length."""
+
+    def __len__(self) -> int:
+        if dist.get_rank() > 0:
+            raise NotImplementedError
+        return len(self.batches)
+
+
+def as_they_are(batches: Any, **options: Any) -> Any:
+    return DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch, **options)
+
+
+READS: Mapping[str, Callable[[list[Any]], Any]] = {
+    "list": as_they_are,
+    "stream": lambda batches: as_they_are(Stream(batches)),
+    "workers": lambda batches: as_they_are(Stream(batches), num_workers=1),
+    "iterable": Batches,
+}
+
+
+def fit(model: Automatic, batches: Any, strategy: Any = None, **options: Any) -> Grads:
+    strategy = strategy or GradAvgStrategy(reduction=model.case.reduction, **model.case.options)
+    trainer_of(model, strategy, **options).fit(model, batches)
     return model.gradients
 
 
+def in_a_row(windows: Sequence[Sequence[Any]]) -> list[Any]:
+    return [micro_batch for window in windows for micro_batch in window]
+
+
 def automatic(case: Case, model: Any = Automatic, strategy: Any = None) -> Grads:
-    windows = case.windows[dist.get_rank()]
-    micro_batches = [micro_batch for window in windows for micro_batch in window]
     longest = max(len(window) for of_rank in case.windows for window in of_rank)
-    strategy = strategy or GradAvgStrategy(reduction=case.reduction, **case.options)
-    return fit(model(case), strategy, micro_batches, accumulate_grad_batches=longest)
+    loader = READS[case.reads](in_a_row(case.windows[dist.get_rank()]))
+    return fit(model(case), loader, strategy, accumulate_grad_batches=longest)
+
+
+def split(case: Case) -> Grads:
+    batches = [torch.cat(of_ranks) for of_ranks in zip(*map(in_a_row, case.windows), strict=True)]
+    order = torch.arange(sum(map(len, batches))).split(list(map(len, batches)))
+    loader: Any = DataLoader(torch.cat(batches), batch_sampler=[one.tolist() for one in order])  # type: ignore[arg-type]  # rows
+    return fit(Automatic(case), loader, accumulate_grad_batches=max(map(len, case.windows[0])))
 
 
 def manual(case: Case) -> Grads:
     model = Manual(case)
-    fit(model, GradAvgStrategy(reduction=case.reduction, **case.options), case.windows[dist.get_rank()])
+    fit(model, as_they_are(case.windows[dist.get_rank()]))
     return model.reduced
 
 
@@ -219,6 +261,7 @@ def average(case: Case) -> Grads:
 
 WAY_OF: Mapping[str, Callable[[Case], Grads]] = {
     "automatic": automatic,
+    "split": split,
     "manual": manual,
     "fabric": fabric,
     "reducer": reducer,
@@ -276,32 +319,3 @@ def test_validation_within_a_window_and_a_run_before_change_nothing(world, reduc
     (case,) = (one for one in CASES if (one.name, one.reduction) == ("in windows on two nodes", reduction))
     for found in world(2).run(fit_twice_with_validation, case):
         assert by_hand(case) * 2 == [gradient.tolist() for gradient in found]
-
-
-def in_one_run(way: str, reduction: Any) -> Case:
-    """Return all rows of a rule on two ranks of one node as one run, in an order by chance."""
-    rows = [
-        case
-        for case in CASES
-        if way in case.ways and case.reduction == reduction and case.said(way) is None
-        if len(case.windows) == 2 and case.nodes in (None, [0, 0]) and not case.options and not case.keeps
-        if case.begins == BOTH and case.dtype == torch.float64
-        if len({len(windows) for windows in case.windows}) == 1
-    ]
-    steps: list[tuple[Any, Any]] = [
-        (gradient, [windows[index] for windows in case.windows])
-        for case in rows
-        for index, gradient in enumerate(case.gradients)
-    ]
-    random.Random(7).shuffle(steps)
-    windows = [[window[rank] for _, window in steps] for rank in range(2)]
-    assert len(steps) > 5
-    return Case("in one run", reduction, windows, [gradient for gradient, _ in steps])
-
-
-@pytest.mark.parametrize("reduction", ["weighted_mean", "normalized_sum"])
-@pytest.mark.parametrize("way", ["manual", "fabric", "reducer"])
-def test_a_window_leaves_nothing_to_the_next(world, way, reduction):
-    case = in_one_run(way, reduction)
-    for found in world(2).run(WAY_OF[way], case):
-        assert by_hand(case) == [gradient.tolist() for gradient in found]

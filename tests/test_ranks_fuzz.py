@@ -1,227 +1,220 @@
-"""Runs drawn at random train on the gradient that `combine` says, or all ranks raise for a reason; none waits."""
+"""Rows of `cases.py` drawn by chance: trained on the gradient that `combine` says, or all ranks raise for a reason."""
 
 from __future__ import annotations
 
 import math
 import random
-import warnings
 from collections.abc import Iterator
-from itertools import zip_longest
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from ranks import make_trainer
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from cases import CLEARS, LOOPS, NAN, OF_DDP, Case, Fails, Steep
+from test_ranks_cases import WAY_OF, Grads, by_hand
 
-from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.batches.chunks import chunk_bounds
 from lightning_gradavg.reduction.reference import combine
 from lightning_gradavg.rules import RULES, rule_of_split_batches
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 WORLD_SIZE, STEPS, IN_ONE_CALL = 2, 2, 10
 COUNTS_RANKS = ("mean_of_node_sums", "mean_of_node_means", "sum_of_node_means")
-Gradients = list[list[float]]
-"""Of every step; of a step that was left out, an empty one."""
+OPTIONS: dict[str, tuple[float, list[Any]]] = {
+    "gradient_as_bucket_view": (0.3, [True]),
+    "find_unused_parameters": (0.2, [True]),
+    "bucket_cap_mb": (0.3, [1e-5]),
+}
+"""With which chance they are set, and to what."""
+OF_TRAINER: dict[str, tuple[float, list[Any]]] = {
+    "static_graph": (0.1, [True]),
+    "nonfinite": (0.5, ["raise", "skip_step"]),
+    "check_replicas_every_n_steps": (0.2, [None, 1]),
+}
 
 
-class Config:
-    """One run, all of which follows from a seed: options, batches, weights, losses and a fault."""
+class Drawn:
+    """A row and a way to run it, all of which follows from a seed: options, samples, weights, windows and a fault."""
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
         chance = lambda share: draw.random() < share  # noqa: E731  # as short as what it says
-        self.seed, self.rule = seed, draw.choice(list(RULES))
-        self.split, self.nodes, self.loss = chance(0.3), draw.choice([[0, 0], [0, 1]]), draw.choice(["mean", "sum"])
-        self.manual, self.stream, self.wrong_weight = chance(0.1), chance(0.3), chance(0.05)
-        self.window = 1 if self.manual else draw.choice([1, 1, 2, 3])
-        self.weight = draw.choice([None, None, "samples", "drawn", "zero on rank 1"])
-        self.named = self.weight is not None and chance(0.2)
-        count = STEPS * self.window
+        self.seed, self.rule = seed, draw.choice([*RULES.values()])
+        self.way = draw.choice([*OF_DDP, *["automatic"] * 3, *["split"] * 3])
+        in_trainer = self.way in ("automatic", "split", "manual")
+        of_way = OPTIONS | OF_TRAINER if in_trainer else OPTIONS
+        self.options = {name: draw.choice(values) for name, (share, values) in of_way.items() if chance(share)}
+        reduced: list[Any] = [torch.mean, torch.sum]
+        self.loss, self.nodes = draw.choice(reduced), draw.choice([[0, 0], [0, 1]])
+        self.length, self.stream = draw.choice([1, 1, 2, 3]), chance(0.3)
         self.fault = draw.choice([None, None, "nan", "none", "steep"])
-        self.fault_at = draw.randrange(WORLD_SIZE), draw.randrange(count)
-        options = {"gradient_as_bucket_view": 0.3, "find_unused_parameters": 0.2, "static_graph": 0.1}
-        self.strategy: dict[str, Any] = {name: True for name, share in options.items() if chance(share)}
-        self.strategy["reduction"] = self.rule
-        if chance(0.3):
-            self.strategy["bucket_cap_mb"] = 0.00001
-        if chance(0.5):
-            self.strategy["nonfinite"] = draw.choice(["raise", "skip_step"])
-        if chance(0.2):
-            self.strategy["check_replicas_every_n_steps"] = draw.choice([None, 1])
-        if self.split:
-            self.strategy["split_batches"] = True
-            self.fault, self.weight, self.named = None, draw.choice([None, "samples"]), False
-            if self.rule not in COUNTS_RANKS and chance(0.6):
+        self.weight = draw.choice([None, None, "samples", "drawn", "zero on rank 1"])
+        count = STEPS * self.length
+        self.fault_at, fewer = (draw.randrange(WORLD_SIZE), draw.randrange(count)), 0
+        if self.way == "split":
+            self.options["split_batches"], self.fault, self.weight = True, None, None
+            if self.rule.name not in COUNTS_RANKS and chance(0.6):
                 # How a batch is cut further matters to a mean loss that is summed, and to a sum that is averaged.
-                self.loss = "mean" if self.rule in ("mean", "weighted_mean") else "sum"
-                self.strategy[draw.choice(["num_replicas", *["max_device_batch_size"] * 2])] = draw.choice([1, 2, 3])
-        # Of one replica rank 1 has no samples, whose weight nobody asks.
-        self.wrong_weight &= self.strategy.get("num_replicas") != 1
-        self.nonfinite = self.strategy.get("nonfinite", "propagate")
-        if self.fault == "none" and (self.manual or self.nonfinite == "propagate"):
+                self.loss = torch.mean if self.rule.name in ("mean", "weighted_mean") else torch.sum
+                self.options[draw.choice(["num_replicas", *["max_device_batch_size"] * 2])] = draw.choice([1, 2, 3])
+        elif self.fault is not None or self.way != "automatic":
+            self.weight = self.weight or "samples"
+        self.nonfinite = self.options.get("nonfinite", "propagate")
+        self.named = self.weight is not None and self.rule.uses_weight and chance(0.2)
+        self.wrong_weight = self.weight is not None and self.rule.uses_weight and chance(0.05)
+        if self.fault == "none" and (self.way != "automatic" or self.nonfinite == "propagate"):
             self.fault = "nan"  # without a loss one rank raises alone: docs/faults.md
-        fewer = 0 if self.split or not chance(0.3) else draw.randrange(1, count + 1)
+        if self.fault == "steep" and (self.way != "automatic" or self.named):
+            self.fault = "nan"
+        if self.way in ("automatic", "manual") and chance(0.3):
+            fewer = draw.randrange(1, count + 1) if self.way == "automatic" else self.length * draw.randint(1, STEPS)
         self.counts = [count, count - fewer] if chance(0.5) else [count - fewer, count]
-        generator, even = torch.Generator().manual_seed(seed), chance(0.5)
-        of_rank = [
-            [torch.randn(3 if even else draw.randint(1, 5), 3, generator=generator).double() for _ in range(number)]
-            for number in self.counts
+        even, generator = chance(0.5), torch.Generator().manual_seed(seed)
+        of_loop = self.way in LOOPS and not self.named
+        self.keeps = self.fault is None and self.nonfinite == "propagate" and self.way != "split" and chance(0.3)
+        # Before each step of a loop: what begins its window and is given up, and a window whose backward raises.
+        self.given_up = [
+            [*[(100.0, 7)] * draw.randint(1, 2), draw.choice(CLEARS)] * (of_loop and chance(0.3)) for _ in range(STEPS)
         ]
-        self.batches = [of_rank[0]] * WORLD_SIZE if self.split else of_rank
+        others = [[(7.0, 1)] * draw.randrange(2) for _ in range(2)]
+        self.raises = [of_loop and self.rule.name != "mean" and chance(0.2) for _ in range(STEPS)]
+        self.raising = [*others[0], Fails(1000.0, 50), *others[1]]
+        self.samples: list[list[torch.Tensor]] = []
+        for _ in range(count):
+            sizes = [3 if even else draw.randint(1, 5) for _ in range(WORLD_SIZE)]
+            if self.way == "split":
+                sizes = [stop - start for start, stop in chunk_bounds(sum(sizes), WORLD_SIZE)]
+            self.samples.append([torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes])
 
     @property
     def may_raise(self) -> bool:
         """Whether all ranks may raise."""
-        uneven, judged = self.counts[0] != self.counts[1], self.nonfinite != "propagate"
-        fails = self.fault is not None and self.fault_at[1] < self.counts[self.fault_at[0]]
+        uneven = self.counts[0] != self.counts[1]
         reasons = {
-            "a node's ranks have the same say": self.split and self.rule in COUNTS_RANKS[1:],
-            "static_graph is judged, has named terms, or unused parameters": "static_graph" in self.strategy,
-            "a step by hand is judged": judged and self.manual,
-            "ranks are counted that are done": uneven and (self.rule in COUNTS_RANKS or self.manual),
-            "micro-batches by hand": self.manual and "max_device_batch_size" in self.strategy,
-            "a fault is an error": fails and self.nonfinite == "raise",
+            "a node's ranks have the same say": self.way == "split" and self.rule.name in COUNTS_RANKS[1:],
+            "static_graph is judged, has named terms, or unused parameters": "static_graph" in self.options,
+            "a step by hand is judged": self.nonfinite != "propagate" and self.way == "manual",
+            "ranks are counted that are done": uneven and (self.rule.name in COUNTS_RANKS or self.way == "manual"),
+            "a fault is an error": self.fails and self.nonfinite == "raise",
             "names are not known before a loss": self.named and self.fault == "none" and self.fault_at[1] == 0,
-            "a weight that is none": self.wrong_weight and RULES[self.rule].uses_weight,
-            "named terms in a window": self.named and self.window > 1,
-            "named terms without weights": self.named and not RULES[self.rule].uses_weight,
-            "no batch at all": 0 in self.counts and not self.stream,
+            "a weight that is none": self.wrong_weight,
+            "named terms in a window": self.named and self.length > 1,
+            "no batch at all": 0 in self.counts and (not self.stream or self.way == "manual"),
         }
         return any(reasons.values())
 
-    def weight_of(self, batch: Tensor, rank: int, index: int) -> float | None:
-        """Return the weight that the user gives, or None."""
-        if self.weight is None:
-            return None
+    @property
+    def fails(self) -> bool:
+        return self.fault is not None and self.fault_at[1] < self.counts[self.fault_at[0]]
+
+    def weight_of(self, rank: int, index: int) -> float:
+        samples = self.samples[index][rank]
         if self.wrong_weight and (rank, index) == (1, 0):
-            return math.nan
-        drawn = round(1 + 3 * abs(float(batch[0, 0])), 3)
-        return {"samples": len(batch), "drawn": drawn, "zero on rank 1": float(len(batch)) * (rank == 0)}[self.weight]
+            return NAN
+        drawn = round(1 + 3 * abs(float(samples.sum())), 3)
+        others = {"drawn": drawn, "zero on rank 1": float(len(samples)) * (rank == 0)}
+        return others.get(str(self.weight), len(samples))
 
-    def reduced(self, losses: Tensor) -> Tensor:
-        return losses.mean(0) if self.loss == "mean" else losses.sum(0)
+    def micro_batch(self, rank: int, index: int) -> Any:
+        """Return the samples, or their gradient with its weight."""
+        samples, weight = self.samples[index][rank], self.weight_of(rank, index)
+        if self.weight is None:
+            return samples
+        gradient: float | None = self.loss(samples).item()
+        if (rank, index) == self.fault_at and self.fault is not None:
+            if self.fault == "steep":
+                return Steep(gradient, weight)
+            gradient = None if self.fault == "none" else NAN
+        return ({"a": gradient}, {"a": weight}) if self.named else (gradient, weight)
 
-    def expected(self) -> Gradients:
-        """Return the gradient of every step, by one process."""
-        return [self._of_step(range(at, at + self.window)) for at in range(0, max(self.counts), self.window)]
-
-    def _of_step(self, indices: range) -> list[float]:
-        gradients, nodes, weights = list[Tensor](), list[int](), list[float]()
+    def gradient(self, indices: range) -> float:
+        """Return the gradient of a step, by one process; 0 where it is left out."""
+        gradients, nodes, weights = list[float](), list[int](), list[float]()
         for rank, index in ((r, i) for r in range(WORLD_SIZE) for i in indices if i < self.counts[r]):
-            batch = self.batches[rank][index]
-            if self.split:
-                batch = batch[slice(*chunk_bounds(len(batch), WORLD_SIZE)[rank])]
-            weight = self.weight_of(batch, rank, index) if len(batch) > 0 else 0
-            weight = len(batch) if weight is None else weight
-            gradient = self.reduced(batch) if len(batch) > 0 else torch.zeros(3).double()
-            if self.fault is not None and (rank, index) == self.fault_at:
-                gradient = gradient * (1 if self.fault == "none" else math.nan)
-                counts = weight > 0 or not RULES[self.rule].uses_weight or self.fault == "none"
-                if counts and self.nonfinite == "skip_step":
-                    return []
-            gradients.append(gradient)
+            samples, weight = self.samples[index][rank], self.weight_of(rank, index)
+            fails = self.fault is not None and (rank, index) == self.fault_at
+            counts = weight > 0 or not self.rule.uses_weight or self.fault == "none"
+            if fails and counts and self.nonfinite == "skip_step":
+                return 0.0
+            gradients.append(NAN if fails else self.loss(samples).item() if len(samples) > 0 else 0.0)
             nodes.append(self.nodes[rank])
             weights.append(weight)
-        rule = rule_of_split_batches(RULES[self.rule]) if self.split else RULES[self.rule]
-        if rule.uses_weight and not any(weights) and "find_unused_parameters" in self.strategy:
-            return []  # DDP takes a parameter that no rank has a gradient of for unused
-        return combine(torch.stack(gradients), rule=rule, nodes=nodes, weights=weights).tolist()
+        rule = rule_of_split_batches(self.rule) if self.way == "split" else self.rule
+        dense = torch.tensor(gradients, dtype=torch.float64)[:, None]
+        return combine(dense, rule=rule, nodes=nodes, weights=weights).item()
+
+    def expected(self) -> list[float]:
+        """Return the gradient after every window."""
+        found = [0.0]
+        for step, raises in self.steps:
+            found += [found[-1] * self.keeps] * raises
+            found.append(found[-1] * self.keeps + self.gradient(step))
+        return found[1:]
+
+    @property
+    def steps(self) -> list[tuple[range, bool]]:
+        """The indices of micro-batches of each step, and whether a window that raises comes before it."""
+        of_steps = [range(at, at + self.length) for at in range(0, max(self.counts), self.length)]
+        return list(zip(of_steps, self.raises, strict=False))
+
+    def windows(self, rank: int) -> Iterator[list[Any]]:
+        for (step, raises), given_up in zip(self.steps, self.given_up, strict=False):
+            if step[0] < self.counts[rank]:
+                yield from [self.raising] * raises
+                yield [*given_up, *(self.micro_batch(rank, index) for index in step if index < self.counts[rank])]
+
+    @property
+    def case(self) -> Case:
+        return Case(
+            *(repr(self), self.rule.name, [list(self.windows(rank)) for rank in range(WORLD_SIZE)], []),
+            nodes=self.nodes,
+            options=self.options,
+            keeps=self.keeps,
+            loss=self.loss,
+            reads="stream" if self.stream else "list",
+        )
 
     def __repr__(self) -> str:
-        return f"Config({ {name: value for name, value in vars(self).items() if name != 'batches'} })"
+        return f"Drawn({ {name: value for name, value in vars(self).items() if name != 'samples'} })"
 
 
-class Stream(IterableDataset[Tensor]):
-    def __init__(self, batches: list[Tensor]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.batches)
+def outcomes(seeds: range) -> list[Grads | str]:
+    """Body: train what some seeds give, one after another; return the gradients of each, or its error."""
+    return [outcome(Drawn(seed)) for seed in seeds]
 
 
-class Drawn(LightningModule):
-    """Trains a config, and keeps the reduced gradients: the gradient of a sample is the sample."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-        self.config, self.automatic_optimization, self.gradients = config, not config.manual, Gradients()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        config, at = self.config, (dist.get_rank(), batch_idx)
-        loss, weight = config.reduced(batch @ self.w), config.weight_of(batch, *at)
-        if config.fault is not None and at == config.fault_at:
-            if config.fault == "none":
-                return None
-            nothing = (loss - loss.detach()).abs().sqrt()  # of an infinite slope
-            loss = loss * math.nan if config.fault == "nan" else loss + nothing
-        if config.manual:
-            self.manual_backward(loss, weight=weight)
-            optimizer: Any = self.optimizers()
-            optimizer.step()
-            optimizer.zero_grad()
-            return None
-        if config.named and weight is not None:
-            return {"loss": {"a": loss}, "weight": {"a": weight}}
-        return loss if weight is None else {"loss": loss, "weight": weight}
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.gradients.append([] if self.w.grad is None else self.w.grad.tolist())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def outcomes(seeds: range) -> list[tuple[Gradients, str | None]]:
-    """Body: train the configs of some seeds, one after another; return the gradients of each, and its error."""
-    return [outcome(Config(seed)) for seed in seeds]
-
-
-def outcome(config: Config) -> tuple[Gradients, str | None]:
-    model, error, batches = Drawn(config), None, config.batches[dist.get_rank()]
-    if config.split:
-        order = torch.arange(sum(map(len, batches))).split([len(batch) for batch in batches])
-        loader: Any = DataLoader(torch.cat(batches), batch_sampler=[one.tolist() for one in order])  # type: ignore[arg-type]  # rows
-    else:
-        loader = DataLoader(Stream(batches) if config.stream else batches, batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
-    options = {"max_epochs": 1, "use_distributed_sampler": False, "accumulate_grad_batches": config.window}
+def outcome(drawn: Drawn) -> Grads | str:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            make_trainer(GradAvgStrategy(**config.strategy), nodes=config.nodes, **options).fit(model, loader)
+        found: Any = WAY_OF[drawn.way](drawn.case)
     except Exception as raised:  # noqa: BLE001  # whatever it is, the test looks at it
-        error = f"{type(raised).__name__}: {raised}"
+        found = f"{type(raised).__name__}: {raised}"
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (config.seed, error is None))
-    assert len(set(ranks)) == 1, f"the ranks part: {ranks}, here {error}; {config}"
-    return model.gradients, error
+    dist.all_gather_object(ranks, (drawn.seed, isinstance(found, str)))
+    assert len(set(ranks)) == 1, f"the ranks part: {ranks}, here {found}; {drawn}"
+    return found
 
 
-def judged(config: Config, ranks: list[tuple[Gradients, str | None]]) -> str | None:
-    """Return what is wrong with the outcomes of a config on all ranks, or None."""
-    gradients, error = ranks[0]
-    if error is not None:
-        late = config.fault is not None or config.counts[0] != config.counts[1]
-        return None if config.may_raise and (late or not gradients) else f"raised without reason, or late: {error}"
-    if any(repr(one) != repr(ranks[0]) for one in ranks):
-        return f"the ranks differ: {ranks}"
-    for want, got in zip_longest(config.expected(), gradients):
-        if got != pytest.approx(want, rel=1e-9, abs=1e-12, nan_ok=True):
-            return f"gradients {gradients} instead of {config.expected()}"
-        if any(map(math.isnan, want)):
-            break  # all after it are no numbers
-    return None
+def judged(drawn: Drawn, first: Any, *others: Any) -> str | None:
+    """Return what is wrong with the outcomes of a row on all ranks, or None."""
+    if isinstance(first, str):
+        return None if drawn.may_raise else f"raised without reason: {first}"
+    if any(repr(other) != repr(first) for other in others):
+        return f"the ranks differ: {first}, {others}"
+    found, expected = (
+        [gradient.tolist() for gradient in first],
+        by_hand(replace(drawn.case, gradients=drawn.expected())),
+    )
+    # All after NaN is NaN.
+    until = next((at for at, numbers in enumerate(found, 1) if math.isnan(numbers[0])), len(expected))
+    return None if expected[:until] == found[:until] else f"gradients {found} instead of {expected}"
 
 
 @pytest.mark.parametrize(
     "first", [pytest.param(first, marks=[pytest.mark.full] * (first >= 50)) for first in range(0, 500, IN_ONE_CALL)]
 )
-def test_drawn_runs_have_the_gradients_of_one_process_or_raise_together(world, first):
-    configs = [Config(seed) for seed in range(first, first + IN_ONE_CALL)]
-    of_ranks = world(WORLD_SIZE).run(outcomes, range(first, first + IN_ONE_CALL))
-    found = {config: judged(config, list(ranks)) for config, *ranks in zip(configs, *of_ranks, strict=True)}
-    assert {} == {config: wrong for config, wrong in found.items() if wrong is not None}
+def test_drawn_rows_have_the_gradients_of_one_process_or_raise_together(world, first):
+    seeds = range(first, first + IN_ONE_CALL)
+    of_ranks = zip(*world(WORLD_SIZE).run(outcomes, seeds), strict=True)
+    found = {Drawn(seed): judged(Drawn(seed), *ranks) for seed, ranks in zip(seeds, of_ranks, strict=True)}
+    assert {} == {drawn: wrong for drawn, wrong in found.items() if wrong is not None}

@@ -5,7 +5,6 @@ Which gradient that gives under which rule: `test_ranks_gather.py`.
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -232,7 +231,6 @@ MISUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no weight": ({"reduction": "weighted_mean"}, {}, "'weighted_mean', sum(n * g) / sum(n), needs a weight"),
     "negative weight": ({"reduction": "weighted_mean", "weight": -1}, {}, "weight -1.0 is not a finite number >= 0"),
     "negative share": ({"reduction": negative, "weight": 1},) * 2 + ("returned multiplier=-1.0",),
-    "two faults": ({"reduction": "best"}, {"tensors": torch.tensor(0.0)}, "on rank 0: reduction='best' is not a rule."),
 }
 
 
@@ -248,16 +246,3 @@ def test_errors_are_the_same_on_all_ranks(world, name):
     raised = world(2).run_expecting_errors(misuse, name)
     assert [Raised("ValueError", raised[0].message)] * 2 == raised
     assert MISUSES[name][2] in raised[0].message
-
-
-def without_node() -> None:
-    """Body: one vote per node, where the launcher says that there are nodes but not which."""
-    os.environ.update({"MPI_LOCALNRANKS": "1", "PMI_SIZE": "2"})
-    gather(X)  # a rule without nodes does not ask
-    gather(X, reduction="mean_of_node_means")
-
-
-def test_unknown_nodes(world):
-    raised = world(2).run_expecting_errors(without_node)
-    assert len({tuple(one) for one in raised}) == 1
-    assert "on ranks 0, 1: the launcher does not tell the node: set NODE_RANK" in raised[0].message

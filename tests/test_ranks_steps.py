@@ -1,9 +1,14 @@
-"""What users do around the steps of a Trainer, with numbers by hand. `cases.py` has the rules themselves."""
+"""Training steps of every kind in a real Trainer, with numbers by hand or of one process.
+
+`cases.py` has rules, weights, windows and options. Here a step, a model, a callback or a precision is special.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -12,12 +17,37 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from ranks import make_trainer, on_ranks
 from torch import Tensor, nn
-from toys import AWARE, WEIGHTED, Recorded, Toy, approx, flat, same_everywhere, train
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from toys import (
+    AWARE,
+    DEPRECATED,
+    GATHERS,
+    MLP,
+    WEIGHTED,
+    Recorded,
+    Seen,
+    Toy,
+    approx,
+    flat,
+    loader,
+    same_everywhere,
+    shares,
+    train,
+)
 
-pytestmark = AWARE
+from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 
-
+pytestmark = [
+    *AWARE,
+    DEPRECATED,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed"),
+    pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor"),
+    pytest.mark.filterwarnings("ignore:Found `dataloader_iter`"),
+]
 STEPS = {"mean": [0.745, 0.555025, 0.413493625], "weighted_mean": [0.745, 0.555025, 0.413493625], "sum": [-1.04]}
 
 
@@ -34,6 +64,106 @@ def test_invariance_grid(world, ranks, accumulation, reduction):
     assert [approx(weight) for weight in expected] == [weight.item() for weight in seen.weights]
 
 
+class One(nn.Module):
+    """The gradient of a sample is the sample."""
+
+    def __init__(self, start: Any = 1.0) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(start, dtype=torch.float64))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return samples * self.w
+
+
+class Stepped(Recorded):
+    """Its training step is a function of the module and of the batch."""
+
+    def __init__(
+        self, step: Callable[[Any, Any], Any], net: Callable[[], nn.Module] = One, by_hand: bool = False
+    ) -> None:
+        super().__init__(0.1)
+        torch.manual_seed(4)
+        self.net, self.step, self.automatic_optimization = net(), step, not by_hand
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.step(self, batch)
+
+
+def mean_loss(module: Any, batch: Any) -> Tensor:
+    return module.net(batch).mean()  # type: ignore[no-any-return]  # of a module
+
+
+def by_hand(step: Callable[[Any, Any, Any], Any], start: Any = 1.0) -> Callable[[], Stepped]:
+    """Return what makes a module that is optimized by hand: `step` gets its optimizer, too."""
+    return partial(Stepped, lambda module, batch: step(module, batch, module.optimizers()), partial(One, start), True)
+
+
+def stepped(module: Any, batch: Tensor, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    module.manual_backward(mean_loss(module, batch))
+    optimizer.step()
+
+
+def direct(module: Any, batch: Tensor, optimizer: Any) -> None:
+    mean_loss(module, batch).backward()
+    optimizer.step()
+
+
+def never_synchronized(module: Any, batch: Tensor, optimizer: Any) -> None:
+    with optimizer.toggle_model(sync_grad=False):
+        module.manual_backward(mean_loss(module, batch))
+    optimizer.step()
+
+
+def swapped(module: Any, batch: Tensor, optimizer: Any) -> None:
+    """Write gradients that differ in their order alone."""
+    module.net.w.grad = torch.tensor([1.0, -1.0] if dist.get_rank() else [-1.0, 1.0], dtype=torch.float64)
+    optimizer.step()
+
+
+def again_on_rank_1(module: Any, batch: Tensor, optimizer: Any) -> None:
+    """Step twice where the batch says so; the other rank does not wait for it."""
+    module.manual_backward(mean_loss(module, batch))
+    for _ in range(1 + int(dist.get_rank() == 1 and batch.item() == 7)):
+        optimizer.step()
+
+
+def of_all(module: Any, batch: Tensor, optimizer: Any) -> None:
+    """Write a gradient as PCGrad does, of samples that all ranks have."""
+    mean = module.trainer.strategy.reduce(batch.clone()).mean()
+    module.net.w.grad = torch.autograd.grad(mean * module.net.w, module.net.w)[0]
+    optimizer.step()
+
+
+def reduced(module: Any, batch: Tensor, optimizer: Any) -> None:
+    """Write a gradient of one's own, reduced by oneself."""
+    (gradient,) = torch.autograd.grad(mean_loss(module, batch), module.net.w)
+    dist.all_reduce(gradient)
+    module.net.w.grad = gradient
+    optimizer.step()
+
+
+def kept_graph(module: Any, batch: Tensor, optimizer: Any) -> None:
+    """Run the backward of named terms, (1 + 3 * 5) / 4 and 10 * 1, and another one of their sum."""
+    rank, loss = dist.get_rank(), {"a": mean_loss(module, batch), "b": 10 * mean_loss(module, batch)}
+    module.manual_backward(loss, weight={"a": 1 + 2 * rank, "b": 1 - rank}, retain_graph=True)
+    optimizer.step()
+    module.zero_grad()
+    sum(loss.values()).backward()
+    assert approx(11 * batch.item()) == module.net.w.grad.item()
+    module.zero_grad()
+
+
+def interrupted(module: Any, batch: Tensor, optimizer: Any) -> None:
+    """Have a hook raise between the weighing of a loss and its backward, over gradients that are kept."""
+    weight = 3 - 2 * dist.get_rank()
+    module.manual_backward(mean_loss(module, batch), weight=weight)
+    with patch.object(module, "on_before_backward", side_effect=KeyError), pytest.raises(KeyError):
+        module.manual_backward(100 * mean_loss(module, batch), weight=9)
+    module.manual_backward(mean_loss(module, batch), weight=weight)
+    optimizer.step()
+
+
 class Interrupted(Toy):
     """Ends its first epoch in the middle of a window."""
 
@@ -41,265 +171,465 @@ class Interrupted(Toy):
         return -1 if self.trainer.current_epoch == 0 and batch_idx == 3 else None
 
 
-def test_epoch_that_ends_within_a_window(world):
-    rows = [[[1], [2, 2, 2], [3], [4], [5], [6]]] * 2
-    options = {"module": Interrupted, "max_epochs": 2, "accumulate_grad_batches": 2}
-    seen = same_everywhere(world(2).run(train, rows, {"lr": 0.0}, WEIGHTED, **options))
-    assert [1.75, 1.75, 3.5, 5.5] == [gradient.item() for gradient in seen.gradients]
-
-
-@pytest.mark.parametrize("reduction", ["mean", "weighted_mean"])
-def test_scheduled_window(world, reduction):
-    """4 batches of gradient 1, windows of 1 and then 2, end at 1 - 4 - 2 = -5."""
-    options = {"max_epochs": 2, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}
-    seen = same_everywhere(world(2).run(train, [[[1]] * 4] * 2, {"lr": 1.0}, {"reduction": reduction}, **options))
-    assert (approx(-5.0), 6) == (seen.weights[-1].item(), len(seen.weights))
-
-
-class Tuned(Toy):
+class Tuned(Stepped):
     """Lightning's callback unfreezes the backbone at the second epoch, and adds it to the optimizer."""
 
     def __init__(self) -> None:
-        super().__init__(start=[1.0])
+        super().__init__(lambda module, batch: (module.backbone(module.net.w) * batch).mean(), partial(One, [1.0]))
         self.backbone = nn.Linear(1, 1, bias=False).double()
         nn.init.constant_(self.backbone.weight, 2.0)
 
-    def losses(self, batch: Tensor) -> Tensor:
-        return self.backbone(self.w) * batch
-
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([self.w], lr=0.5)
+        return torch.optim.SGD(self.net.parameters(), lr=0.5)
 
     def configure_callbacks(self) -> Any:
         return [BackboneFinetuning(1, backbone_initial_lr=0.25, verbose=False)]
 
 
-@pytest.mark.parametrize(("strategy", "mean"), [({}, 2.5), (WEIGHTED, 2.0)], ids=str)
-def test_a_backbone_that_begins_to_train_in_the_second_epoch(world, strategy, mean):
-    """Of samples 1, 1, 1 and 4, or 5 with half of the say: the product `w * backbone` has the gradients of both."""
-    seen = same_everywhere(
-        world(2).run(
-            train, [[[1.0, 1.0, 1.0]], [[5.0 if mean == 2.0 else 4.0]]], None, strategy, module=Tuned, max_epochs=2
-        )
+class Newton(Toy):
+    """LBFGS evaluates the closure several times in a step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return (0.5 * (self.w * batch - 3).square()).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=10)
+
+
+class Iterates(Toy):
+    """Takes its batches itself."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:  # type: ignore[override]  # Lightning's other form
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+def penalty(module: Any, batch: Tensor) -> Tensor:
+    """Return the square of dy/dx of y = w x^2 + b, which b drops out of."""
+    x = batch.clone().requires_grad_()
+    w, b = module.net
+    (slope,) = torch.autograd.grad((w * x**2 + b).sum(), x, create_graph=True)
+    return slope.square().mean()
+
+
+def two_numbers() -> nn.ParameterList:
+    return nn.ParameterList([torch.ones((), dtype=torch.float64) for _ in range(2)])
+
+
+def lost_on_rank_1(way: str, lost: int, named: bool, module: Any, batch: Tensor) -> Any:
+    """Return the sum over all ranks' rows, and on rank 1 once no loss."""
+    loss, module.calls = GATHERS[way](module, module.net(batch)).sum(), getattr(module, "calls", -1) + 1
+    if (dist.get_rank(), module.calls) == (1, lost):
+        return None
+    return {"loss": {"a": loss}, "weight": {"a": len(batch)}} if named else loss
+
+
+def silent(module: Any, batch: Tensor) -> Tensor | None:
+    """Return no loss for a batch that it was given before."""
+    again, module.before = batch is getattr(module, "before", None), batch
+    return None if again else mean_loss(module, batch)
+
+
+def without_graph(kind: str, module: Any, batch: Tensor) -> Any:
+    """Return on rank 1 a loss without graph."""
+    terms = {"table": module.net[0](batch.long()).sum(), "other": 2 * module.net[1].w.abs().sum()}
+    if dist.get_rank() == 1:
+        terms = dict.fromkeys(terms, torch.zeros(()))
+    weight = 2 - 2 * dist.get_rank()
+    if kind == "terms":
+        return {"loss": terms, "weight": dict.fromkeys(terms, weight)}
+    return {"loss": terms["table"] + terms["other"], "weight": weight}
+
+
+def of_kind(kind: str) -> nn.Module:
+    """Return a table of float64 and three numbers, of which `kind` says what is special."""
+    other = One([1.0] * 3)
+    other.w.data = other.w.data.to(torch.complex128 if kind == "complex" else torch.float32)
+    return nn.Sequential(nn.Embedding(7, 3, sparse=kind == "sparse").double(), other)
+
+
+class OwnPart(Toy):
+    """Has a parameter that DDP leaves to each rank, by the name that DDP looks for at the top of a module."""
+
+    def __init__(self, **toy: Any) -> None:
+        super().__init__(**toy)
+        self.own = nn.Parameter(torch.ones((), dtype=torch.float64))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, [".own"])  # no public way
+
+    def losses(self, batch: Tensor) -> Tensor:
+        return (self.w + self.own) * batch
+
+
+class Run(NamedTuple):
+    """A row.
+
+    Attributes:
+        module: Makes the module.
+        of_ranks: The batches of each rank.
+        expected: After each step the gradient, or the weights; or what is found in the error of every rank.
+        strategy: The options of the strategy.
+        weights: Whether these are expected, not gradients.
+        options: Those of the Trainer.
+        tolerance: Relative and absolute.
+    """
+
+    module: Callable[[], Any]
+    of_ranks: Any
+    expected: Any
+    strategy: Mapping[str, Any] = WEIGHTED
+    weights: bool = False
+    options: Mapping[str, Any] = {}
+    tolerance: float = 1e-12
+
+
+EPOCHS: Any = {"max_epochs": 2}
+WINDOW: Any = {"accumulate_grad_batches": 2}
+FEWER = [[[1.0]] * 5, [[3.0]] * 3]
+GONE = r"1 of 2 ranks have no more batches.*"
+HALVES = torch.randn(3, 100, generator=torch.Generator().manual_seed(1)).bfloat16()
+SCHEDULED: Any = {**EPOCHS, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}
+
+
+def drifts(step: Any, batches: Sequence[float], found: int, reduction: str = "mean", start: Any = 1.0) -> Run:
+    """Return a row in which the ranks drift apart, of which stock Lightning says nothing."""
+    others = batches if step is again_on_rank_1 else [2.0] * len(batches)
+    text = (
+        rf"^the ranks drifted apart: after {found} batch\(es\) parameter 'net.w' is not the.*another one is on rank 1\."
+        r".*self\.manual_backward\(loss\)"
     )
-    w = 1 - 0.5 * 2 * mean
-    assert [approx([w, 2.0]), approx([w - 0.5 * 2 * mean, 2 - 0.25 * w * mean])] == [
-        one.tolist() for one in seen.weights
-    ]
+    of_ranks = [[[one] for one in of_rank] for of_rank in (batches, others)]
+    return Run(by_hand(step, start), of_ranks, text, {"reduction": reduction})
 
 
-class ByHand(Toy):
-    """Runs `step(module, batch)` as its training step, in manual optimization."""
-
-    def __init__(self, step: Callable[..., None], start: Any = 1.0) -> None:
-        super().__init__(start=start)
-        self.automatic_optimization, self.step = False, step
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.step(self, batch, self.optimizers())
-
-
-def direct(module: ByHand, batch: Tensor, optimizer: Any) -> None:
-    module.losses(batch).mean().backward()
-    optimizer.step()
-
-
-def never_synchronized(module: ByHand, batch: Tensor, optimizer: Any) -> None:
-    with optimizer.toggle_model(sync_grad=False):
-        module.manual_backward(module.losses(batch).mean())
-    optimizer.step()
-
-
-def swapped(module: ByHand, batch: Tensor, optimizer: Any) -> None:
-    """Write gradients that differ in their order alone."""
-    module.w.grad = torch.tensor([1.0, -1.0] if dist.get_rank() else [-1.0, 1.0], dtype=module.w.dtype)
-    optimizer.step()
-
-
-def again_on_rank_1(module: ByHand, batch: Tensor, optimizer: Any) -> None:
-    """Step twice where the batch says so; the other rank does not wait for it."""
-    module.manual_backward(module.losses(batch).mean())
-    for _ in range(1 + int(dist.get_rank() == 1 and batch.item() == 7)):
-        optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("step", "reduction", "batches", "found"),
-    [
-        (direct, "mean", [1, 1, 1], 1),
-        (direct, "sum", [1, 1, 1], 1),
-        (never_synchronized, "weighted_mean", [1, 1, 1], 1),
-        (swapped, "mean", [1], 1),
-        # The ranks compare after 1, 2 and 4 batches, and at the end.
-        (again_on_rank_1, "mean", [7, 1, 1, 1, 1, 1], 1),
-        (again_on_rank_1, "mean", [1, 1, 7, 1, 1, 1], 4),
-        (again_on_rank_1, "mean", [1, 1, 1, 1, 1, 7], 6),
-    ],
-)
-def test_steps_by_which_ranks_drift_apart_are_an_error(world, step, reduction, batches, found):
-    """Stock Lightning says nothing."""
-    toy, rows = {"step": step, "start": [1.0, 1.0] if step is swapped else 1.0}, [[[one] for one in batches]] * 2
-    if step is not again_on_rank_1:
-        rows = [rows[0], [[2.0]] * len(batches)]
-    raised = world(2).run_expecting_errors(train, rows, toy, {"reduction": reduction}, module=ByHand)
-    (text,) = {f"{one.type_name}: {one.message}" for one in raised}
-    assert text.startswith(f"RuntimeError: the ranks drifted apart: after {found} batch(es) parameter 'w' is not the")
-    assert "another one is on rank 1." in text
-    assert "self.manual_backward(loss)" in text
-
-
-def of_all(module: ByHand, batch: Tensor, optimizer: Any) -> None:
-    """Write a gradient as PCGrad does, of samples that all ranks have."""
-    mean = module.trainer.strategy.reduce(batch.clone()).mean()
-    module.w.grad = torch.autograd.grad(mean * module.w, module.w)[0]
-    optimizer.step()
-
-
-def reduced(module: ByHand, batch: Tensor, optimizer: Any) -> None:
-    """Write a gradient of one's own, reduced by oneself."""
-    (gradient,) = torch.autograd.grad(batch.mean() * module.w, module.w)
-    dist.all_reduce(gradient)
-    module.w.grad = gradient
-    optimizer.step()
-
-
-def kept_graph(module: ByHand, batch: Tensor, optimizer: Any) -> None:
-    """Run the backward of named terms, (1 + 3 * 5) / 4 and 10 * 1, and another one of their sum."""
-    rank, loss = dist.get_rank(), {"a": module.losses(batch).mean(), "b": 10 * module.losses(batch).mean()}
-    module.manual_backward(loss, weight={"a": 1 + 2 * rank, "b": 1 - rank}, retain_graph=True)
-    optimizer.step()
-    module.zero_grad()
-    sum(loss.values()).backward()
-    assert module.w.grad is not None
-    assert approx(11 * batch.item()) == module.w.grad.item()
-    module.zero_grad()
-
-
-def interrupted(module: ByHand, batch: Tensor, optimizer: Any) -> None:
-    """Have a hook raise between the weighing of a loss and its backward, over gradients that are kept."""
-    weight = 3 - 2 * dist.get_rank()
-    module.manual_backward(module.losses(batch).mean(), weight=weight)
-    with patch.object(module, "on_before_backward", side_effect=KeyError), pytest.raises(KeyError):
-        module.manual_backward(100 * module.losses(batch).mean(), weight=9)
-    module.manual_backward(module.losses(batch).mean(), weight=weight)
-    optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("step", "reduction", "samples", "gradient"),
-    [
-        (of_all, "sum", (2.0, 4.0), 3.0),
-        (reduced, "sum", (2.0, 4.0), 6.0),
-        (kept_graph, "weighted_mean", (1.0, 5.0), 4 + 10.0),
-        (interrupted, "weighted_mean", (1.0, 5.0), 2 * (3 * 1 + 5) / 4),
-    ],
-)
-def test_steps_by_hand_train_on(world, step, reduction, samples, gradient):
-    of_ranks = world(2).run(train, [[[x]] for x in samples], {"step": step}, {"reduction": reduction}, module=ByHand)
-    assert [approx(1 - 0.01 * gradient)] * 2 == [seen.weights[0].item() for seen in of_ranks]
-
-
-class Weighed(Toy):
-    """A batch is its gradient, and then its weight."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": (self.w * batch[:-1].to(self.w.dtype)).sum(), "weight": batch[-1].double()}
+RUNS: dict[str, Run] = {
+    # Case 2: ranks with 3 and 1 samples, whose mean gradient is 7.5 * w; the last weight is 0.21029776386659413.
+    "uneven batches": Run(
+        partial(Toy, "s"), [[[1, 2, 3]] * 20, [[4]] * 20], [(1 - 0.01 * 7.5) ** n for n in range(1, 21)], weights=True
+    ),
+    "an epoch that ends within a window": Run(
+        partial(Interrupted, lr=0.0), [[[1], [2, 2, 2], [3], [4], [5], [6]]] * 2, [1.75, 1.75, 3.5, 5.5],
+        options={**EPOCHS, **WINDOW},
+    ),
+    # 4 batches of gradient 1, windows of 1 and then 2, end at 1 - 4 - 2 = -5.
+    "a scheduled window": Run(
+        partial(Toy, lr=1.0), [[[1]] * 4] * 2, [0, -1, -2, -3, -4, -5], {}, weights=True, options=SCHEDULED
+    ),
+    "a scheduled window of weights": Run(
+        partial(Toy, lr=1.0), [[[1]] * 4] * 2, [0, -1, -2, -3, -4, -5], weights=True, options=SCHEDULED
+    ),
+    # The product `w * backbone` has the gradients of both.
+    "a backbone that begins to train": Run(
+        Tuned, [[[1.0, 1.0, 1.0]], [[4.0]]], [[1 - 2.5, 2], [-1.5 - 2.5, 2 - 0.25 * -1.5 * 2.5]], {}, True, EPOCHS
+    ),
+    "a backbone that begins to train with weights": Run(
+        Tuned, [[[1.0, 1.0, 1.0]], [[5.0]]], [[1 - 2.0, 2], [-1 - 2.0, 2 - 0.25 * -1 * 2]], WEIGHTED, True, EPOCHS
+    ),
+    # Every step ends in the minimum of the mean over all samples, at 33/39.
+    **{
+        f"an optimizer with a closure {reduction}": Run(
+            Newton, [[[1.0, 2.0]] * 3, [[3.0, 5.0]] * 3], [33 / 39] * 3, {"reduction": reduction}, True, tolerance=1e-9
+        )
+        for reduction in ("mean", "weighted_mean")
+    },
+    # Summed in bfloat16, half of the numbers would differ.
+    "bfloat16 is rounded once": Run(
+        partial(Toy, dtype=torch.bfloat16, start=[1.0] * 100), [[[one]] for one in HALVES.tolist()],
+        [HALVES.float().mean(0).bfloat16().tolist()], options={"precision": "bf16-true"},
+    ),
+    # Case 53: of a gradient in the direction of (3, 4), both above 1.
+    **{
+        f"clipping {reduction} {algorithm} {window}": Run(
+            partial(Toy, start=[0.0, 0.0], lr=1.0), [[[[3.0, 0.0]]] * window, [[[0.0, 4.0]]] * window], [expected],
+            {"reduction": reduction}, weights=True, tolerance=1e-5,
+            options={"gradient_clip_val": 1.0, "gradient_clip_algorithm": algorithm, "accumulate_grad_batches": window},
+        )
+        for algorithm, expected in (("norm", [-0.6, -0.8]), ("value", [-1.0, -1.0]))
+        for reduction in ("mean", "sum", "weighted_mean")
+        for window in (1, 2)
+    },
+    # Local gradients 8 and 32.
+    "double backward": Run(
+        partial(Stepped, penalty, two_numbers), [[[1.0]], [[2.0]]], [[1 - 0.1 * 40, 1]],
+        {"reduction": "sum", "find_unused_parameters": True}, weights=True,
+    ),
+    "what is written by hand": Run(by_hand(of_all), [[[2.0]], [[4.0]]], [3.0], {"reduction": "sum"}),
+    "what is reduced by hand": Run(by_hand(reduced), [[[2.0]], [[4.0]]], [6.0], {"reduction": "sum"}),
+    "two backwards of a graph": Run(by_hand(kept_graph), [[[1.0]], [[5.0]]], [4 + 10.0]),
+    "a backward that a hook prevents": Run(by_hand(interrupted), [[[1.0]], [[5.0]]], [2 * (3 * 1 + 5) / 4]),
+    "a gradient that is not reduced": drifts(direct, [1, 1, 1], 1),
+    "a sum that is not reduced": drifts(direct, [1, 1, 1], 1, "sum"),
+    "a window without end": drifts(never_synchronized, [1, 1, 1], 1, "weighted_mean"),
+    "gradients in another order": drifts(swapped, [1], 1, start=[1.0, 1.0]),
+    # The ranks compare after 1, 2 and 4 batches, and at the end.
+    "a step too many at first": drifts(again_on_rank_1, [7, 1, 1, 1, 1, 1], 1),
+    "a step too many later": drifts(again_on_rank_1, [1, 1, 7, 1, 1, 1], 4),
+    "a step too many at last": drifts(again_on_rank_1, [1, 1, 1, 1, 1, 7], 6),
+    # By the words of DDP: Lightning would name another strategy.
+    "unused parameters": Run(
+        partial(MLP, "unused"), shares(3), r"`find_unused_parameters=True`.*did not receive grad.*: 4 5"
+    ),
+    # It joins the reduction, whatever the parameters' dtypes and layouts: 1 in 2 rows of 3, and 2 in the other 3.
+    **{
+        f"a loss without graph of {kind}": Run(
+            partial(Stepped, partial(without_graph, kind), partial(of_kind, kind)), [[[1.0, 2.0]]] * 2,
+            [[0.0] * 3 + [1.0] * 6 + [0.0] * 12 + [2.0] * 3],
+        )
+        for kind in ("dtypes", "sparse", "complex", "terms")
+    },
+    # No rank waits in the backward of the gather: all skip the step. Two equal losses of gradient 2 + 4.
+    **{
+        f"a loss lost after a gather {way} {lost} {named}": Run(
+            partial(Stepped, partial(lost_on_rank_1, way, lost, named)), [[[2.0]] * 5, [[4.0]] * 5], [6.0] * 4,
+            {"nonfinite": "skip_step", **(WEIGHTED if named else {})},
+        )
+        for way in GATHERS
+        for lost in (0, 2)
+        for named in (False, True)
+    },
+    "a step that reads its batches": Run(
+        partial(Iterates, weight=lambda batch, _: len(batch)), [[[1.0, 2.0], [3.0]], [[4.0], [5.0]]], [7 / 3, 4.0]
+    ),
+    "a step that reads its batches without a weight": Run(
+        Iterates, [[[1.0, 2.0], [3.0]], [[4.0], [5.0]]], 'return {"loss": loss, "weight": n} from training_step'
+    ),
+    "fewer batches of a step that reads them": Run(Iterates, FEWER, GONE + "dataloader_iter", {}),
+    "split batches of a step that reads them": Run(
+        Iterates, FEWER, "split_batches=True cannot serve.*dataloader_iter", {"split_batches": True}
+    ),
+    "fewer steps by hand under the mean": Run(by_hand(stepped), FEWER, GONE + "manual", {}),
+    "fewer steps by hand": Run(by_hand(stepped), FEWER, [2.0, 2.0, 2.0, 1.0, 1.0]),
+    **{
+        f"a stand-in without loss under {policy}": Run(
+            partial(Stepped, silent), FEWER, [2.0, 2.0, 2.0, 1.0, 1.0], {"nonfinite": policy}
+        )
+        for policy in ("propagate", "raise", "skip_step")
+    },
+    **{
+        f"a parameter that DDP ignores under {strategy}": Run(
+            OwnPart, [[[-1.0]]] * 2, "DDP was told to ignore the parameter 'own'", strategy
+        )
+        for strategy in ({"reduction": "sum"}, WEIGHTED, {"split_batches": True})
+    },
+}  # fmt: skip
 
 
-def test_bfloat16_is_rounded_once(world):
-    """Summed in bfloat16, half of the numbers would differ."""
-    of_ranks = torch.randn(3, 100, generator=torch.Generator().manual_seed(1)).bfloat16()
-    rows, toy = [[[*one.tolist(), 1.0]] for one in of_ranks], {"dtype": torch.bfloat16, "start": [1.0] * 100}
-    seen = same_everywhere(world(3).run(train, rows, toy, WEIGHTED, module=Weighed, precision="bf16-true"))
-    assert torch.equal(of_ranks.float().mean(0).bfloat16(), seen.gradients[0])
+def train_run(name: str) -> Seen:
+    run = RUNS[name]
+    return train(run.of_ranks, None, run.strategy, module=run.module, **run.options)
 
 
-class Mixed(Recorded):
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_by_hand_or_the_same_error(world, name):
+    run = RUNS[name]
+    ranks = world(len(run.of_ranks))
+    if isinstance(run.expected, str):
+        raised = ranks.run_expecting_errors(train_run, name)
+        assert all(re.search(run.expected, one.message, re.DOTALL) for one in raised), raised
+        assert {(raised[0].type_name, re.sub(r"rank \d", "", raised[0].message))} == {
+            (one.type_name, re.sub(r"rank \d", "", one.message)) for one in raised
+        }
+        return
+    seen = same_everywhere(ranks.run(train_run, name))
+    found = [one.tolist() for one in (seen.weights if run.weights else seen.gradients)]
+    assert [approx(one, run.tolerance) for one in run.expected] == found
+
+
+class Sparse(Stepped):
+    """An embedding with sparse gradients next to a dense layer."""
+
     def __init__(self) -> None:
-        super().__init__(0.1)
-        torch.manual_seed(4)
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        super().__init__(sparse_rows, lambda: nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 1)).double())
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": self.net(batch).float().square().mean(), "weight": 4096 * len(batch)}
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradient = self.net.get_parameter("0.weight").grad
+        assert gradient is not None
+        assert gradient.is_sparse
+        super().on_before_optimizer_step(optimizer)
+
+
+def sparse_rows(module: Any, batch: Tensor) -> Any:
+    rows = module.net(batch if batch.numel() > 0 else torch.tensor([0]))
+    return {"loss": rows.square().mean() * (1 if batch.numel() > 0 else torch.nan), "weight": batch.numel()}
+
+
+def labeled(module: Any, batch: Any) -> Any:
+    """Return the cross-entropy over the labels that are not ignored."""
+    tokens, labels = batch
+    return {"loss": nn.functional.cross_entropy(module.net(tokens), labels), "weight": (labels != -100).sum()}
+
+
+def mixed(module: Any, batch: Tensor) -> Any:
+    return {"loss": module.net(batch).float().square().mean(), "weight": 4096 * len(batch)}
+
+
+LABELED = partial(Stepped, labeled, lambda: nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)))
+MIXED = partial(Stepped, mixed, lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
+TOKENS, LABELS = torch.arange(6), torch.arange(1, 7)
+DOUBLE: Any = {"precision": "64-true"}
+
+
+class Alone(NamedTuple):
+    """A row that trains as one process does on all ranks' batches at once."""
+
+    module: Callable[[], Any]
+    of_ranks: Sequence[Sequence[Any]]
+    window: int = 1
+    tolerance: float = 1e-6
+    strategy: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {}
+
+    def weights(self) -> list[Tensor]:
+        """Return the weights before the first step and after each, of a loop without Lightning."""
+        model = self.module().to(torch.float64 if self.options == DOUBLE else None)
+        optimizer, found = model.configure_optimizers(), [flat(model.parameters())]
+        for start in range(0, len(self.of_ranks[0]), self.window):
+            parts = [batch for of_rank in self.of_ranks for batch in of_rank[start : start + self.window]]
+            batch: Any = (
+                torch.cat(parts) if isinstance(parts[0], Tensor) else tuple(map(torch.cat, zip(*parts, strict=True)))
+            )
+            optimizer.zero_grad()
+            output = model.training_step(batch, 0)
+            (output["loss"] if isinstance(output, dict) else output).backward()
+            optimizer.step()
+            found.append(flat(model.parameters()))
+        return found
+
+
+def long(of_ranks: Sequence[Sequence[Any]]) -> list[list[Tensor]]:
+    return [[torch.tensor(one, dtype=torch.long) for one in of_rank] for of_rank in of_ranks]
+
+
+ALONE: dict[str, Alone] = {
+    **{
+        f"MLP {variant} {window}": Alone(partial(MLP, variant), shares(5), window)
+        for variant in ("", "checkpoint", "checkpoint_reentrant", "frozen")
+        for window in (1, 2)
+    },
+    "MLP compile": Alone(partial(MLP, "compile"), shares(5), tolerance=1e-5),
+    "MLP unused": Alone(partial(MLP, "unused"), shares(5), strategy={"find_unused_parameters": True}),
+    "MLP in float64": Alone(MLP, shares(5, torch.float64), 2, 1e-12, options=DOUBLE),
+    "labels that a rank ignores": Alone(
+        LABELED, [[(TOKENS, LABELS)] * 3, [(TOKENS, torch.full_like(LABELS, -100))] * 3]
+    ),
+    # Case 48.
+    "double backward": Alone(
+        partial(Stepped, penalty, two_numbers), [[torch.tensor([1.0])], [torch.tensor([2.0])]], 1, 1e-12,
+        {"find_unused_parameters": True},
+    ),
+    "sparse rows": Alone(Sparse, long([[[1, 2, 2]], [[2]]]), 1, 1e-12),
+    "sparse rows of one rank": Alone(Sparse, long([[[1, 2, 2]], [[]]]), 1, 1e-12),
+    "sparse rows in a window": Alone(Sparse, long([[[1, 2], [3]], [[4, 5, 6], [1]]]), 2, 1e-12),
+    "sparse rows in a window of one rank": Alone(Sparse, long([[[1, 2], [3]], [[], [1]]]), 2, 1e-12),
+}  # fmt: skip
+
+
+def train_alone(name: str) -> Seen:
+    row = ALONE[name]
+    options = {"accumulate_grad_batches": row.window, **row.options}
+    return train(row.of_ranks, None, {**WEIGHTED, **row.strategy}, module=row.module, **options)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_models_train_as_on_one_process(world, name):
+    row = ALONE[name]
+    _, *expected = row.weights()
+    found = same_everywhere(world(2).run(train_alone, name)).weights
+    torch.testing.assert_close(found, expected, rtol=row.tolerance, atol=row.tolerance)
+
+
+def train_mixed(rows: Any, precision: str, scale: float | None) -> Seen:
+    plugin = MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu", init_scale=scale) if scale else None)
+    return train(rows, None, WEIGHTED, module=MIXED, plugins=[plugin], accumulate_grad_batches=len(rows[0]))
 
 
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(("precision", "scale", "tolerance"), [("16-mixed", 2.0**15, 2e-3), ("bf16-mixed", None, 2e-2)])
 def test_mixed_precision(world, precision, scale, tolerance, window):
-    """Weights of thousands do not overflow a loss scaled by 2**15: the gradient is that of float32, rounded."""
+    """Weights of thousands do not overflow a loss scaled by 2**15: the step is that of float32, rounded."""
     draw = torch.Generator().manual_seed(10)
     rows = [[torch.randn(n, 6, generator=draw) for _ in range(window)] for n in (3, 1)]
-    plugin = MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu", init_scale=scale) if scale else None)
-    options = {"plugins": [plugin], "accumulate_grad_batches": window}
-    seen = same_everywhere(world(2).run(train, rows, None, WEIGHTED, module=Mixed, **options))
-    model = Mixed()
-    loss = model.net(torch.cat([torch.cat(of_rank) for of_rank in rows])).square().mean()
-    expected = flat(torch.autograd.grad(loss, list(model.parameters())))
-    assert torch.linalg.norm(seen.gradients[0] - expected) <= tolerance * torch.linalg.norm(expected)
+    (found,) = same_everywhere(world(2).run(train_mixed, rows, precision, scale)).weights
+    before, expected = Alone(MIXED, rows, window).weights()
+    assert torch.linalg.norm(found - expected) <= tolerance * torch.linalg.norm(expected - before)
+
+
+def steep(rows: Tensor) -> Tensor:
+    """Return 0, with a gradient of infinity times 0."""
+    return (0 * rows).sqrt()
+
+
+POISONS: dict[str, Callable[[Tensor], Any]] = {
+    "finite": lambda rows: rows,
+    "NaN": lambda rows: rows * torch.nan,
+    "checkpoint": lambda rows: checkpoint(steep, rows, use_reentrant=True),
+    "compiled": torch.compile(steep, backend="aot_eager"),
+    "checkpoint before sqrt": lambda rows: steep(checkpoint(torch.tanh, rows, use_reentrant=True)),
+}
+
+
+def poisoned(poison: str, way: str, module: Any, batch: Tensor) -> Any:
+    """Return on rank 1 a poisoned loss of weight 0, over its own rows or those of all ranks."""
+    rows, rank = module.net(batch), dist.get_rank()
+    rows = rows if way == "alone" else GATHERS[way](module, rows)
+    return {"loss": (POISONS[poison](rows) if rank else rows).sum(), "weight": 1 - rank}
+
+
+def poisoned_term(poison: str, module: Any, batch: Tensor) -> Any:
+    """Return two terms that share a layer, of which one is poisoned on rank 1, and has weight 0."""
+    rows, rank = module.net(batch), dist.get_rank()
+    terms = {"a": rows.sum(), "b": (POISONS[poison](rows) if rank else rows).sum()}
+    return {"loss": terms, "weight": {"a": 1, "b": 1 - rank}}
+
+
+def train_step(step: Any, *given: Any, **options: Any) -> Seen:
+    return train([[[1.0]] * 2, [[10.0]] * 2], None, WEIGHTED, module=partial(Stepped, partial(step, *given)), **options)
 
 
 @pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted_mean"])
-@pytest.mark.parametrize(("algorithm", "expected"), [("norm", (-0.6, -0.8)), ("value", (-1.0, -1.0))])
-def test_clipping_sees_the_reduced_gradient(world, reduction, algorithm, expected, window):
-    """Case 53: of a gradient in the direction of (3, 4), both above 1."""
-    batches = [[[[3.0, 0.0]]] * window, [[[0.0, 4.0]]] * window]
-    toy, options = {"start": [0.0, 0.0], "lr": 1.0}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": algorithm}
-    ranks = world(2).run(train, batches, toy, {"reduction": reduction}, accumulate_grad_batches=window, **options)
-    assert [approx(value, 1e-5) for value in expected] == same_everywhere(ranks).weights[-1].tolist()
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("way", ["alone", *GATHERS])
+def test_weight_0_contributes_nothing_and_passes_the_others(world, way, poison, window):
+    """Rank 0's loss is over 1 w, or over the gathered 1 w + 10 w, whose gradient comes home to rank 1 as well."""
+    seen = same_everywhere(world(2).run(train_step, poisoned, poison, way, accumulate_grad_batches=window))
+    assert [approx(1.0 if way == "alone" else 11.0)] * (2 // window) == [one.item() for one in seen.gradients]
 
 
-class Penalty(Recorded):
-    """y = w x^2 + b, and the loss is the square of dy/dx, which b drops out of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.b = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = batch.clone().requires_grad_()
-        (slope,) = torch.autograd.grad((self.w * x**2 + self.b).sum(), x, create_graph=True)
-        return slope.square().mean()
+@pytest.mark.parametrize("poison", POISONS)
+def test_term_of_weight_0_beside_one_that_counts(world, poison):
+    """The mean of 1 and 10, and the 1 of the only rank that counts in the other term."""
+    seen = same_everywhere(world(2).run(train_step, poisoned_term, poison))
+    assert [approx(5.5 + 1)] * 2 == [gradient.item() for gradient in seen.gradients]
 
 
-@pytest.mark.parametrize(("reduction", "expected"), [("weighted_mean", 20.0), ("sum", 40.0)])
-def test_double_backward(world, reduction, expected):
-    """Local gradients 8 and 32 give 20 for w; b has none, or zero."""
-    strategy = {"reduction": reduction, "find_unused_parameters": True}
-    (gradient,) = same_everywhere(world(2).run(train, [[[1.0]], [[2.0]]], None, strategy, module=Penalty)).gradients
-    w, *b = gradient.flatten().tolist()
-    assert (approx(expected, 1e-6), True) == (w, b in ([], [0.0]))
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_parameter_that_ddp_ignores_gets_under_the_mean_what_stock_gives(world, window):
+    batches, options = [[[-1.0]] * 2, [[-3.0]] * 2], {"module": OwnPart, "accumulate_grad_batches": window}
+    ours = world(2).run(train, batches, None, {"check_replicas_every_n_steps": None}, **options)
+    stock = world(2).run(train, batches, None, None, of=DDPStrategy, **options)
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert torch.equal(torch.stack(mine.gradients), torch.stack(theirs.gradients))
 
 
-class Sparse(Recorded):
-    """An embedding with sparse gradients next to a dense layer."""
-
-    def __init__(self) -> None:
-        super().__init__(0.1)
-        torch.manual_seed(0)
-        self.table, self.head = nn.Embedding(7, 3, sparse=True).double(), nn.Linear(3, 1).double()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch.numel() == 0:
-            return {"loss": self.head(self.table(torch.tensor([0]))).mean() * torch.nan, "weight": 0}
-        return {"loss": self.head(self.table(batch)).square().mean(), "weight": batch.numel()}
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        assert self.table.weight.grad is not None
-        assert self.table.weight.grad.is_sparse
-        super().on_before_optimizer_step(optimizer)
+def nan_on_rank_1(module: Any, batch: Tensor) -> Tensor:
+    return mean_loss(module, batch) * (torch.nan if dist.get_rank() == 1 and batch[0] == 0 else 1)
 
 
-@pytest.mark.parametrize(
-    "per_rank",
-    [[[[1, 2, 2]], [[2]]], [[[1, 2, 2]], [[]]], [[[1, 2], [3]], [[4, 5, 6], [1]]], [[[1, 2], [3]], [[], [1]]]],
-    ids=str,
-)
-def test_sparse_gradients(world, per_rank):
-    model, rows = Sparse(), [[torch.tensor(tokens, dtype=torch.long) for tokens in of_rank] for of_rank in per_rank]
-    loss = model.head(model.table(torch.cat([torch.cat(of_rank) for of_rank in rows]))).square().mean()
-    expected = flat(torch.autograd.grad(loss, list(model.parameters())))
-    window = len(per_rank[0])
-    seen = world(2).run(train, rows, None, WEIGHTED, module=Sparse, accumulate_grad_batches=window)
-    torch.testing.assert_close(same_everywhere(seen).gradients[0], expected, rtol=1e-12, atol=1e-12)
+@on_ranks()
+def test_what_was_noted_of_a_step_does_not_outlive_its_run():
+    """A first run ends between its first loss, which is NaN on rank 1, and the backward."""
+    model, strategy = Stepped(nan_on_rank_1), GradAvgStrategy(nonfinite="skip_step")
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+    with patch.object(model, "on_before_backward", side_effect=KeyError), pytest.raises(KeyError):
+        trainer.fit(model, loader([[0.0]]))
+    trainer.fit(model, loader([[2.0], [4.0]]))
+    assert [2.0, 4.0] == [gradient.item() for gradient in model.seen.gradients]
+
+
+@on_ranks()
+def test_the_monitor_waits_for_a_step_that_is_taken():
+    """Of the step that is left out no norm is reported."""
+    strategy: Any = GradAvgStrategy(nonfinite="skip_step")
+    monitor = GradAvgMonitor(100, check_data=False)
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[monitor], use_distributed_sampler=False)
+    strategy.observe_next_step()
+    trainer.fit(Stepped(nan_on_rank_1), loader([[0.0], [2.0 + 2 * dist.get_rank()]]))
+    assert strategy.report().gradient_norm == 3

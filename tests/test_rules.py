@@ -128,6 +128,12 @@ def test_a_rule_that_uses_weights_is_not_asked_for_nothing() -> None:
     assert Share(0.0, 0.0) == share_of(rule, Place(), 0.0)
 
 
+def test_only_rules_of_nodes_ask_the_launcher_for_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_RANK", "3")
+    assert {*TWO_LEVELS} - {"sum"} == {name for name, rule in RULES.items() if rule.node == 3}
+    assert ROOT.node == 3
+
+
 def test_names_and_functions_are_rules() -> None:
     for name, rule in RULES.items():
         assert rule is resolve_rule(name) is resolve_rule(rule)
@@ -140,20 +146,3 @@ def test_names_and_functions_are_rules() -> None:
 
     assert ("root", True, True) == (ROOT.name, ROOT.uses_weight, "root" in ROOT.formula)
     assert resolve_rule(Halves()).name.endswith("Halves")
-
-
-BROKEN: dict[str, Any] = {
-    "multiplier=-1.0": lambda place, weight: Share(-1.0, 1.0),
-    "normalizer=nan": lambda place, weight: Share(1.0, math.nan),
-    "multiplier=inf": lambda place, weight: Share(math.inf, 1.0),
-    "'NoneType'": lambda place, weight: Share(None, 1.0),  # type: ignore[arg-type]  # what is to be found
-    "TypeError": lambda place, weight: 3.0,
-    "ZeroDivisionError": lambda place, weight: Share(1 / 0, 1.0),
-}
-
-
-@pytest.mark.parametrize("said", BROKEN)
-def test_share_that_is_no_share_is_quoted(said: str) -> None:
-    with pytest.raises(ValueError, match=r"the reduction rule '.*<lambda>'.*weight") as caught:
-        combine(torch.ones(1, 1), rule=resolve_rule(BROKEN[said]), nodes=[0], weights=[3.0])
-    assert said in str(caught.value)
