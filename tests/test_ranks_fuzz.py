@@ -147,9 +147,9 @@ class Drawn:
     def expected(self) -> list[float]:
         """Return the gradient after every window."""
         found = [0.0]
-        for step, raises in self.steps:
+        for (step, raises), given_up in zip(self.steps, self.given_up, strict=False):
             found += [found[-1] * self.keeps] * raises
-            found.append(found[-1] * self.keeps + self.gradient(step))
+            found.append((0.0 if given_up else found[-1] * self.keeps) + self.gradient(step))
         return found[1:]
 
     @property
