@@ -457,7 +457,10 @@ CASES: Sequence[Case] = [
     ),
     weighted(
         "added to gradients that are kept, until the user clears them",
-        [[[(1.0, 3)], [(5.0, 1)], [CLEARED, (4.0, 3)]], [[(5.0, 1)], [(1.0, 3)], [CLEARED, (0.0, 1)]]],
+        [
+            [[(1.0, 3)], [(5.0, 1)], [(9.0, 7), CLEARED, (4.0, 3)]],
+            [[(5.0, 1)], [(1.0, 3)], [(9.0, 7), CLEARED, (0.0, 1)]],
+        ],
         [2.0, 2.0 + 2, 3.0],
         ways=LOOPS,
         keeps=True,
