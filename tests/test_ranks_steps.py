@@ -31,8 +31,8 @@ from toys import (
     Recorded,
     Seen,
     Toy,
+    alone,
     approx,
-    flat,
     loader,
     same_everywhere,
     shares,
@@ -223,6 +223,10 @@ def lost_on_rank_1(way: str, lost: int, named: bool, module: Any, batch: Tensor)
     return {"loss": {"a": loss}, "weight": {"a": len(batch)}} if named else loss
 
 
+def misspelt(module: Any, batch: Tensor) -> Any:
+    return {"loss": mean_loss(module, batch), ("weight", "weights")[dist.get_rank()]: 1}
+
+
 def silent(module: Any, batch: Tensor) -> Tensor | None:
     """Return no loss for a batch that it was given before."""
     again, module.before = batch is getattr(module, "before", None), batch
@@ -245,6 +249,34 @@ def of_kind(kind: str) -> nn.Module:
     other = One([1.0] * 3)
     other.w.data = other.w.data.to(torch.complex128 if kind == "complex" else torch.float32)
     return nn.Sequential(nn.Embedding(7, 3, sparse=kind == "sparse").double(), other)
+
+
+def steep(rows: Tensor) -> Tensor:
+    """Return 0, with a gradient of infinity times 0."""
+    return (0 * rows).sqrt()
+
+
+POISONS: dict[str, Callable[[Tensor], Any]] = {
+    "finite": lambda rows: rows,
+    "NaN": lambda rows: rows * torch.nan,
+    "checkpoint": lambda rows: checkpoint(steep, rows, use_reentrant=True),
+    "compiled": torch.compile(steep, backend="aot_eager"),
+    "checkpoint before sqrt": lambda rows: steep(checkpoint(torch.tanh, rows, use_reentrant=True)),
+}
+
+
+def poisoned(poison: str, way: str, module: Any, batch: Tensor) -> Any:
+    """Return on rank 1 a poisoned loss of weight 0, over its own rows or those of all ranks."""
+    rows, rank = module.net(batch), dist.get_rank()
+    rows = rows if way == "alone" else GATHERS[way](module, rows)
+    return {"loss": (POISONS[poison](rows) if rank else rows).sum(), "weight": 1 - rank}
+
+
+def poisoned_term(poison: str, module: Any, batch: Tensor) -> Any:
+    """Return two terms that share a layer, of which one is poisoned on rank 1, and has weight 0."""
+    rows, rank = module.net(batch), dist.get_rank()
+    terms = {"a": rows.sum(), "b": (POISONS[poison](rows) if rank else rows).sum()}
+    return {"loss": terms, "weight": {"a": 1, "b": 1 - rank}}
 
 
 class OwnPart(Toy):
@@ -385,6 +417,26 @@ RUNS: dict[str, Run] = {
         for lost in (0, 2)
         for named in (False, True)
     },
+    # Rank 0's loss is over 1 w, or over the gathered 1 w + 10 w, whose gradient comes home to rank 1 as well.
+    **{
+        f"a loss of weight 0 {poison} {way} {window}": Run(
+            partial(Stepped, partial(poisoned, poison, way)), [[[1.0]] * 2, [[10.0]] * 2],
+            [1.0 if way == "alone" else 11.0] * (2 // window), options={"accumulate_grad_batches": window},
+        )
+        for way in ("alone", *GATHERS)
+        for poison in POISONS
+        for window in (1, 2)
+    },
+    # The mean of 1 and 10, and the 1 of the only rank that counts in the other term.
+    **{
+        f"a term of weight 0 {poison}": Run(
+            partial(Stepped, partial(poisoned_term, poison)), [[[1.0]], [[10.0]]], [5.5 + 1]
+        )
+        for poison in POISONS
+    },
+    "a misspelt weight": Run(
+        partial(Stepped, misspelt), [[[1.0]], [[2.0]]], "the result of training_step has 'weights': call it \"weight\""
+    ),
     "a step that reads its batches": Run(
         partial(Iterates, weight=lambda batch, _: len(batch)), [[[1.0, 2.0], [3.0]], [[4.0], [5.0]]], [7 / 3, 4.0]
     ),
@@ -464,7 +516,6 @@ def mixed(module: Any, batch: Tensor) -> Any:
 LABELED = partial(Stepped, labeled, lambda: nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)))
 MIXED = partial(Stepped, mixed, lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
 TOKENS, LABELS = torch.arange(6), torch.arange(1, 7)
-DOUBLE: Any = {"precision": "64-true"}
 
 
 class Alone(NamedTuple):
@@ -476,22 +527,6 @@ class Alone(NamedTuple):
     tolerance: float = 1e-6
     strategy: Mapping[str, Any] = {}
     options: Mapping[str, Any] = {}
-
-    def weights(self) -> list[Tensor]:
-        """Return the weights before the first step and after each, of a loop without Lightning."""
-        model = self.module().to(torch.float64 if self.options == DOUBLE else None)
-        optimizer, found = model.configure_optimizers(), [flat(model.parameters())]
-        for start in range(0, len(self.of_ranks[0]), self.window):
-            parts = [batch for of_rank in self.of_ranks for batch in of_rank[start : start + self.window]]
-            batch: Any = (
-                torch.cat(parts) if isinstance(parts[0], Tensor) else tuple(map(torch.cat, zip(*parts, strict=True)))
-            )
-            optimizer.zero_grad()
-            output = model.training_step(batch, 0)
-            (output["loss"] if isinstance(output, dict) else output).backward()
-            optimizer.step()
-            found.append(flat(model.parameters()))
-        return found
 
 
 def long(of_ranks: Sequence[Sequence[Any]]) -> list[list[Tensor]]:
@@ -506,7 +541,7 @@ ALONE: dict[str, Alone] = {
     },
     "MLP compile": Alone(partial(MLP, "compile"), shares(5), tolerance=1e-5),
     "MLP unused": Alone(partial(MLP, "unused"), shares(5), strategy={"find_unused_parameters": True}),
-    "MLP in float64": Alone(MLP, shares(5, torch.float64), 2, 1e-12, options=DOUBLE),
+    "MLP in float64": Alone(MLP, shares(5, torch.float64), 2, 1e-12, options={"precision": "64-true"}),
     "labels that a rank ignores": Alone(
         LABELED, [[(TOKENS, LABELS)] * 3, [(TOKENS, torch.full_like(LABELS, -100))] * 3]
     ),
@@ -531,7 +566,7 @@ def train_alone(name: str) -> Seen:
 @pytest.mark.parametrize("name", ALONE)
 def test_models_train_as_on_one_process(world, name):
     row = ALONE[name]
-    _, *expected = row.weights()
+    _, *expected = alone(row.module().to(torch.float64 if row.options else None), row.of_ranks, row.window)
     found = same_everywhere(world(2).run(train_alone, name)).weights
     torch.testing.assert_close(found, expected, rtol=row.tolerance, atol=row.tolerance)
 
@@ -548,56 +583,8 @@ def test_mixed_precision(world, precision, scale, tolerance, window):
     draw = torch.Generator().manual_seed(10)
     rows = [[torch.randn(n, 6, generator=draw) for _ in range(window)] for n in (3, 1)]
     (found,) = same_everywhere(world(2).run(train_mixed, rows, precision, scale)).weights
-    before, expected = Alone(MIXED, rows, window).weights()
+    before, expected = alone(MIXED(), rows, window)
     assert torch.linalg.norm(found - expected) <= tolerance * torch.linalg.norm(expected - before)
-
-
-def steep(rows: Tensor) -> Tensor:
-    """Return 0, with a gradient of infinity times 0."""
-    return (0 * rows).sqrt()
-
-
-POISONS: dict[str, Callable[[Tensor], Any]] = {
-    "finite": lambda rows: rows,
-    "NaN": lambda rows: rows * torch.nan,
-    "checkpoint": lambda rows: checkpoint(steep, rows, use_reentrant=True),
-    "compiled": torch.compile(steep, backend="aot_eager"),
-    "checkpoint before sqrt": lambda rows: steep(checkpoint(torch.tanh, rows, use_reentrant=True)),
-}
-
-
-def poisoned(poison: str, way: str, module: Any, batch: Tensor) -> Any:
-    """Return on rank 1 a poisoned loss of weight 0, over its own rows or those of all ranks."""
-    rows, rank = module.net(batch), dist.get_rank()
-    rows = rows if way == "alone" else GATHERS[way](module, rows)
-    return {"loss": (POISONS[poison](rows) if rank else rows).sum(), "weight": 1 - rank}
-
-
-def poisoned_term(poison: str, module: Any, batch: Tensor) -> Any:
-    """Return two terms that share a layer, of which one is poisoned on rank 1, and has weight 0."""
-    rows, rank = module.net(batch), dist.get_rank()
-    terms = {"a": rows.sum(), "b": (POISONS[poison](rows) if rank else rows).sum()}
-    return {"loss": terms, "weight": {"a": 1, "b": 1 - rank}}
-
-
-def train_step(step: Any, *given: Any, **options: Any) -> Seen:
-    return train([[[1.0]] * 2, [[10.0]] * 2], None, WEIGHTED, module=partial(Stepped, partial(step, *given)), **options)
-
-
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("way", ["alone", *GATHERS])
-def test_weight_0_contributes_nothing_and_passes_the_others(world, way, poison, window):
-    """Rank 0's loss is over 1 w, or over the gathered 1 w + 10 w, whose gradient comes home to rank 1 as well."""
-    seen = same_everywhere(world(2).run(train_step, poisoned, poison, way, accumulate_grad_batches=window))
-    assert [approx(1.0 if way == "alone" else 11.0)] * (2 // window) == [one.item() for one in seen.gradients]
-
-
-@pytest.mark.parametrize("poison", POISONS)
-def test_term_of_weight_0_beside_one_that_counts(world, poison):
-    """The mean of 1 and 10, and the 1 of the only rank that counts in the other term."""
-    seen = same_everywhere(world(2).run(train_step, poisoned_term, poison))
-    assert [approx(5.5 + 1)] * 2 == [gradient.item() for gradient in seen.gradients]
 
 
 @pytest.mark.parametrize("window", [1, 2])

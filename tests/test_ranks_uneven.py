@@ -74,7 +74,7 @@ def test_two_loaders_are_refused():
 def loader_of_run(kind: str, apart: bool) -> str:
     """Body: return what Lightning reads from, of batches that the ranks may all have."""
     trainer = make_trainer(GradAvgStrategy(), max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(Toy(), READS[kind]([torch.ones(1) + apart * dist.get_rank()] * 3))
+    trainer.fit(Toy(), READS[kind]([torch.ones(1) * number + 10 * apart * dist.get_rank() for number in range(3)]))
     return type(trainer.train_dataloader).__name__
 
 

@@ -16,7 +16,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.device_mesh import DeviceMesh
-from toys import Toy, loader, train
+from toys import Toy, loader
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Share
 from lightning_gradavg.options import PRESETS
@@ -183,17 +183,3 @@ def test_what_options_come_to(name):
     assert (preset, preset, preset) == (found.split_batches, found.exact_evaluation, found.replicated)
     assert (preset, name == "single_device") == (found.rule != RULES["mean"], found.one_device)
     assert {"bucket_cap_mb": 1.0} == GradAvgStrategy(bucket_cap_mb=1.0, init_sync=True)._ddp_kwargs
-
-
-class Misnames(Toy):
-    """Gives its weight on rank 0."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": self.losses(batch).mean(), "weight" if dist.get_rank() == 0 else "weights": 1}
-
-
-def test_both_ranks_raise_what_one_gets_wrong(world):
-    strategy = {"reduction": "weighted_mean"}
-    for raised in world(2).run_expecting_errors(train, [[[1.0]], [[2.0]]], None, strategy, module=Misnames):
-        assert raised.type_name == "ValueError"
-        assert "the result of training_step has 'weights': call it \"weight\"" in raised.message
