@@ -299,6 +299,8 @@ NO_LOSS = "training_step returned no loss within an accumulation window, which w
 FAULTS = (("a loss that is NaN", (NAN, 1)), ("a gradient that is NaN", Steep(4.0, 1)), ("no loss", (None, 1)))
 SECOND_LOST: Sequence[Any] = [[(2.0, 1)], [(None, 1)], [(6.0, 1)]]
 FEWER = [[[(1.0, 1)]] * 5, [[(3.0, 1)]] * 3]
+LESS = [[[1.0, 2.0], [3.0, 5.0], [7.0]], [[6.0, 11.0], [2.0]]]
+HOOKED = {"ddp_comm_hook": doubling}
 STEEP = "the gradient of parameter 'net.first'"
 JUDGED, SKIPPED = {"nonfinite": "raise"}, {"nonfinite": "skip_step"}
 SPLITS: Sequence[Mapping[str, Any]] = (
@@ -332,7 +334,7 @@ CASES: Sequence[Case] = [
         {rule: [2 * gradient for gradient in gradients] for rule, gradients in ON_TWO_NODES.items()},
         ways=["automatic"],
         nodes=[0, 1],
-        options={"ddp_comm_hook": doubling},
+        options=HOOKED,
     ),
     *(
         weighted(f"under {name}", [[[(1.0, 1)]], [[(5.0, 3)]]], [4.0 * factor], ways=["automatic"], options=options)
@@ -351,12 +353,7 @@ CASES: Sequence[Case] = [
         for reduction in ("mean", "weighted_mean")
     ),
     *of_rules(
-        "whose loss of weight 0 is NaN",
-        LATE,
-        {
-            "weighted_mean": [3.5, 2.0, 4.0],
-            "normalized_sum": [6 / 4, 2.0, 8 / 2],
-        },
+        "whose loss of weight 0 is NaN", LATE, {"weighted_mean": [3.5, 2.0, 4.0], "normalized_sum": [1.5, 2.0, 4.0]}
     ),
     weighted(
         "whose loss is NaN after one of weight 0", [[[(1.0, 1)]] * 2, [[(NAN, 0)], [(NAN, 1)]]], [1.0, NAN], ways=OF_DDP
@@ -399,41 +396,20 @@ CASES: Sequence[Case] = [
         OF_DDP,
         refused={"automatic": "1 of 2 ranks have no more batches in this epoch, and reduction='mean_of_node_means'"},
     ),
-    Case("of a rank that has fewer batches", "mean", [[[1.0], [1.0]], [[3.0]]], [2.0, 1.0], ["automatic"]),
-    weighted("of a rank that has fewer batches", [[[(1.0, 1)]] * 2, [[(3.0, 3)]]], [2.5, 1.0], ways=["automatic"]),
-    weighted("of a rank without batch", [[], [[(2.0, 1)], [(4.0, 1)]]], [2.0, 4.0], ways=["automatic"]),
     *(
-        Case(
-            f"of a rank that has fewer batches of a {kind}",
-            rule,
-            FEWER,
-            [2.0, 2.0, 2.0, 1.0, 1.0],
-            ["automatic"],
-            reads=kind,
+        Case(f"of fewer batches of a {kind} on a rank", rule, FEWER, [2.0] * 3 + [1.0] * 2, ["automatic"], reads=kind)
+        for rule, kinds in (("weighted_mean", ("list", "workers")), ("mean", ("list", "stream", "iterable")))
+        for kind in kinds
+    ),
+    *(
+        Case(f"of {name}", rule, windows, gradients, ["automatic"], options=options)
+        for name, rule, windows, gradients, options in (
+            ("a rank without batch", "weighted_mean", [[], [[(2.0, 1)], [(4.0, 1)]]], [2.0, 4.0], {}),
+            ("a rank without batch", "mean", [[], [[2.0], [4.0]]], [2.0, 4.0], {"check_replicas_every_n_steps": 1}),
+            ("a rank that has fewer batches in windows", "mean", LESS, [20 / 4, 10 / 3, 7.0], {}),
+            ("a rank that has fewer, under a hook", "mean", LESS, [2 * 20 / 4, 2 * 10 / 3, 2 * 7.0], HOOKED),
+            ("a static graph", "mean", TWO, [17 / 4, 14 / 2], {"static_graph": True}),
         )
-        for rule, kind in (
-            *(("weighted_mean", kind) for kind in ("list", "workers")),
-            *(("mean", kind) for kind in ("list", "stream", "iterable")),
-        )
-    ),
-    Case(
-        "of a rank that has fewer batches in windows", "mean", [[[1.0, 2.0], [5.0]], [[6.0]]], [3.0, 5.0], ["automatic"]
-    ),
-    Case(
-        "of a rank that has fewer batches in windows under a hook of the user",
-        "mean",
-        [[[1.0, 2.0], [3.0, 5.0], [7.0]], [[6.0, 11.0], [2.0]]],
-        [2 * 20 / 4, 2 * 10 / 3, 2 * 7.0],
-        ["automatic"],
-        options={"ddp_comm_hook": doubling},
-    ),
-    Case(
-        "of a rank without batch",
-        "mean",
-        [[], [[2.0], [4.0]]],
-        [2.0, 4.0],
-        ["automatic"],
-        options={"check_replicas_every_n_steps": 1},
     ),
     *(
         Case(
@@ -447,7 +423,6 @@ CASES: Sequence[Case] = [
         )
         for options in DDP_OPTIONS
     ),
-    Case("of a static graph", "mean", TWO, [17 / 4, 14 / 2], ["automatic"], options={"static_graph": True}),
     *of_rules(
         "added to gradients that are kept",
         TWO,
@@ -482,15 +457,13 @@ CASES: Sequence[Case] = [
         "whose weight was refused", raised_between([Fails(1.0, -1)]), [100.0, 100.0, 102.0], ways=LOOPS, keeps=True
     ),
     *(
-        row
+        Case(f"without a loss {where}", reduction, windows, expected, ["automatic"])
         for reduction in ("mean", "weighted_mean")
-        for row in (
-            *(
-                Case(f"without a loss on {ranks}", reduction, [SECOND_LOST] * ranks, [2.0, 0.0, 6.0], ["automatic"])
-                for ranks in (1, 2)
-            ),
-            Case("without a loss in a window", reduction, [[[(2.0, 1), (None, 1)]]], NO_LOSS, ["automatic"]),
-            Case("without a loss first in a window", reduction, [[[(None, 1), (2.0, 1)]]], NO_LOSS, ["automatic"]),
+        for where, windows, expected in (
+            ("of one", [SECOND_LOST], [2.0, 0.0, 6.0]),
+            ("of two", [SECOND_LOST] * 2, [2.0, 0.0, 6.0]),
+            ("in a window", [[[(2.0, 1), (None, 1)]]], NO_LOSS),
+            ("first in a window", [[[(None, 1), (2.0, 1)]]], NO_LOSS),
         )
     ),
     *(

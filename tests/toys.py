@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
 from ranks import make_trainer
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ GATHERS: dict[str, Callable[[LightningModule, Tensor], Tensor]] = {
     "torch": lambda module, rows: torch.cat(all_gather(rows)),
 }
 """All ranks' rows, with gradient."""
-gathers = pytest.mark.parametrize("way", GATHERS)
 DEPRECATED = pytest.mark.filterwarnings(r"ignore:torch.distributed.nn.functional.all_gather is deprecated")
 
 
@@ -229,16 +228,6 @@ def same_everywhere(seen: Sequence[Seen]) -> Seen:
         for mine, first in zip(one.gradients + one.weights, seen[0].gradients + seen[0].weights, strict=True):
             assert torch.equal(mine, first)
     return seen[0]
-
-
-class Stop(Callback):
-    """Ends the run after a step."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        trainer.should_stop = trainer.global_step == self.step
 
 
 class FirstLater(LightningModule):
