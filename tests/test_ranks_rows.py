@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -62,62 +62,69 @@ def test_rows_of_all_ranks_in_their_order(world, rows, tensors):
             assert all(torch.equal(expected, gathered) for _, gathered in of_tensor)
 
 
-def dictated_gradient(rows: Sequence[int], dtype: torch.dtype, of_ranks: Any) -> Tensor:
-    """Body: the gradient that comes home where rank q's loss has the gradient `of_ranks[q]` in every row."""
-    rank = dist.get_rank()
-    x = torch.ones(rows[rank], 2, dtype=dtype, requires_grad=True)
-    result = gather(x)
-    scales = torch.arange(1, len(result) + 1).to(dtype)[:, None]
-    result.backward(of_ranks[rank] * scales.expand_as(result))
-    assert dtype == x.grad.dtype
-    assert x.grad is not None
-    return x.grad
+class Home(NamedTuple):
+    """What comes home where each rank has a loss of all rows; None on a rank whose tensor has no gradient."""
+
+    of_ranks: Sequence[Tensor]
+    loss: Callable[[Tensor, int], Tensor]
+    expected: Sequence[Any]
+    weights: Sequence[float] | None = None
+    weighed: bool = False
 
 
-@pytest.mark.parametrize("rows", ROWS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128], ids=str)
-def test_gradient_is_the_sum_over_ranks(world, rows, dtype):
-    """The gradient of a row is the sum over ranks of that row's gradients, and 0 rows get 0 rows."""
-    W = len(rows)
-    of_ranks = [2.0**rank for rank in range(W)]
-    scales = torch.arange(1, sum(rows) + 1).to(dtype)[:, None].expand(-1, 2) * (2.0**W - 1)
-    for gradient, expected in zip(
-        world(W).run(dictated_gradient, rows, dtype, of_ranks), scales.split(list(rows)), strict=True
-    ):
-        assert torch.equal(expected, gradient)
+def times(*factors: float) -> Callable[[Tensor, int], Tensor]:
+    return lambda rows, rank: (rows * factors[rank]).sum()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "of_ranks", "total"),
-    [
-        (torch.float16, [60000.0, 60000.0, -60000.0], 60000.0),  # 120000 is infinite in float16
-        (torch.bfloat16, [256.0, 1.0, 1.0], 258.0),  # 257 is 256 in bfloat16
-    ],
-    ids=str,
-)
-def test_half_precision_is_summed_in_float32(world, dtype, of_ranks, total):
-    """A sum that float16 overflows and bfloat16 rounds away on its way is exact at its end."""
-    for gradient in world(3).run(dictated_gradient, (1, 1, 1), dtype, of_ranks)[:1]:
-        assert torch.equal(torch.full((1, 2), total, dtype=dtype), gradient)
+def numbered(rows: Tensor, rank: int) -> Tensor:
+    return (rows * 2.0**rank * torch.arange(1, len(rows) + 1)[:, None]).sum().real
 
 
-@pytest.mark.parametrize(
-    ("weights", "weighed", "expected"),
-    [
-        ((8000.0, 4000.0), False, [20 * 12000 / 8000, 20 * 12000 / 4000]),
-        ((8000.0, 4000.0), True, [40.0, 40.0]),
-        ((1.0, 0.0), True, [40.0, 40.0]),
-    ],
-    ids=str,
-)
-@on_ranks()
-def test_weights_do_not_overflow_half_precision(weights, weighed, expected):
-    """Weights of thousands multiply a float16 gradient by their ratios, in float32, unless the loss is weighed."""
-    x, rank = torch.ones(1, dtype=torch.float16, requires_grad=True), dist.get_rank()
-    with losses_weighed() if weighed else nullcontext():
-        gather(x, reduction="weighted_mean", weight=weights[rank]).sum().mul(20).backward()
-    assert x.grad is not None
-    assert expected[rank] == x.grad.item()
+def numbers(rows: Sequence[int]) -> list[list[list[float]]]:
+    """Return the sum over ranks of what `numbered` gives each row, by rank."""
+    of_all = [[(2.0 ** len(rows) - 1) * number] * 2 for number in range(1, sum(rows) + 1)]
+    return [of_all[sum(rows[:rank]) : sum(rows[: rank + 1])] for rank in range(len(rows))]
+
+
+HALF = torch.ones(1, dtype=torch.float16)
+HOME: dict[str, Home] = {
+    **{
+        f"{rows} of {dtype}": Home([torch.ones(n, 2, dtype=dtype) for n in rows], numbered, numbers(rows))
+        for rows in ROWS
+        for dtype in (torch.float32, torch.complex128)
+    },
+    # The result requires grad on every rank if any rank's tensor does, so that no rank waits.
+    "one has a gradient": Home([torch.tensor([3.0])] * 3, lambda rows, _: rows.prod(), [None, [27.0], None]),
+    # 120000 is infinite in float16, and 257 is 256 in bfloat16.
+    "float16": Home([HALF] * 3, times(60000.0, 60000.0, -60000.0), [[60000.0]] * 3),
+    "bfloat16": Home([HALF.bfloat16()] * 3, times(256.0, 1.0, 1.0), [[258.0]] * 3),
+    # Weights of thousands multiply a float16 gradient by their ratios, in float32, unless the loss is weighed.
+    "thousands": Home([HALF] * 2, times(20.0, 20.0), [[30.0], [60.0]], (8000.0, 4000.0)),
+    "thousands in the loss": Home([HALF] * 2, times(20.0, 20.0), [[40.0], [40.0]], (8000.0, 4000.0), True),
+    "weight 0 in the loss": Home([HALF] * 2, times(20.0, 20.0), [[40.0], [40.0]], (1.0, 0.0), True),
+    # A NaN gradient for others' rows is not multiplied by the weight 0 of its rank, which would be NaN.
+    "NaN of weight 0": Home([torch.ones(1), torch.ones(0)], times(6.0, torch.nan), [[6.0], []], (1.0, 0.0)),
+}
+
+
+def come_home(name: str) -> None:
+    """Body: check the gradient of this rank's rows."""
+    home, rank = HOME[name], dist.get_rank()
+    x = home.of_ranks[rank].clone().requires_grad_(home.expected[rank] is not None)
+    told: dict[str, Any] = {}
+    if home.weights is not None:
+        told = {"reduction": "weighted_mean", "weight": home.weights[rank]}
+    with losses_weighed() if home.weighed else nullcontext():
+        rows = gather(x, **told)
+        assert rows.requires_grad
+        home.loss(rows, rank).backward()
+    assert home.expected[rank] == (None if x.grad is None else x.grad.tolist())
+    assert x.grad is None or x.dtype == x.grad.dtype
+
+
+@pytest.mark.parametrize("name", HOME)
+def test_the_gradient_of_a_row_is_the_sum_over_ranks(world, name):
+    world(len(HOME[name].of_ranks)).run(come_home, name)
 
 
 @on_ranks()
@@ -140,16 +147,6 @@ def test_structure_has_one_backward():
     assert torch.equal(torch.zeros(1, 3), y.grad)
 
 
-@on_ranks(3)
-def test_all_ranks_join_the_backward_of_one():
-    """The result requires grad on every rank if any rank's tensor does, so that no rank waits: 3 * 9 = 27."""
-    x = torch.tensor([3.0], requires_grad=dist.get_rank() == 1)
-    result = gather(x)
-    result.prod().backward()
-    assert result.requires_grad
-    assert (torch.tensor([27.0]) if dist.get_rank() == 1 else None) == x.grad
-
-
 @on_ranks()
 def test_plain_gather():
     x = torch.ones(1, requires_grad=True)
@@ -158,17 +155,6 @@ def test_plain_gather():
     with torch.inference_mode():
         assert [2.0, 2.0] == gather(x + 1).tolist()
     assert not gather(x.detach()).requires_grad
-
-
-@on_ranks()
-def test_nan_of_a_rank_of_weight_0_stays_there():
-    """A NaN gradient for others' rows is not multiplied by the weight 0 of its rank, which would be NaN."""
-    rank = dist.get_rank()
-    x = torch.full((1 - rank,), 3.0, requires_grad=True)
-    rows = gather(x, reduction="weighted_mean", weight=1 - rank)
-    (rows.square().sum() * (torch.nan if rank else 1.0)).backward()
-    assert x.grad is not None
-    assert ([] if rank else [6.0]) == x.grad.tolist()
 
 
 def gather_in_group() -> Any:
