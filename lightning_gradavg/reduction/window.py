@@ -320,8 +320,8 @@ class Window:
         if unchecked is None:
             return self._known
         window, tally = unchecked
-        totals = window._checked(Totals.of(tally.read()))
-        self._next_lift = window._next_lift
+        totals = window._checked(Totals.of(tally.read()))  # noqa: SLF001  # of the same class
+        self._next_lift = window._next_lift  # noqa: SLF001  # likewise
         return totals
 
     def _checked(self, totals: Totals) -> Totals:

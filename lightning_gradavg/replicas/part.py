@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_gradavg.batches.chunks import Chunk
 from lightning_gradavg.batches.part import ReplicaSlice
-from lightning_gradavg.lightning_internals import broadcast_from_first, leave_batch_norm_alone, version_of
+from lightning_gradavg.lightning_internals import broadcast_from_first, buffers_of, leave_batch_norm_alone, version_of
 from lightning_gradavg.methods import logged_as, replaced
 from lightning_gradavg.options import Options
 from lightning_gradavg.part import Run, Saved
@@ -88,7 +88,7 @@ class Replicas(Pieces):
         # A rank that runs the step more than once would write them as often.
         self._parameters = dict(run.module.named_parameters()) if self._in_pieces else {}
         self._sparse = list(sparse_weights(run.module).values())
-        self._registered = [module._buffers for module in run.module.modules()]
+        self._registered = [buffers_of(module) for module in run.module.modules()]
         self.on_evaluation_end()
 
     def save(self, saved: Saved, checkpoint: dict[str, Any]) -> None:
