@@ -1,53 +1,68 @@
 """DataParallel by hand, in plain PyTorch on one process: chunk the batch, call the module on each chunk, take the mean.
 
 The reference of `equivalent_to="data_parallel"`, and with one replica that of `"single_device"`. Of the package it uses
-the seeds of the replicas' random numbers alone. What a Trainer made of the same modules is noted by `fit`.
+the seeds of the replicas' random numbers alone. What a Trainer makes of the same modules is noted by `fit`.
 """
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch import Callback, LightningModule, Trainer
 from ranks import make_trainer
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.replicas.part import replica_stream
 
-__all__ = ["MODELS", "Run", "assert_same_run", "fit", "loader", "train"]
+Options = Mapping[str, Any]
+SAMPLES, SEED, BATCH_SIZES = 37, 5, (16, 15, 5, 1)
+"""The seed of a run, and sizes of its batches, in turn; 4 replicas get 4 4 4 4, 4 4 4 3, 2 2 1 and 1 samples."""
 
-BATCH_SIZES, SEED = (16, 15, 5, 1), 5
-"""Sizes of the loader batches, in turn; 4 replicas get 4 4 4 4, 4 4 4 3, 2 2 1 and 1 samples. The seed of a run."""
+
+def parallel(replicas: int | None = 4, **options: Any) -> dict[str, Any]:
+    return {"equivalent_to": "data_parallel", "num_replicas": replicas, **options}
+
+
+def single(**options: Any) -> dict[str, Any]:
+    return {"equivalent_to": "single_device", **options}
 
 
 @dataclass
 class Run:
-    """The gradients before each optimizer step; the loss and the buffers of each loader batch; the state in the end."""
+    """The gradients before each optimizer step; buffers and logged values after each batch, and in the end."""
 
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    logged: list[dict[str, float]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
     def note_gradients(self, module: nn.Module) -> None:
-        named = module.named_parameters()
-        self.gradients.append({name: one.grad.to_dense().clone() for name, one in named if one.grad is not None})
+        self.gradients.append(copied((name, one.grad) for name, one in module.named_parameters()))
 
-    def note_buffers(self, module: nn.Module) -> None:
-        self.buffers.append({name: buffer.clone() for name, buffer in module.named_buffers()})
+    def note_batch(self, module: nn.Module, logged: Mapping[str, Any]) -> None:
+        self.buffers.append(copied(module.named_buffers()))
+        self.logged.append({name: float(value) for name, value in logged.items()})
 
-    def end(self, module: nn.Module) -> Run:
-        self.weights = {name: value.clone() for name, value in module.state_dict().items()}
+    def end(self, module: nn.Module, logged: Mapping[str, Any]) -> Run:
+        self.note_batch(module, logged)
+        self.weights = copied(module.state_dict().items())
         return self
+
+
+def copied(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Tensor]:
+    return {name: one.detach().to_dense().cpu().clone() for name, one in named if one is not None}
 
 
 class Step(nn.Module):
@@ -75,124 +90,195 @@ def train(module: Any, batches: Iterable[Any], replicas: int, *, epochs: int = 1
     run, optimizer, loader_batches = Run(), module.configure_optimizers(), list(batches)
     step, index = Step(module.train()), 0
     vars(module)["log"] = lambda *_, **__: None
-    for _ in range(epochs):
-        for start in range(0, len(loader_batches), accumulate):
-            total, of_all = torch.zeros(()), 0.0
-            for batch_idx, batch in enumerate(loader_batches[start : start + accumulate], start):
-                outputs, weights, size = [], [], len(batch if isinstance(batch, Tensor) else batch[0])
-                before = {f"module.{name}": buffer.clone() for name, buffer in module.named_buffers()}
-                for replica, rows in enumerate(torch.arange(size).chunk(replicas)):
-                    # Replica 0's buffers are the module's own.
-                    buffers = {name: buffer.clone() for name, buffer in before.items()} if replica else {}
-                    part = tree_map(lambda leaf, rows=rows: leaf[rows], batch)
-                    with replica_stream(SEED, index, replica, torch.device("cpu")):
-                        output = functional_call(step, buffers, (part, batch_idx))
-                    outputs.append(output)
-                    weights.append(float(output["weight"]) if "weight" in named(output) else len(rows))
-                if hasattr(module, "training_step_end"):
-                    outputs, weights = [module.training_step_end(joined(*outputs))], [size]
-                losses = [weight * named(output)["loss"] for weight, output in zip(weights, outputs, strict=True)]
-                loss = torch.stack(losses).sum()
-                total, of_all, index = total + loss, of_all + sum(weights), index + 1
-                run.losses.append(loss.item() / sum(weights))
-                run.note_buffers(module)
-            optimizer.zero_grad()
-            (total / of_all).backward()
-            run.note_gradients(module)
-            optimizer.step()
-    return run.end(module)
+    for start in [*range(0, len(loader_batches), accumulate)] * epochs:
+        window: Any = defaultdict(list)
+        for batch_idx, batch in enumerate(loader_batches[start : start + accumulate], start):
+            outputs, sizes = [], []
+            before = {f"module.{name}": buffer.clone() for name, buffer in module.named_buffers()}
+            for replica, rows in enumerate(torch.arange(len(batch[0])).chunk(replicas)):
+                # Replica 0's buffers are the module's own.
+                buffers = {name: buffer.clone() for name, buffer in before.items()} if replica else {}
+                part = [leaf[rows] for leaf in batch]
+                with replica_stream(SEED, index, replica, torch.device("cpu")):
+                    outputs.append(functional_call(step, buffers, (part, batch_idx)))
+                sizes.append(len(rows))
+            if hasattr(module, "training_step_end"):
+                outputs, sizes = [module.training_step_end(joined(*outputs))], [len(batch[0])]
+            terms = by_name(outputs, sizes)
+            for name, found in terms.items():
+                window[name] += found
+            run.note_batch(module, {"loss": mean(next(iter(terms.values()))).item()})
+            index += 1
+        optimizer.zero_grad()
+        sum(map(mean, window.values())).backward()  # type: ignore[union-attr]  # of tensors
+        run.note_gradients(module)
+        optimizer.step()
+    return run.end(module, {})
 
 
-def named(output: Any) -> dict[str, Any]:
-    return output if isinstance(output, dict) else {"loss": output}
+def by_name(outputs: Sequence[Any], sizes: Sequence[int]) -> dict[str, list[tuple[Tensor, float]]]:
+    """Return losses and their weights by the names of the terms; a loss without terms is one, and has samples."""
+    found = defaultdict(list)
+    for output, size in zip(outputs, sizes, strict=True):
+        named = output if isinstance(output, dict) else {"loss": output}
+        losses, weights = (
+            one if isinstance(one, dict) else {"": one} for one in (named["loss"], named.get("weight", size))
+        )
+        for name, loss in losses.items():
+            found[name].append((loss, float(weights[name])))
+    return found
+
+
+def mean(losses: Sequence[tuple[Tensor, float]]) -> Tensor:
+    counted = [(weight * loss, weight) for loss, weight in losses if weight > 0]  # one of weight 0 may be NaN
+    return torch.stack([loss for loss, _ in counted]).sum() / sum(weight for _, weight in counted)
 
 
 class Model(LightningModule):
-    """A small model on 37 fixed samples; `losses` gets the value of each `training_step_end`, where there is one."""
+    """A regression on 37 fixed samples; `load` are arguments of `loader`."""
 
-    lr = 0.05
+    normed = manual = False
+    load: Options = MappingProxyType({})
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         torch.manual_seed(SEED)
-        self.losses: list[float] = []
-        self.net = self.build()
+        os.environ.pop("PL_GLOBAL_SEED", None)  # of another test: it would be that of the replicas
+        self.automatic_optimization = not self.manual
+        self.net: Any = self.build()
         self.to(dtype)
 
     def build(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+        norm = nn.Unflatten(1, (3, 11)), nn.BatchNorm1d(3), nn.Flatten()
+        return nn.Sequential(nn.Linear(13, 33), *norm[: 3 * self.normed], nn.Tanh(), nn.Linear(33, 4))
 
     def draw(self, *size: int) -> Tensor:
         """Return the same random numbers on every call of a size."""
-        return torch.randn(37, *size, generator=torch.Generator().manual_seed(sum(size)), dtype=self.dtype)
+        generator = torch.Generator().manual_seed(sum(size))
+        return torch.randn(SAMPLES, *size, generator=generator, dtype=torch.float64).to(self.dtype)
 
-    def data(self) -> Any:
-        return list(zip(self.draw(5), self.draw(4), strict=True))
+    def data(self) -> tuple[Tensor, Tensor]:
+        return self.draw(13), self.draw(4)
 
-    def logged(self, loss: Tensor, weight: int) -> Tensor:
-        self.log("loss", loss, sync_dist=True, batch_size=weight)
-        return loss
+    def loader(self, sizes: Sequence[int] = BATCH_SIZES, times: int = 5, **options: Any) -> DataLoader[Any]:
+        """Return batches of these sizes, several times, of samples in another order each time."""
+        draw = torch.Generator().manual_seed(71)  # some replicas have no weight, and each batch has some
+        orders = [torch.randperm(SAMPLES, generator=draw)[: sum(sizes)] for _ in range(times)]
+        batches = [part.tolist() for order in orders for part in order.split([*sizes])]
+        return DataLoader(TensorDataset(*self.data()), batch_sampler=batches, **options)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=1e-4)
+    def train_dataloader(self) -> Any:
+        return self.loader(**self.load)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+    def loss_of(self, x: Tensor, y: Tensor) -> Any:
+        return (self(x) - y).square().mean()
+
+    def weight_of(self, x: Tensor, y: Tensor) -> Any:
+        """Return what a step says of its weight; by default nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, weight = self.loss_of(*batch), self.weight_of(*batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=weight)
+        return loss if weight is None else {"loss": loss, "weight": weight}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
 class CNN(Model):
-    """Convolutions with batch norm, dropout, and noise from Python and NumPy; each replica has a loss of its own."""
-
-    dropout = 0.3
+    """Convolutions, channels last, with batch norm, dropout, and noise from Python and NumPy."""
 
     def build(self) -> nn.Module:
         return nn.Sequential(
-            *(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Dropout(self.dropout)),
-            *(nn.Conv2d(4, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)),
-        )
+            *(nn.Conv2d(3, 7, 3, padding=1), nn.BatchNorm2d(7), nn.Tanh(), nn.Dropout(0.3)),
+            *(nn.Conv2d(7, 9, 3, stride=2, padding=1), nn.BatchNorm2d(9), nn.Tanh(), nn.Flatten(), nn.Linear(36, 3)),
+        ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing there
 
-    def data(self) -> Any:
-        return list(zip(self.draw(1, 4, 4), torch.arange(37) % 3, strict=True))
+    def data(self) -> tuple[Tensor, Tensor]:
+        return self.draw(3, 4, 4), torch.arange(SAMPLES) % 3
+
+    def loss_of(self, x: Tensor, y: Tensor) -> Any:
+        noise = random.random() + float(np.random.rand())  # noqa: NPY002  # what users draw from
+        return (1 + noise) * nn.functional.cross_entropy(self(x), y)
+
+
+class ByHand(CNN):
+    manual = True
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        noise = random.random() + float(np.random.rand()) if self.dropout else 0  # noqa: NPY002  # what users draw from
-        loss = (1 + noise) * nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        return self.logged(loss, len(batch[0]))
+        loss = super().training_step(batch, batch_idx)
+        if self._trainer is not None:  # the reference steps by itself
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
 
 
-class PlainCNN(CNN):
-    """Without random numbers, which are the ranks' own under single_device."""
+class Text(Model):
+    """A language model whose weight is its number of tokens, of which some samples have none."""
 
-    dropout = 0.0
+    def build(self) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 2, 33, dropout=0.1, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        return nn.Sequential(nn.Embedding(11, 16), encoder, nn.Linear(16, 11))
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        tokens, lengths = (16 * self.draw(8)).long() % 11, (4 + 3 * self.draw(1)).long()
+        return tokens[:, :-1], torch.where(torch.arange(7) < lengths, tokens[:, 1:], -100)
+
+    def loss_of(self, x: Tensor, y: Tensor) -> Any:
+        return nn.functional.cross_entropy(self(x).flatten(0, 1), y.flatten())
+
+    def weight_of(self, x: Tensor, y: Tensor) -> Any:
+        return (y >= 0).sum()
 
 
-class Masked(Model):
-    """Each replica returns the mean over its masked values, and their number as its weight; a buffer counts steps."""
+class Sparse(Model):
+    """An embedding with sparse gradients."""
 
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(SAMPLES, 5, sparse=True), nn.Linear(5, 1))
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        return torch.arange(SAMPLES), self.draw(1)
+
+
+class Normed(Model):
+    """With batch norm, and a buffer that counts steps and shows in what is predicted."""
+
+    normed = True
     seen: Tensor
 
     def build(self) -> nn.Module:
         self.register_buffer("seen", torch.zeros(()))
         return super().build()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, mask = batch[0], batch[1] > batch[1].mean(dim=1, keepdim=True)  # 1 to 3 of 4 values of each sample
+    def forward(self, x: Tensor) -> Any:
         self.seen += 1
-        loss = self.net(x)[mask].square().mean() * (1 + self.seen / 1000)  # of the buffer as this replica has it
-        return {"loss": self.logged(loss, int(mask.sum())), "weight": mask.sum()}
+        return super().forward(x) * (1 + self.seen / 1000)
 
 
-class Sparse(Model):
-    """An embedding with sparse gradients, of which SGD takes no weight decay."""
+class Masked(Normed):
+    """The mean over some values, none of some samples; hardly a sum of the weights is exact."""
 
-    def build(self) -> nn.Module:
-        return nn.Sequential(nn.Embedding(37, 4, sparse=True), nn.Linear(4, 1))
+    def loss_of(self, x: Tensor, y: Tensor) -> Any:
+        return (self(x) - y)[y > 0.5].square().mean()
 
-    def data(self) -> Any:
-        return list(torch.arange(37))
+    def weight_of(self, x: Tensor, y: Tensor) -> Any:
+        return 0.1 * (y > 0.5).sum().double()
+
+
+class Terms(Masked):
+    """Two terms, of which one counts no values of some samples."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.logged(self.net(batch).tanh().square().mean(), len(batch))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+        terms: Any = super().training_step(batch, batch_idx)
+        size = self(batch[0]).abs().mean()
+        return {"loss": {"a": terms["loss"], "b": size}, "weight": {"a": terms["weight"], "b": len(batch[0])}}
 
 
 class Point(NamedTuple):
@@ -200,81 +286,53 @@ class Point(NamedTuple):
     y: Any
 
 
-class Rows(Model):
-    """The loss is that of nested outputs of all replicas, in which rows meet across replicas; a buffer counts steps."""
-
-    seen: Tensor
-
-    def build(self) -> nn.Module:
-        self.register_buffer("seen", torch.zeros(()))
-        return super().build()
-
-    def step_of(self, x: Tensor) -> int:
-        """Return by how much the buffer grows."""
-        return 1
+class Rows(Normed):
+    """The loss is that of nested outputs of all replicas, in which rows meet across replicas."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen += self.step_of(batch[0])
-        predicted = self.net(batch[0]) * (1 + self.seen / 1000)  # of the buffer as this replica has it
+        predicted = self(batch[0])
         return {"points": [Point(predicted[:, 0], (predicted - batch[1],))], "none": None}
 
-    def loss(self, outputs: Any) -> Tensor:
+    def of_outputs(self, outputs: Any) -> Tensor:
         ((x, (errors,)),) = outputs["points"]
         loss: Tensor = errors.square().mean() + 0.1 * (x[:, None] * x[None]).mean()
         return loss
 
     def training_step_end(self, outputs: Any) -> Any:
-        loss = self.loss(outputs)
-        self.losses.append(loss.item())
+        loss = self.of_outputs(outputs)
+        self.log("loss", loss, on_step=True, on_epoch=True)
         return {"loss": loss, "outputs": outputs["points"]}
 
 
-class NormedRows(Rows):
-    """With batch norm, which has several values of each sample."""
-
-    def build(self) -> nn.Module:
-        layers: Any = super().build()
-        head, *rest = layers
-        return nn.Sequential(head, nn.Unflatten(1, (4, 2)), nn.BatchNorm1d(4), nn.Flatten(), *rest)
-
-
 class Numbers(Rows):
-    """A replica has one of some numbers: a square of a mean, and how many samples it has, which the buffer adds up."""
-
-    def step_of(self, x: Tensor) -> int:
-        return len(x)
+    """In the style of Lightning 1.x: a replica also has numbers, such as a loss, which `training_step_end` replaces."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         outputs = super().training_step(batch, batch_idx)
-        return {**outputs, "penalty": outputs["points"][0].x.mean() ** 2, "count": len(batch[0])}
+        return defaultdict(list, **outputs, loss=outputs["points"][0].x.mean() ** 2, count=len(batch[0]))
 
-    def loss(self, outputs: Any) -> Tensor:
-        penalty, count = outputs["penalty"], outputs["count"]
+    def of_outputs(self, outputs: Any) -> Tensor:
+        assert isinstance(outputs, defaultdict)
+        penalty, count = outputs["loss"], outputs["count"]
         assert len(outputs["points"][0].x) == count.sum()
         order = torch.arange(1, len(penalty) + 1).to(penalty) / len(penalty)
-        return super().loss(outputs) + (order * penalty * count).sum() / count.sum()
+        return super().of_outputs(outputs) + (order * penalty * count).sum() / count.sum()
 
 
 MODELS: dict[str, type[Model]] = {
     "cnn": CNN,
-    "plain cnn": PlainCNN,
-    "masked": Masked,
+    "by hand": ByHand,
+    "text": Text,
     "sparse": Sparse,
+    "masked": Masked,
+    "terms": Terms,
     "rows": Rows,
-    "normed rows": NormedRows,
     "numbers": Numbers,
 }
 
 
-def loader(model: Model) -> DataLoader[Any]:
-    """Return 20 batches of the sizes above, of all samples in another order each time."""
-    order = torch.Generator().manual_seed(3)
-    batches = [part.tolist() for _ in range(5) for part in torch.randperm(37, generator=order).split(BATCH_SIZES)]
-    return DataLoader(model.data(), batch_sampler=batches)
-
-
 class Observer(Callback):
-    """Notes of a run in a Trainer what `train` notes."""
+    """Notes of a run in a Trainer what `train` notes, and all that was logged."""
 
     def __init__(self) -> None:
         self.run = Run()
@@ -283,30 +341,48 @@ class Observer(Callback):
         self.run.note_gradients(pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        self.run.note_buffers(pl_module)
-        self.run.losses += [trainer.callback_metrics["loss"].item()] if "loss" in trainer.callback_metrics else []
+        self.run.note_batch(pl_module, trainer.callback_metrics)
 
 
-def fit(model: Model, strategy: Strategy, **options: Any) -> Run:
-    """Train a model in a Trainer, in a rank body, and return what this rank saw."""
-    observer = Observer()
-    make_trainer(strategy, callbacks=[observer], **{"max_epochs": 1, **options}).fit(model, loader(model))
-    observer.run.losses = model.losses or observer.run.losses
-    return observer.run.end(model)
+STOCK: Any = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+
+
+def fit(
+    kind: Callable[[torch.dtype], LightningModule],
+    strategy: Options | None,
+    dtype: torch.dtype = torch.float64,
+    *,
+    load: Options | None = None,
+    make: Callable[..., Trainer] = make_trainer,
+    callbacks: Sequence[Callback] = (),
+    resumed: str | None = None,
+    **options: Any,
+) -> Run:
+    """Body: train a model in a Trainer, and return what this rank saw; without a strategy, in stock Lightning alone."""
+    model, observer = kind(dtype), Observer()
+    vars(model).update({} if load is None else {"load": load})
+    options = {"max_epochs": 1, "num_sanity_val_steps": 0, "callbacks": [observer, *callbacks], **options}
+    if strategy is None:
+        trainer = Trainer(**STOCK, enable_progress_bar=False, enable_model_summary=False, **options)
+    else:
+        trainer = make(GradAvgStrategy(**strategy), **options)
+    trainer.fit(model, ckpt_path=resumed)
+    return observer.run.end(model, trainer.callback_metrics)
 
 
 def assert_same_run(ranks: Sequence[Run], expected: Run, tolerance: float, after: float | None = None) -> None:
     """Assert that all ranks hold the same bits, and that they are those of the reference within the tolerance.
 
-    The tolerance is relative, and absolute below 1; `after` is that of buffers and weights after the first step. What
-    is logged is in float32: 1e-6 there at best.
+    The tolerance is relative, and absolute below 1; `after` is that of all but the first step. What is logged is in
+    float32: 1e-6 there at best. The reference by hand logs its loss alone.
     """
     first, close = ranks[0], torch.testing.assert_close
     for other in ranks[1:]:
         close(vars(other), vars(first), rtol=0, atol=0)
     later = after or tolerance
-    close(first.gradients[0], expected.gradients[0], rtol=tolerance, atol=tolerance)
-    close(first.buffers[:1], expected.buffers[:1], rtol=tolerance, atol=tolerance)
-    close(first.losses, expected.losses, rtol=max(later, 1e-6), atol=max(later, 1e-6))
+    for name in ("gradients", "buffers"):
+        close(getattr(first, name)[0], getattr(expected, name)[0], rtol=tolerance, atol=tolerance)
     for name in ("gradients", "buffers", "weights"):
         close(getattr(first, name), getattr(expected, name), rtol=later, atol=later)
+    for logged, right in zip(first.logged, expected.logged, strict=True):
+        close({name: logged[name] for name in right}, right, rtol=max(later, 1e-6), atol=max(later, 1e-6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,20 +29,14 @@ def drawn(seed: int, step: int, replica: int) -> tuple[Any, ...]:
 
 
 def test_draws_differ_between_replicas_and_steps_and_repeat():
+    """Whatever the process draws, and before; and no two generators make the same stream."""
     triples = [(seed, step, replica) for seed in (0, 1, 2**40) for step in range(4) for replica in range(4)]
-
     first = [drawn(*triple) for triple in triples]
-    random.seed(99)
-    torch.manual_seed(99)
-    np.random.seed(99)  # noqa: NPY002
+    draws()
     again = [drawn(*triple) for triple in reversed(triples)]
-
     assert first == again[::-1]
     for generator in zip(*first, strict=True):
         assert len(triples) == len(set(generator))
-
-
-def test_no_two_generators_make_the_same_stream():
     with replica_stream(0, 0, 0, CPU):
         python, numpy = [random.random() for _ in range(64)], np.random.rand(64)  # noqa: NPY002
         assert 3 * 64 == len({*python, *numpy.tolist(), *torch.rand(64, dtype=torch.float64).tolist()})
@@ -66,22 +61,17 @@ def test_all_generators_are_put_back(fails):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("within", [False, True])
 def test_checkpoint_repeats_the_draws(use_reentrant, within):
-    dropout = nn.Dropout(0.5)
-    x = torch.ones(256, requires_grad=True)
+    """Of torch always; of Python and NumPy, too, where the stream is entered within what is repeated."""
+    dropout, x = nn.Dropout(0.5), torch.ones(256, requires_grad=True)
 
     def forward(values: Tensor) -> Tensor:
-        if not within:
-            return dropout(values * values)
-        with replica_stream(5, 7, 1, CPU):  # Python's and NumPy's draws are repeated, too
-            return dropout(values * values) * random.random() * np.random.rand()  # noqa: NPY002
+        with replica_stream(5, 7, 1, CPU) if within else nullcontext():
+            noise = random.random() * np.random.rand() if within else 1  # noqa: NPY002
+            return dropout(values * values) * noise
 
-    if within:
+    with nullcontext() if within else replica_stream(5, 7, 1, CPU):
         out = checkpoint(forward, x, use_reentrant=use_reentrant)
-    else:
-        with replica_stream(5, 7, 1, CPU):
-            out = checkpoint(forward, x, use_reentrant=use_reentrant)
     out.sum().backward()
-
     assert 0 < int((out == 0).sum()) < 256
     assert torch.equal(2 * out.detach(), x.grad)  # d(c * x^2)/dx at 1 is twice c
 
@@ -89,15 +79,13 @@ def test_checkpoint_repeats_the_draws(use_reentrant, within):
 @pytest.mark.gpu
 def test_the_device_draws_from_the_stream_without_a_wait() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    before = torch.cuda.get_rng_state(device)
-    seen: dict[tuple[int, int], list[Tensor]] = {}
-    mode = torch.cuda.get_sync_debug_mode()
+    before, mode = torch.cuda.get_rng_state(device), torch.cuda.get_sync_debug_mode()
+    seen = defaultdict[tuple[int, int], list[Tensor]](list)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(2):
-            for step, replica in ((0, 0), (0, 1), (1, 0)):
-                with replica_stream(0, step, replica, device):
-                    seen.setdefault((step, replica), []).append(torch.rand(8, device=device))
+        for step, replica in [(0, 0), (0, 1), (1, 0)] * 2:
+            with replica_stream(0, step, replica, device):
+                seen[step, replica].append(torch.rand(8, device=device))
     finally:
         torch.cuda.set_sync_debug_mode(mode)
 

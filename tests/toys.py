@@ -229,16 +229,3 @@ def same_everywhere(seen: Sequence[Seen]) -> Seen:
         for mine, first in zip(one.gradients + one.weights, seen[0].gradients + seen[0].weights, strict=True):
             assert torch.equal(mine, first)
     return seen[0]
-
-
-class FirstLater(LightningModule):
-    """Mixed into a module with layers `net`: the first of them trains from the third step on."""
-
-    net: Any
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.net[0].requires_grad_(batch_idx >= 2)
