@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_gradavg.part import Run
 from lightning_gradavg.reduction.reduction import Reduction
-from lightning_gradavg.reduction.weights import WHOLE_LOSS, WeighedLoss, gradients_discarded
+from lightning_gradavg.reduction.weights import WHOLE_LOSS, WeighedLoss
 from lightning_gradavg.reproducible.sum import Gradients, TreeSum
 
 __all__ = ["TreeReduction"]
@@ -70,15 +70,12 @@ class TreeReduction(Reduction):
         loss.coefficients[:] = [None if nothing or share.multiplier == 0 else float(share.multiplier)]
         kept = self._gradients()
         self._set_gradients({} if nothing else self._leaves.get(replica, {}))
-        discarded = gradients_discarded(self._parameters, nan_only=False) if nothing else []
         try:
             run()
             if not nothing:
                 self._leaves[replica] = self._gradients()
                 self._normalizers[replica] += float(share.normalizer)
         finally:
-            for handle in discarded:
-                handle.remove()
             self._set_gradients(kept)
         if not self._holding:
             # It is complete. The loader batch at the end of the window may have no samples of those behind it.
