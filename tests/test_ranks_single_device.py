@@ -64,9 +64,10 @@ class Digits(digits.DigitsClassifier):
 
 
 class EvenDigits(Digits):
-    """No batch is short."""
+    """No batch is short; if the sampler is asked for one more after the last, it draws from its generator again."""
 
-    samples = 448
+    def train_dataloader(self) -> Any:
+        return self.load(0, 448, shuffle=True, generator=torch.Generator().manual_seed(1))
 
 
 class NormedDigits(Digits):

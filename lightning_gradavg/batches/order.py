@@ -232,7 +232,7 @@ class SharedIndices:
 
     def _of_rank_0(self, batches: Iterator[Any], order: Order) -> Iterator[Any]:
         """Yield what rank 0's sampler yields, on all ranks."""
-        first, size = order.world.rank == 0, 1
+        first, size, read = order.world.rank == 0, 1, 0
         if first:
             order.draw_on("first")
         while True:
@@ -245,7 +245,9 @@ class SharedIndices:
                 raise self._raised or RuntimeError(told)
             if len(block) < size:
                 return
-            size = min(2 * size, _BLOCK) if self._draws_once else 1
+            read += size
+            # Not past the last batch: samplers draw from their generator again if they are asked for one more.
+            size = max(1, min(2 * size, _BLOCK, len(self) - read)) if self._draws_once else 1
 
     def _next_block(self, batches: Iterator[Any], size: int, order: Order) -> tuple[list[Any], str, Any, Any]:
         """Return the next indices, what was raised after them, and the random states before and after."""
@@ -265,18 +267,6 @@ class SharedIndices:
             if behind is not None:
                 order.asked.append(behind)
                 yield indices[chunk.start : chunk.stop]
-
-
-def _next_block(batches: Iterator[Any], size: int, order: Order) -> tuple[list[Any], str | None, Any, Any]:
-    """Return the next indices, what was raised after them, and the random states before and after."""
-    with order.drawing():
-        block, error, before = list[Any](), None, order.stream.state
-        try:
-            for indices in islice(batches, size):
-                block.append(indices.tolist() if isinstance(indices, Tensor) else list(indices))
-        except Exception as raised:  # noqa: BLE001  # the other ranks would wait for it
-            error = repr(raised)
-        return block, error, before, order.stream.state
 
 
 def _listed(indices: Any) -> list[Any]:
