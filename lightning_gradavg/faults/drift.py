@@ -43,7 +43,8 @@ def require_replicas(tensors: Iterable[tuple[str, Tensor]], done: str) -> None:
             f"the ranks drifted apart: after {done} {name} is not the same on all of them: another one"
             f" is {on_ranks(ranks)}. Something trains outside of the strategy, such as loss.backward() instead of"
             " self.manual_backward(loss), a window that no backward outside of toggle_model(sync_grad=False) ended, a"
-            " step or an assignment on one rank, a module that is no part of the LightningModule, or a buffer that each"
+            " step or an assignment on one rank, a module that is no part of the LightningModule, a backward that"
+            " leaves parameters without gradient, as in a GAN (pass find_unused_parameters=True), or a buffer that each"
             " rank computes from its own samples: then compute it from the whole batch, in training_step_end."
         )
 
