@@ -270,6 +270,7 @@ def by_hand(of: OfStep = classified, *, every: int = 1, outside: bool = False) -
 def repeated(module: Any, batch: Any) -> None:
     for _ in range(world()):
         by_hand()(module, batch)
+    module.log("loss", classified(module, batch), sync_dist=True)
 
 
 def adversarial(module: Any, batch: Any) -> None:

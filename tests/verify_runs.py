@@ -141,6 +141,7 @@ EQUAL = {
         window=2,
     ),
     "dropout, a short last window": Run(dropped, reads=WINDOWS, strategy=GradAvgStrategy, window=2),
+    "a short window beyond the steps": Run(reads=WINDOWS, strategy=GradAvgStrategy, window=2, steps=1),
     "dropout, uneven batches, bfloat16": Run(dropped, reads=UNEVEN, strategy=BY_WEIGHT, precision="bf16-mixed"),
     "noise drawn in `training_step`, bfloat16 weights": Run(
         step=entropy(lambda x: x + torch.randn_like(x)), reads=UNEVEN, strategy=BY_WEIGHT, precision="bf16-true"
@@ -215,7 +216,10 @@ EQUAL = {
         step=lambda module, batch: m.classified(module, default_collate(batch.samples)), reads=plain(collate_fn=Graphs)
     ),
     "noise that a data set draws in a worker": shared(
-        lambda: nn.Linear(1, 3), lambda module, batch: module.net(batch).square().mean(), m.augmented
+        lambda: nn.Linear(1, 3),
+        lambda module, batch: module.net(batch).square().mean(),
+        m.augmented,
+        says=["samples of the step are those of one process there"],
     ),
     **{f"contrastive, gathered by {way}": shared(step=scores(way)) for way in GATHERS},
     "compiled, dropout": shared(lambda: m.Called(wrap=torch.compile)),
@@ -225,6 +229,9 @@ EQUAL = {
         f"a stream, {how} for each": Run(reads=streamed(how), strategy=BY_WEIGHT, steps=4)
         for how in ("every W-th", "halves", "uneven parts")
     },
+    "a stream with noise": Run(
+        reads=streamed("halves", lambda rows: ((x + torch.randn_like(x), y) for x, y in rows)), strategy=BY_WEIGHT
+    ),
     "a sampler of your own": Run(reads=m.sampled(lambda: m.in_turn([*range(32)]))),
     "a half of the batches for each, in order": Run(reads=lambda: m.dealt(m.batches((4,) * 4), m.half)),
     "a sampler with replacement": Run(reads=m.sampled(m.replacing)),
@@ -350,8 +357,8 @@ NOT_SHOWN = {
     ),
     "a generator of Python or NumPy": Run(step=entropy(lambda x: x * random.betavariate(1, 1))),
     "one draw for a whole batch (aten.rand)": shared(step=entropy(lambda x: x * torch.rand(1))),
-    "one draw for a whole batch (aten.randn)": Run(
-        on_before_optimizer_step=lambda self, _: self.net[-1].bias.grad.add_(torch.randn(3))
+    "one draw for a whole batch (aten.randn_like)": Run(
+        on_before_optimizer_step=lambda self, _: [each.grad.add_(torch.randn_like(each)) for each in self.parameters()]
     ),
     "collate_fn draws random numbers": shared(
         reads=plain(collate_fn=lambda rows: default_collate([rows[place] for place in torch.randperm(len(rows))]))

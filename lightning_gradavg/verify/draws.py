@@ -59,8 +59,10 @@ def _dropped(uniform: Tensor, given: Tensor, part: float, *_: Any) -> tuple[Tens
 
 
 def _integers(uniform: Tensor, *bounds: int) -> Tensor | None:
-    low, high = (0, *bounds)[-2:] if bounds else (0, 0)
-    return (low + uniform * (high - low)).floor() if bounds else None
+    if not bounds:
+        return None
+    low, high = (0, *bounds)[-2:]
+    return (low + uniform * (high - low)).floor()
 
 
 _FORMS: Mapping[str, Callable[..., Any]] = {

@@ -68,14 +68,14 @@ class _Judge:
     def report(self) -> Report:
         """Compare, and put together what was found."""
         alone, facts, remarks = self.twin.run(), self.facts, list[str]()
-        found, steps = [*self._between_ranks()], len(alone.steps)
+        found, logged, steps = [*self._between_ranks()], list[Finding](), len(alone.steps)
         try:
             if seen := self._first(alone):
                 steps = seen.step
                 found.append(self._finding(alone, seen))
+            logged = [*self._logged(alone, steps)]
         except Refused as error:
             remarks.append(str(error))
-        logged = [*self._logged(alone, steps)]
         if drawn := dict.fromkeys(name for each in (*self.tapes, alone) for name in each.shared):
             remarks.insert(0, f"one draw for a whole batch ({', '.join(drawn)}): {_OF_DRAWS}")
             found, logged = [each for each in found if each.stage in _BESIDE_DRAWS], []
