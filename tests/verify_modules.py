@@ -88,12 +88,6 @@ def spectral() -> nn.Module:
     return layers(change=lambda net: nn.utils.parametrizations.spectral_norm(net[0]))
 
 
-def other_start() -> nn.Module:
-    """Initialize other weights where there are several processes."""
-    torch.manual_seed(world())
-    return layers()
-
-
 def words(part: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Embedding(7, 8), nn.Dropout(part), nn.Linear(8, 7))
 
@@ -172,11 +166,6 @@ def scaled(factor: Callable[[Any], Any], of: OfStep = classified) -> OfStep:
 
 CALLS = count(2)
 by_global = scaled(lambda _: next(CALLS))
-
-
-def kept(start: Callable[[], Iterator[Any]]) -> OfStep:
-    """Multiply the loss by what an iterator in an attribute yields."""
-    return scaled(lambda module: next(vars(module).setdefault("factors", start())))
 
 
 def weighing(of: OfStep, counted: Callable[[Any], Tensor]) -> OfStep:
@@ -377,11 +366,6 @@ def lbfgs(module: Any) -> Any:
     return torch.optim.LBFGS(module.parameters(), max_iter=3)
 
 
-def divides(module: Any) -> None:
-    for parameter in module.parameters():
-        parameter.grad /= world()
-
-
 def drifts(module: Any, _: Any, batch_idx: int) -> None:
     """One rank changes a weight on its own."""
     if batch_idx == 1 and rank() == 1:
@@ -391,10 +375,6 @@ def drifts(module: Any, _: Any, batch_idx: int) -> None:
 def averaged(factor: Callable[[], float]) -> Callable[..., Any]:
     """Keep an average of weights in a layer without gradients."""
     return lambda module, *_: module.net[0].bias.data.lerp_(module.net[-1].weight.data.mean(0), 0.1 * factor())
-
-
-def normalized(_: Any, batch: Any, __: int) -> Any:
-    return (batch[0] - batch[0].mean(0)) / batch[0].std(0), batch[1]
 
 
 def reduced_by(change: Callable[[Tensor], Tensor]) -> Callable[..., torch.futures.Future[Tensor]]:

@@ -115,10 +115,6 @@ def sending(hook: Any, **options: Any) -> Callable[[], GradAvgStrategy]:
     return ours(ddp_comm_hook=hook, **options)
 
 
-def changing(change: Callable[[Any], Any], **options: Any) -> Callable[[], GradAvgStrategy]:
-    return sending(m.reduced_by(change), **options)
-
-
 def stock(**options: Any) -> Callable[[], DDPStrategy]:
     return lambda: DDPStrategy(**options)
 
@@ -127,7 +123,7 @@ BY_WEIGHT, BY_SUM, SPLIT = ours(reduction="weighted_mean"), ours(reduction="sum"
 SINGLE, PARALLEL = ours(equivalent_to="single_device"), ours(equivalent_to="data_parallel")
 SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
 TOKENS = m.weighing(m.each_token, lambda batch: batch != 0)
-COUNTER = m.kept(lambda: iter(range(1, 99)))
+COUNTER = scaled(lambda module: next(vars(module).setdefault("factors", iter(range(1, 99)))))
 
 EQUAL = {
     "case 41": Run(dropped),
@@ -239,7 +235,7 @@ EQUAL = {
     "`drop_last`": shared(reads=plain(30, drop_last=True)),
 }
 DIFFERENT = {
-    "initial weights": Run(m.other_start),
+    "initial weights": Run(lambda: layers(change=lambda net: net[0].weight.data.mul_(world()))),
     "duplicated stream: in batches": Run(reads=plain(16)),
     "duplicated stream": Run(reads=streamed("all")),
     "duplicated stream: without an end": Run(reads=streamed("all", cycle)),
@@ -257,7 +253,9 @@ DIFFERENT = {
     "batch norm: without running statistics": Run(lambda: normed(track_running_stats=False)),
     "batch norm: uneven batches": Run(normed, reads=UNEVEN),
     "non-decomposable loss": Run(step=lambda module, batch: m.spread(module.net(batch[0]))),
-    "non-decomposable loss: a batch hook that normalizes": shared(on_after_batch_transfer=m.normalized),
+    "non-decomposable loss: a batch hook that normalizes": shared(
+        on_after_batch_transfer=lambda _, batch, __: ((batch[0] - batch[0].mean(0)) / batch[0].std(0), batch[1])
+    ),
     "non-decomposable loss: a hook on parameters that clips": Run(
         lambda: m.hooked(lambda grad: grad.clamp(-0.01, 0.01))
     ),
@@ -306,16 +304,18 @@ DIFFERENT = {
         says=["net.0.bias is "],
     ),
     "double division: a loss": Run(step=scaled(lambda _: 1 / world())),
-    "double division: a communication hook": Run(strategy=changing(lambda sent: sent / 2)),
+    "double division: a communication hook": Run(strategy=sending(m.reduced_by(lambda sent: sent / 2))),
     "double division: a communication hook under `sum`": Run(
-        step=m.summed, strategy=changing(lambda sent: sent / 2, reduction="sum")
+        step=m.summed, strategy=sending(m.reduced_by(lambda sent: sent / 2), reduction="sum")
     ),
     "double division: a hook on parameters": Run(lambda: m.hooked(lambda grad: grad / world())),
-    "double division: after the reduction": Run(on_after_backward=m.divides),
-    "gradient hooks: every rank clips its norm": Run(
-        strategy=changing(lambda sent: sent * min(1.0, 0.05 / float(sent.norm())))
+    "double division: after the reduction": Run(
+        on_after_backward=lambda self: [each.grad.div_(world()) for each in self.parameters()]
     ),
-    "gradient hooks: lost on the way": Run(strategy=changing(lambda sent: sent * 0)),
+    "gradient hooks: every rank clips its norm": Run(
+        strategy=sending(m.reduced_by(lambda sent: sent * min(1.0, 0.05 / float(sent.norm()))))
+    ),
+    "gradient hooks: lost on the way": Run(strategy=sending(m.reduced_by(lambda sent: sent * 0))),
     "16-bit wire: float16": Run(strategy=sending(fp16_compress_hook)),
     "16-bit wire: bfloat16": Run(strategy=sending(bf16_compress_hook)),
     "unsynchronised replicas: a weight": Run(on_train_batch_start=m.drifts),
@@ -341,7 +341,7 @@ DIFFERENT = {
     "unexplained: times the ranks in manual optimization": Run(
         step=m.by_hand(scaled(lambda _: 0.01 * world())), manual=True, says=["the gradient is 2 x that of one process"]
     ),
-    "unexplained: times 1.004": Run(strategy=changing(lambda sent: sent * 1.004), precision="bf16-mixed"),
+    "unexplained: times 1.004": Run(strategy=sending(m.reduced_by(lambda sent: sent * 1.004)), precision="bf16-mixed"),
     "unexplained: clipping to a part for every rank": Run(
         configure_gradient_clipping=lambda self, optimizer, *_, **__: self.clip_gradients(
             optimizer, 0.1 / world(), "norm"
