@@ -67,7 +67,7 @@ class EvenDigits(Digits):
     """No batch is short; if the sampler is asked for one more after the last, it draws from its generator again."""
 
     def train_dataloader(self) -> Any:
-        return self.load(0, 448, shuffle=True, generator=torch.Generator().manual_seed(1))
+        return self.load(0, 384, shuffle=True, generator=torch.Generator().manual_seed(1))
 
 
 class NormedDigits(Digits):
