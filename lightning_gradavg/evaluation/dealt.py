@@ -31,12 +31,15 @@ class _DealtIndices(Shows):
         self._limit, self._world = limit, world
 
     def __iter__(self) -> Iterator[Any]:
-        indices: Any = islice(self._shown, self._limit)
+        indices: Iterator[Any] = islice(self._shown, self._limit)
         inner = self._shown.sampler if type(self._shown) is BatchSampler else self._shown
-        if type(inner) is not SequentialSampler:
-            # It may draw from a generator that differs between the ranks. Each draws, to move on, and rank 0's counts.
-            indices = self._world.from_first(list(indices))
-        return islice(indices, self._world.rank, None, self._world.size)
+        of_all = indices if type(inner) is SequentialSampler else self._of_first(indices)
+        return islice(of_all, self._world.rank, None, self._world.size)
+
+    def _of_first(self, indices: Iterator[Any]) -> Iterator[Any]:
+        # They may be drawn from a generator that differs between the ranks. Each draws, to move on, and rank 0's count.
+        # They are drawn for the first batch, as on one process, where the loader itself draws before.
+        yield from self._world.from_first(list(indices))
 
     def __len__(self) -> int:
         return len(range(len(self._shown))[: self._limit][self._world.rank :: self._world.size])
