@@ -2,50 +2,42 @@
 
 from __future__ import annotations
 
-import copy
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from torch.optim import lr_scheduler
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.ranks import World
 from lightning_gradavg.rates.part import Rates
 from lightning_gradavg.rates.scaling import SCALINGS
 
-
-def make(lr_scaling: str = "linear") -> torch.optim.Optimizer:
-    """Return an optimizer that the scaling fits, with one group at 0.1 and one at 0.01."""
-    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": lr} for lr in (0.1, 0.01)]
-    if lr_scaling == "adam_sde":
-        return torch.optim.Adam(groups, betas=(0.9, 0.999))
-    return torch.optim.SGD(groups, momentum=0.9)
-
-
-def step(optimizer: torch.optim.Optimizer, rates: Rates) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.ones_like(parameter)
-    rates.optimizer_step(optimizer, optimizer.step)
-
-
-def moving(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    names = ("lr", "betas", "eps")
-    return [{name: copy.deepcopy(group[name]) for name in names if name in group} for group in optimizer.param_groups]
-
-
-def shown(optimizer: torch.optim.Optimizer, rates: Rates) -> list[dict[str, Any]]:
-    """Return what the groups hold during a step."""
-    rates.apply()
-    held = moving(optimizer)
-    rates.end()
-    return held
-
-
 BASE = 1000
 """The base batch."""
+SCALES = (4.0, 3.0, 0.7, 9.0, 1.0)
+VALUES = (None, 0.007, 0.3)
+"""Rates that a user writes. Divided by some factors and multiplied again, 0.007 has other bits, and vice versa 0.1."""
+
+
+def make(kind: str) -> torch.optim.Optimizer:
+    """Return an optimizer with one group at 0.1 and one at 0.01, or with tensors for rates, two or one in common."""
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": lr} for lr in (0.1, 0.01)]
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(groups) if kind == "adam" else torch.optim.SGD(groups)
+    tensors = [torch.tensor(lr, dtype=torch.float64) for lr in (0.1, 0.01)]
+    for group, tensor in zip(optimizer.param_groups, tensors, strict=True):
+        group["lr"] = {"tensors": tensor, "shared": tensors[0]}.get(kind, group["lr"])
+    return optimizer
+
+
+def moving(groups: Any) -> list[dict[str, Any]]:
+    """Return what a scaling may move of each group."""
+    held = [{name: group[name] for name in ("lr", "betas", "eps") if name in group} for group in groups]
+    return [{**group, "lr": float(group["lr"])} for group in held]
 
 
 def follow(rates: Rates, scale: float) -> None:
@@ -54,7 +46,7 @@ def follow(rates: Rates, scale: float) -> None:
 
 
 def attached(
-    *optimizers: torch.optim.Optimizer, lr_scaling: Any = "linear", scale: float = 4, warmup: int = 0
+    *optimizers: torch.optim.Optimizer, lr_scaling: str = "linear", scale: float = 4, warmup: int = 0
 ) -> Rates:
     rates = Rates(GradAvgStrategy()._options, lr_scaling=lr_scaling, base_batch_size=BASE, lr_warmup_steps=warmup)
     trainer, loop = SimpleNamespace(callbacks=[]), SimpleNamespace(accumulation=1)
@@ -64,129 +56,74 @@ def attached(
     return rates
 
 
-def lrs(optimizer: torch.optim.Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def saved_by(rates: Rates) -> dict[str, Any]:
-    """Return what a checkpoint holds of the steps."""
+def counted_by(rates: Rates) -> Any:
+    """Return the steps of each optimizer that a checkpoint holds."""
     saved: dict[str, Any] = {}
     rates.save(saved, {})
-    return saved
+    return saved["rates"]["steps"]
 
 
-def test_optimizers_count_their_own_steps() -> None:
-    often, seldom = make(), make()
-    rates = attached(often, seldom, scale=5, warmup=4)
+@pytest.mark.parametrize("kind", ["sgd", "adam", "tensors", "shared"])
+@given(
+    batches=st.lists(
+        st.tuples(st.sampled_from(SCALES), st.sampled_from(VALUES), st.booleans(), st.sampled_from([0, 1, 2])),
+        max_size=6,
+    ),
+    warmup=st.sampled_from([0, 3]),
+)
+def test_groups_hold_effective_values_in_a_step_and_base_values_between(kind: str, batches: Any, warmup: int) -> None:
+    """Under any scale, with rates that are written, groups that are added, and steps that fail."""
+    rule, steps, optimizer = "adam_sde" if kind == "adam" else "linear", 0, make(kind)
+    rates, groups = attached(optimizer, lr_scaling=rule, warmup=warmup), optimizer.param_groups
+    tensors = [group["lr"] for group in groups if isinstance(group["lr"], torch.Tensor)]
 
-    def within() -> None:
-        assert [0.1, 0.01] == lrs(often), "only its own step scales an optimizer"
-        assert [0.1, 0.01] == lrs(seldom), "at its first step it is where the warm-up begins"
-        step(often, rates)
+    def step(expected: Any, fails: bool) -> None:
+        assert moving(groups) == expected
+        if fails:
+            raise KeyError
 
-    def fails() -> None:
-        assert pytest.approx([0.2, 0.02]) == lrs(seldom)
-        raise KeyError
-
-    for _ in range(3):
-        step(often, rates)
-    rates.optimizer_step(seldom, within)
-    with pytest.raises(KeyError):
-        rates.optimizer_step(seldom, fails)
-    assert [0.1, 0.01] == lrs(seldom)
-    assert pytest.approx([0.5, 0.05, 0.2, 0.02]) == rates.learning_rates()
-    assert {"steps": [4, 1]} == saved_by(rates)["rates"], "a step that fails is not counted"
-
-    rates.setup_optimizers([make(), often])
-    assert {"steps": [0, 4]} == saved_by(rates)["rates"]
-
-
-def test_an_optimizer_that_was_not_returned_is_scaled_in_its_steps() -> None:
-    late = make()
-    assert pytest.approx([0.4, 0.04]) == attached(make()).optimizer_step(late, lambda: lrs(late))
-    assert [0.1, 0.01] == lrs(late)
-
-
-def test_a_changed_scale_is_computed_from_the_base() -> None:
-    optimizer = make("adam_sde")
-    before = moving(optimizer)
-    rates = attached(optimizer, lr_scaling="adam_sde")
-
-    for scale in (2.0, 3.7, 0.3, 9.0, 1.0):
+    for scale, written, fails, changed in batches:
+        if changed == 2:
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5})
+        base = moving(groups)
         rates.apply()
         follow(rates, scale)
-        assert before == moving(optimizer)
-        assert [SCALINGS["adam_sde"].hyperparameters(scale, group) for group in before] == shown(optimizer, rates)
-
-
-def test_a_checkpoint_within_a_step_holds_base_values() -> None:
-    optimizer = make("adam_sde")
-    base = optimizer.state_dict()
-    rates = attached(optimizer, lr_scaling="adam_sde")
-    rates.apply()
-    assert base["param_groups"] != optimizer.state_dict()["param_groups"]
-    assert base["param_groups"] == rates.optimizer_state(optimizer, optimizer.state_dict())["param_groups"]
-
-
-def test_a_written_value_keeps_its_bits() -> None:
-    value = next(v for v in (n / 1000 for n in range(1, 1000)) if v / 49 * 49 != v)
-    optimizer = make()
-    rates = attached(optimizer, scale=49)
-    rates.apply()
-    optimizer.param_groups[0]["lr"] = value
-
-    assert value == rates.optimizer_step(optimizer, lambda: lrs(optimizer))[0]
-    assert value / 49 == lrs(optimizer)[0]
-    assert pytest.approx(value, rel=1e-15) == rates.learning_rates()[0]
-
-
-def test_groups_added_later_are_scaled() -> None:
-    optimizer = make()
-    rates = attached(optimizer)
-    step(optimizer, rates)
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5})
-    del optimizer.param_groups[0]
-    assert pytest.approx([0.04, 2.0]) == [group["lr"] for group in shown(optimizer, rates)]
-    assert [0.01, 0.5] == lrs(optimizer)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_tensor_learning_rates_are_changed_in_place(shared: bool) -> None:
-    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=0.1)
-    tensors = [torch.tensor(0.5, dtype=torch.float64) for _ in range(2)]
-    for group, tensor in zip(optimizer.param_groups, tensors, strict=True):
-        group["lr"] = tensors[0] if shared else tensor
-    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
-    held = [group["lr"] for group in optimizer.param_groups]
-    rates = attached(optimizer, warmup=2)
-    weight = optimizer.param_groups[0]["params"][0]
-
-    for factor, following, schedule in ((1, 2.5, 0.5), (2.5, 4, 0.25), (4, 4, 0.125)):
-        before = weight.item()
-        step(optimizer, rates)
+        assert moving(groups) == base
+        full, moments = SCALINGS[rule].factor(scale), SCALINGS[rule].moments
+        factor = 1 + (full - 1) * steps / warmup if steps < warmup else full
+        expected = [{**group, **moments(scale, group), "lr": group["lr"] * factor} for group in base]
+        assert rates.learning_rates() == tuple(group["lr"] for group in expected)
         rates.apply()
-        assert [schedule * following] * 2 == [lr.item() for lr in held]
-        state = rates.optimizer_state(optimizer, optimizer.state_dict())["param_groups"]
-        rates.end()
-        assert [schedule] * 2 == [group["lr"].item() for group in state] == lrs(optimizer)
-        assert weight.item() == before - factor * schedule
-        if not shared:
-            scheduler.step()
-        else:
-            held[0].mul_(0.5)
-    rates.apply()
-    held[0].fill_(3.0)
-    rates.end()
-    assert 0.75 == held[0].item()
-    assert 3.0 == rates.learning_rates()[0]
-    assert all(group["lr"] is tensor for group, tensor in zip(optimizer.param_groups, held, strict=True))
+        assert moving(groups) == expected
+        for group in [] if written is None else [0, 1] if kind == "shared" else [changed]:
+            expected[group]["lr"], base[group]["lr"] = written, written / factor
+            groups[group]["lr"] = tensors[group].fill_(written) if group < len(tensors) else written
+        assert moving(rates.optimizer_state(optimizer, optimizer.state_dict())["param_groups"]) == base
+        with pytest.raises(KeyError) if fails else nullcontext():
+            rates.optimizer_step(optimizer, partial(step, expected, fails))
+        steps += not fails
+        assert moving(groups) == base
+        assert all(group["lr"] is tensor for group, tensor in zip(groups, tensors, strict=False))
+    assert counted_by(rates) == [steps]
+
+
+def test_optimizers_that_come_later() -> None:
+    """One that was not returned is scaled in its steps; those of before go on counting."""
+    before, late = make("sgd"), make("sgd")
+    rates = attached(before)
+    for _ in range(2):
+        rates.optimizer_step(before, lambda: None)
+    assert pytest.approx([0.4, 0.04]) == rates.optimizer_step(late, lambda: [one["lr"] for one in late.param_groups])
+    assert [0.1, 0.01] == [one["lr"] for one in late.param_groups]
+    rates.setup_optimizers([make("sgd"), before])
+    assert counted_by(rates) == [0, 2]
 
 
 def test_infeasible_values_are_refused_before_any_group_changes() -> None:
-    optimizer = make("adam_sde")
+    optimizer = make("adam")
     for beta, scale, limit in ((0.9, 10, 10), (0.5, 4, 2)):
         optimizer.param_groups[1]["betas"] = (beta, 0.999)  # as a schedule sets them
-        rates, before = attached(optimizer, lr_scaling="adam_sde", scale=scale), moving(optimizer)
+        rates, before = attached(optimizer, lr_scaling="adam_sde", scale=scale), moving(optimizer.param_groups)
         with pytest.raises(ValueError, match=rf"scale {scale} with beta1={beta}.*below {limit}\."):
             rates.apply()
-        assert before == moving(optimizer)
+        assert before == moving(optimizer.param_groups)

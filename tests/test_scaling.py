@@ -1,76 +1,75 @@
-"""Scalings: the factor of the learning rate, Adam's SDE rule, warm-up, and what is counted in steps."""
+"""Scalings: the published formulas, warm-up, what is counted in steps, and what is refused."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from fractions import Fraction
+import re
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.optim import SGD, Adam, AdamW, NAdam, RMSprop
 
 from lightning_gradavg.rates.scaling import SCALINGS, resolve_scaling, scale_limit, scaled_steps, warmup_factor
 
-SDE = SCALINGS["adam_sde"]
-ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
-SCALES = st.floats(1 / 64, 64)
+ADAM: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
 
 
-@st.composite
-def feasible(draw: st.DrawFn) -> tuple[float, tuple[float, float]]:
-    """Return a scale and betas of at least 0.5 for which "adam_sde" is feasible."""
-    scale = draw(SCALES)
-    smallest = max(0.5, 1 - 0.99 / scale)
-    return scale, draw(st.tuples(st.floats(smallest, 0.9999), st.floats(smallest, 0.9999)))
-
-
-def param_group(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> dict[str, Any]:
-    (group,) = optimizer([torch.nn.Parameter(torch.zeros(1))], lr=0.1, **options).param_groups
+def param_group(optimizer: Any, **options: Any) -> dict[str, Any]:
+    group: dict[str, Any]
+    (group,) = optimizer(
+        [torch.nn.Parameter(torch.zeros(1))], **{"lr": 0.1, "weight_decay": 0.1, **options}
+    ).param_groups
     return group
 
 
-@pytest.mark.parametrize("name", SCALINGS)
-@given(scale=SCALES, larger=SCALES)
-def test_factors_are_monotonic_and_one_at_scale_one(name: str, scale: float, larger: float) -> None:
-    low, high = sorted((scale, larger))
-    assert SCALINGS[name].at(low) <= SCALINGS[name].at(high)
-    assert SCALINGS[name].at(1.0) == 1.0
+def cube_root(scale: float) -> float:
+    return math.pow(scale, 1 / 3)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "smoothing", "scaled"),
+    ("lr_scaling", "optimizer", "scale", "expected"),
     [
-        *((each, "betas", (0.8, 0.998)) for each in (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam)),
-        (torch.optim.RMSprop, "alpha", 0.98),
+        ("none", SGD, 8, {"lr": 0.1}),
+        *(("linear", optimizer, 8, {"lr": 0.8}) for optimizer in (SGD, Adam)),
+        *(("sqrt", optimizer, 4, {"lr": 0.2}) for optimizer in (SGD, Adam)),
+        (cube_root, SGD, 8, {"lr": 0.2}),
+        *(
+            ("adam_sde", optimizer, 4, {"lr": 0.2, "betas": (0.6, 0.996), "eps": 5e-9})
+            for optimizer in (Adam, AdamW, NAdam)
+        ),
+        ("adam_sde", RMSprop, 4, {"lr": 0.2, "alpha": 0.96, "eps": 5e-9}),
     ],
 )
-def test_adam_sde_reads_the_groups_of_torch(optimizer: Any, smoothing: str, scaled: Any) -> None:
-    found = SDE.hyperparameters(2.0, param_group(optimizer, weight_decay=0.1))
-    assert found == {"lr": 0.1 * math.sqrt(2), smoothing: scaled, "eps": 1e-8 / math.sqrt(2)}
+def test_groups_of_torch_are_scaled(lr_scaling: Any, optimizer: Any, scale: float, expected: dict[str, Any]) -> None:
+    scaling = resolve_scaling(lr_scaling)
+    assert scaling.hyperparameters(scale, param_group(optimizer)) == expected
+    assert scaling.name == getattr(lr_scaling, "__name__", lr_scaling)
 
 
-@given(case=feasible())
-def test_adam_sde_keeps_the_invariants_of_the_equation(case: tuple[float, tuple[float, float]]) -> None:
-    scale, betas = case
-    scaled = SDE.hyperparameters(scale, {**ADAM, "betas": betas})
-    assert scaled["lr"] ** 2 / scale == pytest.approx(ADAM["lr"] ** 2, rel=1e-15)
-    assert scaled["lr"] * scaled["eps"] == pytest.approx(ADAM["lr"] * ADAM["eps"], rel=1e-15)
-    for beta, moved in zip(betas, scaled["betas"], strict=True):
-        assert float(1 - Fraction(moved)) == pytest.approx(scale * (1 - beta), abs=2e-16 * max(1, scale))
+@st.composite
+def feasible(draw: st.DrawFn) -> tuple[float, list[float]]:
+    """Return a scale and betas of at least 0.5 for which "adam_sde" is feasible."""
+    scale = draw(st.floats(1 / 64, 64))
+    smallest = max(0.5, 1 - 0.99 / scale)
+    return scale, draw(st.lists(st.floats(smallest, 0.9999), min_size=2, max_size=2))
 
 
 @pytest.mark.parametrize("name", SCALINGS)
 @given(case=feasible(), lr=st.floats(1e-6, 10))
-def test_there_and_back_again(name: str, case: tuple[float, tuple[float, float]], lr: float) -> None:
+def test_published_formulas_and_back_again(name: str, case: tuple[float, list[float]], lr: float) -> None:
     scale, betas = case
-    group: dict[str, Any] = {"lr": lr, "betas": betas, "eps": 1e-8}
+    group: dict[str, Any] = {"lr": lr, "betas": tuple(betas), "eps": 1e-8}
     there = {**group, **SCALINGS[name].hyperparameters(scale, group)}
     back = {**there, **SCALINGS[name].hyperparameters(1 / scale, there)}
-    assert back["lr"] == pytest.approx(lr, rel=1e-15)
-    assert back["eps"] == pytest.approx(1e-8, rel=1e-15)
+    root, sde = math.sqrt(scale), name == "adam_sde"
+    assert there["lr"] == pytest.approx(lr * {"none": 1, "linear": scale}.get(name, root), rel=1e-15)
+    assert there["eps"] == pytest.approx(1e-8 / root if sde else 1e-8, rel=1e-15)
+    moved = [1 - scale * (1 - beta) if sde else beta for beta in betas]
+    assert there["betas"] == pytest.approx(moved, rel=0, abs=4e-16 * max(1, scale))
+    assert (back["lr"], back["eps"]) == pytest.approx((lr, 1e-8), rel=1e-15)
     assert back["betas"] == pytest.approx(betas, rel=1e-15 * max(1.0, 1 / scale))
 
 
@@ -86,54 +85,38 @@ def test_there_and_back_again(name: str, case: tuple[float, tuple[float, float]]
 def test_an_infeasible_scale_is_refused_with_the_largest_feasible_one(group: dict[str, Any], limit: int) -> None:
     assert scale_limit(group) == limit
     with pytest.raises(ValueError, match=rf"not feasible at scale {limit} .* must stay below {limit}\. Use a smaller"):
-        SDE.hyperparameters(limit, group)
-    below = SDE.hyperparameters(math.nextafter(limit, 0), group)
+        SCALINGS["adam_sde"].hyperparameters(limit, group)
+    below = SCALINGS["adam_sde"].hyperparameters(math.nextafter(limit, 0), group)
     assert min(below.get("betas", (below.get("alpha"),))) > 0
 
 
-@pytest.mark.parametrize(
-    "group",
-    [
-        param_group(torch.optim.SGD, momentum=0.9),
-        param_group(torch.optim.ASGD),
-        param_group(torch.optim.Adagrad),
-        {"lr": 0.1, "betas": (0.9, 0.99)},
-    ],
-    ids=["sgd", "asgd", "adagrad", "lion"],
+FACTOR, SCALE, NUMBER = (
+    "at scale 8 must be finite and > 0, got",
+    "scale must be finite and > 0, got",
+    "must be a number",
 )
-def test_adam_sde_is_refused_for_other_optimizers(group: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"is meant for Adam .* this optimizer has .*lr"):
-        SDE.hyperparameters(2.0, group)
-
-
-def cube_root(scale: float) -> float:
-    return math.pow(scale, 1 / 3)
-
-
-def test_a_function_is_a_scaling() -> None:
-    assert ("cube_root", {"lr": 2e-3}) == (
-        resolve_scaling(cube_root).name,
-        resolve_scaling(cube_root).hyperparameters(8.0, ADAM),
-    )
+OTHER = "is meant for Adam (betas, eps) and RMSprop (alpha, eps); this optimizer has"
 
 
 @pytest.mark.parametrize(
-    ("scale", "returned", "error", "said"),
+    ("lr_scaling", "group", "scale", "error", "said"),
     [
-        *((8, value, ValueError, "wrong' at scale 8 must be finite and > 0, got") for value in (0.0, math.inf)),
-        (8, math.nan, ValueError, "wrong' at scale 8 must be finite and > 0, got nan"),
-        *((8, value, TypeError, f"must be a number, got {value!r} of type") for value in ("2", None, True)),
-        *((scale, 1.0, ValueError, "scale must be finite and > 0, got") for scale in (0.0, -4.0, math.inf, math.nan)),
+        *(
+            ("adam_sde", param_group(kind), 2, ValueError, OTHER)
+            for kind in (SGD, torch.optim.ASGD, torch.optim.Adagrad)
+        ),
+        ("adam_sde", {"lr": 0.1, "betas": (0.9, 0.99)}, 2, ValueError, OTHER),  # Lion
+        *((lambda _, value=value: value, ADAM, 8, ValueError, FACTOR) for value in (0.0, math.inf, math.nan)),
+        *(
+            (lambda _, value=value: value, ADAM, 8, TypeError, f"{NUMBER}, got {value!r}")
+            for value in ("2", None, True)
+        ),
+        *(("linear", ADAM, scale, ValueError, SCALE) for scale in (0.0, -4.0, math.inf, math.nan)),
     ],
 )
-def test_impossible_scales_and_factors_are_refused(
-    scale: float, returned: Any, error: type[Exception], said: str
-) -> None:
-    def wrong(scale: float) -> Any:
-        return returned
-
-    with pytest.raises(error, match=said):
-        resolve_scaling(wrong).at(scale)
+def test_what_cannot_be_scaled_is_refused(lr_scaling: Any, group: Any, scale: Any, error: Any, said: str) -> None:
+    with pytest.raises(error, match=re.escape(said)):
+        resolve_scaling(lr_scaling).hyperparameters(scale, group)
 
 
 def test_gradual_warmup_values() -> None:
@@ -142,8 +125,6 @@ def test_gradual_warmup_values() -> None:
     assert warmup_factor(4.0, 0, 0) == 4.0
 
 
-@pytest.mark.parametrize(
-    ("steps", "scale", "expected"), [(1000, 4.0, 250), (5, 2.0, 3), (1, 64.0, 1), (0, 4.0, 0), (100, 0.25, 400)]
-)
-def test_steps_shrink_with_the_scale(steps: int, scale: float, expected: int) -> None:
-    assert scaled_steps(steps, scale) == expected
+def test_steps_shrink_with_the_scale() -> None:
+    pairs = ((1000, 4.0), (5, 2.0), (1, 64.0), (0, 4.0), (100, 0.25))
+    assert [scaled_steps(steps, scale) for steps, scale in pairs] == [250, 3, 1, 0, 400]

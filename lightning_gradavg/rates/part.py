@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from typing import Any
 
 from lightning.pytorch.callbacks import LearningRateMonitor
@@ -119,20 +120,19 @@ class Rates(Part):
         """Begin training, or raise a ValueError about what cannot be scaled or resumed."""
         self._set_batch()
         self._compare()
-        if self.scales:
-            warning = counted_twice(self._options.rule.name, self._scaling, self.batch.scale, self.run.num_nodes)
-            if warning:
-                rank_zero_warn(warning)
-            self.apply()
-            self.end()
-            trainer: Any = self.run.trainer
-            # Schedulers see base values, whether an optimizer stepped in the batch or not, and monitors effective ones.
-            self._surround(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self.end)
-            for monitor in trainer.callbacks:
-                if isinstance(monitor, LearningRateMonitor):
-                    self._surround(monitor, "on_train_epoch_start", self.apply)
-                    if not self.run.module.automatic_optimization:
-                        self._surround(monitor, "on_train_batch_start", self.apply)
+        if not self.scales:
+            return
+        if warning := counted_twice(self._options.rule.name, self._scaling, self.batch.scale, self.run.num_nodes):
+            rank_zero_warn(warning)
+        self.apply()
+        self.end()
+        trainer: Any = self.run.trainer
+        # Schedulers see base values, whether an optimizer stepped in the batch or not, and monitors effective ones.
+        self._surround(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self.end)
+        monitors = [each for each in trainer.callbacks if isinstance(each, LearningRateMonitor)]
+        by_hand = not self.run.module.automatic_optimization
+        for monitor, name in product(monitors, ["on_train_epoch_start", *["on_train_batch_start"] * by_hand]):
+            self._surround(monitor, name, self.apply)
 
     def _surround(self, owner: object, name: str, before: Callable[[], None]) -> None:
         """Call something before a hook, and end all steps after it."""
