@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import make_trainer
-from torch.utils.data import DataLoader, IterableDataset
-from toys import Memory, Toy, approx, loader
+from toys import WEIGHTED, Memory, Toy, approx, loader, train
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy
 
-WEIGHTED = {"reduction": "weighted_mean"}
-QUIET: dict[str, Any] = {"max_epochs": 1, "use_distributed_sampler": False, "log_every_n_steps": 0}
-
 
 def monitored(
-    per_rank: Sequence[Any],
-    monitor: Mapping[str, Any],
-    toy: Mapping[str, Any] | None = None,
-    strategy: Mapping[str, Any] | None = None,
-    module: Callable[..., Any] = Toy,
-    **options: Any,
+    per_rank: Sequence[Any], monitor: Mapping[str, Any], *run: Any, **options: Any
 ) -> list[tuple[int | None, dict[str, float]]]:
     """Body: train on each rank's own micro-batches under a monitor, and return what it logged."""
-    memory = Memory()
-    trainer = make_trainer(
-        GradAvgStrategy(**(strategy or {})),
-        callbacks=[GradAvgMonitor(**monitor)],
-        logger=memory,
-        **{**QUIET, **options},
-    )
-    trainer.fit(module(**(toy or {})), loader(per_rank[dist.get_rank()]))
+    memory, callbacks = Memory(), [GradAvgMonitor(**monitor)]
+    train(per_rank, *run, **{"log_every_n_steps": 0, "logger": memory, "callbacks": callbacks, **options})
     return [(step, row) for step, row in memory.rows if any(name.startswith("gradavg/") for name in row)]
 
 
@@ -73,49 +60,36 @@ def test_every_value(world):
     ("every", "log_every", "steps"), [(None, 3, [2, 5]), (4, 3, [3]), (None, 0, []), (1, 0, [0, 1, 2, 3, 4, 5, 6])]
 )
 def test_how_often(world, every, log_every, steps):
-    results = world(2).run(
-        monitored, [[[index] for index in range(1, 15)]] * 2, {"every_n_steps": every, "check_data": False},
-        log_every_n_steps=log_every, accumulate_grad_batches=2,
-    )  # fmt: skip
-    for rows in results:
+    options = {"log_every_n_steps": log_every, "accumulate_grad_batches": 2}
+    batches, monitor = [[[index] for index in range(1, 15)]] * 2, {"every_n_steps": every, "check_data": False}
+    for rows in world(2).run(monitored, batches, monitor, **options):
         assert steps == [step for step, _ in rows]
 
 
-def count_work(per_rank: Sequence[Any], every: int | None) -> tuple[int, int, int]:
-    """Body: the collectives that Python starts and the hooks that are registered in 12 steps, and the steps logged."""
-    started = {"collectives": 0, "hooks": 0}
-    with pytest.MonkeyPatch.context() as patch:
-        for module, name, key in (
-            (dist, "all_reduce", "collectives"),
-            (dist, "all_gather", "collectives"),
-            (dist, "all_gather_object", "collectives"),
-            (torch.Tensor, "register_post_accumulate_grad_hook", "hooks"),
-            (torch.Tensor, "register_hook", "hooks"),
-        ):
-            patch.setattr(module, name, _counted(getattr(module, name), started, key))
-        monitor = {"every_n_steps": every, "check_data": False} if every is not None else None
-        memory = Memory()
-        options = {**QUIET, "logger": memory, "callbacks": [GradAvgMonitor(**monitor)] if monitor else []}
-        make_trainer(GradAvgStrategy(), **options).fit(Toy(), loader(per_rank[dist.get_rank()]))
-    return started["collectives"], started["hooks"], len(memory.rows)
+COLLECTIVES = [(dist, "all_reduce"), (dist, "all_gather"), (dist, "all_gather_object")]
+HOOKS = [(torch.Tensor, "register_post_accumulate_grad_hook"), (torch.Tensor, "register_hook")]
 
 
-def _counted(function: Any, counts: dict[str, int], key: str) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        counts[key] += 1
-        return function(*args, **kwargs)
-
-    return call
+def count_work(per_rank: Sequence[Any], monitors: Sequence[GradAvgMonitor]) -> list[int]:
+    """Body: train, and return how many collectives Python started, and how many hooks it registered."""
+    with ExitStack() as stack:
+        counts = [
+            [
+                stack.enter_context(mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name)))
+                for owner, name in kind
+            ]
+            for kind in (COLLECTIVES, HOOKS)
+        ]
+        train(per_rank, callbacks=monitors)
+        return [sum(each.call_count for each in kind) for kind in counts]
 
 
 def test_steps_that_are_not_logged_do_nothing(world):
     """A logged step costs one exchange and one hook per parameter; 12 steps with 2 of them logged cost twice that."""
-    batches = [[[index] for index in range(12)]] * 2
-    for alone, watched in zip(
-        world(2).run(count_work, batches, None), world(2).run(count_work, batches, 6), strict=True
-    ):
-        assert (2, 2) == (watched[0] - alone[0], watched[1] - alone[1])
-        assert (0, 2) == (alone[2], watched[2])
+    batches, monitors = [[[index] for index in range(12)]] * 2, [GradAvgMonitor(6, check_data=False)]
+    alone, watched = (world(2).run(count_work, batches, each) for each in ([], monitors))
+    for (collectives, hooks), found in zip(alone, watched, strict=True):
+        assert [collectives + 2, hooks + 2] == found
 
 
 def shown_metrics(prog_bar: bool) -> tuple[set[str], set[str]]:
@@ -123,55 +97,31 @@ def shown_metrics(prog_bar: bool) -> tuple[set[str], set[str]]:
     callbacks = [GradAvgMonitor(1, prefix="run", prog_bar=prog_bar)]
     trainer = make_trainer(GradAvgStrategy(), callbacks=callbacks, max_epochs=1, use_distributed_sampler=False)
     trainer.fit(Toy(), loader([[1 + dist.get_rank()], [2]]))
-    return set(trainer.progress_bar_metrics), set(trainer.callback_metrics)
+    return {name for name in trainer.progress_bar_metrics if "/" in name}, set(trainer.callback_metrics)
 
 
-def test_the_progress_bar(world):
+@pytest.mark.parametrize(("prog_bar", "shown"), [(True, {"run/loss", "run/gradient_norm"}), (False, set())])
+def test_the_progress_bar(world, prog_bar, shown):
     """With prog_bar the loss and the norm are in the progress bar, and in callback_metrics always, by the prefix."""
-    for prog_bar, shown in ((True, {"run/loss", "run/gradient_norm"}), (False, set())):
-        for in_bar, in_callbacks in world(2).run(shown_metrics, prog_bar):
-            assert shown == {name for name in in_bar if name.startswith("run/")}
-            assert {"run/loss", "run/gradient_norm", "run/weight/min"} <= in_callbacks
+    for in_bar, in_callbacks in world(2).run(shown_metrics, prog_bar):
+        assert shown == in_bar
+        assert {"run/loss", "run/gradient_norm", "run/weight/min"} <= in_callbacks
 
 
-class Stream(IterableDataset[Any]):
-    """Counts from `first` on, in steps of `step`."""
-
-    def __init__(self, first: int, step: int, constant: bool = False) -> None:
-        self.first, self.step, self.constant = first, step, constant
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for index in range(40):
-            yield torch.tensor([1.0 if self.constant else self.first + self.step * index], dtype=torch.float64)
-
-
-def warned_of_data(kind: str, steps: int) -> list[tuple[int, str]]:
-    """Body: the warnings of a run, each with the step it came in."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    stream = {
-        "identical": Stream(0, 1),
-        "split": Stream(rank, world_size),
-        "constant": Stream(0, 1, constant=True),
-    }[kind]
-    module = Toy(lr=0.0)
+def warned_of_data(per_rank: Sequence[Sequence[float]], steps: int) -> list[str]:
+    """Body: train on these numbers of each rank, and return the warnings about them."""
+    batches = [[[number] for number in numbers] for numbers in per_rank]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = make_trainer(GradAvgStrategy(), callbacks=[GradAvgMonitor(1)], max_steps=steps)
-        trainer.fit(module, DataLoader(stream, batch_size=2))
-    assert len(module.seen.gradients) == steps
-    return [(rank, str(warning.message)) for warning in caught if "same training batches" in str(warning.message)]
+        seen = train(batches, {"lr": 0.0}, callbacks=[GradAvgMonitor(1)], max_steps=steps)
+    assert steps == len(seen.gradients)
+    return [str(warning.message) for warning in caught if "same training batches" in str(warning.message)]
 
 
 def test_identical_streams_are_noticed(world):
-    """Case 40: an iterable that is the same on both ranks is warned of within 3 steps, on rank 0."""
-    first, second = world(2).run(warned_of_data, "identical", 3)
-    ((rank, message),) = first
-    assert 0 == rank
+    """Case 40: within 3 steps, on rank 0; not those that are split by rank, or whose samples are all alike."""
+    (message,), other = world(2).run(warned_of_data, [range(40)] * 2, 3)
     assert message.startswith("all ranks read the same training batches: every sample counts once per rank")
-    assert [] == second
-
-
-@pytest.mark.parametrize("kind", ["split", "constant"])
-def test_other_streams_are_not(world, kind):
-    """Case 40: a stream that is split by rank, or whose samples are all alike, gives no warning in 20 steps."""
-    assert [[], []] == world(2).run(warned_of_data, kind, 20)
+    assert [] == other
+    for per_rank in ([range(0, 80, 2), range(1, 80, 2)], [[1] * 40] * 2):
+        assert [[], []] == world(2).run(warned_of_data, per_rank, 20)

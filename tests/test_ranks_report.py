@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import make_trainer
-from torch.utils.data import DataLoader
-from toys import MLP, Toy, approx, loader, samples
+from toys import MLP, WEIGHTED, Toy, approx, loader, same_everywhere, samples, train
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Place, Share
 from lightning_gradavg.report.report import StepReport
 
-WEIGHTED = {"reduction": "weighted_mean"}
 ITEM_2 = [[[1, 2, 3]], [[4]]]
 """Samples 1, 2, 3 on rank 0 and 4 on rank 1: Toy-S has the local gradients 14/3 and 16."""
 
@@ -41,46 +38,28 @@ class Reports(Callback):
 class Manual(Toy):
     """Toy with manual optimization; every two batches one step."""
 
-    window = 2
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
-        last = (batch_idx + 1) % self.window == 0
         strategy: Any = self.trainer.strategy
-        divisor = self.window if strategy.facts().rule.name == "mean" else 1
+        last = batch_idx % 2 == 1
         with optimizer.toggle_model(sync_grad=last):
-            losses = self.losses(batch)
-            self.manual_backward((losses.mean() if self.loss == "mean" else losses.sum()) / divisor)
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss / 2 if strategy.facts().rule.name == "mean" else loss)
         if last:
             optimizer.step()
             optimizer.zero_grad()
 
 
-def observe(
-    per_rank: Sequence[Any],
-    toy: Mapping[str, Any] | None = None,
-    strategy: Mapping[str, Any] | None = None,
-    module: Callable[..., Any] = Toy,
-    nodes: Sequence[int] | None = None,
-    **options: Any,
-) -> list[StepReport]:
-    """Body: train on each rank's own micro-batches and return the reports of all steps."""
+def observe(*run: Any, **options: Any) -> list[StepReport]:
+    """Body: train and return the reports of all steps."""
     seen = Reports()
-    trainer = make_trainer(
-        GradAvgStrategy(**(strategy or {})),
-        nodes=nodes,
-        callbacks=[seen],
-        **{"max_epochs": 1, "use_distributed_sampler": False, **options},
-    )
-    trainer.fit(module(**(toy or {})), loader(per_rank[dist.get_rank()]))
+    train(*run, callbacks=[seen], **options)
     return seen.reports
 
 
-def same_everywhere(of_ranks: Sequence[Sequence[StepReport]], steps: int = 1) -> Sequence[StepReport]:
+def agreed(of_ranks: Sequence[Sequence[StepReport]], steps: int = 1) -> Sequence[StepReport]:
     """Assert that all ranks report the same, and return it."""
     assert [steps] * len(of_ranks) == [len(reports) for reports in of_ranks]
     for reports in of_ranks[1:]:
@@ -90,7 +69,7 @@ def same_everywhere(of_ranks: Sequence[Sequence[StepReport]], steps: int = 1) ->
 
 def test_the_report_of_uneven_batches(world):
     """Case 55: weights [3, 1], divisor 4, global norm 7.5, local norms 4.6667 and 16, and the same text on a rerun."""
-    report, again = (same_everywhere(world(2).run(observe, ITEM_2, {"kind": "s"}, WEIGHTED))[0] for _ in range(2))
+    report, again = (agreed(world(2).run(observe, ITEM_2, {"kind": "s"}, WEIGHTED))[0] for _ in range(2))
     expected = {"world_size": 2, "weights": (3, 1), "samples": (3, 1), "micro_batches": (1, 1)}
     expected |= {"normalizer": 4, "global_batch_size": 4, "learning_rates": (0.01,)}
     assert expected == {name: getattr(report, name) for name in expected}
@@ -118,6 +97,14 @@ TWO, FOUR = {"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 4}
 SUM = {"reduction": "sum"}
 FLOAT32 = {"start": [1.0, 1.0], "dtype": torch.float32}
 SCALED = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=65536.0))]}
+THREE, NODES = [[[1.0]], [[3.0]], [[5.0]]], {"nodes": [0, 0, 1]}
+
+
+def twice_the_first(place: Place, weight: Any) -> Share:
+    factor = 2.0 if place.rank == 0 else 1.0
+    return Share(factor * weight, factor * weight)
+
+
 # What each rank reads, the toy, the strategy, further options; of every step the loss, the norm and the local norms.
 # fmt: off
 REPORTS: dict[str, tuple[Any, ...]] = {
@@ -141,6 +128,8 @@ REPORTS: dict[str, tuple[Any, ...]] = {
     "two parameters": (
         [[[[3, 0]]], [[[0, 4]]]], {"start": [0.0, 0.0]}, {**WEIGHTED, "gradient_as_bucket_view": True}, {},
         [(0.0, 2.5, (3.0, 4.0))]),
+    "named nodes": (THREE, {}, {"reduction": "mean_of_node_means"}, NODES, [(3.5, 3.5, (1.0, 3.0, 5.0))]),
+    "a rule of the user": (THREE, {}, {"reduction": twice_the_first}, NODES, [(2.5, 2.5, (1.0, 3.0, 5.0))]),
     "a loss scale is removed": ([[[[3.0, 4.0]]]] * 2, FLOAT32, WEIGHTED, SCALED, [(7.0, 5.0, (5.0, 5.0))]),
 }
 # fmt: on
@@ -150,7 +139,8 @@ REPORTS: dict[str, tuple[Any, ...]] = {
 def test_loss_and_norms(world, name):
     """For one parameter `g = sum(w * g_r) / Z` holds among the reported numbers."""
     batches, toy, strategy, options, expected = REPORTS[name]
-    reports = same_everywhere(world(2).run(observe, batches, {"lr": 0.0, **toy}, strategy, **options), len(expected))
+    run = observe, batches, {"lr": 0.0, **toy}, strategy
+    reports = agreed(world(len(batches)).run(*run, **options), len(expected))
     close = functools.partial(approx, tolerance=1e-6 if toy is FLOAT32 else 1e-12)
     for index, (report, (loss, norm, local_norms)) in enumerate(zip(reports, expected, strict=True)):
         assert (index, close(loss), close(norm)) == (report.step, report.loss, report.gradient_norm)
@@ -165,98 +155,55 @@ class Detector(Toy):
     """Case 9: two named terms."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        classes, boxes = batch[batch < 10], batch[batch >= 10] - 10
-        return {
-            "loss": {"cls": (classes * self.w).mean(), "box": (boxes * self.w).mean()},
-            "weight": {"cls": len(classes), "box": len(boxes)},
-        }
+        of_terms = {"cls": batch[batch < 10], "box": batch[batch >= 10] - 10}
+        losses = {name: (of_term * self.w).mean() for name, of_term in of_terms.items()}
+        return {"loss": losses, "weight": {name: len(of_term) for name, of_term in of_terms.items()}}
 
 
 def test_several_terms(world):
     """Case 9: each term has its own weights, normalizer and loss; 2 + 2.5 = 4.5."""
-    (report,) = same_everywhere(
-        world(2).run(observe, [[[1, 1, 14]], [[3, 3, 10, 12, 14]]], {}, WEIGHTED, module=Detector)
-    )
-    assert approx(4.5) == report.loss
-    assert approx(4.5) == report.gradient_norm
-    terms = {term.name: term for term in report.terms}
-    assert ((2, 2), 4, approx(2.0)) == (terms["cls"].weights, terms["cls"].normalizer, terms["cls"].loss)
-    assert ((1, 3), 4, approx(2.5)) == (terms["box"].weights, terms["box"].normalizer, terms["box"].loss)
+    per_rank = [[[1, 1, 14]], [[3, 3, 10, 12, 14]]]
+    (report,) = agreed(world(2).run(observe, per_rank, {}, WEIGHTED, module=Detector))
+    assert (approx(4.5), approx(4.5)) == (report.loss, report.gradient_norm)
+    terms = {term.name: (term.weights, term.normalizer, term.loss) for term in report.terms}
+    assert {"cls": ((2, 2), 4, approx(2.0)), "box": ((1, 3), 4, approx(2.5))} == terms
     # The summands of g, times the number of ranks: 2 * (2/4 + 4/4) and 2 * (6/4 + 6/4).
     assert (approx(3.0), approx(6.0)) == report.local_gradient_norms
     with pytest.raises(ValueError, match="too many values"):
         report.weights  # noqa: B018  # the property raises
 
 
-def twice_the_first(place: Place, weight: Any) -> Share:
-    factor = 2.0 if place.rank == 0 else 1.0
-    return Share(factor * weight, factor * weight)
-
-
-@pytest.mark.parametrize(
-    ("rule", "multipliers", "norm"), [("mean_of_node_means", (0.5, 0.5, 1), 3.5), (twice_the_first, (2, 1, 1), 2.5)]
-)
-def test_nodes_and_rules_of_users(world, rule, multipliers, norm):
-    """A rule's multipliers and normalizer are reported as they enter the formula, whatever the rule."""
-    run = observe, [[[1.0]], [[3.0]], [[5.0]]], {}, {"reduction": rule}
-    (report,) = same_everywhere(world(3).run(*run, nodes=[0, 0, 1]))
-    assert multipliers == report.terms[0].multipliers
-    assert approx(sum(multipliers)) == report.normalizer
-    assert approx(norm) == report.gradient_norm
-
-
-@pytest.mark.parametrize(
-    ("preset", "replicas"), [("data_parallel", None), ("data_parallel", 4), ("single_device", None)]
-)
-def test_reference_modes(world, preset, replicas):
+@pytest.mark.parametrize("options", [{}, {"num_replicas": 4}, {"equivalent_to": "single_device"}])
+def test_reference_modes(world, options):
     """Under equivalent_to= the loss and the norm are those of one process, however the replicas share the batch."""
-    strategy = {"equivalent_to": preset} | ({"num_replicas": replicas} if replicas else {})
-    reports = same_everywhere(world(2).run(observe_whole_batches, strategy), steps=2)
-    assert [approx(3.75), approx(12.5)] == [report.loss for report in reports]
-    assert [approx(7.5), approx(25.0)] == [report.gradient_norm for report in reports]
+    strategy = {"equivalent_to": "data_parallel", **options}
+    reports = agreed(world(2).run(observe, [[[1, 2, 3, 4], [5]]] * 2, {"kind": "s", "lr": 0.0}, strategy), steps=2)
+    assert [(approx(3.75), approx(7.5)), (approx(12.5), approx(25.0))] == [
+        (report.loss, report.gradient_norm) for report in reports
+    ]
     assert {(None, None)} == {report.samples for report in reports}, "a rank's loss may reach another's samples"
-
-
-def observe_whole_batches(strategy: Mapping[str, Any]) -> list[StepReport]:
-    seen = Reports()
-    trainer = make_trainer(GradAvgStrategy(**strategy), callbacks=[seen], max_epochs=1)
-    batches = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
-    trainer.fit(Toy(kind="s", lr=0.0), DataLoader(batches, batch_size=4))
-    return seen.reports
-
-
-def train_bits(monitored: bool, bucket_view: bool, strategy: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Body: the weights after some steps of a small network, with and without a monitor of every step."""
-    module, data = MLP(), samples(27)[dist.get_rank() :: dist.get_world_size()]
-    trainer = make_trainer(
-        GradAvgStrategy(gradient_as_bucket_view=bucket_view, bucket_cap_mb=0.0005, **strategy),
-        max_epochs=2,
-        accumulate_grad_batches=2,
-        use_distributed_sampler=False,
-        callbacks=[GradAvgMonitor(every_n_steps=1)] if monitored else [],
-    )
-    trainer.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]  # a list is a dataset
-    return [parameter.detach() for parameter in module.parameters()]
 
 
 @pytest.mark.parametrize("bucket_view", [False, True])
 @pytest.mark.parametrize("strategy", [{}, WEIGHTED])
 def test_observing_changes_no_bit(world, bucket_view, strategy):
     """Observed training ends with the same bits as training that nobody watches, also under stock DDP's reduction."""
-    watched = world(3).run(train_bits, True, bucket_view, strategy)
-    (alone, *_) = world(3).run(train_bits, False, bucket_view, strategy)
-    for of_rank in watched:
-        assert all(torch.equal(expected, mine) for mine, expected in zip(of_rank, alone, strict=True))
+    data = samples(27)
+    run = train, [data[rank::3] for rank in range(3)], {}, {"gradient_as_bucket_view": bucket_view, **strategy}
+    options = {"module": MLP, "max_epochs": 2, "accumulate_grad_batches": 2}
+    alone, watched = (
+        same_everywhere(world(3).run(*run, callbacks=monitors, **options)) for monitors in ([], [GradAvgMonitor(1)])
+    )
+    assert torch.equal(alone.weights[-1], watched.weights[-1])
+
+
+def observe_first() -> int:
+    strategy = GradAvgStrategy(**WEIGHTED)
+    strategy.observe_next_step()
+    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(Toy(), loader([[1], [2], [3]]))
+    return strategy.report().step
 
 
 def test_a_step_asked_for_before_fit(world):
     """observe_next_step() before fit() observes the first step and no other."""
-    for reports in world(2).run(observe_first):
-        assert [0] == reports
-
-
-def observe_first() -> list[int]:
-    strategy = GradAvgStrategy(reduction="weighted_mean")
-    strategy.observe_next_step()
-    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(Toy(), loader([[1], [2], [3]]))
-    return [strategy.report().step]
+    assert [0, 0] == world(2).run(observe_first)
