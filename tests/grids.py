@@ -20,27 +20,27 @@ def covering(*factors: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]
         factors: The values of each parameter.
         strength: 2 for all pairs; 1 for every value once.
     """
-
-    def held(row: tuple[int, ...]) -> frozenset[tuple[Any, ...]]:
-        return frozenset((columns, *(row[column] for column in columns)) for columns in of_columns)
-
     of_columns = list(combinations(range(len(factors)), min(strength, len(factors))))
-    rows = {row: held(row) for row in product(*(range(len(values)) for values in factors))}
-    missing, chosen = frozenset().union(*rows.values()), []
+    held = {
+        row: {(columns, *(row[column] for column in columns)) for columns in of_columns}
+        for row in product(*(range(len(values)) for values in factors))
+    }
+    missing, chosen = set[Any]().union(*held.values()), []
     while missing:
-        best = max(rows, key=lambda row: len(rows[row] & missing))
-        missing -= rows.pop(best)
+        best = max(held, key=lambda row: len(held[row] & missing))
+        missing -= held[best]
         chosen.append(best)
     return [tuple(values[index] for values, index in zip(factors, row, strict=True)) for row in sorted(chosen)]
 
 
 def grid(*factors: Sequence[Any], strength: int = 2) -> list[Any]:
     """Return all combinations for `pytest.mark.parametrize`, those that `covering` leaves out marked `full`."""
-    chosen = covering(*(range(len(values)) for values in factors), strength=strength)
+    indices = [range(len(values)) for values in factors]
+    chosen = covering(*indices, strength=strength)
     return [
         pytest.param(
             *(values[index] for values, index in zip(factors, row, strict=True)),
             marks=() if row in chosen else pytest.mark.full,
         )
-        for row in product(*(range(len(values)) for values in factors))
+        for row in product(*indices)
     ]

@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 ALONE = ["swap_in_one_line", "token_weighted", "contrastive", "detection", "gan", "sharded", "fabric_loop"]
 """Those that start two processes, and compare the trained weights with one."""
-LAUNCHED = {"plain_pytorch": "torch", "accelerate_ddp": "accelerate", "hf_trainer": "transformers"}
-"""Those that torchrun starts, and the package that each needs."""
+PACKAGES = {"plain_pytorch": "torch", "accelerate_ddp": "accelerate", "hf_trainer": "transformers", "ray_train": "ray"}
+"""Those of other trainers, which torchrun or Ray starts, and the package that each needs."""
 EVALUATED = [
     ("ddp, 2 processes", "0.250000", "12"),
     ("GradAvgStrategy, 2 processes", "0.272727", "11"),
@@ -79,22 +79,17 @@ def test_two_ranks_are_one_process(world, name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*ALONE, "evaluation"])
-def test_as_a_script(tmp_path, name):
-    """Started as a script, which starts the second process automatically, an example says the same."""
-    assert_true(name, started(EXAMPLES / f"{name}.py", folder=tmp_path))
-
-
-@pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.timeout(300)  # Ray takes 50 s on two busy cores
-@pytest.mark.parametrize("name", [*LAUNCHED, "ray_train"])
-def test_by_its_own_launcher(tmp_path, name):
-    """Started as its docstring says, an example of another trainer says the same."""
-    package = LAUNCHED.get(name, "ray")
+@pytest.mark.parametrize(
+    "name", [*ALONE, "evaluation", *(pytest.param(each, marks=pytest.mark.slow) for each in PACKAGES)]
+)
+def test_started_as_its_docstring_says(tmp_path, name):
+    """As a script, which starts the second process automatically, or by its launcher, an example says the same."""
+    package = PACKAGES.get(name, "torch")
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install 'lightning-gradavg[integrations]'")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2") if name in LAUNCHED else ()
+    by_torchrun = name in PACKAGES and package != "ray"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2") if by_torchrun else ()
     assert_true(name, started(*launcher, EXAMPLES / f"{name}.py", folder=tmp_path))
 
 
@@ -162,5 +157,5 @@ def test_every_example_is_listed_and_short():
     assert there <= set(re.findall(r"\]\((\S+)\)", text))
     listed = [EXAMPLES / name for name in re.findall(r"^\| \[(\S+\.py)\]", text, re.MULTILINE)]
     lines = {path.stem: len(path.read_text().splitlines()) for path in listed if path.exists()}
-    assert {*ALONE, *LAUNCHED, "evaluation", "ray_train"} <= lines.keys()
+    assert {*ALONE, *PACKAGES, "evaluation"} <= lines.keys()
     assert {} == {name: count for name, count in lines.items() if count >= 80}
