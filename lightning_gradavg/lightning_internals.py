@@ -157,6 +157,21 @@ class TrainingLoop:
         """Optimizer steps before this one: the step that Lightning's own callbacks log with."""
         return int(self._loop.epoch_loop._batches_that_stepped)
 
+    def leave_ended_epoch(self) -> None:
+        """Have a run that is resumed at the last batch of an epoch begin the next one."""
+        epochs, loop = self._loop.epoch_progress.total, self._loop.epoch_loop
+        if epochs.ready == epochs.processed:
+            # Lightning 2.6 ends the epoch in `reset`, but takes itself to be within it: the next one would not count as
+            # begun, and another checkpoint would not resume it.
+            self._loop.reset_restart_stage()
+        if loop.batch_progress.is_last_batch and getattr(loop, "restarted_on_train_batch_end", False):
+            # Of loaders without length Lightning would go on counting the batches of the old one.
+            loop.batch_progress.increment_completed()
+            for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
+                progress.reset_on_run()
+            loop.val_loop.batch_progress.total.reset()
+            loop.reset_restart_stage()
+
     def restart_at(self, batch: int) -> None:
         """Have a resumed epoch go on at a batch, even if it was trained on before."""
         loop = self._loop.epoch_loop

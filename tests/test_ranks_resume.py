@@ -3,120 +3,109 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-from inspect import signature
+import re
 from typing import Any
 
 import pytest
-import torch
 from grids import grid
-from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from ranks import RankError, make_trainer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+from noted import Act, Order, done, draws, fit, together
+from orders import ORDERS, WHOLE, WORKERS
+from ranks import RankError
 
-from lightning_gradavg import GradAvgStrategy
-
-SIZE, BATCH, WINDOW, EPOCHS = 20, 4, 2, 2
-BATCHES = SIZE // BATCH
-STEPS = 3  # of an epoch: windows of 2, 2 and 1 batches
-
-pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    # Python 3.12 and later, of the workers that are forked from a rank.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
+]
 
 
-class Shuffled(LightningModule):
-    """Weights that are drawn, a shuffled loader, momentum and a schedule; notes samples and rate of each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(1, 1, dtype=torch.float64)
-        self.window: list[float] = []
-        self.stepped: list[tuple[list[float], float]] = []
-
-    def train_dataloader(self) -> Any:
-        data: Any = torch.arange(1, SIZE + 1, dtype=torch.float64)[:, None] / SIZE
-        return DataLoader(data, BATCH, shuffle=True)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        strategy: Any = self.trainer.strategy
-        self.window += [] if strategy._batches.chunk.stand_in else batch.flatten().tolist()
-        return (self.net(batch) ** 2).mean()
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *args: Any) -> None:  # type: ignore[override]
-        rate = optimizer.param_groups[0]["lr"]
-        super().optimizer_step(epoch, batch_idx, optimizer, *args)
-        self.stepped.append((self.window, rate))
-        self.window = []
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.5)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10 * STEPS, cycle_momentum=False)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+def goes_on(
+    pools: list[Any], folder: Any, place: Act, read: list[Order], strategies: list[dict[str, Any]], **options: Any
+) -> None:
+    """Save in the first pool; resume in the second, which saves again at once, and from there in the others."""
+    # From the last batch of an epoch Lightning goes on without its validation, and without what that draws.
+    options["limit_val_batches"] = 0 if place.hook == "batch" else 1
+    (folder / "0").mkdir()
+    acts = [Act("save", "start"), *options.pop("looks", [])]
+    first = pools[0].run(fit, read, strategies[0], [place], f"{folder}/0", **options)
+    expected = together(first)
+    for number, pool in enumerate(pools[1:], start=1):
+        (resume,) = folder.glob(f"{number - 1}/*")
+        ranks = pool.run(fit, read, strategies[number], acts, f"{folder}/{number}", str(resume), **options)
+        assert expected[done(resume) :] == together(ranks)
+        assert first[0].weight == pytest.approx(ranks[0].weight, rel=1e-12)
+        for noted in ranks:
+            assert draws(first[0])[-len(draws(noted)) :] == draws(noted)
 
 
-class End(Callback):
-    """Ends the run in a batch, before its backward; and looks at data by way of the strategy, which changes nothing."""
-
-    def __init__(self, how: str, batch: int) -> None:
-        self.how, self.batch = how, batch
-
-    def on_train_epoch_start(self, trainer: Trainer, module: Any, *args: Any) -> None:
-        trainer.strategy.batch_to_device(torch.zeros(2, 1))
-
-    on_train_batch_start = on_train_epoch_start  # type: ignore[assignment]  # of more arguments
-
-    def on_before_backward(self, trainer: Trainer, *args: Any) -> None:
-        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-        if progress.total.processed == self.batch:
-            if self.how.startswith("SIG"):
-                os.kill(os.getpid(), getattr(signal, self.how))
-            elif self.how:
-                raise {"error": RuntimeError, "interrupt": KeyboardInterrupt}[self.how]("the run ends here")
+HOOKS = st.sampled_from([*["batch"] * 3, "validation", "end"])
+PLACES = st.builds(Act, st.just("save"), HOOKS, st.integers(0, 1), st.integers(0, 15)) | st.just(Act("save", "start"))
 
 
-def fit(
-    folder: str, how: str = "", batch: int = -1, resume: str | None = None, *, window: int = WINDOW, **options: Any
-) -> Any:
-    """Body: train for some epochs, or until the run is ended; return steps, weight, and batches that were counted."""
-    seed_everything(11, verbose=False)
-    module = Shuffled()
-    steps = {"every_n_train_steps": 1} if how == "SIGKILL" or (resume and "killed" in resume) else {}
-    keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_exception=True, **steps)  # type: ignore[arg-type]
-    epochs = options.pop("epochs", EPOCHS)
-    scaled = {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 4}
-    trainer = make_trainer(
-        GradAvgStrategy(split_batches=True, **scaled, **options),
-        max_epochs=epochs,
-        accumulate_grad_batches=window,
-        enable_checkpointing=True,
-        callbacks=[End(how, batch), keep],
-    )
-    # lightning 2.5 has no such argument, and loads everything.
-    plain_data_only: Any = {"weights_only": True} if "weights_only" in signature(trainer.fit).parameters else {}
-    with contextlib.suppress(*([RuntimeError, KeyboardInterrupt, SystemExit] if how else [])):
-        trainer.fit(module, ckpt_path=resume, **plain_data_only)
-    if not how:
-        trainer.save_checkpoint(f"{folder}/step=99.ckpt")
-    return module.stepped, module.net.weight.item(), trainer.fit_loop.epoch_loop.batch_progress.total.completed
+@settings(max_examples=60, phases=[Phase.explicit, Phase.generate])
+@given(
+    order=st.builds(Order, st.sampled_from(sorted(ORDERS | WHOLE)), st.integers(6, 30), st.integers(2, 6)),
+    worlds=st.lists(st.integers(1, 3), min_size=2, max_size=3),
+    limits=st.tuples(st.none() | st.integers(1, 4), st.none() | st.integers(1, 4)),
+    place=PLACES,
+    whole=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "accumulate_grad_batches": st.integers(1, 3),
+            "limit_train_batches": st.just(1.0) | st.integers(1, 6),
+            "looks": st.sampled_from([[], [Act("look", "start")]]),
+        }
+    ),
+)
+@example(
+    order=Order("unsized", 9, 2),
+    worlds=[1, 3],
+    limits=(None, None),
+    place=Act("save", "batch", 1, 15),  # the last, after which Lightning takes itself to be within the epoch
+    whole=False,
+    options={"accumulate_grad_batches": 3},
+)
+def test_what_remains_is_what_an_uninterrupted_run_trains_on(
+    world, tmp_path_factory, order, worlds, limits, place, whole, options
+):
+    """Saved anywhere, the remaining batches and the next epochs are those of the run that goes on, in order.
+
+    Read whole, samples that draw in the process that trains are the same, too, bit for bit.
+    """
+    whole |= order.kind in WHOLE
+    strategies = [{"num_replicas": 3} if whole else {"max_device_batch_size": limit} for limit in (*limits, None)]
+    goes_on([world(size) for size in worlds], tmp_path_factory.mktemp("run"), place, [order], strategies, **options)
 
 
-def windows(ranks: list[Any]) -> list[Any]:
-    """Return the samples of each optimizer step, of all ranks, and its rate."""
-    assert len({weight for _, weight, _ in ranks}) == 1
-    steps = zip(*(stepped for stepped, *_ in ranks), strict=True)
-    return [
-        (sorted(sample for part, _ in parts for sample in part), pytest.approx(parts[0][1], rel=1e-12))
-        for parts in steps
-    ]
+READ_TOGETHER = ["shuffle", "generator", "lazy", "stream", "own stream", "unsized"]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(world, tmp_path_factory):
-    """Return the steps, and the last weight, of a run on one process that nobody ends."""
-    (ended,) = world(1).run(fit, str(tmp_path_factory.mktemp("undisturbed")))
-    return windows([ended]), ended[1]
+@settings(max_examples=25, phases=[Phase.generate])
+@given(
+    read=st.tuples(
+        *[st.builds(Order, st.sampled_from(READ_TOGETHER), st.sampled_from(range(4, 25, 4)), st.just(4))] * 2
+    ),
+    mode=st.sampled_from(["max_size_cycle", "max_size", "min_size"]),
+    worlds=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    epoch=st.integers(0, 1),
+    window=st.integers(1, 2),
+)
+def test_several_loaders_go_on_from_the_end_of_an_epoch(world, tmp_path_factory, read, mode, worlds, epoch, window):
+    """Of two loaders, cycled, exhausted or cut off, each has the samples that the uninterrupted run goes on with."""
+    pools, folder = [world(size) for size in worlds], tmp_path_factory.mktemp("run")
+    place = Act("save", "end", epoch)
+    goes_on(pools, folder, place, [*read], [{}, {}], mode=mode, accumulate_grad_batches=window)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WORKERS)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_workers_that_fetch_ahead_change_nothing(world, tmp_path, kind, epoch):
+    """With worker processes, kept between epochs or not, the rest and the next epochs are those of the first run."""
+    strategies = [{"num_replicas": 3} if "augmented" in kind else {}] * 2
+    goes_on([world(2), world(1)], tmp_path, Act("save", "batch", epoch, 2), [Order(kind, 24)], strategies)
 
 
 # How the run ends, in which batch of two epochs of 5, on how many ranks before and after, and in pieces of how many.
@@ -127,6 +116,18 @@ RESUMES = [
     ("interrupt", 7, (3, 1), 1),
     *(pytest.param(how, batch, (4, 1), None, marks=pytest.mark.full) for how in HOWS for batch in range(4, 10)),
 ]
+SCALED = {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 4}
+WINDOWS: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 2, "keep": {}}
+BATCHES, STEPS = 5, 3
+"""Of an epoch: 20 samples in batches of 4, in windows of 2, 2 and 1 of them."""
+SHUFFLED = [Order("shuffle")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world, tmp_path_factory):
+    """Return the steps, and the last weight, of a run on one process that nobody ends."""
+    (ended,) = world(1).run(fit, SHUFFLED, SCALED, (), str(tmp_path_factory.mktemp("undisturbed")), **WINDOWS)
+    return together([ended]), ended.weight
 
 
 @pytest.mark.parametrize(("how", "batch", "ranks", "limit"), RESUMES)
@@ -137,70 +138,71 @@ def test_a_resumed_run_goes_on_after_the_last_whole_window(world, tmp_path, undi
     """
     expected, weight = undisturbed
     before, after = ranks
-    folder, first = tmp_path / ("killed" if how == "SIGKILL" else "ended"), None
+    options = {**WINDOWS, "keep": {"every_n_train_steps": 1} if how == "SIGKILL" else {}}
+    act, folder, first = Act(how, "backward", *divmod(batch, BATCHES)), tmp_path / "ended", None
     with pytest.raises(RankError, match="exit code -9") if how == "SIGKILL" else contextlib.nullcontext():
-        first = world(before).run(fit, str(folder), how, batch)
+        first = world(before).run(fit, SHUFFLED, SCALED, [act], str(folder), **options)
     # Lightning saves no checkpoint before the first step.
-    done, kept = max(((int(path.stem.partition("=")[2]), str(path)) for path in folder.glob("*")), default=(0, None))
-    rest = world(after).run(fit, str(tmp_path / "rest"), "", -1, kept, max_device_batch_size=limit)
+    kept = max(folder.glob("*"), key=done, default=None)
+    resume, at = kept and str(kept), 0 if kept is None else done(kept)
+    limited = {**SCALED, "max_device_batch_size": limit}
+    rest = world(after).run(fit, SHUFFLED, limited, (), str(tmp_path / "rest"), resume, **options)
 
-    stepped = batch // BATCHES * STEPS + batch % BATCHES // WINDOW
-    assert stepped <= done if how == "SIGTERM" else stepped == done  # which has the batches at hand trained on
-    assert first is None or expected[:done] == windows(first)
-    assert expected[done:] == windows(rest)
-    assert weight == pytest.approx(rest[0][1], rel=1e-12)
+    stepped = batch // BATCHES * STEPS + batch % BATCHES // 2
+    assert stepped <= at if how == "SIGTERM" else stepped == at  # which has the batches at hand trained on
+    assert first is None or expected[:at] == together(first)
+    assert expected[at:] == together(rest)
+    assert weight == pytest.approx(rest[0].weight, rel=1e-12)
 
 
 def test_another_recipe_is_refused_unless_it_is_meant(world, tmp_path):
     """A resume under another recipe lists the differences, on all ranks; or it goes on under the new one."""
-    world(2).run(fit, str(tmp_path), "error", 2)
-    kept = f"{tmp_path}/step=1.ckpt"
-    raised = world(2).run_expecting_errors(fit, str(tmp_path / "refused"), "", -1, kept, window=1)
+    world(2).run(fit, SHUFFLED, SCALED, [Act("error", "backward", 0, 2)], str(tmp_path / "a"), **WINDOWS)
+    changed = {**WINDOWS, "accumulate_grad_batches": 1, "resume": f"{tmp_path}/a/step=1.ckpt"}
+    raised = world(2).run_expecting_errors(fit, SHUFFLED, SCALED, folder=str(tmp_path / "b"), **changed)
     assert ["ValueError"] * 2 == [one.type_name for one in raised]
     assert all("global_batch_size: 8 in the checkpoint, now 4" in one.message for one in raised)
-    ranks = world(2).run(fit, str(tmp_path / "meant"), "", -1, kept, window=1, allow_recipe_change=True)
-    assert [2 * BATCHES - 2] * 2 == [len(stepped) for stepped, *_ in ranks]
+    meant = {**SCALED, "allow_recipe_change": True}
+    ranks = world(2).run(fit, SHUFFLED, meant, folder=str(tmp_path / "c"), **changed)
+    assert [2 * BATCHES - 2] * 2 == [len(noted.steps) for noted in ranks]
 
 
 def test_a_checkpoint_written_after_training_counts_as_one_within_it(world, tmp_path):
     """5 loader batches are 5, in parts of a sample and whole; resumed for another epoch, they are 5 of 10."""
-    first = world(2).run(fit, str(tmp_path / "first"), epochs=1, max_device_batch_size=1)
-    again = world(2).run(fit, str(tmp_path / "again"), "", -1, f"{tmp_path}/first/step=99.ckpt")
-    assert [BATCHES, BATCHES, 2 * BATCHES, 2 * BATCHES] == [counted for *_, counted in first + again]
+    act, kept = Act("save", "after"), f"{tmp_path}/step={BATCHES}.ckpt"
+    first = world(2).run(fit, SHUFFLED, {"max_device_batch_size": 1}, [act], str(tmp_path), max_epochs=1)
+    again = world(2).run(fit, SHUFFLED, {}, (), "", kept, max_epochs=2)
+    assert [BATCHES, BATCHES, 2 * BATCHES, 2 * BATCHES] == [noted.batches for noted in first + again]
 
 
-class Two(Shuffled):
-    """Reads two loaders of different lengths together."""
-
-    def train_dataloader(self) -> Any:
-        data: Any = torch.arange(80, dtype=torch.float64)[:, None]
-        return [DataLoader(data[:size], BATCH) for size in (16, 80)]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return sum((self.net(part) ** 2).mean() for part in batch)  # type: ignore[return-value]
+def test_what_was_taken_is_not_loaded_again(world, tmp_path):
+    """Of a map-style dataset only indices are passed over; each rank loads its chunks of what remains."""
+    read = [Order("logged", 24)]
+    world(2).run(fit, read, {}, [Act("save", "batch", 0, 3)], str(tmp_path), max_epochs=1)
+    ranks = world(2).run(fit, read, {}, (), "", f"{tmp_path}/step=4.ckpt", max_epochs=1)
+    assert [[[16, 17, 20, 21]], [[18, 19, 22, 23]]] == [noted.loaded for noted in ranks]
 
 
-def two(limit: float, path: str | None = None, resume: str | None = None, **options: Any) -> int:
-    """Body: train on two loaders, and save in mid-epoch."""
-    trainer = make_trainer(GradAvgStrategy(split_batches=True, **options), max_epochs=1, limit_train_batches=limit)
-    module = Two()
-    if path is not None:
-        module.on_train_batch_end = lambda *_: trainer.save_checkpoint(path)  # type: ignore[method-assign, assignment]
-        trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = 2, 3
-    trainer.fit(module, ckpt_path=resume)
-    return trainer.global_step
+MISSING = "saved after 3 batches of its epoch.*first 3 batches of the train loader are missing, it ends after 2"
+OTHERS: dict[str, tuple[list[Order], list[Order], str]] = {
+    # What is read before a checkpoint of mid-epoch, and after; and what the errors of all ranks say.
+    "memory": (
+        [Order("memory", 24)],
+        [Order("memory", 24)],
+        "saved after 3 batches.*batches of the train loader are not those of the checkpoint.*`generator=`",
+    ),
+    **{kind: ([Order(kind, 24)], [Order(kind, 8)], MISSING) for kind in ("sequential", "list", "counting")},
+    "several": ([Order("list", 16), Order("list", 80)],) * 2
+    + ("within an epoch, after 3 batches of one of 2 train loaders",),
+}
 
 
-@pytest.mark.parametrize("limit", [None, 1])
-def test_a_part_of_each_loader_is_its_own(world, limit):
-    """Half of 4 and of 20 batches are 2 and 10, of which the longer counts, in whatever micro-batches."""
-    assert [10, 10] == world(2).run(two, 0.5, max_device_batch_size=limit)
-
-
-def test_several_loaders_go_on_from_the_end_of_an_epoch_only(world, tmp_path):
-    """A checkpoint of mid-epoch is refused on all ranks, with what to do."""
-    path = str(tmp_path / "mid.ckpt")
-    world(2).run(two, 1.0, path)
-    for raised in world(2).run_expecting_errors(two, 1.0, None, path):
-        assert raised.type_name == "ValueError"
-        assert "within an epoch, after 3 batches of one of 2 train loaders" in raised.message
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_cannot_go_on_is_an_error_on_all_ranks(world, tmp_path, name):
+    """It is found out before a batch is trained on, with advice; what ends too early is no finished epoch."""
+    before, after, message = OTHERS[name]
+    world(2).run(fit, before, {}, [Act("save", "batch", 1, 2)], str(tmp_path))
+    (path,) = tmp_path.iterdir()
+    for raised in world(2).run_expecting_errors(fit, after, {}, (), "", str(path), limit_train_batches=6):
+        assert raised.type_name in ("RuntimeError", "ValueError")
+        assert re.search(message, raised.message)

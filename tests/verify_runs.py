@@ -16,7 +16,7 @@ import verify_modules as m
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from lockstep import Graphs
+from orders import Graphs
 from ranks import RankEnvironment
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook

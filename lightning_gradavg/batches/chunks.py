@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -166,7 +167,7 @@ class PartCollator:
         if self.split.whole:
             before = random_state()
             batch = self.collate(samples)
-            if (rows := _rows(batch, len(samples))) is not None:
+            if (rows := _rows(batch, samples)) is not None:
                 return cut_out(batch, rows, self.split)
             if not same_random_state(before, random_state()):
                 raise ValueError(
@@ -176,8 +177,9 @@ class PartCollator:
                 )
             part = self._apart(samples, chunk)
         else:
-            part = self.collate(samples[chunk.start : chunk.stop])
-            if len(chunk.pieces) > 1 and _rows(part, sum(piece.samples for piece in chunk.pieces)) is None:
+            own = samples[chunk.start : chunk.stop]
+            part = self.collate(own)
+            if len(chunk.pieces) > 1 and _rows(part, own) is None:
                 part = self._apart(samples, chunk)
         return Collated(len(samples), data_digest((len(samples), samples[0], samples[-1])), part)
 
@@ -186,7 +188,7 @@ class PartCollator:
         return parts if len(parts) > 1 else parts[0]
 
 
-def _rows(batch: Any, samples: int) -> int | None:
+def _rows(batch: Any, samples: list[Any]) -> int | None:
     """Return how many rows a collated batch can be cut into, so many for each sample; None if it cannot be cut."""
     if any(hasattr(leaf, "to") and not isinstance(leaf, Tensor) for _, leaf in leaves(batch)):
         return None  # such as a graph, which would be shared
@@ -194,7 +196,10 @@ def _rows(batch: Any, samples: int) -> int | None:
         rows = batch_samples(batch)
     except ValueError:
         return None
-    return rows if rows % samples == 0 else None
+    # Dimension 0 of what is listed sample by sample, as by `collate_fn=list`, is a sample's own.
+    listed = isinstance(batch, (list, tuple)) and len(batch) == len(samples)
+    apart = listed and (rows != len(samples) or all(map(is_, batch, samples)))
+    return rows if rows % len(samples) == 0 and not apart else None
 
 
 def cut_pieces(part: Any, chunk: Chunk) -> Sequence[Any]:

@@ -181,12 +181,7 @@ class SplitBatches(Batches):
                 f" loaders, and this run has {len(self._loaders)}: with several, training resumes only from the end of"
                 " an epoch. Resume from a checkpoint that was saved there, or read the data by one loader."
             )
-        fit_loop = self.run.trainer.fit_loop
-        epochs: Any = fit_loop.epoch_progress
-        if epochs.total.ready == epochs.total.processed:
-            # Resumed at the last batch of an epoch, Lightning 2.6 ends it in `reset`, but takes itself to be within it:
-            # the next epoch would not count as begun, and another checkpoint would not resume it.
-            fit_loop.reset_restart_stage()
+        self.run.loop.leave_ended_epoch()
         self.run.loop.restart_at(next(iter(within), self.run.loop.processed))
 
     def _arrive(self, number: int) -> None:

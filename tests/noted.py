@@ -1,0 +1,259 @@
+"""A run of a real Trainer, in the ranks: it notes what it trains on, and something may happen to it on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from itertools import chain
+from typing import Any, NamedTuple
+
+import orders
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from ranks import make_trainer
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import DataLoader
+
+from lightning_gradavg import GradAvgStrategy
+
+__all__ = ["Act", "Noted", "Order", "done", "draws", "fit", "together"]
+
+KINDS = orders.ORDERS | orders.WHOLE | orders.WORKERS | orders.ODD
+
+
+class Order(NamedTuple):
+    """The kind of a loader, its samples, and the samples of a batch."""
+
+    kind: str
+    size: int = 20
+    batch: int = 4
+
+
+class Act(NamedTuple):
+    """What happens once, in a hook, of an epoch if one is named, in this batch of it or in a later one."""
+
+    how: str
+    hook: str
+    epoch: int | None = None
+    batch: int = 0
+
+
+class Step(NamedTuple):
+    """An optimizer step: its epoch, rate, and of each of its batches each loader's samples, and a number drawn."""
+
+    epoch: int
+    rate: float
+    batches: list[tuple[list[list[Any]], float]]
+
+
+class Noted(NamedTuple):
+    """What a rank noted: steps, the last weight, the steps before each validation, and how often data were set up."""
+
+    steps: list[Step]
+    weight: float
+    validated: list[int]
+    set_up: int
+    batches: int
+    loaded: list[Any]
+
+
+class EndError(Exception):
+    """Ends the run."""
+
+
+def look(trainer: Trainer, folder: str) -> None:
+    """Read what the run reads, which changes nothing."""
+    for loader in tree_flatten(trainer.train_dataloader)[0]:
+        next(iter(loader))
+        list(loader)
+
+
+def save(trainer: Trainer, folder: str) -> None:
+    trainer.save_checkpoint(f"{folder}/step={trainer.global_step}.ckpt")
+
+
+def raising(error: type[BaseException]) -> Callable[..., None]:
+    def act(*_: Any) -> None:
+        raise error("the run ends here")
+
+    return act
+
+
+def killing(name: str) -> Callable[..., None]:
+    return lambda *_: os.kill(os.getpid(), getattr(signal, name))
+
+
+ACTS: dict[str, Callable[[Trainer, str], None]] = {
+    "save": save,
+    "look": look,
+    "error": raising(EndError),
+    "interrupt": raising(KeyboardInterrupt),
+    **{name: killing(name) for name in ("SIGTERM", "SIGKILL")},
+}
+
+
+class Acting(Callback):
+    def __init__(self, acts: Sequence[Act], folder: str) -> None:
+        self.acts, self.folder = [*acts], folder
+
+    def reach(self, trainer: Trainer, hook: str, batch: float = math.inf) -> None:
+        for act in [*self.acts]:
+            if act.hook == hook and act.epoch in (None, trainer.current_epoch) and act.batch <= batch:
+                self.acts.remove(act)
+                ACTS[act.how](trainer, self.folder)
+
+    def on_train_start(self, trainer: Trainer, *args: Any) -> None:
+        self.reach(trainer, "start")
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self.reach(trainer, "batch start", batch_idx)
+
+    def on_before_backward(self, trainer: Trainer, *args: Any) -> None:
+        self.reach(trainer, "backward", trainer.fit_loop.epoch_loop.batch_idx)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        self.reach(trainer, "batch", math.inf if last else batch_idx)
+
+    def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
+        self.reach(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.reach(trainer, "batch")  # of a stream that is shorter than the limit no batch is known to be the last
+        self.reach(trainer, "end")
+
+
+class Noting(LightningModule):
+    """Weights that are drawn, momentum and a schedule; of several loaders a loss over the samples of all."""
+
+    def __init__(self, read: Sequence[Order], mode: str, weighs: bool) -> None:
+        super().__init__()
+        self.read, self.mode, self.weighs = read, mode, weighs
+        self.net = nn.Linear(1, 1, dtype=torch.float64)
+        self.window: list[Any] = []
+        self.steps: list[Step] = []
+        self.validated: list[int] = []
+        self.made: list[Any] = []
+        self.set_up = 0
+
+    def train_dataloader(self) -> Any:
+        self.set_up += 1
+        self.made = [KINDS[kind](size, batch) for kind, size, batch in self.read]
+        first, *others = self.made
+        return CombinedLoader([first, {"others": others}], self.mode) if others else first  # type: ignore[arg-type]
+
+    def parts(self, batch: Any) -> list[Any]:
+        return [batch[0], *batch[1]["others"]] if len(self.read) > 1 else [batch]
+
+    def val_dataloader(self) -> Any:
+        return DataLoader([1.0])  # type: ignore[arg-type]  # a list will do
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.validated.append(self.trainer.global_step)
+        torch.rand(2)
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.strategy.batch_to_device(torch.zeros(2, 1))  # a user's look at other data changes nothing
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.on_train_epoch_start()
+        self.window.append(([[] for _ in self.parts(batch)], torch.rand(()).item()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        chunk = getattr(getattr(self.trainer.strategy, "_batches", None), "chunk", None)
+        parts = self.parts(batch)
+        for samples, part in zip(self.window[-1][0], parts, strict=True):
+            samples.extend([] if part is None or (chunk is not None and chunk.stand_in) else orders.listed(part))
+        values = [part["x"].mean(1) if isinstance(part, dict) else part for part in parts if part is not None]
+        x = torch.cat(values).double()[:, None] / 40
+        loss = self.net(x).square().mean()
+        return {"loss": loss, "weight": len(x)} if self.weighs and len(parts) > 1 else loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.steps.append(Step(self.current_epoch, optimizer.param_groups[0]["lr"], self.window))
+        self.window = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.5)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def fit(
+    read: Sequence[Order],
+    strategy: Mapping[str, Any] | None,
+    acts: Sequence[Act] = (),
+    folder: str = "",
+    resume: str | None = None,
+    *,
+    keep: Mapping[str, Any] | None = None,
+    mode: str = "max_size_cycle",
+    weighs: bool = True,
+    hook: Any = None,
+    **options: Any,
+) -> Noted:
+    """Body: train as stock Lightning does, or with split batches; each rank has random states of its own.
+
+    Args:
+        read: The loaders, which are read together.
+        strategy: Options of ours; None for Lightning's own.
+        acts: What happens.
+        folder: Where checkpoints go.
+        resume: The checkpoint to go on from.
+        keep: Options of a `ModelCheckpoint`, if there is to be one.
+        mode: How several loaders are combined.
+        weighs: Whether the loss over several loaders has a weight.
+        hook: The module's `transfer_batch_to_device`.
+        options: Of the Trainer.
+    """
+    orders.seed((7 if resume is None else 99) + dist.get_rank())
+    module = Noting(read, mode, weighs)
+    if hook is not None:
+        vars(module)["transfer_batch_to_device"] = hook
+    callbacks: list[Callback] = [Acting(acts, folder), *options.pop("callbacks", ())]
+    if keep is not None:
+        callbacks.append(ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_exception=True, **keep))
+    trainer = make_trainer(
+        "auto" if strategy is None else GradAvgStrategy(split_batches=True, **strategy),
+        callbacks=callbacks,
+        enable_checkpointing=keep is not None,
+        **{"max_epochs": 3, "num_sanity_val_steps": 0, **options},
+    )
+    # lightning 2.5 has no such argument, and loads everything.
+    plain_data_only: Any = {"weights_only": True} if "weights_only" in signature(trainer.fit).parameters else {}
+    with contextlib.suppress(EndError, KeyboardInterrupt, SystemExit):
+        trainer.fit(module, ckpt_path=resume, **plain_data_only)
+    callbacks[0].reach(trainer, "after")  # type: ignore[attr-defined]
+    loaded = [getattr(getattr(each, "dataset", None), "loaded", None) for each in module.made]
+    batches = trainer.fit_loop.epoch_loop.batch_progress.total.completed
+    return Noted(module.steps, module.net.weight.item(), module.validated, module.set_up, batches, loaded)
+
+
+def together(ranks: Sequence[Noted]) -> list[Any]:
+    """Return the steps of all ranks, each with its epoch, its rate, and all samples of its batches in order."""
+    assert len({noted.weight for noted in ranks}) == 1
+    steps = []
+    for step in zip(*(noted.steps for noted in ranks), strict=True):
+        of_batches = zip(*([samples for samples, _ in of_rank.batches] for of_rank in step), strict=True)
+        joined = [[list(chain(*parts)) for parts in zip(*of_batch, strict=True)] for of_batch in of_batches]
+        steps.append((step[0].epoch, pytest.approx(step[0].rate, rel=1e-12), joined))
+    return steps
+
+
+def draws(noted: Noted) -> list[float]:
+    """Return what a rank drew in its hooks, in each batch that was stepped on."""
+    return [drawn for step in noted.steps for _, drawn in step.batches]
+
+
+def done(path: Any) -> int:
+    """Return after how many steps a checkpoint was written."""
+    return int(str(path).rpartition("step=")[2].partition(".")[0])

@@ -1,0 +1,282 @@
+"""Training loaders of every kind, each of so many samples in batches of so many."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+__all__ = ["ODD", "ORDERS", "WHOLE", "WORKERS", "Augmented", "Graphs", "Logged", "Stream", "Unsized", "listed", "seed"]
+
+
+class Unsized:
+    """An iterable of batches that hides its length: Lightning then fetches one batch ahead."""
+
+    def __init__(self, batches: Callable[[], Iterable[Any]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches())
+
+
+class Sized(Unsized):
+    """Batches, or the indices of a batch sampler: without base class, with constructor arguments of its own."""
+
+    def __init__(self, batches: Callable[[], Iterable[Any]], length: int) -> None:
+        super().__init__(batches)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class InMemory(list[Any]):
+    """Batches in memory: of several loaders `CombinedLoader` takes a plain list for a structure."""
+
+    def __init__(self, size: int, batch_size: int) -> None:
+        super().__init__(torch.arange(size).split(batch_size))
+        self.batch_size = batch_size
+
+
+class Doubling(DataLoader[Any]):
+    """Has constructor arguments and an iterator of its own."""
+
+    def __init__(self, size: int, batch: int) -> None:
+        super().__init__(range(size), batch, shuffle=True)  # type: ignore[arg-type]  # a range will do
+
+    def __iter__(self) -> Any:
+        return (batch * 2 for batch in super().__iter__())
+
+
+class Memory:
+    """A sampler whose order comes from a memory of its own: the number of passes begun."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.passes = size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(random.Random(self.passes).sample(range(self.size), self.size))
+
+
+class Remembering(Memory):
+    """The same, with a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes = state["passes"]
+
+
+class Stream(IterableDataset[Any]):
+    """As many integers as asked for, in an order of the global random state or of a generator of its own."""
+
+    def __init__(self, size: int, generator: torch.Generator | None = None) -> None:
+        self.size, self.generator = size, generator
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        order = torch.randperm(self.size, generator=self.generator).tolist()
+        return iter(order if info is None else order[info.id :: info.num_workers])
+
+
+class Counting(Stream):
+    """Integers in their order."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(self.size))
+
+
+def augmented(index: int) -> tuple[int, Tensor]:
+    """Return a sequence whose length depends on its index, with noise from every global generator."""
+    noise = torch.randn(1 + index % 5) + random.random() + np.random.random()  # noqa: NPY002  # global on purpose
+    return index, noise
+
+
+class AugmentedStream(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        return map(augmented, super().__iter__())
+
+
+class Augmented(Dataset[Any]):
+    def __init__(self, size: int = 22) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return augmented(index)
+
+
+class Logged(Augmented):
+    """Remembers what was loaded from it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.loaded: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+def pad_and_mix(samples: list[tuple[int, Tensor]]) -> dict[str, Any]:
+    """Pad to the longest of the batch, and add to every sample a part of another one, as mixup does."""
+    padded = torch.nn.utils.rnn.pad_sequence([noise for _, noise in samples], batch_first=True)
+    other, part = torch.randperm(len(samples)), np.random.beta(0.4, 0.4)  # noqa: NPY002  # global on purpose
+    return {
+        "x": part * padded + (1 - part) * padded[other],
+        "index": torch.tensor([index for index, _ in samples]),
+        "name": [f"sample {index}" for index, _ in samples],
+    }
+
+
+class Graphs:
+    """What a graph library collates: it has no rows, and is moved as one."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = list(samples)
+
+    def to(self, device: Any) -> Graphs:
+        return self
+
+
+def listed(batch: Any) -> list[Any]:
+    """Return the samples of a batch, as values that are equal where all bits are."""
+    if isinstance(batch, Graphs):
+        batch = batch.samples
+    if isinstance(batch, dict):
+        return list(zip(*map(listed, batch.values()), strict=True))
+    return [one.tolist() if isinstance(one, Tensor) else one for one in batch]
+
+
+def seed(value: int) -> None:
+    """Seed every global generator."""
+    for function in (torch.manual_seed, random.seed, np.random.seed):
+        function(value)
+
+
+def loader(data: Any, batch_size: int = 1, **options: Any) -> DataLoader[Any]:
+    return DataLoader(torch.arange(data) if isinstance(data, int) else data, batch_size, **options)
+
+
+def ranks_own() -> torch.Generator:
+    """Return a generator of another seed on each rank, whose own random states differ."""
+    return torch.Generator().manual_seed(torch.initial_seed() % 1000)
+
+
+Order = Callable[[int, int], Any]
+
+
+def of_indices(batches: Callable[[int, int], Iterable[Any]]) -> Order:
+    return lambda size, batch: loader(size, batch_sampler=Sized(partial(batches, size, batch), -(-size // batch)))
+
+
+def permuted(size: int, batch: int) -> list[list[int]]:
+    return [part.tolist() for part in torch.randperm(size).split(batch)]
+
+
+def drawn(size: int, batch: int, draw: Callable[[int, int], list[int]]) -> Iterator[list[int]]:
+    return (draw(size, min(batch, size - start)) for start in range(0, size, batch))
+
+
+ORDERS: dict[str, Order] = {
+    "sequential": loader,
+    "shuffle": partial(loader, shuffle=True),
+    "drop_last": partial(loader, shuffle=True, drop_last=True),
+    "generator": lambda size, batch: loader(size, batch, shuffle=True, generator=ranks_own()),
+    "replacement": lambda size, batch: loader(
+        size, batch, sampler=RandomSampler(range(size), replacement=True, num_samples=40, generator=torch.Generator())
+    ),
+    "weighted": lambda size, batch: loader(
+        size, batch, sampler=WeightedRandomSampler([1.0 + item for item in range(size)], size)
+    ),
+    "batches": lambda size, batch: loader(
+        size, batch_sampler=BatchSampler(RandomSampler(range(size)), batch, drop_last=False)
+    ),
+    "epochs": lambda size, batch: loader(size, batch, sampler=DistributedSampler(range(size), 1, 0, shuffle=True)),  # type: ignore[arg-type]
+    # Batch samplers that draw anew for every batch, or when their iterator is made.
+    "lazy": of_indices(partial(drawn, draw=lambda size, n: torch.randint(size, (n,)).tolist())),
+    "lazy random": of_indices(partial(drawn, draw=lambda size, n: random.choices(range(size), k=n))),
+    "lazy numpy": of_indices(partial(drawn, draw=lambda size, n: np.random.permutation(size)[:n].tolist())),  # noqa: NPY002
+    "eager": of_indices(permuted),
+    "a sampler with a state": lambda size, batch: loader(size, batch, sampler=Remembering(size)),
+    "stream": lambda size, batch: loader(Stream(size), batch),
+    "own stream": lambda size, batch: loader(Stream(size, torch.Generator()), batch),
+    "list": InMemory,
+    "unsized": lambda size, batch: Unsized(lambda: torch.randperm(size).split(batch)),
+    "logged": lambda size, batch: loader(Logged(size), batch),
+    "subclass": Doubling,
+}
+"""Loaders whose order is that of one process, also in a resumed run."""
+
+WHOLE: dict[str, Callable[..., Any]] = {
+    "augmented": lambda size, batch, **workers: loader(
+        Augmented(size), batch, shuffle=True, collate_fn=pad_and_mix, **workers
+    ),
+    "augmented stream": lambda size, batch, **workers: loader(
+        AugmentedStream(size), batch, collate_fn=pad_and_mix, **workers
+    ),
+}
+"""Loaders whose samples are those of one process where batches are read whole."""
+
+
+def with_workers(size: int, batch: int, *, own: bool, persistent: bool) -> Any:
+    sampler = RandomSampler(range(size), generator=torch.Generator() if own else None)
+    options: Any = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": persistent}
+    return loader(size, batch_sampler=BatchSampler(sampler, batch, drop_last=False), **options)
+
+
+WORKERS: dict[str, Order] = {
+    **{
+        f"own generator: {own}, persistent: {persistent}": partial(with_workers, own=own, persistent=persistent)
+        for own in (False, True)
+        for persistent in (False, True)
+    },
+    **{
+        f"{name}, workers": partial(make, num_workers=2, multiprocessing_context="fork") for name, make in WHOLE.items()
+    },
+}
+"""Loaders with worker processes."""
+
+ODD: dict[str, Order] = {
+    **{
+        f"indices as {kind.__name__}": of_indices(lambda size, batch, kind=kind: map(kind, permuted(size, batch)))  # type: ignore[misc]
+        for kind in (tuple, torch.tensor, np.array, iter)
+    },
+    "indices without length": lambda size, batch: loader(size, batch_sampler=Unsized(lambda: permuted(size, batch))),
+    "indices of each rank's own": lambda size, batch: loader(
+        size, batch_sampler=Sized(lambda: [[torch.initial_seed() % size] * batch] * 3, 3)
+    ),
+    "batches without batching": lambda size, batch: loader(list(torch.arange(size).split(batch)), batch_size=None),
+    "stream of batches": lambda size, batch: loader(
+        Stream(size), None, collate_fn=lambda one: torch.full((batch,), one)
+    ),
+    "graphs": lambda size, batch: loader(size, batch, shuffle=True, collate_fn=Graphs),
+    "a list of sequences": lambda size, batch: loader(
+        [torch.full((6, 2), index) for index in range(size)], batch, shuffle=True, collate_fn=list
+    ),
+    "memory": lambda size, batch: loader(size, batch, sampler=Memory(size)),
+    "counting": lambda size, batch: loader(Counting(size), batch),
+}
+"""More loaders, which this process alone reads, or whose order a resumed run cannot repeat."""

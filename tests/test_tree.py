@@ -1,0 +1,137 @@
+"""Nested values: their samples, what slices keep of them, and what tells them apart."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.parallel import scatter
+from torch.nn.parallel._functions import Scatter
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import tree_flatten
+
+from lightning_gradavg.batches.chunks import chunk_bounds
+from lightning_gradavg.tree import batch_samples, data_digest, slice_batch
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    x: Any
+    name: str = "all"
+    made: int = field(default=0, init=False)
+
+
+def test_every_structure_is_kept() -> None:
+    """What scatter does not cut, arrays, columns and records, is sliced, too; everything else is shared."""
+    shared = object()
+    batch = {
+        "array": np.arange(4),
+        "record": Record(torch.arange(4)),
+        "ordered": OrderedDict(x=torch.arange(4)),
+        "user": UserDict(x=torch.arange(4)),
+        "names": ["a", "b", "c", "d"],
+        "others": (torch.tensor(5), "abcd", 4, ["a"], shared),
+        "set": {torch.arange(4), "a"},
+    }
+
+    part = slice_batch(batch, 1, 3)
+
+    assert [4, 2, 3] == [batch_samples(each) for each in (batch, ["a", "b"], (["a", "b", "c"], ["d", "e", "f"]))]
+    assert [type(value) for value in batch.values()] == [type(value) for value in part.values()]
+    assert [1, 2] == part["array"].tolist() == part["ordered"]["x"].tolist() == part["user"]["x"].tolist()
+    assert ([1, 2], "all", 0) == (part["record"].x.tolist(), part["record"].name, part["record"].made)
+    assert ["b", "c"] == part["names"]
+    assert batch["others"] == part["others"]
+    assert part["set"] is batch["set"], "as torch.nn.parallel.scatter shares it"
+
+
+TO_PAD = r"a PackedSequence cannot be split.*pack_padded_sequence in training"
+PACKED = [pack_sequence([torch.ones(length) for length in lengths]) for lengths in ([1, 1, 1], [3], [3, 2])]
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ((torch.zeros(4, 2), torch.zeros(2, 9)), "dimension 0 is 2 and 4.*leave split_batches out"),
+        (object(), "nothing in it has one.*leave split_batches out"),
+        (torch.tensor(1.0), "nothing in it has one.*leave split_batches out"),
+        (Pair(torch.zeros(3), torch.zeros(2)), "Pair cannot be split.*dimension 0 is 2 and 3"),
+        # Also where its tensors happen to be equally long.
+        *((packed, TO_PAD) for packed in PACKED),
+        *(({"x": torch.ones(3), "text": [packed]}, TO_PAD) for packed in PACKED),
+    ],
+)
+def test_unclear_batches_are_not_cut_at_a_guess(batch: Any, found: str) -> None:
+    with pytest.raises(ValueError, match=found):
+        slice_batch(batch, 0, 1)
+
+
+def batches_of(size: int) -> st.SearchStrategy[Any]:
+    """Return nested batches of tensors that have `size` samples, and of objects that are no samples."""
+    leaves = st.sampled_from([torch.arange(size), torch.arange(2.0 * size).view(size, 2)]) | st.sampled_from([5, "a"])
+    nested = st.recursive(
+        leaves,
+        lambda inner: (
+            st.tuples(inner, st.just(torch.arange(size)))
+            | st.dictionaries(st.sampled_from("xyz"), inner, min_size=1)
+            | st.lists(inner, min_size=1, max_size=2).map(lambda items: [torch.zeros(size), *items])
+            | st.builds(Pair, inner, inner)
+        ),
+        max_leaves=5,
+    )
+    return nested.map(lambda batch: {"always": torch.arange(size), "batch": batch})
+
+
+def plain(batch: Any) -> Any:
+    """Return a batch's structure, and what it holds."""
+    leaves, structure = tree_flatten(batch)
+    return structure, [(leaf.dtype, leaf.tolist()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+@given(batch=batches_of(12), parts=st.integers(1, 6))
+def test_slices_are_what_scatter_makes(batch: Any, parts: int) -> None:
+    """Cut at `chunk_bounds`, nested batches give the chunks of `torch.nn.parallel.scatter`, in the same types."""
+    slices = [slice_batch(batch, start, stop) for start, stop in chunk_bounds(12, parts) if stop > start]
+
+    with mock.patch.object(Scatter, "apply", lambda targets, _, dim, tensor: tensor.chunk(len(targets), dim)):
+        expected = scatter(batch, list(range(parts)))
+
+    assert list(map(plain, expected)) == list(map(plain, slices))
+
+
+def test_digests_tell_data_apart() -> None:
+    """Case 40: equal data have equal digests, and other values, order, types, shapes or structures do not."""
+    values = [
+        [1, 2, 3],
+        [3, 2, 1],
+        [1.0, 2.0, 3.0],
+        ["1", "2", "3"],
+        [(0, 1), 2],
+        torch.arange(6),
+        torch.arange(6).flip(0),
+        torch.arange(6).int(),
+        torch.arange(6).view(2, 3),
+        {"x": torch.arange(6)},
+        {"x": torch.arange(6), "y": "text"},
+        Pair(1, None),
+        Record(torch.ones(2, dtype=torch.bfloat16)),
+        np.arange(6.0),
+        torch.empty(0, 3),
+    ]
+
+    assert len(values) == len({data_digest(value) for value in values})
+    assert data_digest([object(), torch.ones(2)]) == data_digest([object(), torch.ones(2)])
+    assert {16} == {len(data_digest(value)) for value in values}
