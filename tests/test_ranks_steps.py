@@ -279,6 +279,23 @@ def poisoned_term(poison: str, module: Any, batch: Tensor) -> Any:
     return {"loss": terms, "weight": {"a": 1, "b": 1 - rank}}
 
 
+def twice(gradient: Tensor) -> Tensor:
+    return 2 * gradient
+
+
+def hooked_one() -> One:
+    one = One()
+    one.w.register_hook(twice)
+    return one
+
+
+def hooked(module: Any, batch: Tensor) -> Any:
+    """Return on rank 1 a loss of weight 0, whose gradient hooks of the user change."""
+    rows = module.net(batch)
+    rows.register_hook(twice)
+    return {"loss": rows.sum(), "weight": 1 - dist.get_rank()}
+
+
 class OwnPart(Toy):
     """Has a parameter that DDP leaves to each rank, by the name that DDP looks for at the top of a module."""
 
@@ -427,6 +444,7 @@ RUNS: dict[str, Run] = {
         for poison in POISONS
         for window in (1, 2)
     },
+    "hooks of the user and a weight of 0": Run(partial(Stepped, hooked, hooked_one), [[[1.0]], [[10.0]]], [4.0]),
     # The mean of 1 and 10, and the 1 of the only rank that counts in the other term.
     **{
         f"a term of weight 0 {poison}": Run(

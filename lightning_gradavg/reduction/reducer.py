@@ -18,7 +18,7 @@ from lightning_gradavg.place import Place, places_on_nodes
 from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.reduction.average import average_gradients, needs_weight
 from lightning_gradavg.reduction.gather import WITHIN
-from lightning_gradavg.reduction.weights import WeighedLoss, Weights, sparse_weights
+from lightning_gradavg.reduction.weights import WeighedLoss, Weights
 from lightning_gradavg.reduction.window import Accumulation
 from lightning_gradavg.rules import RULES, Rule, RuleFunction, resolve_rule
 
@@ -65,7 +65,6 @@ class GradAvgReducer:
         # Models come and go, as in cross-validation; of each, whether DDP reduces after its last forward.
         self._models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._frozen: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
-        self._sparse: dict[int, Tensor] = {}
 
     def register(self, model: DistributedDataParallel, *, node: int | None = None) -> None:
         """Reduce the gradients of a model by the rule from now on. A collective operation.
@@ -115,7 +114,6 @@ class GradAvgReducer:
         self._accumulation.close()
         self._use(accumulation, ends_window)
         self._models[model] = True
-        self._sparse = {key: weight for each in self._models for key, weight in sparse_weights(each).items()}
         model.register_forward_pre_hook(self._on_forward)
 
     def _use(self, accumulation: Accumulation, ends_window: Callable[[], bool]) -> None:
@@ -164,7 +162,7 @@ class GradAvgReducer:
         if self._is_mean and divided_by is None and not micro_batch.absent:
             return WeighedLoss.of(terms, micro_batch, plain=True).value  # to the bits of stock DDP
         begin = partial(self._begin, self._accumulation, last=self._ends_window(), divisor=divided_by or self._divisor)
-        return WeighedLoss.of(terms, micro_batch, sparse=self._sparse, begin=begin).value
+        return WeighedLoss.of(terms, micro_batch, begin=begin).value
 
     def _reduces_next(self) -> bool:
         """Return whether DDP reduces in the next backward."""

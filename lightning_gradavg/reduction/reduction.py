@@ -64,14 +64,14 @@ class Reduction(Part):
         self._holding = self._lost = self._pieces = self._reduces_first = False
         self._frozen: list[nn.Parameter] = []
         self._parameters: list[nn.Parameter] = []
-        self.sparse: dict[int, Tensor] = {}
+        self._sparse: dict[int, Tensor] = {}
         self._losses: list[Tensor | None] = []  # of the window, under `nonfinite`
 
     def configure_ddp(self, run: Run) -> None:
         """Begin a run that trains, and register a communication hook if it needs one."""
         model, manual, named = run.ddp, self.is_manual, dict(run.ddp.module.named_parameters())
         self._refuse(run, [name for name in named if {name, f".{name}"} & model.parameters_to_ignore])
-        self._parameters, self.sparse = list(named.values()), sparse_weights(model)
+        self._parameters, self._sparse = list(named.values()), sparse_weights(model)
         if run.world.size > 1:
             reduced = named.keys() - model.parameters_to_ignore
             self._frozen = [one for name, one in named.items() if not one.requires_grad and name in reduced]
@@ -166,7 +166,7 @@ class Reduction(Part):
         if counts_nothing and not any(term.requires_grad for term in terms.values()):
             terms = dict.fromkeys(terms, self._zero_loss())
         plain = self.window.carries_nothing and not micro_batch.absent
-        weighed = WeighedLoss.of(terms, micro_batch, plain=plain, sparse=self.sparse)
+        weighed = WeighedLoss.of(terms, micro_batch, plain=plain)
         if self.observer is not None:
             self.observer.weighed(samples, self._batch)
         if self.judges and not micro_batch.absent:
@@ -221,7 +221,7 @@ class Reduction(Part):
                 "training_step returned no loss, or a loss without a graph, where the model is sharded: the other ranks"
                 ' need this one\'s backward. Return {"loss": loss, "weight": 0}, with a loss of the model\'s output.'
             )
-        zero = zero_loss(self._parameters, self.sparse)
+        zero = zero_loss(self._parameters, self._sparse)
         prepare_for_backward(self.run.ddp, zero)
         return zero
 

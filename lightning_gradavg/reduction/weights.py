@@ -211,13 +211,11 @@ class WeighedLoss(NamedTuple):
         micro_batch: MicroBatch,
         *,
         plain: bool = False,
-        sparse: Mapping[int, Tensor] = MappingProxyType({}),
         begin: Callable[[WeighedLoss], None] | None = None,
     ) -> WeighedLoss:
         """Return a loss with a coefficient per weight: terms that share a weight become one term.
 
-        A `plain` loss keeps its graph unchanged. DDP needs the gradients of `sparse` parameters to be defined. `begin`
-        is called with the loss when its backward begins.
+        A `plain` loss keeps its graph unchanged. `begin` is called with the loss when its backward begins.
         """
         losses = list(terms.values())
         if tuple(micro_batch.weights) == (WHOLE_LOSS,):
@@ -227,8 +225,6 @@ class WeighedLoss(NamedTuple):
         if not plain:
             # `begin` holds a loss without the new graph: a graph that held itself would never be freed.
             value = weigh_terms(coefficients, losses, None if begin is None else partial(begin, weighed))
-        if sparse and micro_batch.is_zero:
-            value = value + zero_loss(list(sparse.values()), sparse).to(value.dtype)
         return weighed._replace(value=value)
 
 
@@ -284,8 +280,9 @@ def gradients_discarded(parameters: Iterable[nn.Parameter], *, nan_only: bool) -
 def nan_stopped(loss: Tensor, counting: Sequence[Tensor]) -> list[RemovableHandle]:
     """Replace NaN by 0 around functions written in Python that only terms without a coefficient pass through.
 
-    The gradient of such a term is undefined, and torch's own operators pass that on. A reentrant checkpoint and a
-    compiled module turn it into zeros, an infinite derivative turns zeros into NaN, and a gather would send them on.
+    Beside terms that count, the gradient of such a term is undefined, and torch's own operators pass that on. A
+    reentrant checkpoint and a compiled module turn it into zeros, and without terms that count it is zero. An infinite
+    derivative turns zeros into NaN, and a gather would send them on.
     """
     handles = []
     for node in _functions_below([loss]) - _functions_below(counting):

@@ -471,11 +471,13 @@ class Accumulation(Window):
             # If nothing is multiplied afterwards, gradients may stay: DDP averages what is equal on all ranks.
             self._begin(aside=not last or self.afterwards or self.loss_divisor != 1)
         carried, micro_batch = self.carried(last=last), self.micro_batches[-1]
-        if loss.coefficients:
-            loss.coefficients[:] = [self._stopped if value is None else value for value in carried]
         discarded = micro_batch.absent or micro_batch.problem is not None
         pairs = [] if discarded else zip(loss.terms, carried, strict=False)
         counting = [term for term, value in pairs if value is not None]
+        # If nothing counts, zeros: hooks of the user would get an undefined gradient as None.
+        stopped = self._stopped if counting else 0.0
+        if loss.coefficients:
+            loss.coefficients[:] = [stopped if value is None else value for value in carried]
         if not counting:
             self._inside += gradients_discarded(self._leaves, nan_only=not discarded)
         if len(counting) < len(carried):
