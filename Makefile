@@ -57,6 +57,7 @@ demo: $(READY)  ## Train for real, print and plot the comparison; output in demo
 	$(BIN)/python -m examples.demo.same_bits
 
 gpu: $(READY)  ## Run every path on CUDA and NCCL, on the one GPU of this machine; see docs/accelerators.md
+	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu needs a CUDA device, and torch finds none')"
 	$(BIN)/python -m pytest -m gpu -s
 
 clean:  ## Remove .venv, caches and output

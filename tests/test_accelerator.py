@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path as File
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from accelerator import Wait, counts, waits
 from accelerator_paths import PATHS, SIMULATED, OneGpu, Outcome, Path, perform, trainer_on
 from ranks import RankPool, on_ranks
+from rich.console import Console
+from rich.table import Table
 
 import lightning_gradavg
 from lightning_gradavg import GradAvgStrategy
@@ -28,6 +30,7 @@ PACKAGE = str(File(lightning_gradavg.__file__).parent)
 ASKED = ("collectives", "operators", "copies to the host")
 PAGE = File(__file__).parent.parent / "docs" / "accelerators.md"
 TIMED = ("stock DDPStrategy", "mean", "weights on the host", "weighted_mean", "hooks.bfloat16")
+COUNTED_ON_CUDA = ("kernels", "waits", "times stock's step")
 WAITED = "called a synchronizing CUDA operation"
 
 
@@ -109,16 +112,22 @@ def times_of_stock(name: str, pool: RankPool, device: str, steps: int) -> float:
     return float(ours / stock)
 
 
+@pytest.fixture(scope="module")
+def table() -> Iterator[Table]:
+    """Print a table after the last path: those that are as on the CPU, with what was counted per step."""
+    rows = Table("path", *COUNTED_ON_CUDA, title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    yield rows
+    Console().print("\n", rows)
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PATHS)
-def test_a_path_on_cuda_and_nccl(name: str, cuda_world: Worlds, world: Worlds) -> None:
-    """Print kernels and waits per step, and the time of a step."""
+def test_a_path_on_cuda_and_nccl(name: str, cuda_world: Worlds, world: Worlds, table: Table) -> None:
     counted, *_ = run_beside_the_cpu(on_cuda, name, cuda_world, world)
     if name in TIMED:
-        counted["step / stock's"] = times_of_stock(name, cuda_world(len(PATHS[name].nodes)), "cuda", 300)
-    found = (f"{what} {count:.4g}" for what, count in counted.items())
-    print(f"\n{name} on {torch.cuda.get_device_name()}:", *found)  # noqa: T201
+        counted["times stock's step"] = times_of_stock(name, cuda_world(len(PATHS[name].nodes)), "cuda", 300)
+    table.add_row(name, *(f"{counted[what]:.4g}" if what in counted else "-" for what in COUNTED_ON_CUDA))
 
 
 @on_ranks()
