@@ -19,7 +19,7 @@ __all__ = [
     "by_keyword",
     "did_you_mean",
     "nearest",
-    "refuse",
+    "raise_first",
     "refuse_unknown",
 ]
 
@@ -87,8 +87,8 @@ def as_count_or_none(name: str, value: Any) -> int | None:
     return None if value is None else as_count(name, value, also=", or None")
 
 
-def refuse(error: type[Exception], refused: Mapping[str, object]) -> None:
-    """Raise an error with the first message of which the condition holds."""
+def raise_first(error: type[Exception], refused: Mapping[str, object]) -> None:
+    """Raise an error with the first message whose condition holds, if any does."""
     for message in (message for message, holds in refused.items() if holds):
         raise error(message)
 

@@ -73,7 +73,7 @@ _REFUSED: Mapping[str, tuple[str, tuple[Any, ...], Callable[[Any], object]]] = {
         lambda o: o.preset == _SINGLE_DEVICE,
     ),
 }
-"""Why options are refused: their names, the values that are accepted, and when: by all options."""
+"""Messages about refused options: the names of the options, the values that pass, and a predicate of all options."""
 
 
 @dataclass(frozen=True)

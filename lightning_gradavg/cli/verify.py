@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_gradavg.arguments import refuse
+from lightning_gradavg.arguments import raise_first
 from lightning_gradavg.cli import OneLineParser
 from lightning_gradavg.cli.lightning import read_config, read_names
 from lightning_gradavg.verify.report import CAUSES, EXIT_CODES, explanation
@@ -73,7 +73,7 @@ def _target(args: argparse.Namespace, further: Sequence[str]) -> Target:
         f"{''.join(further[:1])!r} is not an option; further options of LightningCLI need --config": further
         and not args.config,
     }
-    refuse(ValueError, refused)
+    raise_first(ValueError, refused)
     options = {} if args.config else {"strategy": "ddp"}
     options |= dict(args.trainer) | ({"strategy": args.strategy} if args.strategy else {})
     if ":" not in options.get("strategy", ":"):

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_gradavg.arguments import refuse
+from lightning_gradavg.arguments import raise_first
 from lightning_gradavg.batches.chunks import PartCollator
 from lightning_gradavg.lightning_internals import BatchNorm, fetched_here
 from lightning_gradavg.loaders import user_loader
@@ -446,7 +446,7 @@ def _facts_of(trainer: Trainer) -> Facts:
         " without num_replicas= and equivalent_to='data_parallel'": told.replicas is not None,
         "lr_scaling= changes the learning rate with the number of ranks: verify the run without": told.scales_rates,
     }
-    refuse(Refused, refused)
+    raise_first(Refused, refused)
     rule = replace(told.rule, share=RULES["mean"].share)  # a function may have no pickle
     window, batches = trainer.accumulate_grad_batches, float(trainer.num_training_batches)
     own = {"strategy": name, "ours": ours, "automatic": trainer.lightning_module.automatic_optimization}

@@ -44,7 +44,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_gradavg.arguments import nearest, refuse
+from lightning_gradavg.arguments import nearest, raise_first
 from lightning_gradavg.lightning_internals import start_no_processes
 from lightning_gradavg.verify.explain import judge
 from lightning_gradavg.verify.record import Recorder, Tape
@@ -206,7 +206,7 @@ class Settings:
             f"{self.devices} ranks need as many devices of type {self.accelerator!r}, and torch finds {found}; use"
             " accelerator 'cpu', or another type such as 'cuda'": self.accelerator != "cpu" and found < self.devices,
         }
-        refuse(ValueError, refused)
+        raise_first(ValueError, refused)
 
 
 def require_memory(module: LightningModule, processes: int, *, double: bool) -> None:
