@@ -42,12 +42,12 @@ class Blocks(LightningModule):
         for part in (*self.blocks, self):
             fully_shard(part, mesh=mesh["data_parallel"])
 
-    def training_step(self, batch: Tensor, _: int) -> Any:  # noqa: D102
+    def training_step(self, batch: Tensor, _: int) -> Any:  # noqa: D102  # Lightning's hook
         self.began.append(perf_counter())
         loss = self.blocks(batch).square().mean()
         return {"loss": loss, "weight": 1 + dist.get_rank()} if self.weighs else loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:  # noqa: D102
+    def configure_optimizers(self) -> torch.optim.Optimizer:  # noqa: D102  # Lightning's hook
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
@@ -62,7 +62,7 @@ def step_time(strategy: Any, device: torch.device, steps: int, *, weighs: bool) 
     sharing = strategy(data_parallel_size=ranks, tensor_parallel_size=1)
     kind = "cpu" if device.type == "cpu" else "gpu"
     trainer = Trainer(accelerator=kind, devices=ranks, strategy=sharing, max_epochs=1, **quiet)
-    trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]  # a list is a dataset
+    trainer.fit(model, DataLoader(batches, batch_size=None))
     return slowest([(model.began[-1] - model.began[WARMUP]) / steps], device)[0]
 
 

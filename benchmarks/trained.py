@@ -88,7 +88,7 @@ def _stock() -> Iterator[Variant]:
 
 
 def _ours(reduction: str, name: str = "", **options: Any) -> Variant:
-    strategy = partial(GradAvgStrategy, reduction=reduction, **options)  # type: ignore[arg-type]  # a name of a rule
+    strategy = partial(GradAvgStrategy, reduction=reduction, **options)
     return Variant(
         f"GradAvg {reduction}, {name}" if name else f"GradAvg {reduction}",
         partial(_train, strategy, weighted=RULES[reduction].uses_weight),

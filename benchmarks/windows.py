@@ -57,7 +57,7 @@ class _Sleeper(LightningModule):
 
     def training_step(self, batch: Tensor) -> dict[str, Any]:
         loss = self.layer(torch.ones(256)).square().mean()
-        return {"loss": _Sleep.apply(loss, float(batch)), "weight": float(batch)}  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return {"loss": _Sleep.apply(loss, float(batch)), "weight": float(batch)}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -89,7 +89,7 @@ def _seconds(strategy: Strategy, times: list[float], window: int) -> float:
         use_distributed_sampler=False,
         callbacks=[clock],
     )
-    trainer.fit(_Sleeper(), DataLoader(torch.tensor(times).split(1), batch_size=None))  # type: ignore[arg-type]  # a tuple is a data set
+    trainer.fit(_Sleeper(), DataLoader(torch.tensor(times).split(1), batch_size=None))
     return (time.perf_counter() - clock.begun) / (len(times) // window - WARMUP)
 
 

@@ -43,7 +43,7 @@ class Transformer(LightningModule):
         hidden, mask = self.embedding(inputs), nn.Transformer.generate_square_subsequent_mask(LENGTH)
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask, is_causal=True)
-        return self.head(hidden)  # type: ignore[no-any-return]
+        return self.head(hidden)  # type: ignore[no-any-return]  # of a module
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, targets = batch

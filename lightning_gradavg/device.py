@@ -32,7 +32,7 @@ def side_stream(device: torch.device) -> torch.Stream | None:
 def current_stream(device: torch.device) -> torch.Stream:
     """Return the current stream of an accelerator; before torch 2.6, which has `torch.accelerator`, of CUDA."""
     module: Any = getattr(torch, "accelerator", torch.cuda)
-    return module.current_stream(device)  # type: ignore[no-any-return]
+    return module.current_stream(device)  # type: ignore[no-any-return]  # of a module that is Any
 
 
 def within(stream: torch.Stream) -> AbstractContextManager[Any]:

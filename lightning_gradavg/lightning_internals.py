@@ -414,8 +414,8 @@ def fetched_here(watch: Callable[[Any], None]) -> Iterator[None]:
             watch(iterator._dataset_fetcher)
         return iterator
 
-    DataLoader._get_iterator = begun  # type: ignore[assignment]
+    DataLoader._get_iterator = begun  # type: ignore[assignment]  # replaced on purpose
     try:
         yield
     finally:
-        DataLoader._get_iterator = own  # type: ignore[method-assign]
+        DataLoader._get_iterator = own  # type: ignore[method-assign]  # put back

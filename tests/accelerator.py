@@ -179,7 +179,7 @@ def _empty(make: Callable[..., Tensor], *args: Any, pin_memory: bool = False, **
 def _pinned(tensor: Tensor) -> Tensor:
     pinned: Any = tensor.clone()
     pinned.pinned = True
-    return pinned  # type: ignore[no-any-return]
+    return pinned
 
 
 class SimStream:
@@ -254,8 +254,8 @@ def load() -> None:
     of_groups = "allreduce_ broadcast_ allgather_ _allgather_base_ _reduce_scatter_base_ alltoall_base_ barrier"
     for name in of_groups.split():
         c10d.impl(name, partial(_compute, getattr(torch.ops.c10d, name).default), _KEY, allow_override=True)
-    torch.Stream, torch.empty = SimStream, partial(_empty, torch.empty)  # type: ignore[assignment,misc]
-    Tensor.pin_memory = _pinned  # type: ignore[assignment]
+    torch.Stream, torch.empty = SimStream, partial(_empty, torch.empty)  # type: ignore[assignment,misc]  # simulated
+    Tensor.pin_memory = _pinned  # type: ignore[assignment]  # likewise
     # DDP keeps nodes of the stream that it was made on; on CUDA, too, torch says so to every user of Lightning.
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
@@ -268,7 +268,7 @@ class SimAccelerator(CPUAccelerator):
 
     def setup(self, trainer: Trainer) -> None:
         if isinstance(trainer.strategy, DDPStrategy):
-            trainer.strategy._setup_model = MethodType(_setup_model, trainer.strategy)  # type: ignore[method-assign]
+            trainer.strategy._setup_model = MethodType(_setup_model, trainer.strategy)  # type: ignore[method-assign]  # likewise
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:

@@ -66,7 +66,7 @@ class Net(LightningModule):
         return self.net(batch)
 
     def loss(self, batch: Tensor) -> Tensor:
-        return self(batch).square().mean()  # type: ignore[no-any-return]  # of torch
+        return self(batch).square().mean()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return self.step(self, batch, batch_idx)
@@ -286,7 +286,7 @@ def evaluate(path: Path, device: str, counts: Mapping[str, Count]) -> tuple[Outc
     """Validate and predict, and return what one process would log and predict."""
     module = Evaluated(plain, path.batch_norm)
     trainer = trainer_on(device, path, GradAvgStrategy(**path.options))
-    loader: Any = DataLoader(rows(7, 1), batch_size=2)  # type: ignore[arg-type]  # a tensor is a data set
+    loader: Any = DataLoader(rows(7, 1), batch_size=2)
     trainer.validate(module, loader, verbose=False)
     (logged,) = trainer.callback_metrics.values()
     return on_cpu([logged, *trainer.predict(module, loader)]), {}

@@ -110,7 +110,7 @@ def train(module: Any, batches: Iterable[Any], replicas: int, *, epochs: int = 1
             run.note_batch(module, {"loss": mean(next(iter(terms.values()))).item()})
             index += 1
         optimizer.zero_grad()
-        sum(map(mean, window.values())).backward()  # type: ignore[union-attr]  # of tensors
+        sum(map(mean, window.values())).backward()
         run.note_gradients(module)
         optimizer.step()
     return run.end(module, {})

@@ -149,13 +149,13 @@ class Noting(LightningModule):
         self.set_up += 1
         self.made = [KINDS[kind](size, batch) for kind, size, batch in self.read]
         first, *others = self.made
-        return CombinedLoader([first, {"others": others}], self.mode) if others else first  # type: ignore[arg-type]
+        return CombinedLoader([first, {"others": others}], self.mode) if others else first
 
     def parts(self, batch: Any) -> list[Any]:
         return [batch[0], *batch[1]["others"]] if len(self.read) > 1 else [batch]
 
     def val_dataloader(self) -> Any:
-        return DataLoader([1.0])  # type: ignore[arg-type]  # a list will do
+        return DataLoader([1.0])
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.validated.append(self.trainer.global_step)
@@ -232,7 +232,7 @@ def fit(
     plain_data_only: Any = {"weights_only": True} if "weights_only" in signature(trainer.fit).parameters else {}
     with contextlib.suppress(EndError, KeyboardInterrupt, SystemExit):
         trainer.fit(module, ckpt_path=resume, **plain_data_only)
-    callbacks[0].reach(trainer, "after")  # type: ignore[attr-defined]
+    callbacks[0].reach(trainer, "after")  # type: ignore[attr-defined]  # the first is Acting
     loaded = [getattr(getattr(each, "dataset", None), "loaded", None) for each in module.made]
     batches = trainer.fit_loop.epoch_loop.batch_progress.total.completed
     return Noted(module.steps, module.net.weight.item(), module.validated, module.set_up, batches, loaded)

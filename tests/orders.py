@@ -57,7 +57,7 @@ class Doubling(DataLoader[Any]):
     """Has constructor arguments and an iterator of its own."""
 
     def __init__(self, size: int, batch: int) -> None:
-        super().__init__(range(size), batch, shuffle=True)  # type: ignore[arg-type]  # a range will do
+        super().__init__(range(size), batch, shuffle=True)
 
     def __iter__(self) -> Any:
         return (batch * 2 for batch in super().__iter__())
@@ -214,11 +214,11 @@ ORDERS: dict[str, Order] = {
     "batches": lambda size, batch: loader(
         size, batch_sampler=BatchSampler(RandomSampler(range(size)), batch, drop_last=False)
     ),
-    "epochs": lambda size, batch: loader(size, batch, sampler=DistributedSampler(range(size), 1, 0, shuffle=True)),  # type: ignore[arg-type]
+    "epochs": lambda size, batch: loader(size, batch, sampler=DistributedSampler(range(size), 1, 0, shuffle=True)),
     # Batch samplers that draw anew for every batch, or when their iterator is made.
     "lazy": of_indices(partial(drawn, draw=lambda size, n: torch.randint(size, (n,)).tolist())),
     "lazy random": of_indices(partial(drawn, draw=lambda size, n: random.choices(range(size), k=n))),
-    "lazy numpy": of_indices(partial(drawn, draw=lambda size, n: np.random.permutation(size)[:n].tolist())),  # noqa: NPY002
+    "lazy numpy": of_indices(partial(drawn, draw=lambda size, n: np.random.permutation(size)[:n].tolist())),  # noqa: NPY002  # global on purpose
     "eager": of_indices(permuted),
     "a sampler with a state": lambda size, batch: loader(size, batch, sampler=Remembering(size)),
     "stream": lambda size, batch: loader(Stream(size), batch),
@@ -261,7 +261,7 @@ WORKERS: dict[str, Order] = {
 
 ODD: dict[str, Order] = {
     **{
-        f"indices as {kind.__name__}": of_indices(lambda size, batch, kind=kind: map(kind, permuted(size, batch)))  # type: ignore[misc]
+        f"indices as {kind.__name__}": of_indices(lambda size, batch, kind=kind: map(kind, permuted(size, batch)))  # type: ignore[misc]  # the default is no argument
         for kind in (tuple, torch.tensor, np.array, iter)
     },
     "indices without length": lambda size, batch: loader(size, batch_sampler=Unsized(lambda: permuted(size, batch))),

@@ -258,7 +258,7 @@ class RankPool:
         while waiting and (ready := connection.wait(waiting, max(0.0, deadline - time.monotonic()))):
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[call-overload]  # what was given
-                reply = replies[rank] = _received(pipe, self._processes[rank])  # type: ignore[arg-type]  # likewise
+                reply = replies[rank] = _received(pipe, self._processes[rank])
                 if reply.is_lost or (reply.raised and not expecting_errors):
                     failed.append(rank)
                     deadline = min(deadline, time.monotonic() + ROOT_CAUSE_WINDOW)
@@ -353,7 +353,7 @@ def _serve(
     def connect() -> None:
         if prepare is not None:
             prepare()
-        store = dist.FileStore(str(log.parent / "store"), world_size)  # type: ignore[attr-defined]  # not in __all__
+        store = dist.FileStore(str(log.parent / "store"), world_size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
 
     call = connect

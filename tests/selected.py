@@ -45,6 +45,6 @@ class Job(Toy):
 
 if __name__ == "__main__":
     out, name = sys.argv[1:]
-    strategy: Any = name if name.startswith("gradavg") else GradAvgStrategy(reduction=name)  # type: ignore[arg-type]
+    strategy: Any = name if name.startswith("gradavg") else GradAvgStrategy(reduction=name)
     Trainer(strategy=strategy, **QUIET).fit(Job(out))
     close_process_group()

@@ -164,7 +164,7 @@ def test_no_two_ranks_augment_alike(generator: int | None) -> None:
     def body(rank: Rank, workers: int) -> list[float]:
         own = None if generator is None else torch.Generator().manual_seed(generator)
         (taken,) = take_all(rank.load(DataLoader(Noise(8), batch_size=8, num_workers=workers, generator=own)))
-        return taken.batch.tolist()  # type: ignore[no-any-return]
+        return taken.batch.tolist()
 
     for workers in (0, 1):
         ranks = on_ranks(4, partial(body, workers=workers), seeds=[7, 7, 7, 7])
@@ -331,19 +331,19 @@ DIFFER, ALONE = "the ranks' train loaders differ", "leave split_batches, equival
 REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
     # What returns the loader of a rank, how it is split, and what the errors of ranks 0 and 1 say, or that of all.
     "length": (lambda rank: DataLoader(EIGHT, 4 - rank), {}, [DIFFER]),
-    "workers": (lambda rank: DataLoader(EIGHT, **TWO_WORKERS[rank]), {}, [DIFFER]),  # type: ignore[arg-type]
+    "workers": (lambda rank: DataLoader(EIGHT, **TWO_WORKERS[rank]), {}, [DIFFER]),
     "streams of different length": (
         lambda rank: DataLoader(Counting(20 + 4 * rank), 4),
         {},
         ["found at the end after batch 5", "found at batch 6 of"],
     ),
     "failing sampler": (
-        lambda rank: DataLoader(EIGHT, batch_sampler=Sized(failing, 3)),  # type: ignore[arg-type]
+        lambda rank: DataLoader(EIGHT, batch_sampler=Sized(failing, 3)),
         {},
         ["out of batches", "the batch sampler of rank 0, whose order counts, raised KeyError('out of batches')"],
     ),
     "empty indices": (
-        lambda rank: DataLoader(EIGHT, batch_sampler=Sized(lambda: [[0], []], 2)),  # type: ignore[arg-type]
+        lambda rank: DataLoader(EIGHT, batch_sampler=Sized(lambda: [[0], []], 2)),
         {},
         ["a loader batch has no samples: leave out empty batches"],
     ),

@@ -19,6 +19,6 @@ def test_a_class_of_ours_uses_no_private_name_of_its_base() -> None:
     """What it uses as `self._name`, a class of the package defines or sets."""
     own = {node.name for node in NODES if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     own |= {node.id for node in NODES if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    own |= {node.attr for node in NODES if is_of_self(node) and isinstance(node.ctx, ast.Store)}  # type: ignore[attr-defined]
+    own |= {node.attr for node in NODES if is_of_self(node) and isinstance(node.ctx, ast.Store)}  # type: ignore[attr-defined]  # an attribute
     used = {node.attr for node in NODES if is_of_self(node)}  # type: ignore[attr-defined]  # the line above, too
     assert OF_NAMEDTUPLE == {name for name in used - own if name.startswith("_") and not name.startswith("__")}

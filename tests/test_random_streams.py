@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 def draws() -> tuple[Any, ...]:
     """One draw from every generator; NumPy's is of the kind that keeps a second number back."""
-    return torch.rand(()).item(), random.random(), np.random.randn(), np.random.rand()  # noqa: NPY002
+    return torch.rand(()).item(), random.random(), np.random.randn(), np.random.rand()  # noqa: NPY002  # the global generator
 
 
 def drawn(seed: int, step: int, replica: int) -> tuple[Any, ...]:
@@ -38,18 +38,18 @@ def test_draws_differ_between_replicas_and_steps_and_repeat():
     for generator in zip(*first, strict=True):
         assert len(triples) == len(set(generator))
     with replica_stream(0, 0, 0, CPU):
-        python, numpy = [random.random() for _ in range(64)], np.random.rand(64)  # noqa: NPY002
+        python, numpy = [random.random() for _ in range(64)], np.random.rand(64)  # noqa: NPY002  # the global generator
         assert 3 * 64 == len({*python, *numpy.tolist(), *torch.rand(64, dtype=torch.float64).tolist()})
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_all_generators_are_put_back(fails):
     draws()  # an odd number of draws from NumPy's normal distribution leaves one for the next
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002  # the global generator
     expected = draws()
     torch.set_rng_state(states[0])
     random.setstate(states[1])
-    np.random.set_state(states[2])  # noqa: NPY002
+    np.random.set_state(states[2])  # noqa: NPY002  # the global generator
 
     with pytest.raises(ZeroDivisionError) if fails else nullcontext(), replica_stream(3, 1, 2, CPU):
         draws()
@@ -66,7 +66,7 @@ def test_checkpoint_repeats_the_draws(use_reentrant, within):
 
     def forward(values: Tensor) -> Tensor:
         with replica_stream(5, 7, 1, CPU) if within else nullcontext():
-            noise = random.random() * np.random.rand() if within else 1  # noqa: NPY002
+            noise = random.random() * np.random.rand() if within else 1  # noqa: NPY002  # the global generator
             return dropout(values * values) * noise
 
     with nullcontext() if within else replica_stream(5, 7, 1, CPU):

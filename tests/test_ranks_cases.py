@@ -214,7 +214,7 @@ def automatic(case: Case, model: Any = Automatic, strategy: Any = None) -> Grads
 def split(case: Case) -> Grads:
     batches = [torch.cat(of_ranks) for of_ranks in zip(*map(in_a_row, case.windows), strict=True)]
     order = torch.arange(sum(map(len, batches))).split(list(map(len, batches)))
-    loader: Any = DataLoader(torch.cat(batches), batch_sampler=[one.tolist() for one in order])  # type: ignore[arg-type]  # rows
+    loader: Any = DataLoader(torch.cat(batches), batch_sampler=[one.tolist() for one in order])
     return fit(Automatic(case), loader, accumulate_grad_batches=max(map(len, case.windows[0])))
 
 

@@ -101,7 +101,7 @@ def gradients(kind: type[Toy], xs: int, replicas: int | None) -> list[float]:
     """Body: those on the batch 1, 2, ... xs."""
     model, batch = kind(kind="s", lr=0.0), torch.arange(1, xs + 1, dtype=torch.float64)
     trainer = make_trainer(GradAvgStrategy(**parallel(replicas)), max_epochs=1)
-    trainer.fit(model, DataLoader(batch, batch_size=xs))  # type: ignore[arg-type]  # a tensor is a dataset
+    trainer.fit(model, DataLoader(batch, batch_size=xs))
     return [gradient.item() for gradient in model.seen.gradients]
 
 

@@ -189,9 +189,9 @@ def test_a_loss_may_reach_two_models(loop):
     a_loop, first, one, x = begin(loop)
     two = a_loop.set_up(second := Line())
     a_loop.backward(two(one(x)).mean(), weight=len(x))
-    with pytest.raises(RuntimeError, match=r"some models are within no_sync\(\) and some are not"):  # noqa: SIM117
-        with a_loop.no_sync(one, enabled=True):
-            a_loop.backward(two(one(x)).mean(), weight=len(x))
+    some = r"some models are within no_sync\(\) and some are not"
+    with pytest.raises(RuntimeError, match=some), a_loop.no_sync(one, enabled=True):
+        a_loop.backward(two(one(x)).mean(), weight=len(x))
     assert (approx(3.6), approx(3.6)) == (first.gradient, second.gradient)
 
 
@@ -282,7 +282,7 @@ def test_ranks_that_reduce_differently(loop, rules):
 def test_models_that_cannot_be_served():
     """A module without DDP, a static graph, and a loss of no model are refused with what to do."""
     with pytest.raises(TypeError, match=r"got Line\. Wrap the model first"):
-        GradAvgReducer(**WEIGHTED).register(Line())  # type: ignore[arg-type]  # the mistake under test
+        GradAvgReducer(**WEIGHTED).register(Line())
     with pytest.raises(ValueError, match="static_graph=True"):
         GradAvgReducer(**WEIGHTED).register(DistributedDataParallel(Line(), static_graph=True))
     with pytest.raises(RuntimeError, match="call register first"):

@@ -32,7 +32,7 @@ class Digits(digits.DigitsClassifier):
     def load(self, start: int, stop: int, **options: Any) -> Any:
         data = digits.DigitsData()
         data.setup("fit")
-        return DataLoader(data.samples[start:stop], 64, collate_fn=digits.collate, **options)  # type: ignore[arg-type]  # a list is a dataset
+        return DataLoader(data.samples[start:stop], 64, collate_fn=digits.collate, **options)
 
     def train_dataloader(self) -> Any:
         return self.load(0, self.samples, shuffle=True)
@@ -45,7 +45,7 @@ class Digits(digits.DigitsClassifier):
         images, labels = batch
         scores, name = self.network(images), f"{stage}_accuracy"
         self.metrics[name](scores, labels)
-        self.log(name, self.metrics[name], on_step=False, on_epoch=True)  # type: ignore[arg-type]  # a metric
+        self.log(name, self.metrics[name], on_step=False, on_epoch=True)
         return nn.functional.cross_entropy(scores, labels, reduction="none")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -88,7 +88,7 @@ class Bytes(text.ByteLanguageModel):
     def train_dataloader(self) -> Any:
         data = text.DocstringData(105, 96)
         data.setup("fit")
-        return DataLoader(data.samples[:105], 16, shuffle=True, collate_fn=text.collate)  # type: ignore[arg-type]  # a list is a dataset
+        return DataLoader(data.samples[:105], 16, shuffle=True, collate_fn=text.collate)
 
 
 OPTIONS: dict[str, Any] = {"max_epochs": 2, "precision": "64-true"}

@@ -36,7 +36,7 @@ class Logging(LightningModule):
         self.seen += batch.sum()
         for name, metric in self.metrics.items():
             metric.update(batch) if not (self.nan and stand_in) else metric.update(torch.tensor(9.0))
-            self.log(f"metric {name}", metric, on_step=False, on_epoch=True)  # type: ignore[arg-type]
+            self.log(f"metric {name}", metric, on_step=False, on_epoch=True)
         value = batch.mean()
         for reduction in ("mean", "sum", "max", "min"):
             self.log(reduction, value, reduce_fx=reduction, on_step=False, on_epoch=True, sync_dist=True)

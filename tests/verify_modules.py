@@ -419,7 +419,7 @@ def dealt(every: Sequence[Any], part: Callable[[list[Any]], list[Any]] = in_turn
         each = list(zip(*batch, strict=True)) if isinstance(batch, tuple) else list(batch)
         indices.append(list(range(len(rows), len(rows) + len(each))))
         rows += each
-    return DataLoader(rows, batch_sampler=part(indices))  # type: ignore[arg-type]  # a list is a data set
+    return DataLoader(rows, batch_sampler=part(indices))
 
 
 def by_ranks(*sizes: Sequence[int]) -> Loader:

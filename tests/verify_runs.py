@@ -375,9 +375,7 @@ NOT_SHOWN = {
         step=lambda module, batch: m.classified(module, batch["one"]),
         reads=lambda: {"one": plain()(), "other": plain()()},
     ),
-    "no collate_fn makes the loader's batches": Run(
-        reads=lambda: DataLoader(m.batches((4, 4)), batch_size=None)  # type: ignore[arg-type]  # a list is a data set
-    ),
+    "no collate_fn makes the loader's batches": Run(reads=lambda: DataLoader(m.batches((4, 4)), batch_size=None)),
     "a sample cannot be copied": shared(reads=m.uncopied),
     "transformed at random": Run(reads=lambda: m.dealt(m.batches((4,) * 4, seed=world()))),
     "by a sampler of your own, the ranks leave out": Run(reads=m.sampled(m.permuted)),

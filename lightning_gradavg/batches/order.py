@@ -58,7 +58,7 @@ class LoaderState(TypedDict):
 def loader_state(saved: Any) -> LoaderState:
     """Return what a checkpoint holds of a loader, which 0.1.0 wrote in another form."""
     if "passes" not in saved:
-        return saved  # type: ignore[no-any-return]
+        return saved  # type: ignore[no-any-return]  # read from a file
     begun = next(iter(saved["passes"]), {"snapshots": {}, "objects": saved["objects"]})
     return LoaderState(
         snapshots=begun["snapshots"],

@@ -101,7 +101,7 @@ def main() -> int:
                 failed = mutation.first_failure(folder)
                 survived += not failed
                 seconds = f"{time.perf_counter() - started:4.0f} s"
-                print(f"{mutation.area}: {mutation.breaks}\n  {seconds}  {failed or 'SURVIVED'}", flush=True)  # noqa: T201
+                print(f"{mutation.area}: {mutation.breaks}\n  {seconds}  {failed or 'SURVIVED'}", flush=True)  # noqa: T201  # the command's output
     return 1 if survived else 0
 
 

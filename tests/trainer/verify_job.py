@@ -43,7 +43,7 @@ class Data(LightningDataModule):
         def collated(rows: list[Tensor]) -> Tensor:
             return torch.stack(rows)
 
-        return DataLoader(self.rows, 4, num_workers=1, collate_fn=collated)  # type: ignore[arg-type]  # a list
+        return DataLoader(self.rows, 4, num_workers=1, collate_fn=collated)
 
 
 class Stream(IterableDataset[Any]):
