@@ -41,13 +41,14 @@ class Measured(LightningModule):
 
     Args:
         network: Maps the input to logits, the classes in the last dimension.
-        weight: What the training step returns as its weight; None for none.
+        weight: What the training step returns as its weight; None for none. If `varying`, it grows by 1 in each step.
     """
 
     def __init__(self, network: nn.Module, weight: float | None = None) -> None:
         super().__init__()
         self.network = network
         self.weight = weight
+        self.varying = False
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ class Measured(LightningModule):
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         loss = self.loss(batch)
-        return loss if self.weight is None else {"loss": loss, "weight": self.weight}
+        return loss if self.weight is None else {"loss": loss, "weight": self.weight + batch_idx * self.varying}
 
     @override
     def configure_optimizers(self) -> SGD:

@@ -37,12 +37,14 @@ def _train(
     clock: Clock,
     *,
     weighted: bool = False,
+    varying: bool = False,
     shared: bool = False,
     around: Callable[[Trainer], None] | None = None,
 ) -> None:
     setting.module.weight = weight_of_rank() if weighted else None
     batch = _of_all_ranks(setting.batch) if shared else setting.batch
     batches: Any = [batch] * (WARMUP + setting.steps + 1)
+    setting.module.varying = varying
     trainer = Trainer(
         accelerator=setting.device.type if setting.device.type == "cpu" else "gpu",
         devices=dist.get_world_size() // setting.nodes,
@@ -87,11 +89,11 @@ def _stock() -> Iterator[Variant]:
     yield Variant(f"{LIGHTNING}, bucket views", partial(_train, views), in_lightning=True)
 
 
-def _ours(reduction: str, name: str = "", **options: Any) -> Variant:
+def _ours(reduction: str, name: str = "", *, varying: bool = False, **options: Any) -> Variant:
     strategy = partial(GradAvgStrategy, reduction=reduction, **options)
     return Variant(
         f"GradAvg {reduction}, {name}" if name else f"GradAvg {reduction}",
-        partial(_train, strategy, weighted=RULES[reduction].uses_weight),
+        partial(_train, strategy, weighted=RULES[reduction].uses_weight, varying=varying),
         in_lightning=True,
     )
 
@@ -111,6 +113,7 @@ def trained_variants(*, several_on_nodes: bool) -> Iterator[Variant]:
     yield from _stock()
     for reduction in RULES:
         yield _ours(reduction)
+    yield _ours("weighted_mean", "varying weights", varying=True)  # their total cannot be assumed
     yield _reproducible()
     for reduction in ("mean", "sum", "weighted_mean"):
         yield _ours(reduction, "bucket views", gradient_as_bucket_view=True)
