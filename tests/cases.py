@@ -358,6 +358,14 @@ CASES: Sequence[Case] = [
     weighted(
         "whose loss is NaN after one of weight 0", [[[(1.0, 1)]] * 2, [[(NAN, 0)], [(NAN, 1)]]], [1.0, NAN], ways=OF_DDP
     ),
+    *of_rules(
+        "whose totals change after steps of equal totals",
+        [
+            [*[[(1.0, 1)]] * 3, [(2.0, 3)], [(NAN, 0)], [(NAN, 0)]],
+            [*[[(3.0, 1)]] * 3, [(4.0, 5)], [(6.0, 2)], [(NAN, 0)]],
+        ],
+        {"weighted_mean": [2.0] * 3 + [26 / 8, 6.0, 0.0], "normalized_sum": [2.0] * 3 + [6 / 8, 6 / 2, 0.0]},
+    ),
     weighted("of nothing in a window", [[[(NAN, 0)] * 3, [(1.0, 1)]], [[(NAN, 0)] * 3, [(NAN, 0)]]], [0.0, 1.0]),
     weighted("of weights beyond float32", [[[(0.0, 2**24)]], [[(2.0**24 + 1, 1)]]], [1.0]),
     weighted(
