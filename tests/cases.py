@@ -607,7 +607,14 @@ CASES: Sequence[Case] = [
             ("that lack a sample at first", [[EMPTY], [FULL]], [((1 + 15) / 4, 10.0), (1.0, 10.0)]),
         )
     ),
-    Case("with terms in a window", "weighted_mean", [[one[0] * 2] for one in NAMED], NO_WINDOWS, OF_DDP),
+    *(
+        Case(f"with terms in {where}", "weighted_mean", windows, NO_WINDOWS, OF_DDP)
+        for where, windows in (
+            ("a window", [[one[0] * 2] for one in NAMED]),
+            ("windows of different lengths", [[[COUNTED]], [[COUNTED] * 2]]),
+            ("windows of different lengths after one", [[[COUNTED], [COUNTED]], [[COUNTED], [COUNTED] * 2]]),
+        )
+    ),
     *(
         Case(f"with {name}", "weighted_mean", [[[of_rank]] for of_rank in of_ranks], said, OF_DDP)
         for name, *of_ranks, said in (

@@ -162,8 +162,9 @@ class Window:
         late = self.device.type == "cpu" and (self.afterwards or self._expected is not None)
         self._raises_late = self.is_alone and late
         asks = begins and self._next_lift is None and (self.afterwards or not last)
-        if named and not (self.is_alone or asks):
-            raise ValueError(_NAMED)
+        if named and not self.is_alone:
+            # On all ranks together: the window of another rank may have one micro-batch.
+            micro_batch = micro_batch._replace(problem=micro_batch.problem or _NAMED)
         if self.device.type != "cpu" and (named or not (self.is_alone and unread)):
             # A bucket holds gradients of all terms, so a term of weight 0 must be stopped at its loss.
             micro_batch = micro_batch.read()
@@ -172,8 +173,6 @@ class Window:
             self._ask(named=named)
         if self.is_alone:
             self.exchange()
-        elif named:
-            raise ValueError(_NAMED)
 
     def _ask(self, *, named: bool) -> None:
         """Learn the first lift; later ones follow from earlier windows. If no rank has any weight, the next one asks.
