@@ -8,7 +8,6 @@ happen between them. `test_ranks_cases.py` runs every row in each of its ways, a
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -24,7 +23,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.place import Place
-from lightning_gradavg.reduction.reference import combine
 from lightning_gradavg.reduction.weights import MOST_TERMS
 from lightning_gradavg.rules import RULES, Share, resolve_rule
 
@@ -182,24 +180,6 @@ def samples(*gradients: float) -> torch.Tensor:
     return torch.tensor(gradients, dtype=torch.float64)
 
 
-def drawn(reduction: Any, nodes: Sequence[int], lengths: Sequence[int], ways: Sequence[str]) -> Case:
-    """Return windows drawn by chance, one after another in one run, with the gradients of the dense reference.
-
-    Weights of many magnitudes, or none: what does not count is NaN.
-    """
-    rule, draw = resolve_rule(reduction), random.Random(str((nodes, lengths)))
-    windows, gradients = [list[Any]() for _ in nodes], []
-    for length in lengths:
-        weights = [draw.choice([0.0, 0.0, 1.0, 3.0, 0.125, 4096.0, 1e-3]) for _ in [*nodes] * length]
-        pairs = [(NAN if weight == 0 and rule.uses_weight else draw.uniform(-5, 5), weight) for weight in weights]
-        dense = torch.tensor([[gradient] for gradient, _ in pairs], dtype=torch.float64)
-        gradients.append(combine(dense, rule=rule, nodes=[*nodes] * length, weights=weights).item())
-        for rank, of_rank in enumerate(windows):
-            of_rank.append(pairs[rank :: len(nodes)])
-    served = [way for way in ways if way != "sharded" or reduction in OF_SHARDED]
-    return Case(f"drawn {max(lengths)} on {nodes}", reduction, windows, gradients, served, nodes)
-
-
 def bad(name: str, weight: Any, said: str, **options: Any) -> list[Case]:
     """Return rows in which rank 1 gives a weight that cannot be used, in a window of one and at the end of two."""
     good = [(1.0, 1)]
@@ -299,6 +279,7 @@ NO_LOSS = "training_step returned no loss within an accumulation window, which w
 FAULTS = (("a loss that is NaN", (NAN, 1)), ("a gradient that is NaN", Steep(4.0, 1)), ("no loss", (None, 1)))
 SECOND_LOST: Sequence[Any] = [[(2.0, 1)], [(None, 1)], [(6.0, 1)]]
 FEWER = [[[(1.0, 1)]] * 5, [[(3.0, 1)]] * 3]
+GONE_BY_HAND = "1 of 2 ranks have no more batches in this epoch, and reduction='mean' counts ranks in manual"
 LESS = [[[1.0, 2.0], [3.0, 5.0], [7.0]], [[6.0, 11.0], [2.0]]]
 HOOKED = {"ddp_comm_hook": doubling}
 STEEP = "the gradient of parameter 'net.first'"
@@ -373,16 +354,6 @@ CASES: Sequence[Case] = [
     weighted("of the smallest weight", [[[(1.0, 5e-324)]]] * 2, [1.0], ways=["automatic", "average", "sharded"]),
     # Totals of so many micro-batches have squares that float64 rounds.
     weighted("of a long window", [[[(2.0, 1)] * 1500], [[(4.0, 3)] * 1500]], [3.5], ways=["reducer"]),
-    *(
-        drawn(rule, nodes, lengths, ways)
-        for rule in (*RULES, root)
-        for nodes in ([0], [0, 0], [0, 1], [1, 0, 0])
-        for lengths, ways in (
-            ([1] * 12, ("automatic", "average", "sharded")),
-            ([3, 3, 3, 3, 3, 2], ("automatic", "sharded")),
-            ([1, 2, 4, 1, 1, 3, 2, 1], LOOPS),
-        )
-    ),
     *of_rules(
         "with windows of different lengths",
         [[[(1.0, 1), (3.0, 3)]], [[(5.0, 4)]]],
@@ -397,7 +368,15 @@ CASES: Sequence[Case] = [
         refused={"automatic": "1 of 2 ranks have no more batches in this epoch, and reduction='mean_of_node_means'"},
     ),
     *(
-        Case(f"of fewer batches of a {kind} on a rank", rule, FEWER, [2.0] * 3 + [1.0] * 2, ["automatic"], reads=kind)
+        Case(
+            f"of fewer batches of a {kind} on a rank",
+            rule,
+            FEWER,
+            [2.0] * 3 + [1.0] * 2,
+            ["automatic", "manual"] if kind == "list" else ["automatic"],
+            refused={"manual": GONE_BY_HAND} if rule == "mean" else {},
+            reads=kind,
+        )
         for rule, kinds in (("weighted_mean", ("list", "workers")), ("mean", ("list", "stream", "iterable")))
         for kind in kinds
     ),
