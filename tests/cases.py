@@ -82,6 +82,7 @@ class Case:
         begins: The parameters that train at first.
         loss: What the loss of a tensor of samples is to the samples' losses.
         reads: What kind of loader yields the micro-batches of an automatic run.
+        runs: How many runs one Trainer makes; of several, each validates after every batch.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Case:
     begins: Sequence[str] = BOTH
     loss: Callable[[torch.Tensor], torch.Tensor] = torch.mean
     reads: str = "list"
+    runs: int = 1
 
     def said(self, way: str) -> str | None:
         """Return what the error says, or None if there is none."""
@@ -113,10 +115,6 @@ def root(place: Place, weight: Any) -> Share:
 
 def infinite(place: Place, weight: Any) -> Share:
     return Share(weight, INF if place.rank == 1 else weight)
-
-
-def negative(place: Place, weight: Any) -> Share:
-    return Share(-weight, weight)
 
 
 def no_share(place: Place, weight: Any) -> Any:
@@ -180,23 +178,6 @@ def samples(*gradients: float) -> torch.Tensor:
     return torch.tensor(gradients, dtype=torch.float64)
 
 
-def bad(name: str, weight: Any, said: str, **options: Any) -> list[Case]:
-    """Return rows in which rank 1 gives a weight that cannot be used, in a window of one and at the end of two."""
-    good = [(1.0, 1)]
-    options = {"ways": OF_DDP, **options}
-    return [
-        weighted(
-            name, [[good, good], [good, [(1.0, weight)]]], f"rank 1: micro-batch 0 of the window: {said}", **options
-        ),
-        weighted(
-            f"{name} in a window",
-            [[good * 2], [[*good, (1.0, weight)]]],
-            f"rank 1: micro-batch 1 of the window: {said}",
-            **options,
-        ),
-    ]
-
-
 THREE = [[[(1.0, 1)]], [[(3.0, 4)]], [[(8.0, 9)]]]
 """Two ranks on one node and one on another."""
 TWO = [[[(1.0, 1), (3.0, 4)], [(5.0, 1)]], [[(5.0, 9), (8.0, 16)], [(9.0, 3)]]]
@@ -224,6 +205,8 @@ WEIGHTS: Sequence[Any] = [
 ]
 """3 in every type."""
 NO_WEIGHTS: Mapping[str, Any] = {
+    "a weight is one number, got 'many' of type str": "many",
+    "a weight is one number, got a tensor of shape (2,)": torch.ones(2),
     "[3] of type list": [3],
     "b'3' of type bytes": b"3",
     "3j of type complex": 3j,
@@ -310,28 +293,26 @@ CASES: Sequence[Case] = [
     ),
     *of_rules("in windows on two nodes", TWO, ON_TWO_NODES, nodes=[0, 1]),
     *of_rules(
-        "under a hook of the user",
+        "in windows, with validation in them, and in a second run",
         TWO,
-        {rule: [2 * gradient for gradient in gradients] for rule, gradients in ON_TWO_NODES.items()},
+        {"mean": [17 / 4, 14 / 2] * 2, "weighted_mean": [186 / 30, 32 / 4] * 2},
         ways=["automatic"],
-        nodes=[0, 1],
-        options=HOOKED,
+        runs=2,
     ),
+    weighted("in windows under a hook of the user", TWO, [2 * 186 / 30, 2 * 8.0], ways=["automatic"], options=HOOKED),
     *(
         weighted(f"under {name}", [[[(1.0, 1)]], [[(5.0, 3)]]], [4.0 * factor], ways=["automatic"], options=options)
         for name, (factor, options) in HOOKS.items()
     ),
     *(
-        Case(
+        weighted(
             f"under {hook.__name__}",
-            reduction,
             [[[(1.0, 1)]]] * 2,
             f"ddp_comm_hook={hook.__name__} cannot be combined with a reduction",
-            ["automatic"],
+            ways=["automatic"],
             options={"ddp_comm_hook": hook, "ddp_comm_state": state},
         )
         for hook, state in HOOKS_REFUSED.items()
-        for reduction in ("mean", "weighted_mean")
     ),
     *of_rules(
         "whose loss of weight 0 is NaN", LATE, {"weighted_mean": [3.5, 2.0, 4.0], "normalized_sum": [1.5, 2.0, 4.0]}
@@ -368,18 +349,12 @@ CASES: Sequence[Case] = [
         refused={"automatic": "1 of 2 ranks have no more batches in this epoch, and reduction='mean_of_node_means'"},
     ),
     *(
-        Case(
-            f"of fewer batches of a {kind} on a rank",
-            rule,
-            FEWER,
-            [2.0] * 3 + [1.0] * 2,
-            ["automatic", "manual"] if kind == "list" else ["automatic"],
-            refused={"manual": GONE_BY_HAND} if rule == "mean" else {},
-            reads=kind,
-        )
+        Case(f"of fewer batches of a {kind} on a rank", rule, FEWER, [2.0] * 3 + [1.0] * 2, ["automatic"], reads=kind)
         for rule, kinds in (("weighted_mean", ("list", "workers")), ("mean", ("list", "stream", "iterable")))
         for kind in kinds
     ),
+    Case("of fewer batches on a rank", "weighted_mean", FEWER, [2.0] * 3 + [1.0] * 2, ["manual"]),
+    Case("of fewer batches on a rank", "mean", FEWER, GONE_BY_HAND, ["manual"]),
     *(
         Case(f"of {name}", rule, windows, gradients, ["automatic"], options=options)
         for name, rule, windows, gradients, options in (
@@ -412,18 +387,12 @@ CASES: Sequence[Case] = [
     weighted(
         "added to gradients that are kept, until the user clears them",
         [
-            [[(1.0, 3)], [(5.0, 1)], [(9.0, 7), CLEARED, (4.0, 3)]],
-            [[(5.0, 1)], [(1.0, 3)], [(9.0, 7), CLEARED, (0.0, 1)]],
+            [[(1.0, 3)], [(5.0, 1)], [(9.0, 7), CLEARED, (4.0, 3)], [(9.0, 7), ZEROED, (1.0, 3), (2.0, 1)]],
+            [[(5.0, 1)], [(1.0, 3)], [(9.0, 7), CLEARED, (0.0, 1)], [(9.0, 7), ZEROED, (5.0, 1), (2.0, 3)]],
         ],
-        [2.0, 2.0 + 2, 3.0],
+        [2.0, 2.0 + 2, 3.0, 2.0],
         ways=LOOPS,
         keeps=True,
-    ),
-    *of_rules(
-        "that begins anew",
-        [[[(100.0, 7), ZEROED, (1.0, 3), (2.0, 1)]], [[(100.0, 7), ZEROED, (5.0, 1), (2.0, 3)]]],
-        {"mean": [2.5], "sum": [10.0], "weighted_mean": [2.0]},
-        ways=LOOPS,
     ),
     *of_rules(
         "whose backward raised in a window, over gradients that are kept",
@@ -446,16 +415,9 @@ CASES: Sequence[Case] = [
         )
     ),
     *(
-        row
+        Case(f"left out for {name}", reduction, with_third(fault, n), gradients, ["automatic"], options=SKIPPED)
         for name, fault in FAULTS
-        for length, gradients in ((1, [3.0, 3.0, 0.0, 3.0, 3.0]), (2, [3.0, 0.0, 3.0]))
-        for row in of_rules(
-            f"left out for {name} in windows of {length}",
-            with_third(fault, length),
-            {"mean": gradients, "weighted_mean": gradients},
-            ways=["automatic"],
-            options=SKIPPED,
-        )
+        for reduction, n, gradients in (("mean", 1, [3.0, 3.0, 0.0, 3.0, 3.0]), ("weighted_mean", 2, [3.0, 0.0, 3.0]))
     ),
     *(
         Case(f"raised for {name}", "mean", windows, f"optimizer step 2: {said}", ["automatic"], options=JUDGED)
@@ -495,31 +457,20 @@ CASES: Sequence[Case] = [
         ways=LOOPS,
         options=UNUSED,
     ),
-    *(
-        row
-        for options in ({}, {"gradient_as_bucket_view": True})
-        for row in (
-            *of_rules(
-                f"in which a parameter begins to train {' and '.join(options)}",
-                [[[(1.0, 3)], [Trains(2.0, 3)], [(1.0, 1)]], [[(5.0, 1)], [Trains(6.0, 1)], [(5.0, 3)]]],
-                {
-                    "mean": [(3.0, 0.0), 4.0, 3.0],
-                    "sum": [(6.0, 0.0), 8.0, 6.0],
-                    "weighted_mean": [(2.0, 0.0), 3.0, 4.0],
-                },
-                ways=["automatic", "manual"],
-                options=options,
-                begins=["first"],
-            ),
-            *of_rules(
-                f"within which a parameter begins to train {' and '.join(options)}",
-                [[[(1.0, 3), Trains(2.0, 3)]], [[(5.0, 1), Trains(6.0, 1)]]],
-                {"mean": [(3.5, 2.0)], "weighted_mean": [(2.5, 1.5)]},
-                ways=["automatic"],
-                options=options,
-                begins=["first"],
-            ),
-        )
+    *of_rules(
+        "in which a parameter begins to train",
+        [[[(1.0, 3)], [Trains(2.0, 3)], [(1.0, 1)]], [[(5.0, 1)], [Trains(6.0, 1)], [(5.0, 3)]]],
+        {"mean": [(3.0, 0.0), 4.0, 3.0], "sum": [(6.0, 0.0), 8.0, 6.0], "weighted_mean": [(2.0, 0.0), 3.0, 4.0]},
+        ways=["automatic", "manual"],
+        begins=["first"],
+    ),
+    *of_rules(
+        "within which a parameter begins to train",
+        [[[(1.0, 3), Trains(2.0, 3)]], [[(5.0, 1), Trains(6.0, 1)]]],
+        {"mean": [(3.5, 2.0)], "weighted_mean": [(2.5, 1.5)]},
+        ways=["automatic"],
+        options={"gradient_as_bucket_view": True},
+        begins=["first"],
     ),
     weighted(
         "with a term whose parameter begins to train",
@@ -583,15 +534,7 @@ CASES: Sequence[Case] = [
         Case(f"with {name}", "weighted_mean", [[[of_rank]] for of_rank in of_ranks], said, OF_DDP)
         for name, *of_ranks, said in (
             ("different terms", COUNTED, ({"a": 1.0}, {"a": 3}), f"{TERMS_GIVEN}the loss terms 'a', a weight given"),
-            ("terms on one rank", COUNTED, (1.0, 1), f"{TERMS_GIVEN}one loss, a weight given"),
-            ("many terms on one rank", (MANY, dict.fromkeys(MANY, 1)), (1.0, 1), "differ in what must be the same"),
             ("misnamed weights", COUNTED, (A, {"a": 1, "c": 2}), "named ['a', 'c'], but its loss terms ['a', 'b']"),
-            (
-                "named weights of one loss",
-                (1.0, 1),
-                (1.0, {"a": 1}),
-                "its weights are named ['a'], but its loss terms []",
-            ),
             ("a negative term", COUNTED, (A, {"a": 1, "b": -2}), "loss term 'b': weight -2.0 is not a finite number"),
             ("no terms", ({}, 1), ({}, 1), f"a loss has 1 to {MOST_TERMS} named terms, got 0"),
             ("too many terms", *[({**MANY, "one more": 1.0}, 1)] * 2, f"got {MOST_TERMS + 1}: add some"),
@@ -599,22 +542,26 @@ CASES: Sequence[Case] = [
         )
     ),
     *(
-        Case(
-            f"with terms on one rank {when}",
-            "weighted_mean",
-            [[*before, [COUNTED] * length], [*before, [(1.0, 1)] * length]],
+        weighted(
+            f"with {n} micro-batches of terms on one rank after {len(before)} steps",
+            [[*before, [one] * n] for one in (COUNTED, (1.0, 1))],
             f"{TERMS_GIVEN}one loss, a weight given",
-            OF_DDP,
+            ways=OF_DDP,
         )
-        for when, before, length in (("in a window", [], 2), ("after steps of one loss", [[(1.0, 1)]] * 2, 1))
+        for before, n in (([], 1), ([], 2), ([[(1.0, 1)]] * 2, 1))
     ),
-    *bad("a negative weight", -1.0, "weight -1.0 is not a finite number >= 0"),
-    *bad("a weight that is NaN", NAN, "weight nan is not a finite number >= 0"),
-    *bad("an infinite weight", INF, "weight inf is not a finite number >= 0"),
-    *bad("a text for a weight", "many", "a weight is one number, got 'many' of type str"),
-    *bad("two numbers for a weight", torch.ones(2), "a weight is one number, got a tensor of shape (2,)"),
     *(
-        weighted(f"what is no weight, {said}", [[[(1.0, 1)]], [[(1.0, one)]]], said, ways=["reducer", "average"])
+        weighted(
+            f"of weight {weight} in a window of {n}",
+            [[[(1.0, 1)] * n] * 2, [[(1.0, 1)] * n, [*[(1.0, 1)] * (n - 1), (1.0, weight)]]],
+            f"rank 1: micro-batch {n - 1} of the window: weight {weight} is not a finite number >= 0",
+            ways=OF_DDP,
+        )
+        for weight in (-1.0, NAN, INF)
+        for n in (1, 2)
+    ),
+    *(
+        weighted(said, [[[(1.0, 1)]], [[(1.0, one)]]], said, ways=["automatic", "reducer", "average"])
         for said, one in NO_WEIGHTS.items()
     ),
     weighted("a negative weight", [[[(1.0, 1)]], [[(1.0, -1)]]], "weight", ways=["average", "sharded"]),
@@ -642,7 +589,6 @@ CASES: Sequence[Case] = [
         Case("of a user", rule, [[[(1.0, 2)]], [[(3.0, 4)]]], said, (*OF_DDP, "average"))
         for rule, said in (
             (infinite, "'infinite' returned normalizer=inf"),
-            (negative, "'negative' returned multiplier=-"),
             (no_share, "'no_share' failed on"),
         )
     ),
