@@ -90,7 +90,7 @@ class Drawn:
             [*[(100.0, 7)] * draw.randint(1, 2), draw.choice(CLEARS)] * (of_loop and chance(0.3)) for _ in range(STEPS)
         ]
         self.raises = [of_loop and not self.uneven and self.rule.name != "mean" and chance(0.2) for _ in range(STEPS)]
-        self.raising = [*[(7.0, 1)] * draw.randrange(2), Fails(1000.0, 50), *[(7.0, 1)] * draw.randrange(2)]
+        self.raising = [(7.0, 1), Fails(1000.0, draw.choice([50, -1])), (7.0, 1)][draw.randrange(2) :]
         self.samples: list[list[torch.Tensor]] = []
         self.weights = [[draw.choice(MAGNITUDES) for _ in self.nodes] for _ in range(ends[-1])]
         for _ in range(ends[-1]):
