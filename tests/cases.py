@@ -163,11 +163,6 @@ def weighted(name: str, windows: Any, gradients: Any, reduction: Any = "weighted
     return row
 
 
-def raised_between(window: Sequence[Any]) -> Any:
-    """Return windows of one, and between them one that fails; stock DDP restores none."""
-    return [[[(100.0, 1)], window, [last]] for last in ((1.0, 3), (5.0, 1))]
-
-
 def with_third(fault: Any, length: int = 1) -> Any:
     """Return five steps of gradients 2 and 4 in windows, of which the third is another on rank 1."""
     of_ranks = [[(2.0, 1)] * 5, [(4.0, 1), (4.0, 1), fault, (4.0, 1), (4.0, 1)]]
@@ -393,16 +388,6 @@ CASES: Sequence[Case] = [
         [2.0, 2.0 + 2, 3.0, 2.0],
         ways=LOOPS,
         keeps=True,
-    ),
-    *of_rules(
-        "whose backward raised in a window, over gradients that are kept",
-        raised_between([(7.0, 1), Fails(1000.0, 50), (7.0, 1)]),
-        {"sum": [200.0, 200.0, 200.0 + 6], "weighted_mean": [100.0, 100.0, 102.0]},
-        ways=LOOPS,
-        keeps=True,
-    ),
-    weighted(
-        "whose weight was refused", raised_between([Fails(1.0, -1)]), [100.0, 100.0, 102.0], ways=LOOPS, keeps=True
     ),
     *(
         Case(f"without a loss {where}", reduction, windows, expected, ["automatic"])
