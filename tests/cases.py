@@ -8,7 +8,6 @@ happen between them. `test_ranks_cases.py` runs every row in each of its ways, a
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -24,7 +23,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.place import Place
-from lightning_gradavg.reduction.reference import combine
 from lightning_gradavg.reduction.weights import MOST_TERMS
 from lightning_gradavg.rules import RULES, Share, resolve_rule
 
@@ -84,6 +82,7 @@ class Case:
         begins: The parameters that train at first.
         loss: What the loss of a tensor of samples is to the samples' losses.
         reads: What kind of loader yields the micro-batches of an automatic run.
+        runs: How many runs one Trainer makes; of several, each validates after every batch.
     """
 
     name: str
@@ -99,6 +98,7 @@ class Case:
     begins: Sequence[str] = BOTH
     loss: Callable[[torch.Tensor], torch.Tensor] = torch.mean
     reads: str = "list"
+    runs: int = 1
 
     def said(self, way: str) -> str | None:
         """Return what the error says, or None if there is none."""
@@ -115,10 +115,6 @@ def root(place: Place, weight: Any) -> Share:
 
 def infinite(place: Place, weight: Any) -> Share:
     return Share(weight, INF if place.rank == 1 else weight)
-
-
-def negative(place: Place, weight: Any) -> Share:
-    return Share(-weight, weight)
 
 
 def no_share(place: Place, weight: Any) -> Any:
@@ -167,11 +163,6 @@ def weighted(name: str, windows: Any, gradients: Any, reduction: Any = "weighted
     return row
 
 
-def raised_between(window: Sequence[Any]) -> Any:
-    """Return windows of one, and between them one that fails; stock DDP restores none."""
-    return [[[(100.0, 1)], window, [last]] for last in ((1.0, 3), (5.0, 1))]
-
-
 def with_third(fault: Any, length: int = 1) -> Any:
     """Return five steps of gradients 2 and 4 in windows, of which the third is another on rank 1."""
     of_ranks = [[(2.0, 1)] * 5, [(4.0, 1), (4.0, 1), fault, (4.0, 1), (4.0, 1)]]
@@ -180,41 +171,6 @@ def with_third(fault: Any, length: int = 1) -> Any:
 
 def samples(*gradients: float) -> torch.Tensor:
     return torch.tensor(gradients, dtype=torch.float64)
-
-
-def drawn(reduction: Any, nodes: Sequence[int], lengths: Sequence[int], ways: Sequence[str]) -> Case:
-    """Return windows drawn by chance, one after another in one run, with the gradients of the dense reference.
-
-    Weights of many magnitudes, or none: what does not count is NaN.
-    """
-    rule, draw = resolve_rule(reduction), random.Random(str((nodes, lengths)))
-    windows, gradients = [list[Any]() for _ in nodes], []
-    for length in lengths:
-        weights = [draw.choice([0.0, 0.0, 1.0, 3.0, 0.125, 4096.0, 1e-3]) for _ in [*nodes] * length]
-        pairs = [(NAN if weight == 0 and rule.uses_weight else draw.uniform(-5, 5), weight) for weight in weights]
-        dense = torch.tensor([[gradient] for gradient, _ in pairs], dtype=torch.float64)
-        gradients.append(combine(dense, rule=rule, nodes=[*nodes] * length, weights=weights).item())
-        for rank, of_rank in enumerate(windows):
-            of_rank.append(pairs[rank :: len(nodes)])
-    served = [way for way in ways if way != "sharded" or reduction in OF_SHARDED]
-    return Case(f"drawn {max(lengths)} on {nodes}", reduction, windows, gradients, served, nodes)
-
-
-def bad(name: str, weight: Any, said: str, **options: Any) -> list[Case]:
-    """Return rows in which rank 1 gives a weight that cannot be used, in a window of one and at the end of two."""
-    good = [(1.0, 1)]
-    options = {"ways": OF_DDP, **options}
-    return [
-        weighted(
-            name, [[good, good], [good, [(1.0, weight)]]], f"rank 1: micro-batch 0 of the window: {said}", **options
-        ),
-        weighted(
-            f"{name} in a window",
-            [[good * 2], [[*good, (1.0, weight)]]],
-            f"rank 1: micro-batch 1 of the window: {said}",
-            **options,
-        ),
-    ]
 
 
 THREE = [[[(1.0, 1)]], [[(3.0, 4)]], [[(8.0, 9)]]]
@@ -244,6 +200,8 @@ WEIGHTS: Sequence[Any] = [
 ]
 """3 in every type."""
 NO_WEIGHTS: Mapping[str, Any] = {
+    "a weight is one number, got 'many' of type str": "many",
+    "a weight is one number, got a tensor of shape (2,)": torch.ones(2),
     "[3] of type list": [3],
     "b'3' of type bytes": b"3",
     "3j of type complex": 3j,
@@ -299,6 +257,7 @@ NO_LOSS = "training_step returned no loss within an accumulation window, which w
 FAULTS = (("a loss that is NaN", (NAN, 1)), ("a gradient that is NaN", Steep(4.0, 1)), ("no loss", (None, 1)))
 SECOND_LOST: Sequence[Any] = [[(2.0, 1)], [(None, 1)], [(6.0, 1)]]
 FEWER = [[[(1.0, 1)]] * 5, [[(3.0, 1)]] * 3]
+GONE_BY_HAND = "1 of 2 ranks have no more batches in this epoch, and reduction='mean' counts ranks in manual"
 LESS = [[[1.0, 2.0], [3.0, 5.0], [7.0]], [[6.0, 11.0], [2.0]]]
 HOOKED = {"ddp_comm_hook": doubling}
 STEEP = "the gradient of parameter 'net.first'"
@@ -329,28 +288,26 @@ CASES: Sequence[Case] = [
     ),
     *of_rules("in windows on two nodes", TWO, ON_TWO_NODES, nodes=[0, 1]),
     *of_rules(
-        "under a hook of the user",
+        "in windows, with validation in them, and in a second run",
         TWO,
-        {rule: [2 * gradient for gradient in gradients] for rule, gradients in ON_TWO_NODES.items()},
+        {"mean": [17 / 4, 14 / 2] * 2, "weighted_mean": [186 / 30, 32 / 4] * 2},
         ways=["automatic"],
-        nodes=[0, 1],
-        options=HOOKED,
+        runs=2,
     ),
+    weighted("in windows under a hook of the user", TWO, [2 * 186 / 30, 2 * 8.0], ways=["automatic"], options=HOOKED),
     *(
         weighted(f"under {name}", [[[(1.0, 1)]], [[(5.0, 3)]]], [4.0 * factor], ways=["automatic"], options=options)
         for name, (factor, options) in HOOKS.items()
     ),
     *(
-        Case(
+        weighted(
             f"under {hook.__name__}",
-            reduction,
             [[[(1.0, 1)]]] * 2,
             f"ddp_comm_hook={hook.__name__} cannot be combined with a reduction",
-            ["automatic"],
+            ways=["automatic"],
             options={"ddp_comm_hook": hook, "ddp_comm_state": state},
         )
         for hook, state in HOOKS_REFUSED.items()
-        for reduction in ("mean", "weighted_mean")
     ),
     *of_rules(
         "whose loss of weight 0 is NaN", LATE, {"weighted_mean": [3.5, 2.0, 4.0], "normalized_sum": [1.5, 2.0, 4.0]}
@@ -381,16 +338,6 @@ CASES: Sequence[Case] = [
     weighted("of the smallest weight", [[[(1.0, 5e-324)]]] * 2, [1.0], ways=["automatic", "average", "sharded"]),
     # Totals of so many micro-batches have squares that float64 rounds.
     weighted("of a long window", [[[(2.0, 1)] * 1500], [[(4.0, 3)] * 1500]], [3.5], ways=["reducer"]),
-    *(
-        drawn(rule, nodes, lengths, ways)
-        for rule in (*RULES, root)
-        for nodes in ([0], [0, 0], [0, 1], [1, 0, 0])
-        for lengths, ways in (
-            ([1] * 12, ("automatic", "average", "sharded")),
-            ([3, 3, 3, 3, 3, 2], ("automatic", "sharded")),
-            ([1, 2, 4, 1, 1, 3, 2, 1], LOOPS),
-        )
-    ),
     *of_rules(
         "with windows of different lengths",
         [[[(1.0, 1), (3.0, 3)]], [[(5.0, 4)]]],
@@ -409,6 +356,8 @@ CASES: Sequence[Case] = [
         for rule, kinds in (("weighted_mean", ("list", "workers")), ("mean", ("list", "stream", "iterable")))
         for kind in kinds
     ),
+    Case("of fewer batches on a rank", "weighted_mean", FEWER, [2.0] * 3 + [1.0] * 2, ["manual"]),
+    Case("of fewer batches on a rank", "mean", FEWER, GONE_BY_HAND, ["manual"]),
     *(
         Case(f"of {name}", rule, windows, gradients, ["automatic"], options=options)
         for name, rule, windows, gradients, options in (
@@ -441,28 +390,12 @@ CASES: Sequence[Case] = [
     weighted(
         "added to gradients that are kept, until the user clears them",
         [
-            [[(1.0, 3)], [(5.0, 1)], [(9.0, 7), CLEARED, (4.0, 3)]],
-            [[(5.0, 1)], [(1.0, 3)], [(9.0, 7), CLEARED, (0.0, 1)]],
+            [[(1.0, 3)], [(5.0, 1)], [(9.0, 7), CLEARED, (4.0, 3)], [(9.0, 7), ZEROED, (1.0, 3), (2.0, 1)]],
+            [[(5.0, 1)], [(1.0, 3)], [(9.0, 7), CLEARED, (0.0, 1)], [(9.0, 7), ZEROED, (5.0, 1), (2.0, 3)]],
         ],
-        [2.0, 2.0 + 2, 3.0],
+        [2.0, 2.0 + 2, 3.0, 2.0],
         ways=LOOPS,
         keeps=True,
-    ),
-    *of_rules(
-        "that begins anew",
-        [[[(100.0, 7), ZEROED, (1.0, 3), (2.0, 1)]], [[(100.0, 7), ZEROED, (5.0, 1), (2.0, 3)]]],
-        {"mean": [2.5], "sum": [10.0], "weighted_mean": [2.0]},
-        ways=LOOPS,
-    ),
-    *of_rules(
-        "whose backward raised in a window, over gradients that are kept",
-        raised_between([(7.0, 1), Fails(1000.0, 50), (7.0, 1)]),
-        {"sum": [200.0, 200.0, 200.0 + 6], "weighted_mean": [100.0, 100.0, 102.0]},
-        ways=LOOPS,
-        keeps=True,
-    ),
-    weighted(
-        "whose weight was refused", raised_between([Fails(1.0, -1)]), [100.0, 100.0, 102.0], ways=LOOPS, keeps=True
     ),
     *(
         Case(f"without a loss {where}", reduction, windows, expected, ["automatic"])
@@ -475,16 +408,9 @@ CASES: Sequence[Case] = [
         )
     ),
     *(
-        row
+        Case(f"left out for {name}", reduction, with_third(fault, n), gradients, ["automatic"], options=SKIPPED)
         for name, fault in FAULTS
-        for length, gradients in ((1, [3.0, 3.0, 0.0, 3.0, 3.0]), (2, [3.0, 0.0, 3.0]))
-        for row in of_rules(
-            f"left out for {name} in windows of {length}",
-            with_third(fault, length),
-            {"mean": gradients, "weighted_mean": gradients},
-            ways=["automatic"],
-            options=SKIPPED,
-        )
+        for reduction, n, gradients in (("mean", 1, [3.0, 3.0, 0.0, 3.0, 3.0]), ("weighted_mean", 2, [3.0, 0.0, 3.0]))
     ),
     *(
         Case(f"raised for {name}", "mean", windows, f"optimizer step 2: {said}", ["automatic"], options=JUDGED)
@@ -524,31 +450,20 @@ CASES: Sequence[Case] = [
         ways=LOOPS,
         options=UNUSED,
     ),
-    *(
-        row
-        for options in ({}, {"gradient_as_bucket_view": True})
-        for row in (
-            *of_rules(
-                f"in which a parameter begins to train {' and '.join(options)}",
-                [[[(1.0, 3)], [Trains(2.0, 3)], [(1.0, 1)]], [[(5.0, 1)], [Trains(6.0, 1)], [(5.0, 3)]]],
-                {
-                    "mean": [(3.0, 0.0), 4.0, 3.0],
-                    "sum": [(6.0, 0.0), 8.0, 6.0],
-                    "weighted_mean": [(2.0, 0.0), 3.0, 4.0],
-                },
-                ways=["automatic", "manual"],
-                options=options,
-                begins=["first"],
-            ),
-            *of_rules(
-                f"within which a parameter begins to train {' and '.join(options)}",
-                [[[(1.0, 3), Trains(2.0, 3)]], [[(5.0, 1), Trains(6.0, 1)]]],
-                {"mean": [(3.5, 2.0)], "weighted_mean": [(2.5, 1.5)]},
-                ways=["automatic"],
-                options=options,
-                begins=["first"],
-            ),
-        )
+    *of_rules(
+        "in which a parameter begins to train",
+        [[[(1.0, 3)], [Trains(2.0, 3)], [(1.0, 1)]], [[(5.0, 1)], [Trains(6.0, 1)], [(5.0, 3)]]],
+        {"mean": [(3.0, 0.0), 4.0, 3.0], "sum": [(6.0, 0.0), 8.0, 6.0], "weighted_mean": [(2.0, 0.0), 3.0, 4.0]},
+        ways=["automatic", "manual"],
+        begins=["first"],
+    ),
+    *of_rules(
+        "within which a parameter begins to train",
+        [[[(1.0, 3), Trains(2.0, 3)]], [[(5.0, 1), Trains(6.0, 1)]]],
+        {"mean": [(3.5, 2.0)], "weighted_mean": [(2.5, 1.5)]},
+        ways=["automatic"],
+        options={"gradient_as_bucket_view": True},
+        begins=["first"],
     ),
     weighted(
         "with a term whose parameter begins to train",
@@ -619,15 +534,7 @@ CASES: Sequence[Case] = [
         Case(f"with {name}", "weighted_mean", [[[of_rank]] for of_rank in of_ranks], said, OF_DDP)
         for name, *of_ranks, said in (
             ("different terms", COUNTED, ({"a": 1.0}, {"a": 3}), f"{TERMS_GIVEN}the loss terms 'a', a weight given"),
-            ("terms on one rank", COUNTED, (1.0, 1), f"{TERMS_GIVEN}one loss, a weight given"),
-            ("many terms on one rank", (MANY, dict.fromkeys(MANY, 1)), (1.0, 1), "differ in what must be the same"),
             ("misnamed weights", COUNTED, (A, {"a": 1, "c": 2}), "named ['a', 'c'], but its loss terms ['a', 'b']"),
-            (
-                "named weights of one loss",
-                (1.0, 1),
-                (1.0, {"a": 1}),
-                "its weights are named ['a'], but its loss terms []",
-            ),
             ("a negative term", COUNTED, (A, {"a": 1, "b": -2}), "loss term 'b': weight -2.0 is not a finite number"),
             ("no terms", ({}, 1), ({}, 1), f"a loss has 1 to {MOST_TERMS} named terms, got 0"),
             ("too many terms", *[({**MANY, "one more": 1.0}, 1)] * 2, f"got {MOST_TERMS + 1}: add some"),
@@ -635,22 +542,26 @@ CASES: Sequence[Case] = [
         )
     ),
     *(
-        Case(
-            f"with terms on one rank {when}",
-            "weighted_mean",
-            [[*before, [COUNTED] * length], [*before, [(1.0, 1)] * length]],
+        weighted(
+            f"with {n} micro-batches of terms on one rank after {len(before)} steps",
+            [[*before, [one] * n] for one in (COUNTED, (1.0, 1))],
             f"{TERMS_GIVEN}one loss, a weight given",
-            OF_DDP,
+            ways=OF_DDP,
         )
-        for when, before, length in (("in a window", [], 2), ("after steps of one loss", [[(1.0, 1)]] * 2, 1))
+        for before, n in (([], 1), ([], 2), ([[(1.0, 1)]] * 2, 1))
     ),
-    *bad("a negative weight", -1.0, "weight -1.0 is not a finite number >= 0"),
-    *bad("a weight that is NaN", NAN, "weight nan is not a finite number >= 0"),
-    *bad("an infinite weight", INF, "weight inf is not a finite number >= 0"),
-    *bad("a text for a weight", "many", "a weight is one number, got 'many' of type str"),
-    *bad("two numbers for a weight", torch.ones(2), "a weight is one number, got a tensor of shape (2,)"),
     *(
-        weighted(f"what is no weight, {said}", [[[(1.0, 1)]], [[(1.0, one)]]], said, ways=["reducer", "average"])
+        weighted(
+            f"of weight {weight} in a window of {n}",
+            [[[(1.0, 1)] * n] * 2, [[(1.0, 1)] * n, [*[(1.0, 1)] * (n - 1), (1.0, weight)]]],
+            f"rank 1: micro-batch {n - 1} of the window: weight {weight} is not a finite number >= 0",
+            ways=OF_DDP,
+        )
+        for weight in (-1.0, NAN, INF)
+        for n in (1, 2)
+    ),
+    *(
+        weighted(said, [[[(1.0, 1)]], [[(1.0, one)]]], said, ways=["automatic", "reducer", "average"])
         for said, one in NO_WEIGHTS.items()
     ),
     weighted("a negative weight", [[[(1.0, 1)]], [[(1.0, -1)]]], "weight", ways=["average", "sharded"]),
@@ -678,7 +589,6 @@ CASES: Sequence[Case] = [
         Case("of a user", rule, [[[(1.0, 2)]], [[(3.0, 4)]]], said, (*OF_DDP, "average"))
         for rule, said in (
             (infinite, "'infinite' returned normalizer=inf"),
-            (negative, "'negative' returned multiplier=-"),
             (no_share, "'no_share' failed on"),
         )
     ),

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from grids import covering
 from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from ranks import make_trainer, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -98,20 +98,8 @@ def by_hand(step: Callable[[Any, Any, Any], Any], start: Any = 1.0) -> Callable[
     return partial(Stepped, lambda module, batch: step(module, batch, module.optimizers()), partial(One, start), True)
 
 
-def stepped(module: Any, batch: Tensor, optimizer: Any) -> None:
-    optimizer.zero_grad()
-    module.manual_backward(mean_loss(module, batch))
-    optimizer.step()
-
-
 def direct(module: Any, batch: Tensor, optimizer: Any) -> None:
     mean_loss(module, batch).backward()
-    optimizer.step()
-
-
-def never_synchronized(module: Any, batch: Tensor, optimizer: Any) -> None:
-    with optimizer.toggle_model(sync_grad=False):
-        module.manual_backward(mean_loss(module, batch))
     optimizer.step()
 
 
@@ -126,13 +114,6 @@ def again_on_rank_1(module: Any, batch: Tensor, optimizer: Any) -> None:
     module.manual_backward(mean_loss(module, batch))
     for _ in range(1 + int(dist.get_rank() == 1 and batch.item() == 7)):
         optimizer.step()
-
-
-def of_all(module: Any, batch: Tensor, optimizer: Any) -> None:
-    """Write a gradient as PCGrad does, of samples that all ranks have."""
-    mean = module.trainer.strategy.reduce(batch.clone()).mean()
-    module.net.w.grad = torch.autograd.grad(mean * module.net.w, module.net.w)[0]
-    optimizer.step()
 
 
 def reduced(module: Any, batch: Tensor, optimizer: Any) -> None:
@@ -308,201 +289,6 @@ class OwnPart(Toy):
         return (self.w + self.own) * batch
 
 
-class Run(NamedTuple):
-    """A row.
-
-    Attributes:
-        module: Makes the module.
-        of_ranks: The batches of each rank.
-        expected: After each step the gradient, or the weights; or what is found in the error of every rank.
-        strategy: The options of the strategy.
-        weights: Whether these are expected, not gradients.
-        options: Those of the Trainer.
-        tolerance: Relative and absolute.
-    """
-
-    module: Callable[[], Any]
-    of_ranks: Any
-    expected: Any
-    strategy: Mapping[str, Any] = WEIGHTED
-    weights: bool = False
-    options: Mapping[str, Any] = {}
-    tolerance: float = 1e-12
-
-
-EPOCHS: Any = {"max_epochs": 2}
-WINDOW: Any = {"accumulate_grad_batches": 2}
-FEWER = [[[1.0]] * 5, [[3.0]] * 3]
-GONE = r"1 of 2 ranks have no more batches.*"
-HALVES = torch.randn(3, 100, generator=torch.Generator().manual_seed(1)).bfloat16()
-SCHEDULED: Any = {**EPOCHS, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}
-
-
-def drifts(step: Any, batches: Sequence[float], found: int, reduction: str = "mean", start: Any = 1.0) -> Run:
-    """Return a row in which the ranks drift apart, of which stock Lightning says nothing."""
-    others = batches if step is again_on_rank_1 else [2.0] * len(batches)
-    text = (
-        rf"^the ranks drifted apart: after {found} batch\(es\) parameter 'net.w' is not the.*another one is on rank 1\."
-        r".*self\.manual_backward\(loss\).*find_unused_parameters=True"
-    )
-    of_ranks = [[[one] for one in of_rank] for of_rank in (batches, others)]
-    return Run(by_hand(step, start), of_ranks, text, {"reduction": reduction})
-
-
-RUNS: dict[str, Run] = {
-    # Case 2: ranks with 3 and 1 samples, whose mean gradient is 7.5 * w; the last weight is 0.21029776386659413.
-    "uneven batches": Run(
-        partial(Toy, "s"), [[[1, 2, 3]] * 20, [[4]] * 20], [(1 - 0.01 * 7.5) ** n for n in range(1, 21)], weights=True
-    ),
-    "an epoch that ends within a window": Run(
-        partial(Interrupted, lr=0.0), [[[1], [2, 2, 2], [3], [4], [5], [6]]] * 2, [1.75, 1.75, 3.5, 5.5],
-        options={**EPOCHS, **WINDOW},
-    ),
-    # 4 batches of gradient 1, windows of 1 and then 2, end at 1 - 4 - 2 = -5.
-    "a scheduled window": Run(
-        partial(Toy, lr=1.0), [[[1]] * 4] * 2, [0, -1, -2, -3, -4, -5], {}, weights=True, options=SCHEDULED
-    ),
-    "a scheduled window of weights": Run(
-        partial(Toy, lr=1.0), [[[1]] * 4] * 2, [0, -1, -2, -3, -4, -5], weights=True, options=SCHEDULED
-    ),
-    # The product `w * backbone` has the gradients of both.
-    "a backbone that begins to train": Run(
-        Tuned, [[[1.0, 1.0, 1.0]], [[4.0]]], [[1 - 2.5, 2], [-1.5 - 2.5, 2 - 0.25 * -1.5 * 2.5]], {}, True, EPOCHS
-    ),
-    "a backbone that begins to train with weights": Run(
-        Tuned, [[[1.0, 1.0, 1.0]], [[5.0]]], [[1 - 2.0, 2], [-1 - 2.0, 2 - 0.25 * -1 * 2]], WEIGHTED, True, EPOCHS
-    ),
-    # Every step ends in the minimum of the mean over all samples, at 33/39.
-    **{
-        f"an optimizer with a closure {reduction}": Run(
-            Newton, [[[1.0, 2.0]] * 3, [[3.0, 5.0]] * 3], [33 / 39] * 3, {"reduction": reduction}, True, tolerance=1e-9
-        )
-        for reduction in ("mean", "weighted_mean")
-    },
-    # Summed in bfloat16, half of the numbers would differ.
-    "bfloat16 is rounded once": Run(
-        partial(Toy, dtype=torch.bfloat16, start=[1.0] * 100), [[[one]] for one in HALVES.tolist()],
-        [HALVES.float().mean(0).bfloat16().tolist()], options={"precision": "bf16-true"},
-    ),
-    # Case 53: of a gradient in the direction of (3, 4), both above 1.
-    **{
-        f"clipping {reduction} {algorithm} {window}": Run(
-            partial(Toy, start=[0.0, 0.0], lr=1.0), [[[[3.0, 0.0]]] * window, [[[0.0, 4.0]]] * window], [expected],
-            {"reduction": reduction}, weights=True, tolerance=1e-5,
-            options={"gradient_clip_val": 1.0, "gradient_clip_algorithm": algorithm, "accumulate_grad_batches": window},
-        )
-        for algorithm, expected in (("norm", [-0.6, -0.8]), ("value", [-1.0, -1.0]))
-        for reduction in ("mean", "sum", "weighted_mean")
-        for window in (1, 2)
-    },
-    # Local gradients 8 and 32.
-    "double backward": Run(
-        partial(Stepped, penalty, two_numbers), [[[1.0]], [[2.0]]], [[1 - 0.1 * 40, 1]],
-        {"reduction": "sum", "find_unused_parameters": True}, weights=True,
-    ),
-    "what is written by hand": Run(by_hand(of_all), [[[2.0]], [[4.0]]], [3.0], {"reduction": "sum"}),
-    "what is reduced by hand": Run(by_hand(reduced), [[[2.0]], [[4.0]]], [6.0], {"reduction": "sum"}),
-    "two backwards of a graph": Run(by_hand(kept_graph), [[[1.0]], [[5.0]]], [4 + 10.0]),
-    "a backward that a hook prevents": Run(by_hand(interrupted), [[[1.0]], [[5.0]]], [2 * (3 * 1 + 5) / 4]),
-    "a gradient that is not reduced": drifts(direct, [1, 1, 1], 1),
-    "a sum that is not reduced": drifts(direct, [1, 1, 1], 1, "sum"),
-    "a window without end": drifts(never_synchronized, [1, 1, 1], 1, "weighted_mean"),
-    "gradients in another order": drifts(swapped, [1], 1, start=[1.0, 1.0]),
-    # The ranks compare after 1, 2 and 4 batches, and at the end.
-    "a step too many at first": drifts(again_on_rank_1, [7, 1, 1, 1, 1, 1], 1),
-    "a step too many later": drifts(again_on_rank_1, [1, 1, 7, 1, 1, 1], 4),
-    "a step too many at last": drifts(again_on_rank_1, [1, 1, 1, 1, 1, 7], 6),
-    # By the words of DDP: Lightning would name another strategy.
-    "unused parameters": Run(
-        partial(MLP, "unused"), shares(3), r"`find_unused_parameters=True`.*did not receive grad.*: 4 5"
-    ),
-    # It joins the reduction, whatever the parameters' dtypes and layouts: 1 in 2 rows of 3, and 2 in the other 3.
-    **{
-        f"a loss without graph of {kind}": Run(
-            partial(Stepped, partial(without_graph, kind), partial(of_kind, kind)), [[[1.0, 2.0]]] * 2,
-            [[0.0] * 3 + [1.0] * 6 + [0.0] * 12 + [2.0] * 3],
-        )
-        for kind in ("dtypes", "sparse", "complex", "terms")
-    },
-    # No rank waits in the backward of the gather: all skip the step. Two equal losses of gradient 2 + 4.
-    **{
-        f"a loss lost after a gather {way} {lost} {named}": Run(
-            partial(Stepped, partial(lost_on_rank_1, way, lost, named)), [[[2.0]] * 5, [[4.0]] * 5], [6.0] * 4,
-            {"nonfinite": "skip_step", **(WEIGHTED if named else {})},
-        )
-        for way in GATHERS
-        for lost in (0, 2)
-        for named in (False, True)
-    },
-    # Rank 0's loss is over 1 w, or over the gathered 1 w + 10 w, whose gradient comes home to rank 1 as well.
-    **{
-        f"a loss of weight 0 {poison} {way} {window}": Run(
-            partial(Stepped, partial(poisoned, poison, way)), [[[1.0]] * 2, [[10.0]] * 2],
-            [1.0 if way == "alone" else 11.0] * (2 // window), options={"accumulate_grad_batches": window},
-        )
-        for way in ("alone", *GATHERS)
-        for poison in POISONS
-        for window in (1, 2)
-    },
-    "hooks of the user and a weight of 0": Run(partial(Stepped, hooked, hooked_one), [[[1.0]], [[10.0]]], [4.0]),
-    # The mean of 1 and 10, and the 1 of the only rank that counts in the other term.
-    **{
-        f"a term of weight 0 {poison}": Run(
-            partial(Stepped, partial(poisoned_term, poison)), [[[1.0]], [[10.0]]], [5.5 + 1]
-        )
-        for poison in POISONS
-    },
-    "a misspelt weight": Run(
-        partial(Stepped, misspelt), [[[1.0]], [[2.0]]], "the result of training_step has 'weights': call it \"weight\""
-    ),
-    "a step that reads its batches": Run(
-        partial(Iterates, weight=lambda batch, _: len(batch)), [[[1.0, 2.0], [3.0]], [[4.0], [5.0]]], [7 / 3, 4.0]
-    ),
-    "a step that reads its batches without a weight": Run(
-        Iterates, [[[1.0, 2.0], [3.0]], [[4.0], [5.0]]], 'return {"loss": loss, "weight": n} from training_step'
-    ),
-    "fewer batches of a step that reads them": Run(Iterates, FEWER, GONE + "dataloader_iter", {}),
-    "split batches of a step that reads them": Run(
-        Iterates, FEWER, "split_batches=True cannot serve.*dataloader_iter", {"split_batches": True}
-    ),
-    "fewer steps by hand under the mean": Run(by_hand(stepped), FEWER, GONE + "manual", {}),
-    "fewer steps by hand": Run(by_hand(stepped), FEWER, [2.0, 2.0, 2.0, 1.0, 1.0]),
-    **{
-        f"a stand-in without loss under {policy}": Run(
-            partial(Stepped, silent), FEWER, [2.0, 2.0, 2.0, 1.0, 1.0], {"nonfinite": policy}
-        )
-        for policy in ("propagate", "raise", "skip_step")
-    },
-    **{
-        f"a parameter that DDP ignores under {strategy}": Run(
-            OwnPart, [[[-1.0]]] * 2, "DDP was told to ignore the parameter 'own'", strategy
-        )
-        for strategy in ({"reduction": "sum"}, WEIGHTED, {"split_batches": True})
-    },
-}  # fmt: skip
-
-
-def train_run(name: str) -> Seen:
-    run = RUNS[name]
-    return train(run.of_ranks, None, run.strategy, module=run.module, **run.options)
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_step_by_hand_or_the_same_error(world, name):
-    run = RUNS[name]
-    ranks = world(len(run.of_ranks))
-    if isinstance(run.expected, str):
-        raised = ranks.run_expecting_errors(train_run, name)
-        assert all(re.search(run.expected, one.message, re.DOTALL) for one in raised), raised
-        assert {(raised[0].type_name, re.sub(r"rank \d", "", raised[0].message))} == {
-            (one.type_name, re.sub(r"rank \d", "", one.message)) for one in raised
-        }
-        return
-    seen = same_everywhere(ranks.run(train_run, name))
-    found = [one.tolist() for one in (seen.weights if run.weights else seen.gradients)]
-    assert [approx(one, run.tolerance) for one in run.expected] == found
-
-
 class Sparse(Stepped):
     """An embedding with sparse gradients next to a dense layer."""
 
@@ -536,57 +322,219 @@ MIXED = partial(Stepped, mixed, lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh()
 TOKENS, LABELS = torch.arange(6), torch.arange(1, 7)
 
 
-class Alone(NamedTuple):
-    """A row that trains as one process does on all ranks' batches at once."""
-
-    module: Callable[[], Any]
-    of_ranks: Sequence[Sequence[Any]]
-    window: int = 1
-    tolerance: float = 1e-6
-    strategy: Mapping[str, Any] = {}
-    options: Mapping[str, Any] = {}
-
-
 def long(of_ranks: Sequence[Sequence[Any]]) -> list[list[Tensor]]:
     return [[torch.tensor(one, dtype=torch.long) for one in of_rank] for of_rank in of_ranks]
 
 
-ALONE: dict[str, Alone] = {
+class Run(NamedTuple):
+    """A row.
+
+    Attributes:
+        module: Makes the module.
+        of_ranks: The batches of each rank.
+        expected: After each step the gradient, or the weights; what is found in the error of every rank; or None, for
+            the weights of one process on all ranks' batches at once.
+        strategy: The options of the strategy.
+        weights: Whether these are expected, not gradients.
+        options: Those of the Trainer.
+        tolerance: Relative and absolute.
+    """
+
+    module: Callable[[], Any]
+    of_ranks: Any
+    expected: Any
+    strategy: Mapping[str, Any] = WEIGHTED
+    weights: bool = False
+    options: Mapping[str, Any] = {}
+    tolerance: float = 1e-12
+
+
+def as_one(module: Any, of_ranks: Any, window: int = 1, tolerance: float = 1e-6, unused: bool = False) -> Run:
+    strategy = {**WEIGHTED, "find_unused_parameters": unused}
+    return Run(module, of_ranks, None, strategy, options={"accumulate_grad_batches": window}, tolerance=tolerance)
+
+
+EPOCHS: Any = {"max_epochs": 2}
+CLIPPED = (("norm", [-0.6, -0.8]), ("value", [-1.0, -1.0]))
+WINDOW: Any = {"accumulate_grad_batches": 2}
+FEWER = [[[1.0]] * 5, [[3.0]] * 3]
+GONE = r"1 of 2 ranks have no more batches.*"
+HALVES = torch.randn(3, 100, generator=torch.Generator().manual_seed(1)).bfloat16()
+SCHEDULED: Any = {**EPOCHS, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}
+
+
+def drifts(step: Any, batches: Sequence[float], found: int, start: Any = 1.0) -> Run:
+    """Return a row in which the ranks drift apart, of which stock Lightning says nothing."""
+    others = batches if step is again_on_rank_1 else [2.0] * len(batches)
+    text = (
+        rf"^the ranks drifted apart: after {found} batch\(es\) parameter 'net.w' is not the.*another one is on rank 1\."
+        r".*self\.manual_backward\(loss\).*find_unused_parameters=True"
+    )
+    of_ranks = [[[one] for one in of_rank] for of_rank in (batches, others)]
+    return Run(by_hand(step, start), of_ranks, text, {})
+
+
+RUNS: dict[str, Run] = {
+    # Case 2: ranks with 3 and 1 samples, whose mean gradient is 7.5 * w; the last weight is 0.21029776386659413.
+    "uneven batches": Run(
+        partial(Toy, "s"), [[[1, 2, 3]] * 20, [[4]] * 20], [(1 - 0.01 * 7.5) ** n for n in range(1, 21)], weights=True
+    ),
+    "an epoch that ends within a window": Run(
+        partial(Interrupted, lr=0.0), [[[1], [2, 2, 2], [3], [4], [5], [6]]] * 2, [1.75, 1.75, 3.5, 5.5],
+        options={**EPOCHS, **WINDOW},
+    ),
+    # 4 batches of gradient 1, windows of 1 and then 2, end at 1 - 4 - 2 = -5.
     **{
-        f"MLP {variant} {window}": Alone(partial(MLP, variant), shares(5), window)
-        for variant in ("", "checkpoint", "checkpoint_reentrant", "frozen")
-        for window in (1, 2)
+        f"a scheduled window {strategy}": Run(
+            partial(Toy, lr=1.0), [[[1]] * 4] * 2, [0, -1, -2, -3, -4, -5], strategy, True, SCHEDULED
+        )
+        for strategy in ({}, WEIGHTED)
     },
-    "MLP compile": Alone(partial(MLP, "compile"), shares(5), tolerance=1e-5),
-    "MLP unused": Alone(partial(MLP, "unused"), shares(5), strategy={"find_unused_parameters": True}),
-    "MLP in float64": Alone(MLP, shares(5, torch.float64), 2, 1e-12, options={"precision": "64-true"}),
-    "labels that a rank ignores": Alone(
-        LABELED, [[(TOKENS, LABELS)] * 3, [(TOKENS, torch.full_like(LABELS, -100))] * 3]
+    # The product `w * backbone` has the gradients of both.
+    "a backbone that begins to train": Run(
+        Tuned, [[[1.0, 1.0, 1.0]], [[4.0]]], [[1 - 2.5, 2], [-1.5 - 2.5, 2 - 0.25 * -1.5 * 2.5]], {}, True, EPOCHS
     ),
-    # Case 48.
-    "double backward": Alone(
-        partial(Stepped, penalty, two_numbers), [[torch.tensor([1.0])], [torch.tensor([2.0])]], 1, 1e-12,
-        {"find_unused_parameters": True},
+    # Every step ends in the minimum of the mean over all samples, at 33/39.
+    **{
+        f"an optimizer with a closure {reduction}": Run(
+            Newton, [[[1.0, 2.0]] * 3, [[3.0, 5.0]] * 3], [33 / 39] * 3, {"reduction": reduction}, True, tolerance=1e-9
+        )
+        for reduction in ("mean", "weighted_mean")
+    },
+    # Summed in bfloat16, half of the numbers would differ.
+    "bfloat16 is rounded once": Run(
+        partial(Toy, dtype=torch.bfloat16, start=[1.0] * 100), [[[one]] for one in HALVES.tolist()],
+        [HALVES.float().mean(0).bfloat16().tolist()], options={"precision": "bf16-true"},
     ),
-    "sparse rows": Alone(Sparse, long([[[1, 2, 2]], [[2]]]), 1, 1e-12),
-    "sparse rows of one rank": Alone(Sparse, long([[[1, 2, 2]], [[]]]), 1, 1e-12),
-    "sparse rows in a window": Alone(Sparse, long([[[1, 2], [3]], [[4, 5, 6], [1]]]), 2, 1e-12),
-    "sparse rows in a window of one rank": Alone(Sparse, long([[[1, 2], [3]], [[], [1]]]), 2, 1e-12),
+    # Case 53: of a gradient in the direction of (3, 4), both above 1.
+    **{
+        f"clipping {reduction} {algorithm} {window}": Run(
+            partial(Toy, start=[0.0, 0.0], lr=1.0), [[[[3.0, 0.0]]] * window, [[[0.0, 4.0]]] * window], [expected],
+            {"reduction": reduction}, weights=True, tolerance=1e-5,
+            options={"gradient_clip_val": 1.0, "gradient_clip_algorithm": algorithm, "accumulate_grad_batches": window},
+        )
+        for (algorithm, expected), reduction, window in covering(CLIPPED, ("mean", "sum", "weighted_mean"), (1, 2))
+    },
+    "what is reduced by hand": Run(by_hand(reduced), [[[2.0]], [[4.0]]], [6.0], {"reduction": "sum"}),
+    "two backwards of a graph": Run(by_hand(kept_graph), [[[1.0]], [[5.0]]], [4 + 10.0]),
+    "a backward that a hook prevents": Run(by_hand(interrupted), [[[1.0]], [[5.0]]], [2 * (3 * 1 + 5) / 4]),
+    "a gradient that is not reduced": drifts(direct, [1, 1, 1], 1),
+    "gradients in another order": drifts(swapped, [1], 1, start=[1.0, 1.0]),
+    # The ranks compare after 1, 2 and 4 batches, and at the end.
+    "a step too many at first": drifts(again_on_rank_1, [7, 1, 1, 1, 1, 1], 1),
+    "a step too many later": drifts(again_on_rank_1, [1, 1, 7, 1, 1, 1], 4),
+    "a step too many at last": drifts(again_on_rank_1, [1, 1, 1, 1, 1, 7], 6),
+    # By the words of DDP: Lightning would name another strategy.
+    "unused parameters": Run(
+        partial(MLP, "unused"), shares(3), r"`find_unused_parameters=True`.*did not receive grad.*: 4 5"
+    ),
+    # It joins the reduction, whatever the parameters' dtypes and layouts: 1 in 2 rows of 3, and 2 in the other 3.
+    **{
+        f"a loss without graph of {kind}": Run(
+            partial(Stepped, partial(without_graph, kind), partial(of_kind, kind)), [[[1.0, 2.0]]] * 2,
+            [[0.0] * 3 + [1.0] * 6 + [0.0] * 12 + [2.0] * 3],
+        )
+        for kind in ("dtypes", "sparse", "complex", "terms")
+    },
+    # No rank waits in the backward of the gather: all skip the step. Two equal losses of gradient 2 + 4.
+    **{
+        f"a loss lost after a gather {way} {lost} {named}": Run(
+            partial(Stepped, partial(lost_on_rank_1, way, lost, named)), [[[2.0]] * 5, [[4.0]] * 5], [6.0] * 4,
+            {"nonfinite": "skip_step", **(WEIGHTED if named else {})},
+        )
+        for way, lost, named in covering([*GATHERS], (0, 2), (False, True))
+    },
+    # Rank 0's loss is over 1 w, or over the gathered 1 w + 10 w, whose gradient comes home to rank 1 as well.
+    **{
+        f"a loss of weight 0 {poison} {way} {window}": Run(
+            partial(Stepped, partial(poisoned, poison, way)), [[[1.0]] * 2, [[10.0]] * 2],
+            [1.0 if way == "alone" else 11.0] * (2 // window), options={"accumulate_grad_batches": window},
+        )
+        for way, poison, window in covering(["alone", *GATHERS], [*POISONS], (1, 2))
+    },
+    "hooks of the user and a weight of 0": Run(partial(Stepped, hooked, hooked_one), [[[1.0]], [[10.0]]], [4.0]),
+    # The mean of 1 and 10, and the 1 of the only rank that counts in the other term.
+    **{
+        f"a term of weight 0 {poison}": Run(
+            partial(Stepped, partial(poisoned_term, poison)), [[[1.0]], [[10.0]]], [5.5 + 1]
+        )
+        for poison in POISONS
+    },
+    "a misspelt weight": Run(
+        partial(Stepped, misspelt), [[[1.0]], [[2.0]]], "the result of training_step has 'weights': call it \"weight\""
+    ),
+    "a step that reads its batches": Run(
+        partial(Iterates, weight=lambda batch, _: len(batch)), [[[1.0, 2.0], [3.0]], [[4.0], [5.0]]], [7 / 3, 4.0]
+    ),
+    "a step that reads its batches without a weight": Run(
+        Iterates, [[[1.0, 2.0], [3.0]], [[4.0], [5.0]]], 'return {"loss": loss, "weight": n} from training_step'
+    ),
+    "fewer batches of a step that reads them": Run(Iterates, FEWER, GONE + "dataloader_iter", {}),
+    "split batches of a step that reads them": Run(
+        Iterates, FEWER, "split_batches=True cannot serve.*dataloader_iter", {"split_batches": True}
+    ),
+    **{
+        f"a stand-in without loss under {policy}": Run(
+            partial(Stepped, silent), FEWER, [2.0, 2.0, 2.0, 1.0, 1.0], {"nonfinite": policy}
+        )
+        for policy in ("propagate", "raise", "skip_step")
+    },
+    # As stock DDP has it: the gradients of each rank, here equal ones.
+    "a parameter that DDP ignores": Run(OwnPart, [[[-1.0]]] * 2, [[-1.0, -1.0]], {}),
+    **{
+        f"a parameter that DDP ignores under {strategy}": Run(
+            OwnPart, [[[-1.0]]] * 2, "DDP was told to ignore the parameter 'own'", strategy
+        )
+        for strategy in ({"reduction": "sum"}, WEIGHTED, {"split_batches": True})
+    },
 }  # fmt: skip
 
 
-def train_alone(name: str) -> Seen:
-    row = ALONE[name]
-    options = {"accumulate_grad_batches": row.window, **row.options}
-    return train(row.of_ranks, None, {**WEIGHTED, **row.strategy}, module=row.module, **options)
+RUNS |= {
+    **{
+        f"an MLP {variant} {window}": as_one(partial(MLP, variant), shares(5), window)
+        for variant in ("", "checkpoint", "checkpoint_reentrant", "frozen")
+        for window in (1, 2)
+    },
+    "a compiled MLP": as_one(partial(MLP, "compile"), shares(5), tolerance=1e-5),
+    "an MLP with unused parameters": as_one(partial(MLP, "unused"), shares(5), unused=True),
+    "an MLP in float64": as_one(lambda: MLP().double(), shares(5, torch.float64), 2, 1e-12),
+    "labels that a rank ignores": as_one(
+        LABELED, [[(TOKENS, LABELS)] * 3, [(TOKENS, torch.full_like(LABELS, -100))] * 3]
+    ),
+    # Case 48.
+    "double backward": as_one(
+        partial(Stepped, penalty, two_numbers), [[torch.tensor([1.0])], [torch.tensor([2.0])]], 1, 1e-12, True
+    ),
+    "sparse rows": as_one(Sparse, long([[[1, 2, 2]], [[2]]]), 1, 1e-12),
+    "sparse rows of one rank": as_one(Sparse, long([[[1, 2, 2]], [[]]]), 1, 1e-12),
+    "sparse rows in a window": as_one(Sparse, long([[[1, 2], [3]], [[4, 5, 6], [1]]]), 2, 1e-12),
+    "sparse rows in a window of one rank": as_one(Sparse, long([[[1, 2], [3]], [[], [1]]]), 2, 1e-12),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_models_train_as_on_one_process(world, name):
-    row = ALONE[name]
-    _, *expected = alone(row.module().to(torch.float64 if row.options else None), row.of_ranks, row.window)
-    found = same_everywhere(world(2).run(train_alone, name)).weights
-    torch.testing.assert_close(found, expected, rtol=row.tolerance, atol=row.tolerance)
+def train_run(name: str) -> Seen:
+    run = RUNS[name]
+    return train(run.of_ranks, None, run.strategy, module=run.module, **run.options)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_by_hand_or_the_same_error(world, name):
+    run = RUNS[name]
+    ranks = world(len(run.of_ranks))
+    if isinstance(run.expected, str):
+        raised = ranks.run_expecting_errors(train_run, name)
+        assert all(re.search(run.expected, one.message, re.DOTALL) for one in raised), raised
+        assert {(raised[0].type_name, re.sub(r"rank \d", "", raised[0].message))} == {
+            (one.type_name, re.sub(r"rank \d", "", one.message)) for one in raised
+        }
+        return
+    seen, expected, weights = same_everywhere(ranks.run(train_run, name)), run.expected, run.weights
+    if expected is None:
+        _, *of_one = alone(run.module(), run.of_ranks, run.options["accumulate_grad_batches"])
+        expected, weights = [one.tolist() for one in of_one], True
+    found = [one.tolist() for one in (seen.weights if weights else seen.gradients)]
+    assert [approx(one, run.tolerance) for one in expected] == found
 
 
 def train_mixed(rows: Any, precision: str, scale: float | None) -> Seen:
@@ -603,15 +551,6 @@ def test_mixed_precision(world, precision, scale, tolerance, window):
     (found,) = same_everywhere(world(2).run(train_mixed, rows, precision, scale)).weights
     before, expected = alone(MIXED(), rows, window)
     assert torch.linalg.norm(found - expected) <= tolerance * torch.linalg.norm(expected - before)
-
-
-@pytest.mark.parametrize("window", [1, 2])
-def test_a_parameter_that_ddp_ignores_gets_under_the_mean_what_stock_gives(world, window):
-    batches, options = [[[-1.0]] * 2, [[-3.0]] * 2], {"module": OwnPart, "accumulate_grad_batches": window}
-    ours = world(2).run(train, batches, None, {"check_replicas_every_n_steps": None}, **options)
-    stock = world(2).run(train, batches, None, None, of=DDPStrategy, **options)
-    for mine, theirs in zip(ours, stock, strict=True):
-        assert torch.equal(torch.stack(mine.gradients), torch.stack(theirs.gradients))
 
 
 def lost_at_0(module: Any, batch: Tensor) -> Tensor | None:

@@ -69,10 +69,8 @@ IGNORED = (
     ("result", "strategy", "batches", "said"),
     [
         ({}, WEIGHTED, BATCHES, [SAMPLES]),
-        ({"weight": None}, WEIGHTED, BATCHES, [SAMPLES]),
-        ({"height": 4, "length": 3, "weights_of": 1}, WEIGHTED, BATCHES, [SAMPLES]),
+        ({"weight": None, "height": 4, "weights_of": 1}, WEIGHTED, BATCHES, [SAMPLES]),
         ({"weight": 3}, WEIGHTED, BATCHES, []),
-        ({"weights": 3}, {}, BATCHES, []),
         ({"weights": 3}, {"reduction": "sum"}, BATCHES, []),
         ({}, WEIGHTED, TARGETS, [SAMPLES, IGNORED]),
         ({}, {"split_batches": True}, TARGETS, [SAMPLES, IGNORED]),

@@ -57,7 +57,6 @@ class Seen:
     world_size: int
     gradients: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
-    calls: int = 0
     steps: int = 0
 
 
