@@ -269,12 +269,17 @@ def test_ranks_that_reduce_differently(loop, rules):
         loop(reduction=rules[dist.get_rank()]).set_up(Line())
 
 
-@on_ranks(1)
+@on_ranks()
 def test_models_that_cannot_be_served():
-    """A module without DDP, a static graph, and a loss of no model are refused with what to do."""
-    with pytest.raises(TypeError, match=r"got Line\. Wrap the model first"):
-        GradAvgReducer(**WEIGHTED).register(Line())
-    with pytest.raises(ValueError, match="static_graph=True"):
-        GradAvgReducer(**WEIGHTED).register(DistributedDataParallel(Line(), static_graph=True))
+    """A module without DDP, a static graph, another group, and a loss of no model are refused with what to do."""
+    reducer, group = GradAvgReducer(**WEIGHTED), dist.new_group([0, 1])
     with pytest.raises(RuntimeError, match="call register first"):
-        GradAvgReducer(**WEIGHTED).weigh(torch.ones((), requires_grad=True), weight=1)
+        reducer.weigh(torch.ones((), requires_grad=True), weight=1)
+    with pytest.raises(TypeError, match=r"got Line\. Wrap the model first"):
+        reducer.register(Line())
+    with pytest.raises(ValueError, match="static_graph=True"):
+        reducer.register(DistributedDataParallel(Line(), static_graph=True))
+    first = DistributedDataParallel(Line())
+    reducer.register(first)
+    with pytest.raises(ValueError, match="reduced over one process group: use a reducer for each"):
+        reducer.register(DistributedDataParallel(Line(), process_group=group))
