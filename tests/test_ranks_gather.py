@@ -154,11 +154,6 @@ def test_what_is_right(world, reduction, loss, weight, plain, way):
     assert found == ([ONE, ONE] if told or plain != "tell" else [None, mock.ANY])
 
 
-def test_mean_of_own_rows_needs_equal_ones(world):
-    """Under `"mean"` the mean over own rows has another direction where ranks have different numbers of rows."""
-    assert [None, mock.ANY] == ratios_of(world, reduction="mean", loss="own rows: mean")
-
-
 @pytest.mark.parametrize(("whose", "expected"), [("own rows", None), ("all rows", approx(1 / N, 1e-9))])
 def test_what_goes_wrong_without_gradients(world, whose, expected):
     """Own rows have another direction; all rows 1/W of the gradient, and that of the scale is not too small with it."""
