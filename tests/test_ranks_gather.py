@@ -105,31 +105,29 @@ def ratios(gradient: Tensor) -> list[float | None]:
     return found
 
 
-def reduced(nodes: Sequence[int], plainly: bool, **variant: Any) -> Tensor:
+def reduced(plainly: bool, rows: Sequence[int], nodes: Sequence[int], **variant: Any) -> Tensor:
     """Body: the gradient of one step, under the strategy or in a plain loop."""
-    parts = [(a, b) for a, b in zip(A.split(variant["rows"]), B.split(variant["rows"]), strict=True)]
-    toy = {"nodes": nodes, **variant}
+    parts = list(zip(A.split(rows), B.split(rows), strict=True))
+    toy, rule = {"rows": rows, "nodes": nodes, **variant}, {"reduction": variant["reduction"]}
     if not plainly:
-        return train([[part] for part in parts], toy, {"reduction": variant["reduction"]}, nodes, Towers).gradients[0]
+        return train([[part] for part in parts], toy, rule, nodes, Towers).gradients[0]
     os.environ["NODE_RANK"] = str(nodes[dist.get_rank()])
     model = Towers(**toy)
     model.training_step(parts[dist.get_rank()], 0)["loss"].backward()
-    average_gradients(model, reduction=variant["reduction"], weight=model.weight)
+    average_gradients(model, **rule, weight=model.weight)
     return flat(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
-LAYOUTS = (((2, 1, 1), [0, 0, 1]), ((2, 0, 1, 1), [0, 0, 0, 1]))
-"""Uneven rows and nodes, with an empty rank among them."""
+def ratios_of(
+    world: Any, rows: Sequence[int] = (2, 0, 1, 1), nodes: Any = (0, 0, 0, 1), plainly: bool = False, **variant: Any
+) -> list[float | None]:
+    """Return the ratios to the gradients of one process, which are the same on all ranks.
 
-
-def ratios_of(world: Any, layouts: Any = LAYOUTS, plainly: bool = False, **variant: Any) -> list[list[float | None]]:
-    """Return the ratios to the gradients of one process, which are the same on all ranks."""
-    found = []
-    for rows, nodes in layouts:
-        first, *others = world(len(nodes)).run(reduced, nodes, plainly, rows=rows, **variant)
-        assert all(torch.equal(first, other) for other in others)
-        found.append(ratios(first))
-    return found
+    By default rows and nodes are uneven, and one rank is empty.
+    """
+    first, *others = world(len(nodes)).run(reduced, plainly, rows, nodes, **variant)
+    assert all(torch.equal(first, other) for other in others)
+    return ratios(first)
 
 
 def table_of(title: str) -> list[list[str]]:
@@ -144,27 +142,23 @@ assert {row[0] for row in RIGHT} == set(RULES)
 assert {row[3] for row in RIGHT} == {"", "tell"}
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["untold", "told"])
-@pytest.mark.parametrize("plainly", [False, True], ids=["strategy", "plain loop"])
+@pytest.mark.parametrize("way", ["strategy", "plain loop", "plain loop, told"])
 @pytest.mark.parametrize(("reduction", "loss", "weight", "plain"), RIGHT)
-def test_what_is_right(world, reduction, loss, weight, plain, plainly, told):
-    """Every line is the gradient of one process; in a plain loop, where it says so, only if `gather` is told."""
-    found = ratios_of(world, plainly=plainly, reduction=reduction, loss=loss, weight=weight, told=told)
-    assert found == ([[None, mock.ANY]] * 2 if plainly and plain == "tell" and not told else [[ONE, ONE]] * 2)
+def test_what_is_right(world, reduction, loss, weight, plain, way):
+    """Every line is the gradient of one process; in a plain loop, where it says so, only if `gather` is told.
+
+    The strategy leaves what `gather` is told out of account.
+    """
+    given, told = {"reduction": reduction, "loss": loss, "weight": weight}, way != "plain loop"
+    found = ratios_of(world, plainly=way != "strategy", **given, told=told)
+    assert found == ([ONE, ONE] if told or plain != "tell" else [None, mock.ANY])
 
 
-def test_mean_of_own_rows_needs_equal_ones(world):
-    """Under `"mean"` the mean over own rows has another direction where ranks have different numbers of rows."""
-    assert [[None, mock.ANY]] * 2 == ratios_of(world, reduction="mean", loss="own rows: mean")
-
-
-@pytest.mark.parametrize("nodes", [[0, 0], [0, 0, 1, 1]], ids=str)
-@pytest.mark.parametrize("whose", ["own rows", "all rows"])
-def test_what_goes_wrong_without_gradients(world, whose, nodes):
+@pytest.mark.parametrize(("whose", "expected"), [("own rows", None), ("all rows", approx(1 / N, 1e-9))])
+def test_what_goes_wrong_without_gradients(world, whose, expected):
     """Own rows have another direction; all rows 1/W of the gradient, and that of the scale is not too small with it."""
-    layout = ((N // len(nodes),) * len(nodes), nodes)
-    expected = [None if whose == "own rows" else approx(1 / len(nodes), 1e-9), ONE]
-    assert [expected] == ratios_of(world, [layout], reduction="mean", loss=f"{whose}: mean", detached=True)
+    variant: Any = {"reduction": "mean", "loss": f"{whose}: mean", "detached": True}
+    assert [expected, ONE] == ratios_of(world, [1] * N, [0] * N, **variant)
 
 
 def test_single_process_numbers():
@@ -186,18 +180,14 @@ class Cached(Towers):
         return self.loss(*self.among(cached, int(start), self.features(chunk)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_chunks_are_summed(world, world_size, reduction):
+@pytest.mark.parametrize(("world_size", "reduction", "ratio"), [(1, "mean", 1 / 2), (2, "sum", 1.0)])
+def test_chunks_are_summed(world, world_size, reduction, ratio):
     """The gradients of 2 chunks per rank add up to that of the full batch; averaging halves on one rank."""
     length, rows = N // world_size // 2, [N // world_size] * world_size
     chunks = [(torch.tensor(i), (A[i : i + length], B[i : i + length])) for i in range(0, N, length)]
-    toy = {"rows": rows, "nodes": [0] * world_size}
-    of_ranks = [chunks[2 * rank : 2 * rank + 2] for rank in range(world_size)]
-    ratio = 1.0 if reduction == "sum" else 1 / (2 * world_size)
-    for seen in world(world_size).run(
-        train, of_ranks, toy, {"reduction": reduction}, None, Cached, accumulate_grad_batches=2
-    ):
+    of_ranks, toy = [chunks[:2], chunks[2:]], {"rows": rows, "nodes": [0] * world_size}
+    options: Any = {"module": Cached, "accumulate_grad_batches": 2}
+    for seen in world(world_size).run(train, of_ranks, toy, {"reduction": reduction}, **options):
         assert [approx(ratio, 1e-9), approx(ratio * 2 * world_size, 1e-9)] == ratios(seen.gradients[0])
 
 

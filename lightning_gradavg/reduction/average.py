@@ -66,26 +66,18 @@ def average_gradients(
     """
     world = World.of(group)
     mine, agreed = world.agree(
-        "average_gradients cannot reduce", lambda: _brought(module_or_parameters, reduction, weight)
+        "average_gradients cannot reduce", lambda: _brought(module_or_parameters, resolve_rule(reduction), weight)
     )
     factor = rank_factors(resolve_rule(reduction), agreed.nodes, agreed.weights)[world.rank]
     having = map(any, zip(*agreed.details, strict=True))
     gradients = [_writable(parameter) for parameter, has in zip(mine.tensors.values(), having, strict=True) if has]
-    sum_gradients(gradients, factor, world)
-
-
-def sum_gradients(gradients: Sequence[Tensor], factor: float, world: World) -> None:
-    """Replace every gradient by `sum over ranks of factor * gradient`, in place; 0 discards them, whatever they hold.
-
-    They have the same shapes and dtypes, in the same order, on all ranks; strides may differ, and memory may be shared.
-    """
     sums, works = list[tuple[list[Tensor], Tensor]](), []
     for members in buckets_of(gradients, _BUCKET_BYTES):
         # In no fewer than 32 bits: a sum of float16 overflows and a pre-divided one underflows where the result does
         # neither, and bfloat16 loses bits at every addition.
         wide = torch.promote_types(members[0].dtype, torch.float32)
         flat = torch.cat([gradient.reshape(-1) for gradient in members]).to(wide)
-        flat = flat.mul_(factor) if factor > 0 else flat.zero_()
+        flat = flat.mul_(factor) if factor > 0 else flat.zero_()  # 0 times NaN is NaN
         if world.group is not None:
             works.append(dist.all_reduce(flat, group=world.group, async_op=True))
         sums.append((members, flat))
@@ -100,21 +92,6 @@ def _writable(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient.resolve_conj().resolve_neg()
     return parameter.grad
-
-
-def _brought(source: Any, reduction: Any, weight: Any) -> Contribution:
-    """Return what this rank brings to a reduction, checked, and which gradients it has."""
-    rule, parameters = resolve_rule(reduction), _labeled(source)
-    equal = [f"reduction={rule.name!r}, {rule.formula}", f"{len(parameters)} parameters"]
-    for label, parameter in parameters.items():
-        refuse(label, parameter, _REFUSED_PARAMETERS)
-        like = parameter
-        if parameter.grad is not None:
-            like = parameter.grad
-            refuse(f"the gradient of {label}", like, _REFUSED_GRADIENTS)
-        equal.append(f"{label} of shape {tuple(like.shape)}, {like.dtype} on {like.device.type}")
-    has = [parameter.grad is not None for parameter in parameters.values()]
-    return Contribution(equal, has, checked_weight(rule, weight), rule.node, parameters)
 
 
 def needs_weight(rule: Rule) -> str:
@@ -135,33 +112,44 @@ def checked_weight(rule: Rule, weight: float | Tensor | None) -> float:
     return number
 
 
-_REFUSED_PARAMETERS: Refusals = (
-    (
-        lambda parameter: not isinstance(parameter, Tensor),
-        "is {0!r} of type {0.__class__.__name__}: pass a module, or an iterable such as model.parameters()",
-    ),
-    (
-        lambda parameter: hasattr(parameter, "device_mesh"),
-        "is a DTensor, whose placements say how it is reduced: reduce it along its device mesh, or pass other tensors",
-    ),
-)
-_REFUSED_GRADIENTS: Refusals = (
-    (
-        lambda gradient: gradient.layout != torch.strided,
-        "is {0.layout}: convert it by to_dense(), or let DDP with GradAvgReducer or GradAvgStrategy reduce it",
-    ),
-    (
-        lambda gradient: 0 in gradient.stride() and not gradient.is_contiguous(),
-        "repeats elements in memory, as after expand(): clone() it",
-    ),
-)
-
-
-def refuse(name: str, value: object, refusals: Refusals) -> None:
+def refuse(label: str, value: object, refusals: Refusals) -> None:
     """Raise a ValueError about the first of the refusals that holds, if any does."""
     for holds, reason in refusals:
         if holds(value):
-            raise ValueError(f"{name} {reason.format(value)}")
+            raise ValueError(f"{label} {reason.format(value)}")
+
+
+_REFUSED: Refusals = (
+    (
+        lambda one: not isinstance(one, Tensor),
+        "is {0!r} of type {0.__class__.__name__}: pass a module, or an iterable such as model.parameters()",
+    ),
+    (
+        lambda one: hasattr(one, "device_mesh"),
+        "is a DTensor, whose placements say how it is reduced: reduce it along its device mesh, or pass other tensors",
+    ),
+    (
+        lambda one: one.layout != torch.strided,
+        "has a gradient of layout {0.layout}: convert it by to_dense(), or use DDP with GradAvgReducer",
+    ),
+    (
+        lambda one: 0 in one.stride() and not one.is_contiguous(),
+        "has a gradient that repeats elements in memory, as after expand(): clone() it",
+    ),
+)
+
+
+def _brought(source: Any, rule: Rule, weight: Any) -> Contribution:
+    """Return what this rank brings to a reduction, checked, and which gradients it has."""
+    parameters, has = _labeled(source), list[bool]()
+    equal = [f"reduction={rule.name!r}, {rule.formula}", f"{len(parameters)} parameters"]
+    for label, parameter in parameters.items():
+        gradient = getattr(parameter, "grad", None)
+        like = parameter if gradient is None else gradient
+        refuse(label, like, _REFUSED)
+        equal.append(f"{label} of shape {tuple(like.shape)}, {like.dtype} on {like.device.type}")
+        has.append(gradient is not None)
+    return Contribution(equal, has, checked_weight(rule, weight), rule.node, parameters)
 
 
 def _labeled(source: Any) -> dict[str, Tensor]:

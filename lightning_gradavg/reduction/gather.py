@@ -151,8 +151,7 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, world: World, rows: Any, wanted: Any, ratios: Any, anchor: Tensor, *tensors: Tensor) -> Any:
-        del anchor
+    def forward(ctx: Any, world: World, rows: Any, wanted: Any, ratios: Any, _anchor: Any, *tensors: Tensor) -> Any:
         ctx.given = world, rows, wanted, ratios
         gathered = [
             _exchanged([tensor] * world.size, [len(tensor)] * world.size, of_leaf, world)

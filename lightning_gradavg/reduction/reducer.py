@@ -61,7 +61,6 @@ class GradAvgReducer:
         self._divisor = None if self._is_mean else 1.0
         nothing = Accumulation(self._rule, (Place(),), World(), torch.device("cpu"), parameters=(), owned_by_user=True)
         self._use(nothing, _refuse_loss)
-        self._worlds = set[World]()
         # Models come and go, as in cross-validation; of each, whether DDP reduces after its last forward.
         self._models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._frozen: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
@@ -89,16 +88,15 @@ class GradAvgReducer:
                 "static_graph=True makes DDP treat its first backward as every step's, which those within a window"
                 " are not. Leave it out, or use lightning_gradavg.GradAvgStrategy with Lightning's Trainer."
             )
-        world, device = World.of(model.process_group), next(model.parameters()).device
-        self._worlds.add(world)
-        if len(self._worlds) > 1:
+        world, rule = World.of(model.process_group), self._rule
+        if self._models and world != self._accumulation.world:
             raise ValueError("the models of one reducer are reduced over one process group: use a reducer for each")
-        equal, rule = [f"reduction={self._rule.name!r}, {self._rule.formula}"], self._rule
+        equal = [f"reduction={rule.name!r}, {rule.formula}"]
         _, agreed = world.agree(
             "GradAvgReducer cannot reduce", lambda: Contribution(equal, node=rule.node if node is None else node)
         )
         own = Accumulation(
-            *(rule, places_on_nodes(agreed.nodes), world, device),
+            *(rule, places_on_nodes(agreed.nodes), world, next(model.parameters()).device),
             # Once each: models may share some.
             parameters=list(dict.fromkeys(one for each in [*self._models, model] for one in each.parameters())),
             owned_by_user=True,
