@@ -12,12 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from jsonargparse import ArgumentParser
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gradavg import GradAvgStrategy, hooks
+from lightning_gradavg import hooks
 
 NARROW = ("bfloat16", "float16")
 NAMES = (*NARROW, "float32_sum", "by_node", "by_node_bfloat16", "by_node_float16")
@@ -178,15 +176,6 @@ def test_stock_ddp(world, name, nodes, views):
     mean = sum(range(1, len(nodes) + 1)) / len(nodes)
     expected = [[2 * mean] * 12, [4 * mean] * 6]
     assert [expected] * len(nodes) == world(len(nodes)).run(gradients_of_ddp, name, nodes, views)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LightningCLI of 2.6 calls an old API of jsonargparse
-@pytest.mark.parametrize("strategy", [GradAvgStrategy, DDPStrategy])
-def test_import_path_in_yaml(strategy):
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(strategy, "strategy")
-    text = "strategy:\n  ddp_comm_hook: lightning_gradavg.hooks.bfloat16\n"
-    assert parser.instantiate_classes(parser.parse_string(text)).strategy._ddp_comm_hook is hooks.bfloat16
 
 
 def sparse() -> Any:
