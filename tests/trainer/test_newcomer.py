@@ -13,7 +13,7 @@ from contextlib import redirect_stdout
 from importlib.metadata import Distribution
 from io import StringIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -61,8 +61,7 @@ class Step(NamedTuple):
         (folder / "train.py").write_text(self.program)
         (folder / "config.yaml").write_text(CONFIG)
 
-    def check(self, code: int | None, printed: str) -> None:
-        assert self.code == code, f"{self.command}\n{printed}"
+    def check(self, printed: str) -> None:
         if self.prints in CURVES:
             assert self.prints == re.findall(r"^ *(loss \d\.\d{4})$", printed, re.MULTILINE), self.command
         assert all(words in " ".join(printed.split()) for words in self.prints), f"{self.command}\n{printed}"
@@ -87,13 +86,10 @@ ONE, STOCK, VERDICT, FIX, *MORE = [
 
 
 def test_the_quick_start_is_short():
-    """It is a whole program of less than 30 lines; its fix adds an import, and changes two places."""
+    """A whole program of less than 30 lines, a fix that adds an import and changes two places, and commands."""
     assert len(PROGRAM.splitlines()) < 30
     assert 4 == len(set(FIXED.splitlines()) - set(PROGRAM.splitlines()))
     assert [4, 4] == [len(curve) for curve in CURVES]
-
-
-def test_the_readme_has_the_commands():
     assert [] == [step.command for step in [ONE, STOCK, VERDICT, FIX, *MORE] if step.command not in README]
 
 
@@ -113,44 +109,33 @@ def play(folder: str) -> str:
 @pytest.mark.parametrize(("step", "ranks"), [(ONE, 1), (STOCK, 2)])
 def test_the_quick_start_on_ranks_that_run(world, tmp_path, step, ranks):
     step.write(tmp_path)
-    step.check(0, world(ranks).run(play, str(tmp_path))[0])
+    step.check(world(ranks).run(play, str(tmp_path))[0])
 
 
 def test_the_quick_start_is_fixed(tmp_path):
     """Lightning starts the second process."""
     FIX.write(tmp_path)
-    FIX.check(*run_script(tmp_path / "train.py", "2"))
+    code, printed = run_script(tmp_path / "train.py", "2")
+    assert 0 == code, printed
+    FIX.check(printed)
 
 
 def test_the_quick_start_is_judged(tmp_path, monkeypatch, capfd):
     """It starts processes, too."""
     VERDICT.write(tmp_path)
     monkeypatch.chdir(tmp_path)
-    code = main(VERDICT.command.split()[1:])
-    VERDICT.check(code, capfd.readouterr().out)
+    assert VERDICT.code == main(VERDICT.command.split()[1:])
+    VERDICT.check(capfd.readouterr().out)
 
 
-def run(*command: str | Path, folder: Path) -> tuple[int, str]:
-    """Return the exit code of a command that knows nothing of this checkout, and what it printed."""
+def printed_by(*command: str | Path, folder: Path, code: int = 0) -> str:
+    """Return what a command printed that knows nothing of this checkout, after asserting its exit code."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return done.returncode, done.stdout
-
-
-def printed_by(*command: str | Path, folder: Path) -> str:
-    """Return what a command printed that ends well."""
-    code, printed = run(*command, folder=folder)
-    assert 0 == code, printed
-    return printed
+    environment["OMP_NUM_THREADS"] = "1"
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, cwd=folder, env=environment, timeout=300, check=False, **pipes)
+    assert code == done.returncode, done.stdout
+    return str(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +169,7 @@ def test_the_quick_start_of_the_wheel(installed, tmp_path):
         program, *arguments = step.command.split()
         # torchrun is a program of torch's environment; its module is found in both.
         start = ["python", "-m", "torch.distributed.run"] if program == "torchrun" else [program]
-        step.check(*run(programs / start[0], *start[1:], *arguments, folder=tmp_path))
+        step.check(printed_by(programs / start[0], *start[1:], *arguments, folder=tmp_path, code=step.code))
 
 
 # A rule, the contract, ranks with real collectives.
