@@ -162,12 +162,7 @@ def _pinned(tensor: Tensor) -> Tensor:
 class SimStream:
     """All that is launched is over at once."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
+    def __init__(self, device: torch.device) -> None: ...
 
     def wait_stream(self, stream: Any) -> None: ...
 
@@ -185,6 +180,9 @@ def _module() -> types.ModuleType:
     module = types.ModuleType("torch.sim")
     vars(module).update(
         _is_in_bad_fork=lambda: False,
+        Stream=SimStream,
+        stream=nullcontext,
+        current_stream=SimStream,
         _lazy_init=lambda: None,  # torch 2.11 takes a device without this for one that was never used
         **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.default_generator.manual_seed),
         get_rng_state=lambda device="sim": torch.get_rng_state(),
@@ -211,8 +209,8 @@ def load() -> None:
     aten.impl("_local_scalar_dense", _item, _KEY)
     for name in ("allreduce_", "broadcast_", "allgather_", "alltoall_base_"):
         c10d.impl(name, partial(_compute, getattr(torch.ops.c10d, name).default), _KEY, allow_override=True)
-    torch.Stream, torch.empty = SimStream, partial(_empty, torch.empty)  # type: ignore[assignment,misc]  # simulated
-    Tensor.pin_memory = _pinned  # type: ignore[assignment]  # likewise
+    torch.empty = partial(_empty, torch.empty)
+    Tensor.pin_memory = _pinned  # type: ignore[assignment]  # simulated
     # Lightning makes DDP on a side stream, which it asks `torch.cuda` for.
     vars(torch.cuda).update(Stream=lambda: None, stream=lambda _: nullcontext())
     # DDP keeps nodes of the stream that it was made on; on CUDA, too, torch says so to every user of Lightning.
