@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-__all__ = ["AVAILABLE", "BACKEND", "SimAccelerator", "Wait", "alone_on_a_gpu", "load", "waits"]
+__all__ = ["AVAILABLE", "BACKEND", "SimAccelerator", "alone_on_a_gpu", "load", "waits"]
 
 AVAILABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 """Whether this torch can have a device whose operators are written in Python."""
@@ -38,32 +38,23 @@ _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
-class Wait(NamedTuple):
-    """The host waited for the device.
-
-    Attributes:
-        what: What it did: "item", "copy to the host", "event.synchronize", an operator.
-        where: The innermost line of Python that is not torch's; "" in a thread of torch's own, such as autograd's.
-    """
-
-    what: str
-    where: str
-
-
-_waits: list[Wait] = []
+_waits: list[str] = []
 _NOT_NAMED = (__file__, str(Path(torch.__file__).parent))
 
 
-def _note(what: str) -> None:
+def _note() -> None:
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_NAMED):
         frame = frame.f_back
-    _waits.append(Wait(what, "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"))
+    _waits.append("" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
 
 @contextmanager
-def waits() -> Iterator[list[Wait]]:
-    """Yield a list of the waits of the host within the block, which grows with them."""
+def waits() -> Iterator[list[str]]:
+    """Yield a list, which grows, of the lines within the block where the host waits for the device.
+
+    Each is the innermost one that is not torch's, or "" in a thread of torch's own, such as autograd's.
+    """
     _waits.clear()
     yield _waits
 
@@ -104,7 +95,7 @@ def _compute(op: Any, *args: Any, **kwargs: Any) -> Any:
         )
         found = (op.overloadpacket if numbers else op)(*host_args, **host_kwargs)
     if _must_wait(op, args):
-        _note(op._schema.name)
+        _note()
     if op.namespace == "c10d":
         tree_leaves(found)[-1].wait()  # the exchange is over when it was launched, and the host is not told to wait
         return tree_map_only(Tensor, _on_sim, found)
@@ -140,12 +131,12 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     from_host, to_host = not _is_sim(source), not _is_sim(target)
     # To memory that is not pinned, the host waits whatever it is asked; from there, the driver takes the bytes at once.
     if (from_host or to_host) and not (non_blocking and (from_host or hasattr(target, "pinned"))):
-        _note("copy to the host" if to_host else "copy to the device")
+        _note()
     return target
 
 
 def _item(value: Tensor) -> Any:
-    _note("item")
+    _note()
     return _on_host(value).item()
 
 
@@ -172,7 +163,7 @@ class SimStream:
 
     def synchronize(self) -> None:
         """Wait, on the host."""
-        _note("event.synchronize")
+        _note()
 
 
 def _module() -> types.ModuleType:
