@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerator import SimAccelerator, waits
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from toys import WEIGHTED
+from toys import WEIGHTED, Recorded
 
 import lightning_gradavg
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, average_gradients, gather, hooks
@@ -56,18 +56,18 @@ SAMPLES = ((3, 4, 2, 1), (5, 2, 1, 4), (4, 4, 3, 2), (2, 6, 4, 3), (3, 3, 1, 5),
 """Of the batches of each rank."""
 
 
-class Net(LightningModule):
+class Net(Recorded):
     """Several layers, so that buckets travel beside the backward; `step` is its `training_step`."""
 
     def __init__(self, step: Step, batch_norm: bool = False) -> None:
-        super().__init__()
+        super().__init__(lr=0.05)
         torch.manual_seed(0)
         self.net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
         if batch_norm:
             self.net.insert(1, nn.BatchNorm1d(WIDTH))
         if step is sparse:
             self.table = nn.Embedding(9, WIDTH, sparse=True)
-        self.step, self.gradients = step, list[Tensor]()
+        self.step = step
         self.automatic_optimization = step is not manual
 
     def forward(self, batch: Tensor) -> Any:
@@ -78,17 +78,6 @@ class Net(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return self.step(self, batch, batch_idx)
-
-    def keep_gradients(self) -> None:
-        found = [one.grad.detach().to_dense().flatten() for one in self.parameters() if one.grad is not None]
-        self.gradients.append(torch.cat(found) if found else torch.empty(0))  # none in a step that is skipped
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.automatic_optimization:
-            self.keep_gradients()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 class Evaluated(Net):
@@ -134,7 +123,6 @@ def manual(net: Net, batch: Tensor, batch_idx: int) -> None:
     optimizer: Any = net.optimizers()
     optimizer.zero_grad()
     net.manual_backward(net.loss(batch))
-    net.keep_gradients()
     optimizer.step()
 
 
@@ -260,7 +248,7 @@ def fit(path: Path, device: str, counts: Mapping[str, Count]) -> Found:
     with nullcontext() if path.raises is None else pytest.raises(path.raises[0], match=path.raises[1]):
         trainer.fit(module, loader)
     # An accelerator tells of a weight that is refused one step later, and that step is on zeros.
-    gradients = [one for one in module.gradients if path.raises is None or bool(one.any())]
+    gradients = [one for one in module.seen.gradients if path.raises is None or bool(one.any())]
     outcome = [*gradients, *module.buffers(), *(value for _, value in sorted(trainer.callback_metrics.items()))]
     if MONITOR in path.callbacks:
         report = strategy.report()
@@ -298,11 +286,11 @@ def in_a_loop(path: Path, device: str, counts: Mapping[str, Count]) -> Found:
             else:
                 loop.backward(loss, weight=weight)
         if last:
-            module.keep_gradients()
+            module.on_before_optimizer_step(optimizer)
             optimizer.step()
             optimizer.zero_grad()
     loop.reducer.check()
-    return on_cpu(module.gradients), {}
+    return on_cpu(module.seen.gradients), {}
 
 
 FOUR = (0, 0, 1, 1)
