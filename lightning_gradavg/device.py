@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Tally", "current_stream", "on_device", "side_stream", "within"]
+__all__ = ["Tally", "beside", "on_device"]
 
 _ON_HOST = ("cpu", "meta")
 
@@ -24,22 +24,17 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @lru_cache  # one, whoever asks: a backend has few
-def side_stream(device: torch.device) -> torch.Stream | None:
-    """Return a stream of an accelerator beside the current one, if the device is one."""
-    return None if device.type in _ON_HOST else torch.Stream(device)
+def _side_stream(device: torch.device) -> Any:
+    return getattr(torch, device.type).Stream(device)
 
 
-def current_stream(device: torch.device) -> torch.Stream:
-    """Return the current stream of an accelerator; before torch 2.6, which has `torch.accelerator`, of CUDA."""
-    module: Any = getattr(torch, "accelerator", torch.cuda)
-    return module.current_stream(device)  # type: ignore[no-any-return]  # of a module that is Any
-
-
-def within(stream: torch.Stream) -> AbstractContextManager[Any]:
-    """Launch on a stream inside."""
-    # A torch.Stream is a context manager since torch 2.7.
-    older: Any = torch.cuda.stream
-    return stream if hasattr(stream, "__enter__") else older(stream)
+@contextmanager
+def beside(device: torch.device) -> Iterator[Any]:
+    """Launch on a stream of an accelerator beside the current one, once that has come so far; yield the stream."""
+    streams, stream = getattr(torch, device.type), _side_stream(device)
+    stream.wait_stream(streams.current_stream(device))
+    with streams.stream(stream):
+        yield stream
 
 
 _OPS: dict[str, tuple[Any, Any]] = {"max": (dist.ReduceOp.MAX, torch.amax), "sum": (dist.ReduceOp.SUM, torch.sum)}
@@ -59,19 +54,18 @@ class Tally:
             dtype = torch.float64 if isinstance(row[0], float) else torch.int64
             row = on_device(torch.tensor(row, dtype=dtype), device)
         operation, self._over_ranks = _OPS[reduce]
-        self.row, self._copy, self._length, stream = row, row, len(row), side_stream(device)
+        self.row, self._copy, self._length, on_cpu = row, row, len(row), device.type in _ON_HOST
         self._work: dist.Work | None = None
-        self._event: torch.Event | None = None
-        if stream is None and group is not None:
+        self._event: Any = None
+        if on_cpu and group is not None:
             given = row.repeat(dist.get_world_size(group))
             self.row = torch.empty_like(given)
             self._work = dist.all_to_all_single(self.row, given, group=group, async_op=True)
         elif group is not None:
             self._work = dist.all_reduce(row, operation, group=group, async_op=True)
-        if stream is not None:
+        if not on_cpu:
             # Not on the stream of the model, which would wait for the other ranks before its forward.
-            stream.wait_stream(current_stream(device))
-            with within(stream):
+            with beside(device) as stream:
                 self.wait()
                 self._copy = torch.empty(row.shape, dtype=row.dtype, pin_memory=True).copy_(row, non_blocking=True)
                 self._event = stream.record_event()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
-from lightning_gradavg.device import current_stream, side_stream, within
+from lightning_gradavg.device import beside
 from lightning_gradavg.lightning_internals import timeout_of
 from lightning_gradavg.ranks import World
 
@@ -68,17 +68,11 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-class _Level(NamedTuple):
-    """A group whose ranks take the mean, one part each, and how they send it; as it is where `wire` is None."""
-
-    group: dist.ProcessGroup
-    wire: _Code | None
+_Level: TypeAlias = tuple[dist.ProcessGroup, _Code | None]
+"""A group whose ranks take the mean, one part each, and how they send it; None for as it is."""
 
 
-_Steps: TypeAlias = Iterator[None]
-
-
-def _mean(flat: Tensor, levels: list[_Level]) -> _Steps:
+def _mean(flat: Tensor, levels: list[_Level]) -> Iterator[None]:
     """Replace numbers by their mean over the ranks of the first level; pause while an exchange runs.
 
     The levels after it take the mean of the part that this rank holds.
@@ -137,7 +131,7 @@ def _ways_by_node(world: World, group: dist.ProcessGroup, device: torch.device) 
 
 # They go with their process group, so nothing in them may refer to it for long.
 _NODES: WeakKeyDictionary[dist.ProcessGroup, list[_Way]] = WeakKeyDictionary()
-_UNDER_WAY: WeakKeyDictionary[dist.ProcessGroup, list[_Steps]] = WeakKeyDictionary()
+_UNDER_WAY: WeakKeyDictionary[dist.ProcessGroup, list[Iterator[None]]] = WeakKeyDictionary()
 """What is left to do for buckets, the newest first: its exchange begins before this rank waits for another."""
 
 
@@ -145,9 +139,11 @@ def _reduce(
     state: dist.ProcessGroup | None, bucket: dist.GradBucket, wire: _Code | None = None, *, by_node: bool = False
 ) -> Future[Tensor]:
     world, buffer = World.of(state), bucket.buffer()
-    group, real = world.group, buffer.dtype.to_real()
+    group, real, on_cpu = world.group, buffer.dtype.to_real(), buffer.device.type == "cpu"
+    future: Future[Tensor] = Future() if on_cpu else Future(devices=[buffer.device])
     if group is None:
-        return _done(buffer)
+        future.set_result(buffer)
+        return future
     if wire is not None and real not in (torch.float32, *_HALF):
         raise ValueError(
             f"this hook would send gradients of {real} in 16 bits, a quarter of their digits or fewer. Train in"
@@ -156,14 +152,19 @@ def _reduce(
     if by_node and group not in _NODES:
         _NODES[group] = _ways_by_node(world, group, buffer.device)
     ways = _NODES[group] if by_node else _AT_ONCE
-    levels = [_Level(each or group, wire if crosses else None) for each, crosses in ways]
+    levels = [(each or group, wire if crosses else None) for each, crosses in ways]
     under_way = _UNDER_WAY.setdefault(group, [])
     if buffer.is_sparse or (levels == [(group, None)] and real not in _HALF):
         future = allreduce_hook(group, bucket)
         if buffer.is_complex():  # then the value are real numbers
             future = future.then(lambda done: (done.value(), buffer)[1])
     else:
-        future = _started(_mean(buffer.view(real), levels), buffer, under_way)
+        steps = _completed(future, buffer, levels)
+        if on_cpu:
+            under_way.insert(0, steps)
+        else:  # All collectives begin on one stream, in one order, and the host waits for none.
+            with beside(buffer.device):
+                deque(steps, maxlen=0)
     # Ranks must begin the collectives of a group in one order. So all begin here, as buckets come in one order, and
     # none when another is done, which is at another moment on every rank.
     while under_way:
@@ -173,28 +174,9 @@ def _reduce(
     return future
 
 
-def _started(steps: _Steps, buffer: Tensor, under_way: list[_Steps]) -> Future[Tensor]:
-    stream = side_stream(buffer.device)
-    if stream is None:
-        future: Future[Tensor] = Future()
-        under_way.insert(0, _ending(steps, buffer, future))
-        return future
-    # There all collectives begin in one order, and the host waits for none.
-    stream.wait_stream(current_stream(buffer.device))
-    with within(stream):
-        deque(steps, maxlen=0)
-        return _done(buffer)
-
-
-def _ending(steps: _Steps, buffer: Tensor, future: Future[Tensor]) -> _Steps:
-    yield from steps
+def _completed(future: Future[Tensor], buffer: Tensor, levels: list[_Level]) -> Iterator[None]:
+    yield from _mean(buffer.view(buffer.dtype.to_real()), levels)
     future.set_result(buffer)
-
-
-def _done(buffer: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
-    future.set_result(buffer)
-    return future
 
 
 _BFLOAT16, _FLOAT16 = _Code(torch.bfloat16), _Scaled(torch.float16)

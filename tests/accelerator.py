@@ -2,8 +2,8 @@
 
 Torch's reducer, autograd and optimizers, Lightning's Trainer and this package run on the device `sim` unmodified. Its
 memory is the CPU's, the CPU computes every operator in place, and gloo reduces. An operator on tensors of two devices
-is an error, as on CUDA, `waits()` lists each time the host would wait for CUDA, and `counts` what the device does. It
-has no streams that could race, no sparse tensors, no autocast and no static graph: run `make gpu` for those.
+is an error, as on CUDA, and `waits()` lists each time the host would wait for CUDA. It has no streams that could race,
+no sparse tensors, no autocast and no static graph: run `make gpu` for those.
 """
 
 from __future__ import annotations
@@ -12,26 +12,19 @@ import ctypes
 import os
 import sys
 import types
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
-from types import MethodType
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.strategies import DDPStrategy, Strategy
-from ranks import make_trainer
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-__all__ = ["AVAILABLE", "BACKEND", "Wait", "alone_on_a_gpu", "counts", "load", "make_sim_trainer", "waits"]
+__all__ = ["AVAILABLE", "BACKEND", "SimAccelerator", "alone_on_a_gpu", "load", "waits"]
 
 AVAILABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 """Whether this torch can have a device whose operators are written in Python."""
@@ -45,32 +38,23 @@ _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
-class Wait(NamedTuple):
-    """The host waited for the device.
-
-    Attributes:
-        what: What it did: "item", "copy to the host", "event.synchronize", an operator.
-        where: The innermost line of Python that is not torch's; "" in a thread of torch's own, such as autograd's.
-    """
-
-    what: str
-    where: str
-
-
-_waits: list[Wait] = []
+_waits: list[str] = []
 _NOT_NAMED = (__file__, str(Path(torch.__file__).parent))
 
 
-def _note(what: str) -> None:
+def _note() -> None:
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_NAMED):
         frame = frame.f_back
-    _waits.append(Wait(what, "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"))
+    _waits.append("" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
 
 @contextmanager
-def waits() -> Iterator[list[Wait]]:
-    """Yield a list of the waits of the host within the block, which grows with them."""
+def waits() -> Iterator[list[str]]:
+    """Yield a list, which grows, of the lines within the block where the host waits for the device.
+
+    Each is the innermost one that is not torch's, or "" in a thread of torch's own, such as autograd's.
+    """
     _waits.clear()
     yield _waits
 
@@ -99,11 +83,6 @@ def _on_sim(value: Tensor) -> Tensor:
     return value if _is_sim(value) else _same_memory(value, _ON_SIM)
 
 
-counts: Counter[str] = Counter()
-"""What the device was asked for so far: collectives, operators that compute, and copies to the host."""
-_ALLOCATES = ("empty", "new_empty", "detach", "_unsafe_view")
-
-
 def _compute(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on the CPU, in the device's memory: the kernel of all that have none of their own."""
     _require_one_device(op, args, kwargs)
@@ -116,12 +95,10 @@ def _compute(op: Any, *args: Any, **kwargs: Any) -> Any:
         )
         found = (op.overloadpacket if numbers else op)(*host_args, **host_kwargs)
     if _must_wait(op, args):
-        _note(op._schema.name)
+        _note()
     if op.namespace == "c10d":
-        counts["collectives"] += 1
         tree_leaves(found)[-1].wait()  # the exchange is over when it was launched, and the host is not told to wait
         return tree_map_only(Tensor, _on_sim, found)
-    counts["operators"] += not op.__name__.startswith(_ALLOCATES)
     names = [one.name for one in op._schema.arguments]
     given, of_host = (dict(zip(names, a, strict=False)) | k for a, k in ((args, kwargs), (host_args, host_kwargs)))
     written = [one.name for one in op._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
@@ -129,9 +106,7 @@ def _compute(op: Any, *args: Any, **kwargs: Any) -> Any:
         # A result of size 0 is one that the operator makes as large as it needs.
         if isinstance(given[name], Tensor) and given[name].shape != of_host[name].shape:
             given[name].data = _on_sim(of_host[name])
-    if written and op._schema.returns:
-        return given[written[0]] if len(written) == 1 else tuple(given[name] for name in written)
-    return tree_map_only(Tensor, _on_sim, found)
+    return given[written[0]] if written else tree_map_only(Tensor, _on_sim, found)
 
 
 def _require_one_device(op: Any, args: Any, kwargs: Any) -> None:
@@ -154,21 +129,14 @@ def _must_wait(op: Any, args: Any) -> bool:
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     _on_host(target).copy_(_on_host(source))
     from_host, to_host = not _is_sim(source), not _is_sim(target)
-    counts["copies to the host"] += to_host
-    counts["operators"] += not (from_host or to_host)
     # To memory that is not pinned, the host waits whatever it is asked; from there, the driver takes the bytes at once.
     if (from_host or to_host) and not (non_blocking and (from_host or hasattr(target, "pinned"))):
-        _note("copy to the host" if to_host else "copy to the device")
+        _note()
     return target
 
 
-def _copy_from_and_resize(source: Tensor, target: Tensor) -> Tensor:
-    return _copy_from(source, target.resize_(source.shape))
-
-
 def _item(value: Tensor) -> Any:
-    _note("item")
-    counts["copies to the host"] += 1
+    _note()
     return _on_host(value).item()
 
 
@@ -185,12 +153,7 @@ def _pinned(tensor: Tensor) -> Tensor:
 class SimStream:
     """All that is launched is over at once."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
+    def __init__(self, device: torch.device) -> None: ...
 
     def wait_stream(self, stream: Any) -> None: ...
 
@@ -200,37 +163,23 @@ class SimStream:
 
     def synchronize(self) -> None:
         """Wait, on the host."""
-        _note("event.synchronize")
+        _note()
 
 
-_ANSWERS: Mapping[str, Any] = {
-    "is_available": True,
-    "is_initialized": True,
-    "_is_in_bad_fork": False,
-    "_lazy_init": None,  # torch 2.11 takes a device without this method for one that was never used
-    "device_count": 1,
-    "current_device": 0,
-    "set_device": None,
-    "device": nullcontext(),
-    "get_amp_supported_dtype": [torch.bfloat16],
-}
-
-
-class SimModule(types.ModuleType):
-    """`torch.sim`: what torch, Lightning and users ask of the module of a device. Its random numbers are the CPU's."""
-
-    manual_seed = manual_seed_all = staticmethod(torch.default_generator.manual_seed)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _ANSWERS:
-            raise AttributeError(name)
-        return lambda *_: _ANSWERS[name]
-
-    def get_rng_state(self, device: Any = "sim") -> Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: Tensor, device: Any = "sim") -> None:
-        torch.set_rng_state(state)
+def _module() -> types.ModuleType:
+    """Return `torch.sim`: what torch and Lightning ask of the module of a device. Its random numbers are the CPU's."""
+    module = types.ModuleType("torch.sim")
+    vars(module).update(
+        _is_in_bad_fork=lambda: False,
+        Stream=SimStream,
+        stream=nullcontext,
+        current_stream=SimStream,
+        _lazy_init=lambda: None,  # torch 2.11 takes a device without this for one that was never used
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.default_generator.manual_seed),
+        get_rng_state=lambda device="sim": torch.get_rng_state(),
+        set_rng_state=lambda state, device="sim": torch.set_rng_state(state),
+    )
+    return module
 
 
 _LIBRARIES: list[torch.library.Library] = []
@@ -240,22 +189,21 @@ _LIBRARIES: list[torch.library.Library] = []
 @cache
 def load() -> None:
     """Register the device in this process, for good."""
-    backend_registration._setup_privateuseone_for_python_backend("sim", SimModule("torch.sim"))
+    backend_registration._setup_privateuseone_for_python_backend("sim", _module())
     every, aten, c10d = (torch.library.Library(name, "IMPL") for name in ("_", "aten", "c10d"))
     _LIBRARIES.extend((every, aten, c10d))
     every.fallback(_compute, _KEY)
     on_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    for name in ("as_strided", "view", "_reshape_alias", "unfold"):  # the CPU's share the memory of any device
+    for name in ("as_strided", "view", "unfold"):  # the CPU's share the memory of any device
         aten.impl(name, partial(getattr(torch.ops.aten, name).default.redispatch, on_cpu), _KEY)
-    for kernel in (_copy_from, _copy_from_and_resize):
-        aten.impl(kernel.__name__, kernel, _KEY)
+    aten.impl("_copy_from", _copy_from, _KEY)
     aten.impl("_local_scalar_dense", _item, _KEY)
-    aten.impl("record_stream", lambda tensor, stream: None, _KEY)
-    of_groups = "allreduce_ broadcast_ allgather_ _allgather_base_ _reduce_scatter_base_ alltoall_base_ barrier"
-    for name in of_groups.split():
+    for name in ("allreduce_", "broadcast_", "allgather_", "alltoall_base_"):
         c10d.impl(name, partial(_compute, getattr(torch.ops.c10d, name).default), _KEY, allow_override=True)
-    torch.Stream, torch.empty = SimStream, partial(_empty, torch.empty)  # type: ignore[assignment,misc]  # simulated
-    Tensor.pin_memory = _pinned  # type: ignore[assignment]  # likewise
+    torch.empty = partial(_empty, torch.empty)
+    Tensor.pin_memory = _pinned  # type: ignore[assignment]  # simulated
+    # Lightning makes DDP on a side stream, which it asks `torch.cuda` for.
+    vars(torch.cuda).update(Stream=lambda: None, stream=lambda _: nullcontext())
     # DDP keeps nodes of the stream that it was made on; on CUDA, too, torch says so to every user of Lightning.
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
@@ -266,10 +214,6 @@ class SimAccelerator(CPUAccelerator):
     def setup_device(self, device: torch.device) -> None:
         """Nothing is to be done."""
 
-    def setup(self, trainer: Trainer) -> None:
-        if isinstance(trainer.strategy, DDPStrategy):
-            trainer.strategy._setup_model = MethodType(_setup_model, trainer.strategy)  # type: ignore[method-assign]  # likewise
-
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
         return [torch.device("sim", 0)] * devices
@@ -277,12 +221,6 @@ class SimAccelerator(CPUAccelerator):
     @staticmethod
     def name() -> str:
         return "sim"
-
-
-def _setup_model(strategy: DDPStrategy, model: nn.Module) -> DistributedDataParallel:
-    """Wrap the model without the side stream that Lightning 2.6.6 asks `torch.cuda` for (strategies/ddp.py:194)."""
-    with patch.object(torch.cuda, "Stream", lambda: None), patch.object(torch.cuda, "stream", lambda _: nullcontext()):
-        return type(strategy)._setup_model(strategy, model)
 
 
 def alone_on_a_gpu() -> None:
@@ -299,8 +237,3 @@ def alone_on_a_gpu() -> None:
         NCCL_MAX_CTAS="2",
     )
     torch.cuda.set_device(0)
-
-
-def make_sim_trainer(strategy: Strategy | str, **options: Any) -> Trainer:
-    """Return a quiet `Trainer` on the simulated device, as `ranks.make_trainer` does for the CPU."""
-    return make_trainer(strategy, accelerator=SimAccelerator(), **options)

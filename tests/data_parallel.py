@@ -353,7 +353,6 @@ def fit(
     dtype: torch.dtype = torch.float64,
     *,
     load: Options | None = None,
-    make: Callable[..., Trainer] = make_trainer,
     callbacks: Sequence[Callback] = (),
     resumed: str | None = None,
     **options: Any,
@@ -365,7 +364,7 @@ def fit(
     if strategy is None:
         trainer = Trainer(**STOCK, enable_progress_bar=False, enable_model_summary=False, **options)
     else:
-        trainer = make(GradAvgStrategy(**strategy), **options)
+        trainer = make_trainer(GradAvgStrategy(**strategy), **options)
     trainer.fit(model, ckpt_path=resumed)
     return observer.run.end(model, trainer.callback_metrics)
 

@@ -1,20 +1,25 @@
-"""The scripts that start a run on a cluster say what they are to say: no cluster is needed for that."""
+"""The scripts that start a run on a cluster say what they are to say, and one of them runs on two nodes."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from torch.distributed.run import get_args_parser
 
+from benchmarks.nodes import network, obstacle
 from examples.cluster import launched
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
 SBATCH = EXAMPLES / "slurm/train.sbatch"
 TORCHRUN = EXAMPLES / "torchrun/train.sh"
 PYTORCHJOB = EXAMPLES / "kubernetes/pytorchjob.yaml"
@@ -81,3 +86,52 @@ def test_the_launcher_tells_nodes_and_processes(monkeypatch, environment, layout
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert layout == launched()
+
+
+EXAMPLE = ["--accelerator=cpu", "--epochs=1", f"--num-train={3 * 32}"]
+ENVIRONMENT = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+
+
+def weights(folder: Path) -> torch.Tensor:
+    """Return the weights of the last checkpoint, in one vector, after asserting that it is that of the last step."""
+    saved = torch.load(folder / "last.ckpt", weights_only=True)
+    assert 3 == saved["global_step"]
+    return torch.cat([tensor.flatten().double() for tensor in saved["state_dict"].values()])
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_agents_in_two_namespaces(tmp_path):
+    """Agents in network namespaces of their own find each other by address; their four ranks train as one process."""
+    if (reason := obstacle("ip")) is not None:
+        pytest.skip(reason)
+    command = ["bash", str(TORCHRUN), *EXAMPLE, f"--folder={tmp_path}/nodes"]
+    with network(2, None) as made, ExitStack() as stack:
+        agents = []
+        for node, (name, address) in enumerate(zip(made.namespaces, made.addresses, strict=True)):
+            # The host name of this machine leads into neither namespace.
+            told = {"HEAD": made.addresses[0], "PET_LOCAL_ADDR": address, "GLOO_SOCKET_IFNAME": made.interface}
+            head = {"PET_RDZV_CONF": "is_host=true"} if node == 0 else {}
+            agent = subprocess.Popen(
+                ["ip", "netns", "exec", name, *command],
+                env={**ENVIRONMENT, **told, **head, "PROCESSES": "2"},
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            agents.append(stack.enter_context(agent))
+            stack.callback(agent.terminate)
+        printed = [agent.communicate(timeout=200)[0] for agent in agents]
+    assert [0, 0] == [agent.returncode for agent in agents], printed
+    ranks = [set(re.findall(r"GLOBAL_RANK: (\d+), MEMBER: \d/4", each)) for each in printed]
+    assert sorted(map(sorted, ranks)) == [["0", "1"], ["2", "3"]]
+    assert 1 == "".join(printed).count("4 ranks on 2 nodes")
+
+    one = tmp_path / "one"
+    subprocess.run(
+        [sys.executable, "-m", "examples.cluster", *EXAMPLE, f"--folder={one}"], env=ENVIRONMENT, cwd=ROOT, check=True
+    )
+    expected = weights(one)
+    assert (weights(tmp_path / "nodes") - expected).norm() <= 1e-6 * expected.norm()

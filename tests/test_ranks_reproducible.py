@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerator import make_sim_trainer
 from data_parallel import CNN, Masked, Model, Options, Sparse, Text, fit
 from grids import grid
 from lightning.pytorch import Callback
@@ -93,12 +92,6 @@ def test_what_is_served(world, name):
     """Options and models of any kind leave the bits alone."""
     kind, strategy, options = SERVED[name]
     assert_same_bits(world, [[0, 0]], kind, bits(6, **strategy), **options)
-
-
-def test_same_bits_on_an_accelerator(sim_world):
-    """On 2 and 4 devices as on one."""
-    options = {"load": {"times": 2}, "gradient_clip_val": 0.5, "make": make_sim_trainer}
-    assert_same_bits(sim_world, [[0, 0], [0, 0, 0, 0]], Model, bits(), **options)
 
 
 class Look(Callback):

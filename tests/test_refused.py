@@ -11,11 +11,9 @@ from unittest import mock
 
 import pytest
 import pytorch_lightning
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.distributed.device_mesh import DeviceMesh
 from toys import Toy, loader
 
 from lightning_gradavg import GradAvgMonitor, GradAvgStrategy, Share
@@ -26,9 +24,6 @@ NAMES = "'mean', 'sum', 'weighted_mean', 'normalized_sum'"
 SCALINGS = "'none', 'linear', 'sqrt', 'adam_sde'"
 RUNS = "'data_parallel', 'single_device', None"
 NOT_SPLIT = "the chunks of split_batches=True, not set here"
-SOME_RANKS = "reduces gradients over some of the run's ranks"
-GROUP = mock.Mock(spec=dist.ProcessGroup, name="a group")
-MESH = mock.Mock(spec=DeviceMesh, ndim=1, name="a mesh")
 SPLIT: dict[str, Any] = {"split_batches": True}
 PRESET: dict[str, Any] = {"equivalent_to": "data_parallel"}
 SINGLE: dict[str, Any] = {"equivalent_to": "single_device"}
@@ -43,21 +38,14 @@ def own_rule(place: Any, weight: Any) -> Share:
 # accepted or contradicted, and say what to do.
 # fmt: off
 REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
-    ({"reduction": "avg"}, ValueError, ["reduction='avg'", NAMES, "Use one of"]),
-    ({"reduction": "weighted_meen"}, ValueError, ["'weighted_meen' is not a rule. Did you mean 'weighted_mean'? Use"]),
+    ({"reduction": "weighted_meen"}, ValueError, ["is not a rule. Did you mean 'weighted_mean'? Use one of", NAMES]),
     ({"reduction": 3}, TypeError, ["got 3 of type int", NAMES, "or a function (place, weight) -> Share"]),
-    ({"reduction": None}, TypeError, ["got None", NAMES]),
     ({**SPLIT, "reduction": "mean_of_node_means"}, ValueError, ["'mean_of_node_means'", "split_batches=True", "Use"]),
     ({**PRESET, "reduction": "sum_of_node_means"}, ValueError, ["'sum_of_node_means'", "'mean', 'weighted_mean'"]),
-    ({**PRESET, "reduction": own_rule}, ValueError, ["own_rule", "equivalent_to='data_parallel'"]),
-    ({**PRESET, "reduction": "median"}, ValueError, ["'median' is not a rule"]),
-    ({"equivalent_to": "dp"}, ValueError, ["equivalent_to='dp'", RUNS]),
     ({"equivalent_to": "single_devise"}, ValueError, ["Did you mean 'single_device'?"]),
     ({"equivalent_to": True}, ValueError, ["equivalent_to=True", RUNS]),
-    ({**PRESET, "split_batches": False}, ValueError, ["split_batches=False", "equivalent_to='data_parallel'", "Leave"]),
-    ({**SINGLE, "exact_evaluation": False}, ValueError, ["exact_evaluation=False", "evaluates each sample once"]),
-    ({**PRESET, "broadcast_buffers": False}, ValueError, ["broadcast_buffers=False", "equivalent_to='data_parallel'"]),
-    ({**SINGLE, "forward_sync_buffers": False}, ValueError, ["forward_sync_buffers=False", "'single_device'"]),
+    *(({**PRESET, name: False}, ValueError, [f"{name}=False", "equivalent_to='data_parallel'", "Leave"])
+      for name in ("split_batches", "exact_evaluation", "broadcast_buffers", "forward_sync_buffers")),
     ({**SINGLE, "num_replicas": 4}, ValueError, ["num_replicas=4", "equivalent_to='single_device'"]),
     ({**PRESET, "max_device_batch_size": 2}, ValueError, ["max_device_batch_size=2", "torch.utils.checkpoint"]),
     ({**SPLIT, "num_replicas": 2, "max_device_batch_size": 4}, ValueError, ["batch_size=4", "num_replicas=2"]),
@@ -67,21 +55,15 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"num_replicas": 4}, ValueError, ["num_replicas=4", NOT_SPLIT, "Set it, or choose the loader's batch_size"]),
     ({"split_batches": "false"}, TypeError, ["split_batches='false'", "give bool or None"]),
     ({"max_device_batch_size": 4}, ValueError, ["max_device_batch_size=4", NOT_SPLIT, "accumulate_grad_batches"]),
-    ({**SPLIT, "max_device_batch_size": 4.5}, TypeError, ["max_device_batch_size=4.5", "give int or None"]),
     ({**SPLIT, "max_device_batch_size": 0}, ValueError, ["got 0", "an integer >= 1, or None"]),
-    ({"lr_scaling": "cubic"}, ValueError, ["lr_scaling='cubic'", SCALINGS, "or a function scale -> factor"]),
-    ({"lr_scaling": "lineal"}, ValueError, ["Did you mean 'linear'?"]),
+    ({"lr_scaling": "lineal"}, ValueError, ["Did you mean 'linear'?", SCALINGS, "or a function scale -> factor"]),
     ({"lr_scaling": 2}, TypeError, ["got 2 of type int", SCALINGS]),
-    ({"lr_scaling": None}, TypeError, ["got None", SCALINGS]),
     ({"lr_scaling": "linear", "base_batch_size": -1}, ValueError, ["got -1", "an integer >= 1"]),
-    ({"base_batch_size": "32"}, TypeError, ["base_batch_size='32'", "give int or None"]),
     ({"base_world_size": 0}, ValueError, ["got 0", "an integer >= 1"]),
     ({**SPLIT, "base_world_size": 2}, ValueError, ["base_world_size=2 says nothing", "Give base_batch_size"]),
     ({"base_world_size": None}, TypeError, ["base_world_size=None", "give int"]),
     ({"lr_scaling": "linear", "lr_warmup_steps": -1}, ValueError, ["lr_warmup_steps=-1", "must be 0 or more"]),
     ({"lr_warmup_steps": 10}, ValueError, ["lr_warmup_steps=10", "lr_scaling='none'", "Choose an lr_scaling"]),
-    ({"allow_recipe_change": "yes"}, TypeError, ["allow_recipe_change='yes'", "give bool"]),
-    ({"nonfinite": "ignore"}, ValueError, ["nonfinite='ignore'", "'propagate', 'raise', 'skip_step'."]),
     ({"nonfinite": "drop_rank"}, ValueError, ["'drop_rank' is not one of 'propagate', 'raise', 'skip_step'"]),
     ({**BITS, "nonfinite": "raise"}, ValueError, ["nonfinite='raise'", "reproducible=True", "Leave one"]),
     ({**BITS, **SINGLE}, ValueError, ["equivalent_to='single_device'", "Use equivalent_to='data_parallel'"]),
@@ -89,13 +71,12 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({**BITS, "static_graph": True}, ValueError, ["static_graph=True contradicts reproducible=True"]),
     ({**BITS, "ddp_comm_hook": own_rule}, ValueError, ["ddp_comm_hook=<function own_rule", "reproducible=True"]),
     ({"check_replicas_every_n_steps": 0}, ValueError, ["got 0", "an integer >= 1, or None"]),
-    ({"check_replicas_every_n_steps": "all"}, TypeError, ["='all'", "give int or None"]),
     ({"log_hyperparams": "no"}, TypeError, ["log_hyperparams='no'", "give bool"]),
     ({"model_averaging_period": 3}, ValueError, ["model_averaging_period=3", "instead of reducing gradients", "Leave"]),
     ({"start_method": "thread"}, ValueError, ["start_method='thread'", "'popen', 'spawn', 'fork', 'forkserver'"]),
     ({"timeout": 30}, TypeError, ["timeout=30", "give timedelta or None"]),
-    ({"process_group": GROUP}, ValueError, ["process_group=", SOME_RANKS, "DDPStrategy"]),
-    ({"device_mesh": MESH}, ValueError, ["device_mesh=", SOME_RANKS, "DDPStrategy"]),
+    *(({name: "some"}, ValueError, [f"{name}='some' reduces gradients over some of the run's ranks", "DDPStrategy"])
+      for name in ("process_group", "device_mesh")),
     ({"reducton": "sum"}, TypeError, ["reducton='sum'", "is not an option", "Did you mean 'reduction'?"]),
     ({"find_unused": True}, TypeError, ["is not an option", "Did you mean 'find_unused_parameters'?"]),
     ({"power_sgd_rank": 2}, TypeError, ["power_sgd_rank=2", "It has reduction, equivalent_to, num_replicas"]),
@@ -103,14 +84,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
 # fmt: on
 
 
-def named(value: Any) -> str | None:
-    if not isinstance(value, dict):
-        return None
-    shown = {name: "..." if isinstance(one, mock.Mock) else repr(one) for name, one in value.items()}
-    return ", ".join(f"{name}={one:.20}" for name, one in shown.items())
-
-
-@pytest.mark.parametrize(("options", "error", "parts"), REFUSED, ids=named)
+@pytest.mark.parametrize(
+    ("options", "error", "parts"), REFUSED, ids=lambda given: " ".join(given) if isinstance(given, dict) else None
+)
 def test_options(options, error, parts):
     with pytest.raises(error) as refused:
         GradAvgStrategy(**options)
@@ -131,10 +107,6 @@ def in_notebook(strategy: Any) -> Trainer:
         return Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
 
 
-NOTEBOOK = (
-    "start_method='popen' starts the script again in every process, which no notebook can."
-    " Use GradAvgStrategy(start_method='fork'), or Trainer(strategy='gradavg_notebook')."
-)
 SLURM = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
 SLURM |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
@@ -145,8 +117,6 @@ UNNAMED: Any = ["sum"]
 CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: GradAvgStrategy(*UNNAMED), TypeError, "takes its options by name, such as reduction='sum'; got ('sum',)"),
     (lambda: GradAvgMonitor(every_n_steps=0), ValueError, "every_n_steps must be an integer >= 1, got 0"),
-    (lambda: GradAvgMonitor(check_parameters_every_n_steps=0), ValueError, "check_parameters_every_n_steps must be an"),
-    (lambda: GradAvgMonitor(fingerprint_every_n_steps=0), ValueError, "fingerprint_every_n_steps must be an integer"),
     (lambda: Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=[GradAvgMonitor()])
      .fit(Toy(), loader([[1]])), TypeError, "the Trainer has a SingleDeviceStrategy. Use Trainer(strategy='gradavg')"),
     (lambda: GradAvgStrategy().fingerprint(), RuntimeError, "before the Trainer has begun a run"),
@@ -156,8 +126,8 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "for Fabric, lightning_gradavg.fabric has another"),
     (lambda: pytorch_lightning.Trainer(strategy=GradAvgStrategy()), ValueError,
      "lightning.pytorch.Trainer, of the package `lightning`"),
-    (lambda: in_notebook("gradavg_weighted"), MisconfigurationException, NOTEBOOK),
-    (lambda: in_notebook(GradAvgStrategy()), MisconfigurationException, "Use GradAvgStrategy(start_method='fork'), or"),
+    (lambda: in_notebook("gradavg_weighted"), MisconfigurationException,
+     "no notebook can. Use GradAvgStrategy(start_method='fork'), or Trainer(strategy='gradavg_notebook')."),
     (lambda: train_on(2, **SLURM), MisconfigurationException,
      "SLURM_NTASKS=1 processes, but Trainer(devices=2, num_nodes=1) trains on 2"),
     (lambda: train_on(4, **TORCHRUN), ValueError, "(4 * 1) does not match the world size (2)"),

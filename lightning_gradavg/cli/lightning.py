@@ -48,12 +48,15 @@ def _with_class_paths(arguments: Sequence[str]) -> list[str]:
     known, further = parser.parse_known_args(arguments)
     parser.add_argument("-c", "--config", action="append", default=[])
     files = parser.parse_known_args(arguments)[0].config
-    named = {option: imported(name) if ":" in name else name for option, name in vars(known).items() if name}
-    paths = {
-        option: f"{one.__module__}.{one.__qualname__}" for option, one in named.items() if not isinstance(one, str)
-    }
-    classes = [f"--{option}={path}" for option, path in {**named, **paths}.items()]
+    classes = [f"--{option}={_class_path(name)}" for option, name in vars(known).items() if name]
     return [*further[:1], *classes, *further[1:], *classes * bool(files)]
+
+
+def _class_path(name: str) -> str:
+    if ":" not in name:
+        return name
+    found: Any = imported(name)
+    return f"{found.__module__}.{found.__qualname__}"
 
 
 class _RaisingParser(LightningArgumentParser):

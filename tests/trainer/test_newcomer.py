@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
 import venv
-from dataclasses import dataclass, field
+from contextlib import redirect_stdout
 from importlib.metadata import Distribution
+from io import StringIO
 from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from scripts import run_script
 
 import lightning_gradavg
+from lightning_gradavg.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -43,136 +49,93 @@ CURVES = [run.splitlines()[1:] for run in block("console", "$ python train.py").
 """The lines that the program prints on one process, and on two."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """A command that the newcomer runs, and what that prints: the lines of a curve, or words.
-
-    Attributes:
-        program: What is in train.py.
-        files: Other files, by name.
-        code: The exit code.
-    """
+class Step(NamedTuple):
+    """A command of the README, and what that prints: the lines of a curve, or words."""
 
     command: str
     prints: list[str]
     program: str = FIXED
-    files: dict[str, str] = field(default_factory=dict)
     code: int = 0
 
     def write(self, folder: Path) -> None:
-        for name, text in {"train.py": self.program, **self.files}.items():
-            (folder / name).write_text(text)
+        (folder / "train.py").write_text(self.program)
+        (folder / "config.yaml").write_text(CONFIG)
 
-    def check(self, code: int | None, printed: str) -> None:
-        assert self.code == code, f"{self.command}\n{printed}"
+    def check(self, printed: str) -> None:
         if self.prints in CURVES:
             assert self.prints == re.findall(r"^ *(loss \d\.\d{4})$", printed, re.MULTILINE), self.command
         assert all(words in " ".join(printed.split()) for words in self.prints), f"{self.command}\n{printed}"
 
 
-VERIFY = "gradavg verify train.py:Net"
-STEPS = [
+CONFIG = block("yaml", "class_path")
+ONE, STOCK, VERDICT, FIX, *MORE = [
     Step("python train.py 1", CURVES[0], PROGRAM),
     Step("python train.py 2", CURVES[1], PROGRAM),
-    Step(VERIFY, ["DIFFERENT, from step 0 on, in the reduced gradient", "mean of means"], PROGRAM, code=1),
+    Step(
+        "gradavg verify train.py:Net",
+        ["DIFFERENT, from step 0 on, in the reduced gradient", "mean of means"],
+        PROGRAM,
+        code=1,
+    ),
     Step("python train.py 2", CURVES[0]),
     Step("python train.py 1", CURVES[0]),
-    Step(f"{VERIFY} --strategy gradavg_single_device", ["EQUAL: every step matches one process."]),
+    Step("gradavg verify train.py:Net --strategy gradavg_single_device", ["EQUAL: every step matches one process."]),
     Step("torchrun --nproc-per-node=2 train.py 2", CURVES[0]),
+    Step("gradavg fit --config config.yaml --model train.py:Net", CURVES[0]),
 ]
-"""The README's commands."""
-
-CONFIG = block("yaml", "class_path")
-TRAINER = CONFIG.split("  strategy:")[0]
-OPTIONS = "--trainer.strategy=lightning_gradavg.GradAvgStrategy --trainer.strategy.equivalent_to=single_device"
-TARGET = "_target_: lightning_gradavg.GradAvgStrategy"
-INSTANCE = [
-    "from lightning_gradavg import GradAvgStrategy",
-    'Trainer(strategy=GradAvgStrategy(equivalent_to="single_device"))',
-]
-NAME = ["import lightning_gradavg", 'Trainer(strategy="gradavg_single_device")']
-OWN_CLI = "from lightning.pytorch.cli import LightningCLI\nfrom train import Net\n\nLightningCLI(Net)\n"
-HYDRA = """import hydra
-from train import Net
-
-
-@hydra.main(version_base=None, config_path=".", config_name="config")
-def main(config):
-    hydra.utils.instantiate(config.trainer).fit(Net())
-
-
-main()
-"""
-OF_HYDRA = f"""{TRAINER}  _target_: lightning.pytorch.Trainer
-  strategy:
-    {TARGET}
-    equivalent_to: single_device
-"""
-
-
-def script(imported: str, trainer: str) -> str:
-    """Return a program that trains with the strategy of a Trainer of docs/select.md."""
-    more = trainer.removesuffix(")") + ', accelerator="cpu", devices=2, max_epochs=4)'
-    return f"{imported}\nfrom lightning.pytorch import Trainer\nfrom train import Net\n\n{more}.fit(Net())\n"
-
-
-WAYS = [
-    Step("gradavg fit --config config.yaml --model train.py:Net", CURVES[0], files={"config.yaml": CONFIG}),
-    Step("python cli.py fit --config config.yaml", CURVES[0], files={"config.yaml": CONFIG, "cli.py": OWN_CLI}),
-    Step(f"python cli.py fit --config config.yaml {OPTIONS}", CURVES[0], files={"config.yaml": TRAINER}),
-    Step("python instance.py", CURVES[0], files={"instance.py": script(*INSTANCE)}),
-    Step("python name.py", CURVES[0], files={"name.py": script(*NAME)}),
-    Step("python of_hydra.py", CURVES[0], files={"config.yaml": OF_HYDRA, "of_hydra.py": HYDRA}),
-]
-"""Each way to select the strategy, in one folder."""
 
 
 def test_the_quick_start_is_short():
-    """It is a whole program of less than 30 lines; its fix adds an import, and changes two places."""
+    """A whole program of less than 30 lines, a fix that adds an import and changes two places, and commands."""
     assert len(PROGRAM.splitlines()) < 30
     assert 4 == len(set(FIXED.splitlines()) - set(PROGRAM.splitlines()))
     assert [4, 4] == [len(curve) for curve in CURVES]
+    assert [] == [step.command for step in [ONE, STOCK, VERDICT, FIX, *MORE] if step.command not in README]
 
 
-def test_the_pages_say_what_a_newcomer_writes():
-    """Commands, and what this package adds to a program, are in the README or docs/select.md, word for word."""
-    said = " ".join([README, *(ROOT / "docs/select.md").read_text("utf-8").split()])
-    words = [*(step.command for step in [*STEPS, WAYS[0]]), OPTIONS, *INSTANCE, *NAME, TARGET]
-    assert [] == [each for each in words if each not in said]
+def play(folder: str) -> str:
+    """Body: run the program on these ranks, and return what it prints."""
+    os.chdir(folder)
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    with (
+        redirect_stdout(StringIO()) as printed,
+        mock.patch.object(sys, "argv", ["train.py", str(dist.get_world_size())]),
+    ):
+        runpy.run_path("train.py", run_name="__main__")
+    return printed.getvalue()
 
 
-@pytest.mark.parametrize("step", STEPS[:4], ids=["one", "stock DDP", "verdict", "fixed"])
-def test_the_quick_start(step, tmp_path):
-    """In a process that has imported torch and Lightning, which is quicker than the command."""
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about so short a program
+@pytest.mark.parametrize(("step", "ranks"), [(ONE, 1), (STOCK, 2)])
+def test_the_quick_start_on_ranks_that_run(world, tmp_path, step, ranks):
     step.write(tmp_path)
-    command = "from lightning_gradavg.cli import main\nif __name__ == '__main__':\n    raise SystemExit(main())\n"
-    (tmp_path / "gradavg.py").write_text(command)
-    program, *arguments = step.command.split()
-    name, *arguments = arguments if program == "python" else ["gradavg.py", *arguments]
-    step.check(*run_script(tmp_path / name, *arguments))
+    step.check(world(ranks).run(play, str(tmp_path))[0])
 
 
-def run(*command: str | Path, folder: Path) -> tuple[int, str]:
-    """Return the exit code of a command that knows nothing of this checkout, and what it printed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return done.returncode, done.stdout
-
-
-def printed_by(*command: str | Path, folder: Path) -> str:
-    """Return what a command printed that ends well."""
-    code, printed = run(*command, folder=folder)
+def test_the_quick_start_is_fixed(tmp_path):
+    """Lightning starts the second process."""
+    FIX.write(tmp_path)
+    code, printed = run_script(tmp_path / "train.py", "2")
     assert 0 == code, printed
-    return printed
+    FIX.check(printed)
+
+
+def test_the_quick_start_is_judged(tmp_path, monkeypatch, capfd):
+    """It starts processes, too."""
+    VERDICT.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert VERDICT.code == main(VERDICT.command.split()[1:])
+    VERDICT.check(capfd.readouterr().out)
+
+
+def printed_by(*command: str | Path, folder: Path, code: int = 0) -> str:
+    """Return what a command printed that knows nothing of this checkout, after asserting its exit code."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment["OMP_NUM_THREADS"] = "1"
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, cwd=folder, env=environment, timeout=300, check=False, **pipes)
+    assert code == done.returncode, done.stdout
+    return str(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -199,24 +162,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_every_way_trains(installed, tmp_path):
-    """From the installed wheel, the quick start is true, and every way to select the strategy prints its curve."""
+def test_the_quick_start_of_the_wheel(installed, tmp_path):
     programs, _ = installed
-    for step in [*STEPS, *WAYS]:
+    for step in [ONE, STOCK, VERDICT, FIX, *MORE]:
         step.write(tmp_path)
         program, *arguments = step.command.split()
         # torchrun is a program of torch's environment; its module is found in both.
         start = ["python", "-m", "torch.distributed.run"] if program == "torchrun" else [program]
-        step.check(*run(programs / start[0], *start[1:], *arguments, folder=tmp_path))
+        step.check(printed_by(programs / start[0], *start[1:], *arguments, folder=tmp_path, code=step.code))
 
 
-# A rule, the contract, ranks with real collectives, the console command in processes of its own.
-SELECTION = [
-    "tests/test_rules.py",
-    "tests/test_contract.py",
-    "tests/test_ranks_weights.py",
-    "tests/trainer/test_selection.py::test_console_command_knows_the_names",
-]
+# A rule, the contract, ranks with real collectives.
+SELECTION = ["tests/test_rules.py", "tests/test_contract.py", "tests/test_ranks_weights.py"]
 
 
 @pytest.mark.full

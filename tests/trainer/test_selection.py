@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,41 +14,66 @@ import yaml
 from hydra.utils import instantiate
 from lightning.pytorch.cli import LightningCLI
 from omegaconf import OmegaConf
-from selected import QUIET, Job
+from scripts import run_script
+from toys import Toy, loader
 
+from lightning_gradavg import hooks
 from lightning_gradavg.cli import main
 
 # LightningCLI of lightning 2.6 calls an old API of jsonargparse 4.53.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 HERE = Path(__file__).resolve().parent
-TESTS, ROOT = HERE.parents[:2]
 STRATEGY = "lightning_gradavg.GradAvgStrategy"
 OPTIONS = {"reduction": "weighted_mean", "bucket_cap_mb": 7.5, "static_graph": True}
-IN_YAML: dict[str, Any] = {"class_path": STRATEGY, "init_args": {**OPTIONS, "timeout": "0:05:00"}}
+HOOK = {"ddp_comm_hook": "lightning_gradavg.hooks.float32_sum"}
+IN_YAML: dict[str, Any] = {"class_path": STRATEGY, "init_args": {**OPTIONS, **HOOK, "timeout": "0:05:00"}}
 MEAN, WEIGHTED = (14 / 3 + 16) / 2, 7.5
 """The gradient on two ranks."""
 NAMED = [f"--trainer.strategy={STRATEGY}"]
+OFF = ("logger", "use_distributed_sampler", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, **dict.fromkeys(OFF, False)}
 
 
-def assert_trained(out: Path, gradient: float, timeout: float = 1800.0, *of_ddp: Any) -> None:
+class Job(Toy):
+    """Toy-S on 1, 2, 3 on rank 0 and 4 on the other, which writes what it was trained with."""
+
+    def __init__(self, out: str) -> None:
+        super().__init__("s")
+        self.out = Path(out)
+
+    def train_dataloader(self) -> Any:
+        return loader([[1.0, 2.0, 3.0] if dist.get_rank() == 0 else [4.0]])
+
+    def on_train_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        of_ddp = [strategy._ddp_kwargs.get(name) for name in ("bucket_cap_mb", "static_graph")]
+        found = [dist.get_rank(), dist.get_world_size(), strategy.node_rank, type(strategy).__name__]
+        found += [strategy._ddp_comm_hook is hooks.float32_sum, strategy._timeout.total_seconds(), *of_ddp]
+        (self.out / f"rank{dist.get_rank()}.yaml").write_text(yaml.safe_dump([*found, self.seen.gradients[0].item()]))
+
+
+def assert_trained(out: Path, gradient: float, hooked: bool = False, timeout: float = 1800.0, *of_ddp: Any) -> None:
     """Both ranks trained with the strategy and these options, and got this gradient."""
-    found = [yaml.safe_load(path.read_text()) for path in sorted(out.rglob("rank*.json"))]
-    expected = ["GradAvgStrategy", timeout, *(of_ddp or (None, None)), pytest.approx(gradient, rel=1e-12)]
+    found = [yaml.safe_load(path.read_text()) for path in sorted(out.rglob("rank*.yaml"))]
+    expected = ["GradAvgStrategy", hooked, timeout, *(of_ddp or (None, None)), pytest.approx(gradient, rel=1e-12)]
     assert [[rank, 2, 0, *expected] for rank in range(2)] == found
 
 
 def in_config(folder: Path, strategy: Any) -> list[str]:
     """Return the arguments of `fit`, with a strategy in a config file."""
     trainer = {**QUIET, "strategy": strategy, "default_root_dir": str(folder)}
-    model = {"class_path": "selected.Job", "init_args": {"out": str(folder)}}
+    model = {"class_path": "test_selection.Job", "init_args": {"out": str(folder)}}
     (folder / "config.yaml").write_text(yaml.safe_dump({"seed_everything": 1, "trainer": trainer, "model": model}))
     return ["fit", "--config", str(folder / "config.yaml")]
 
 
 def command(strategy: Any, more: list[str], folder: Path) -> None:
-    """Train as `gradavg fit` does."""
-    main([*in_config(folder, strategy), *more])
+    """Train as `gradavg fit` does, which leaves the config file as it is: LightningCLI would save its own there."""
+    given = in_config(folder, strategy)
+    before = Path(given[-1]).read_bytes()
+    main([*given, *more])
+    assert before == Path(given[-1]).read_bytes()
 
 
 def own_cli(strategy: Any, more: list[str], folder: Path) -> None:
@@ -74,18 +98,24 @@ def train_by(way: Any, folder: str, *given: Any) -> None:
 
 WAYS: list[tuple[Any, Any, list[str], tuple[Any, ...]]] = [
     (command, "auto", NAMED, (MEAN,)),
-    (own_cli, "auto", NAMED, (MEAN,)),
+    (command, "gradavg_weighted", [], (WEIGHTED,)),
+    (command, IN_YAML, [], (WEIGHTED, True, 300.0, 7.5, True)),
     (own_cli, "auto", [*NAMED, "--trainer.strategy.reduction=weighted_mean"], (WEIGHTED,)),
-    (command, IN_YAML, [], (WEIGHTED, 300.0, 7.5, True)),
-    (hydra, {"_target_": STRATEGY, **OPTIONS}, [], (WEIGHTED, 1800.0, 7.5, True)),
+    (hydra, {"_target_": STRATEGY, **OPTIONS}, [], (WEIGHTED, False, 1800.0, 7.5, True)),
 ]
 
 
 @pytest.mark.parametrize(("way", "strategy", "more", "expected"), WAYS)
 def test_selected_on_ranks_that_run(world, tmp_path, way, strategy, more, expected):
-    """Case 25 (b, d): a class path, an option on the command line, a config file and Hydra; DDP's options included."""
+    """Case 25 (a, b, d): a name, a class path, an option, a config file and Hydra; DDP's options included."""
     world(2).run(train_by, way, str(tmp_path), strategy, more)
     assert_trained(tmp_path, *expected)
+
+
+def test_the_page_names_the_ways():
+    page = (HERE.parents[1] / "docs/select.md").read_text("utf-8")
+    ways = [*NAMED, "gradavg fit --config config.yaml", f"`class_path: {STRATEGY}`", f"`_target_: {STRATEGY}`"]
+    assert [] == [way for way in ways if way not in page]
 
 
 def test_the_printed_config_is_the_config(tmp_path, capsys):
@@ -102,35 +132,24 @@ def test_the_printed_config_is_the_config(tmp_path, capsys):
     assert printed[0] == printed[1]
 
 
-def run(*command: Any) -> None:
-    """Run a command to its end; the ranks it starts end with it."""
-    path = os.pathsep.join(map(str, (HERE, TESTS, ROOT)))
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "default"}
-    subprocess.run([sys.executable, *map(str, command)], cwd=HERE, env=environ, timeout=100, check=True)
+SCRIPT = """
+import sys
+
+sys.path[:0] = {path!r}
+from lightning.pytorch import Trainer
+from test_selection import QUIET, Job
+
+import lightning_gradavg
+
+if __name__ == "__main__":
+    Trainer(strategy="gradavg_spawn", **QUIET).fit(Job({out!r}))
+"""
 
 
-FULL = pytest.mark.full  # test_newcomer.py starts an instance's processes, too
-
-
-@pytest.mark.parametrize(
-    ("name", "gradient"),
-    [
-        ("gradavg_fork", MEAN),
-        pytest.param("gradavg_spawn", MEAN, marks=FULL),
-        pytest.param("weighted_mean", WEIGHTED, marks=FULL),
-    ],
-)
-def test_script(name, gradient, tmp_path):
-    """Case 25 (a, e): a name after the import, or an instance, trains two processes that the Trainer launches."""
-    run(TESTS / "selected.py", tmp_path, name)
-    assert_trained(tmp_path, gradient)
-
-
-def test_console_command_knows_the_names(tmp_path):
-    """Case 25 (a): `gradavg fit` needs no import in user code for a name; it leaves the config file as it is."""
-    given = in_config(tmp_path, "gradavg_weighted")
-    before = (tmp_path / "config.yaml").read_bytes()
-    run("-m", "lightning_gradavg", *given)
-    assert_trained(tmp_path, WEIGHTED)
-    # Without a logger LightningCLI saves its own in the folder where the run begins.
-    assert before == (tmp_path / "config.yaml").read_bytes()
+@pytest.mark.full
+def test_a_name_starts_processes_in_another_way(tmp_path):
+    """Case 25 (a, e): after the import. The quick start trains with an instance, and the pages fork."""
+    (tmp_path / "job.py").write_text(SCRIPT.format(path=sys.path, out=str(tmp_path)))
+    code, printed = run_script(tmp_path / "job.py")
+    assert 0 == code, printed
+    assert_trained(tmp_path, MEAN)
