@@ -196,8 +196,11 @@ def permuted(size: int, batch: int) -> list[list[int]]:
     return [part.tolist() for part in torch.randperm(size).split(batch)]
 
 
-def drawn(size: int, batch: int, draw: Callable[[int, int], list[int]]) -> Iterator[list[int]]:
-    return (draw(size, min(batch, size - start)) for start in range(0, size, batch))
+def drawn(size: int, batch: int) -> Iterator[list[int]]:
+    """Draw from every global generator anew for every batch."""
+    for start in range(0, size, batch):
+        own = torch.randint(size, ()).item() + random.randrange(size) + np.random.randint(size)  # noqa: NPY002  # global on purpose
+        yield [int(own + index) % size for index in range(min(batch, size - start))]
 
 
 ORDERS: dict[str, Order] = {
@@ -211,14 +214,9 @@ ORDERS: dict[str, Order] = {
     "weighted": lambda size, batch: loader(
         size, batch, sampler=WeightedRandomSampler([1.0 + item for item in range(size)], size)
     ),
-    "batches": lambda size, batch: loader(
-        size, batch_sampler=BatchSampler(RandomSampler(range(size)), batch, drop_last=False)
-    ),
     "epochs": lambda size, batch: loader(size, batch, sampler=DistributedSampler(range(size), 1, 0, shuffle=True)),
     # Batch samplers that draw anew for every batch, or when their iterator is made.
-    "lazy": of_indices(partial(drawn, draw=lambda size, n: torch.randint(size, (n,)).tolist())),
-    "lazy random": of_indices(partial(drawn, draw=lambda size, n: random.choices(range(size), k=n))),
-    "lazy numpy": of_indices(partial(drawn, draw=lambda size, n: np.random.permutation(size)[:n].tolist())),  # noqa: NPY002  # global on purpose
+    "lazy": of_indices(drawn),
     "eager": of_indices(permuted),
     "a sampler with a state": lambda size, batch: loader(size, batch, sampler=Remembering(size)),
     "stream": lambda size, batch: loader(Stream(size), batch),

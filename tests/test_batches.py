@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from grids import grid
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lockstep import Rank, Taken, in_one_world, on_ranks, take_all
 from orders import ODD, ORDERS, WHOLE, WORKERS, Augmented, Counting, Graphs, Logged, Sized, Stream, listed, seed
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_gradavg.batches.chunks import Collated, Split, chunk_bounds, cut_pieces
@@ -46,29 +46,26 @@ def test_chunks_are_those_of_torch(size: int, parts: int) -> None:
 def test_pieces_cover_the_batch_once(size: int, world_size: int, replicas: int | None, limit: int | None) -> None:
     """The ranks' pieces hold every sample once, in order, and never too many."""
     limit = limit if replicas is None else None
-    splits = [Split(rank, world_size, replicas, limit) for rank in range(world_size)]
+    chunks = [Split(rank, world_size, replicas, limit).cut(size) for rank in range(world_size)]
 
-    chunks = [split.cut(size) for split in splits]
-
-    pieces = [piece for chunk in chunks for piece in chunk.pieces if piece.samples]
+    counted = [[piece for piece in chunk.pieces if piece.samples] for chunk in chunks]
+    pieces = [piece for own in counted for piece in own]
     assert list(range(size)) == [sample for _, start, stop in pieces for sample in range(start, stop)]
     assert len(pieces) == len({piece.replica for piece in pieces})
     bounds = chunk_bounds(size, replicas or world_size)
-    for rank, chunk in enumerate(chunks):
+    for rank, (chunk, own) in enumerate(zip(chunks, counted, strict=True)):
+        assert (chunk.start, chunk.stop) == (chunk.pieces[0].start, chunk.pieces[-1].stop)
         assert 0 <= chunk.start < chunk.stop <= size
-        parts = [piece.samples for piece in chunk.pieces if piece.samples]
+        parts = [piece.samples for piece in own]
         assert limit is None or not parts or (max(parts) <= limit and max(parts) - min(parts) <= 1)
-        assert chunk.samples == sum(parts)
-        if parts:
-            assert (chunk.start, chunk.stop) == (chunk.pieces[0].start, chunk.pieces[-1].stop)
-        for piece in chunk.pieces[: len(parts)]:
-            replica = piece.replica if replicas is not None and piece.replica is not None else rank
-            assert bounds[replica][0] <= piece.start < piece.stop <= bounds[replica][1]
-        if chunk.stand_in and min(size, limit or size) > 1:
-            assert chunk.stop - chunk.start >= 2, "batch norm needs two"
-    layout = tuple(len(chunk.pieces) * (not chunk.stand_in) for chunk in chunks)
-    assert {(size, layout)} == {(one.batch_samples, one.layout) for one in chunks}
-    assert not chunks[0].stand_in
+        assert (sum(parts), not parts) == (chunk.samples, chunk.stand_in)
+        for piece in own:
+            first, last = bounds[rank if replicas is None else piece.replica or 0]
+            assert first <= piece.start < piece.stop <= last
+        assert parts or chunk.stop - chunk.start >= min(2, size, limit or size), "batch norm needs two"
+    layout = tuple(map(len, counted))
+    assert {(size, layout)} == {(chunk.batch_samples, chunk.layout) for chunk in chunks}
+    assert counted[0]
 
 
 def samples_of(taken: Taken) -> list[Any]:
@@ -121,8 +118,9 @@ RANKS = st.lists(st.tuples(st.sampled_from([7, 8]), st.integers(0, 2)), min_size
 KINDS = ORDERS | ODD | WHOLE
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@settings(max_examples=120)
 @given(
+    whole=st.booleans(),
     order=st.sampled_from(sorted(KINDS)),
     size=st.integers(1, 40),
     batch=st.integers(1, 12),
@@ -144,8 +142,7 @@ def test_ranks_read_the_batches_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", WORKERS)
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("kind", "world_size"), grid([*WORKERS], [3, 1], strength=1))
 def test_worker_processes_change_nothing(kind: str, world_size: int) -> None:
     cut = {"replicas": 4, "whole": True} if "augmented" in kind else {}
     assert_as_one_process(partial(WORKERS[kind], 22, 8), [7, 8, 7][:world_size], [0] * world_size, **cut)
@@ -230,9 +227,13 @@ def test_what_workers_send_can_be_pinned() -> None:
     assert (3, b"digest", True) == (sent.rows, sent.key, sent.part.pinned)
 
 
-class Mixing(DataLoader[Any]):
+class Changing(DataLoader[Any]):
+    """Yields what is made of its batches."""
+
+    change: Any = list
+
     def __iter__(self) -> Any:
-        return (batch.flip(0) for batch in super().__iter__())
+        return iter(self.change(list(super().__iter__())))
 
 
 def flagged(value: Any) -> Any:
@@ -258,7 +259,7 @@ READ: dict[str, tuple[Any, bool, str]] = {
     "flagged loader": (flagged(DataLoader(Augmented(4))), True, OWN),
     "tensors": (DataLoader(TensorDataset(SAMPLES)), True, BATCHES),
     "flagged, with collation": (DataLoader(flagged(Augmented(4)), collate_fn=list), True, BATCHES),
-    "flagged, of a subclass": (flagged(Mixing(SAMPLES)), True, BATCHES),
+    "flagged, of a subclass": (flagged(Changing(SAMPLES)), True, BATCHES),
     "stream": (DataLoader(Stream(4)), True, BATCHES),
     "without batching": (DataLoader(SAMPLES, batch_size=None), True, BATCHES),
     "batches": ([SAMPLES], True, BATCHES),
@@ -292,30 +293,6 @@ def test_workers_are_seeded_alike(monkeypatch: pytest.MonkeyPatch, data: Any) ->
 def failing() -> Iterator[list[int]]:
     yield from ([0, 1], [2])
     raise KeyError("out of batches")
-
-
-class Merging(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        return iter([torch.cat(list(super().__iter__()))])
-
-
-class Repeating(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        batches = list(super().__iter__())
-        return iter([*batches, batches[0]])
-
-
-class Drawing(Dataset[float]):
-    """Draws from a generator of its own."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = random.Random(seed)
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> float:
-        return self.generator.random()
 
 
 def drawing(samples: list[Any]) -> Graphs:
@@ -359,20 +336,28 @@ REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
         {},
         ["Use in_order=True"],
     ),
-    "more batches": (lambda rank: Repeating(EIGHT, 2), {}, ["Repeating yielded more batches"]),
-    "fewer batches": (lambda rank: Merging(EIGHT, 2), {}, ["Merging yielded fewer batches"]),
+    "more batches": (
+        lambda rank: with_attribute(Changing(EIGHT, 2), "change", lambda batches: [*batches, batches[0]]),
+        {},
+        ["Changing yielded more batches"],
+    ),
+    "fewer batches": (
+        lambda rank: with_attribute(Changing(EIGHT, 2), "change", lambda batches: [torch.cat(batches)]),
+        {},
+        ["Changing yielded fewer batches"],
+    ),
     "other samples": (
-        lambda rank: DataLoader(Drawing(rank), 4),
+        lambda rank: DataLoader([rank] * 8, 4),
         {"whole": True, "replicas": 2},
         ["does not yield the same batches on all ranks: found at batch 1 of this epoch"],
     ),
     "sharded on one rank": (
-        lambda rank: DataLoader(with_attribute(Drawing(0), "sharded_by_rank", rank == 1), 4),
+        lambda rank: DataLoader(with_attribute(Augmented(8), "sharded_by_rank", rank == 1), 4),
         {"replicas": 4},
-        ["", "DataLoader or its dataset Drawing has sharded_by_rank = True"],
+        ["", "DataLoader or its dataset Augmented has sharded_by_rank = True"],
     ),
     "sharded": (
-        lambda rank: DataLoader(with_attribute(Drawing(0), "sharded_by_rank", True), 4),
+        lambda rank: DataLoader(with_attribute(Augmented(8), "sharded_by_rank", True), 4),
         {},
         [f"{ALONE}, and every rank trains on its own batches"],
     ),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any
 
-import pytest
 import torch
 
 from lightning_gradavg.fingerprint import combined, state_digests
@@ -32,36 +30,21 @@ def trained() -> tuple[Net, torch.optim.Optimizer]:
     return net, optimizer
 
 
-def flip_a_bit(tensor: torch.Tensor) -> None:
-    """Change the last bit of the first number, in place."""
-    plain = tensor.untyped_storage()
-    plain[tensor.storage_offset() * tensor.element_size()] = plain[0] ^ 1
-
-
-NAMES = (
-    "linear.weight",
-    "narrow",
-    "wave",
-    "count",
-    "optimizer 0['state'][2]['exp_avg']",
-    "optimizer 0['param_groups'][1]['lr']",
-)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_one_bit_changes_the_fingerprint(name):
+def test_one_bit_changes_the_fingerprint():
     """The least change of any tensor or number of the state changes its own digest, and with it the fingerprint."""
     net, optimizer = trained()
-    before = state_digests(net, [optimizer])
-    tensors: dict[str, Any] = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     tensors["optimizer 0['state'][2]['exp_avg']"] = optimizer.state[net.narrow]["exp_avg"]
-    if name in tensors:
-        flip_a_bit(tensors[name].detach())
-    else:
-        optimizer.param_groups[1]["lr"] = 0.5000000001
-    after = state_digests(net, [optimizer])
-    assert [name] == [key for key in before if before[key] != after[key]]
-    assert combined(before) != combined(after)
+    number = "optimizer 0['param_groups'][1]['lr']"
+    for name in {*tensors, number} - {"empty"}:
+        before = state_digests(net, [optimizer])
+        if name == number:
+            optimizer.param_groups[1]["lr"] += 1e-10
+        else:
+            tensors[name].detach().untyped_storage()[0] ^= 1
+        after = state_digests(net, [optimizer])
+        assert [name] == [key for key in before if before[key] != after[key]]
+        assert combined(before) != combined(after)
 
 
 def test_equal_states_have_equal_fingerprints():
@@ -72,4 +55,3 @@ def test_equal_states_have_equal_fingerprints():
     expected = state_digests(net, [optimizer])
     assert expected == state_digests(twin, [other])
     assert 16 == len(combined(expected))
-    assert {*NAMES} < expected.keys()
