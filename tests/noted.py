@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from lightning_gradavg import GradAvgStrategy
 from lightning_gradavg.fingerprint import state_digests
 
-__all__ = ["Act", "Noted", "Order", "done", "draws", "fit", "journal", "together"]
+__all__ = ["KINDS", "Act", "Noted", "Order", "done", "draws", "fit", "journal", "together"]
 
 KINDS = orders.ORDERS | orders.WHOLE | orders.WORKERS | orders.ODD
 

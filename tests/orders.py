@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -199,8 +199,8 @@ def permuted(size: int, batch: int) -> list[list[int]]:
 def drawn(size: int, batch: int) -> Iterator[list[int]]:
     """Draw from every global generator anew for every batch."""
     for start in range(0, size, batch):
-        own = torch.randint(size, ()).item() + random.randrange(size) + np.random.randint(size)  # noqa: NPY002  # global on purpose
-        yield [int(own + index) % size for index in range(min(batch, size - start))]
+        own = torch.randint(size, ()).item() + random.randrange(size) + int(np.random.rand() * size)  # noqa: NPY002  # as above
+        yield [(own + index) % size for index in range(min(batch, size - start))]
 
 
 ORDERS: dict[str, Order] = {
@@ -211,9 +211,7 @@ ORDERS: dict[str, Order] = {
     "replacement": lambda size, batch: loader(
         size, batch, sampler=RandomSampler(range(size), replacement=True, num_samples=40, generator=torch.Generator())
     ),
-    "weighted": lambda size, batch: loader(
-        size, batch, sampler=WeightedRandomSampler([1.0 + item for item in range(size)], size)
-    ),
+    "weighted": lambda size, batch: loader(size, batch, sampler=WeightedRandomSampler(range(1, 1 + size), size)),
     "epochs": lambda size, batch: loader(size, batch, sampler=DistributedSampler(range(size), 1, 0, shuffle=True)),
     # Batch samplers that draw anew for every batch, or when their iterator is made.
     "lazy": of_indices(drawn),
@@ -239,17 +237,15 @@ WHOLE: dict[str, Callable[..., Any]] = {
 """Loaders whose samples are those of one process where batches are read whole."""
 
 
-def with_workers(size: int, batch: int, *, own: bool, persistent: bool) -> Any:
-    sampler = RandomSampler(range(size), generator=torch.Generator() if own else None)
-    options: Any = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": persistent}
-    return loader(size, batch_sampler=BatchSampler(sampler, batch, drop_last=False), **options)
+def with_workers(size: int, batch: int, own: bool, persistent: bool) -> Any:
+    generator, options = torch.Generator() if own else None, {"num_workers": 1, "persistent_workers": persistent}
+    return loader(size, batch, shuffle=True, generator=generator, multiprocessing_context="fork", **options)
 
 
 WORKERS: dict[str, Order] = {
     **{
         f"own generator: {own}, persistent: {persistent}": partial(with_workers, own=own, persistent=persistent)
-        for own in (False, True)
-        for persistent in (False, True)
+        for own, persistent in product((False, True), repeat=2)
     },
     **{
         f"{name}, workers": partial(make, num_workers=2, multiprocessing_context="fork") for name, make in WHOLE.items()
