@@ -45,22 +45,15 @@ class Sized(Unsized):
         return self.length
 
 
-class InMemory(list[Any]):
-    """Batches in memory: of several loaders `CombinedLoader` takes a plain list for a structure."""
+class Changing(DataLoader[Any]):
+    """Has constructor arguments and an iterator of its own: it yields what is made of its batches."""
 
-    def __init__(self, size: int, batch_size: int) -> None:
-        super().__init__(torch.arange(size).split(batch_size))
-        self.batch_size = batch_size
-
-
-class Doubling(DataLoader[Any]):
-    """Has constructor arguments and an iterator of its own."""
-
-    def __init__(self, size: int, batch: int) -> None:
+    def __init__(self, size: int, batch: int, change: Callable[[list[Any]], Iterable[Any]] = list) -> None:
         super().__init__(range(size), batch, shuffle=True)
+        self.change = change
 
     def __iter__(self) -> Any:
-        return (batch * 2 for batch in super().__iter__())
+        return iter(self.change(list(super().__iter__())))
 
 
 class Memory:
@@ -219,10 +212,10 @@ ORDERS: dict[str, Order] = {
     "a sampler with a state": lambda size, batch: loader(size, batch, sampler=Remembering(size)),
     "stream": lambda size, batch: loader(Stream(size), batch),
     "own stream": lambda size, batch: loader(Stream(size, torch.Generator()), batch),
-    "list": InMemory,
+    "list": lambda size, batch: Sized(lambda: torch.arange(size).split(batch), -(-size // batch)),
     "unsized": lambda size, batch: Unsized(lambda: torch.randperm(size).split(batch)),
     "logged": lambda size, batch: loader(Logged(size), batch),
-    "subclass": Doubling,
+    "subclass": lambda size, batch: Changing(size, batch, lambda batches: [2 * each for each in batches]),
 }
 """Loaders whose order is that of one process, also in a resumed run."""
 
