@@ -126,6 +126,7 @@ class Acting(Callback):
         rank = dist.get_rank()
         self.acts, self.folder = [act for act in acts if act.rank in (None, rank)], folder
         self.journal = Path(folder, f"rank {rank}.journal") if folder else None
+        Path(folder).mkdir(parents=True, exist_ok=True)
 
     def reach(self, trainer: Trainer, hook: str, batch: float = math.inf, given: Any = None) -> None:
         for act in [*self.acts]:

@@ -28,7 +28,6 @@ def goes_on(
     """Save in the first pool; resume in the second, which saves again at once, and from there in the others."""
     # From the last batch of an epoch Lightning goes on without its validation, and without what that draws.
     options["limit_val_batches"] = 0 if place.hook == "batch" else 1
-    (folder / "0").mkdir()
     acts = [Act("save", "start"), *options.pop("looks", [])]
     first = pools[0].run(fit, read, strategies[0], [place], f"{folder}/0", **options)
     expected = together(first)
@@ -85,8 +84,8 @@ READ_TOGETHER = ["shuffle", "generator", "lazy", "stream", "own stream", "unsize
 
 @settings(max_examples=25, phases=[Phase.generate])
 @given(
-    read=st.tuples(
-        *[st.builds(Order, st.sampled_from(READ_TOGETHER), st.sampled_from(range(4, 25, 4)), st.just(4))] * 2
+    read=st.lists(
+        st.builds(Order, st.sampled_from(READ_TOGETHER), st.sampled_from(range(4, 25, 4))), min_size=2, max_size=2
     ),
     mode=st.sampled_from(["max_size_cycle", "max_size", "min_size"]),
     worlds=st.tuples(st.integers(1, 3), st.integers(1, 3)),
@@ -95,14 +94,12 @@ READ_TOGETHER = ["shuffle", "generator", "lazy", "stream", "own stream", "unsize
 )
 def test_several_loaders_go_on_from_the_end_of_an_epoch(world, tmp_path_factory, read, mode, worlds, epoch, window):
     """Of two loaders, cycled, exhausted or cut off, each has the samples that the uninterrupted run goes on with."""
-    pools, folder = [world(size) for size in worlds], tmp_path_factory.mktemp("run")
-    place = Act("save", "end", epoch)
-    goes_on(pools, folder, place, [*read], [{}, {}], mode=mode, accumulate_grad_batches=window)
+    pools, options = [world(size) for size in worlds], {"mode": mode, "accumulate_grad_batches": window}
+    goes_on(pools, tmp_path_factory.mktemp("run"), Act("save", "end", epoch), read, [{}, {}], **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", WORKERS)
-@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize(("kind", "epoch"), grid([*WORKERS], [0, 1], strength=1))
 def test_workers_that_fetch_ahead_change_nothing(world, tmp_path, kind, epoch):
     """With worker processes, kept between epochs or not, the rest and the next epochs are those of the first run."""
     strategies = [{"num_replicas": 3} if "augmented" in kind else {}] * 2
@@ -170,7 +167,6 @@ def test_a_resumed_run_goes_on_after_the_last_whole_window(
     options = {**WINDOWS, "keep": {"every_n_train_steps": 1} if "SIGKILL" in hows else {}}
     for number, (how, batch) in enumerate(zip(hows, batches, strict=True)):
         kills, folder = how == "SIGKILL", tmp_path / str(number)
-        folder.mkdir()
         hook = KILLED[batch % 4] if kills else "backward"
         # A signal reaches one rank, and rank 0 writes the checkpoint.
         rank = (hook != "saving") * batch % worlds[number] if how.startswith("SIG") else None
@@ -184,7 +180,7 @@ def test_a_resumed_run_goes_on_after_the_last_whole_window(
         assert stepped <= at if how == "SIGTERM" else stepped == at  # which has the batches at hand trained on
         assert events[first : first + len(trained)] == trained
         assert after[at] - first <= len(trained)
-    (last := tmp_path / "last").mkdir()
+    last = tmp_path / "last"
     rest = world(worlds[-1]).run(fit, SHUFFLED, SCALED | COMPUTED[computed][1], (), str(last), resume, **options)
 
     assert together([expected])[at:] == together(rest)

@@ -69,9 +69,10 @@ def test_trainer_options_count_loader_batches(world, name, limit):
         assert (stock.validated, stock.set_up) == (noted.validated, noted.set_up)
 
 
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-@pytest.mark.parametrize("kind", ["list", "unsized"])
-@pytest.mark.parametrize("sizes", [(7, 22), (22, 7), (9, 9), (13,)])
+@pytest.mark.parametrize(
+    ("mode", "kind", "sizes"),
+    grid(["min_size", "max_size", "max_size_cycle"], ["list", "unsized"], [(7, 22), (22, 7), (9, 9), (13,)]),
+)
 def test_several_loaders_are_read_as_in_stock_lightning(world, mode, kind, sizes):
     """Fetched ahead or not, cycled, exhausted, left early, looked at between: every batch meets its own samples."""
     read, looks = [Order(kind, size) for size in sizes], [Act("look", "batch start", 0, 1)]
@@ -100,36 +101,21 @@ def lengthened(batch: Any, device: Any, index: int) -> Any:
     return [*batch, 0]
 
 
-REPLICAS = {"num_replicas": 4}
-REFUSED: dict[str, tuple[list[Order], dict[str, Any], dict[str, Any], str]] = {
+REPLICAS, UNEQUAL = {"num_replicas": 4}, [Order("list", 8, 8), Order("list", 5, 5)]
+UNWEIGHED = "the number of samples cannot be read from a batch of type list"
+REFUSED: list[tuple[list[Order], dict[str, Any], dict[str, Any], str]] = [
     # What is read, options of the strategy, of the run, and what the errors of all 3 ranks say; one has no samples.
-    "several": (
-        [Order("list", 8, 8), Order("list", 5, 5)],
-        REPLICAS,
-        {},
-        "now 8 samples in 2 + 2 + 0 pieces and 5 samples in 2 + 1 + 0 pieces on the ranks",
-    ),
-    "samples": ([Order("list", 8, 8)], REPLICAS, {"hook": changed}, "samples where the train loader yielded"),
-    "structure": (TWO, REPLICAS, {"hook": lengthened}, "is not as the train loader yielded it"),
+    (UNEQUAL, REPLICAS, {}, "now 8 samples in 2 + 2 + 0 pieces and 5 samples in 2 + 1 + 0 pieces on the ranks"),
+    ([Order("list", 8, 8)], REPLICAS, {"hook": changed}, "samples where the train loader yielded"),
+    (TWO, REPLICAS, {"hook": lengthened}, "is not as the train loader yielded it"),
     # 3, 3 and 2 samples of one beside 2, 2 and 1 of the other: no loader's samples weigh a loss over both.
-    "other proportions": (
-        [Order("list", 8, 8), Order("list", 5, 5)],
-        {},
-        {"weighs": False},
-        "the number of samples cannot be read from a batch of type list",
-    ),
-    "other proportions in pieces": (
-        [Order("list", 8, 8), Order("list", 5, 5)],
-        {"max_device_batch_size": 4},
-        {"weighs": False},
-        "the number of samples cannot be read from a batch of type list",
-    ),
-}
+    (UNEQUAL, {}, {"weighs": False}, UNWEIGHED),
+    (UNEQUAL, {"max_device_batch_size": 4}, {"weighs": False}, UNWEIGHED),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_cut_is_an_error_on_all_ranks(world, name):
-    read, strategy, options, message = REFUSED[name]
+@pytest.mark.parametrize(("read", "strategy", "options", "message"), REFUSED)
+def test_what_cannot_be_cut_is_an_error_on_all_ranks(world, read, strategy, options, message):
     raised = world(3).run_expecting_errors(fit, read, strategy, **options)
     assert {"ValueError", "RuntimeError"} >= {one.type_name for one in raised}
     assert all(message in one.message for one in raised)
