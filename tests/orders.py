@@ -192,7 +192,7 @@ def permuted(size: int, batch: int) -> list[list[int]]:
 def drawn(size: int, batch: int) -> Iterator[list[int]]:
     """Draw from every global generator anew for every batch."""
     for start in range(0, size, batch):
-        own = torch.randint(size, ()).item() + random.randrange(size) + int(np.random.rand() * size)  # noqa: NPY002  # as above
+        own = int(torch.randint(size, ())) + random.randrange(size) + int(np.random.rand() * size)  # noqa: NPY002  # as above
         yield [(own + index) % size for index in range(min(batch, size - start))]
 
 

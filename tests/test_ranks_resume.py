@@ -41,7 +41,7 @@ def goes_on(
 
 
 HOOKS = st.sampled_from([*["batch"] * 3, "validation", "end"])
-PLACES = st.builds(Act, st.just("save"), HOOKS, st.integers(0, 1), st.integers(0, 15)) | st.just(Act("save", "start"))
+SAVES = st.builds(lambda *place: Act("save", *place), HOOKS, st.integers(0, 1), st.integers(0, 15))
 
 
 @settings(max_examples=60, phases=[Phase.explicit, Phase.generate])
@@ -49,7 +49,7 @@ PLACES = st.builds(Act, st.just("save"), HOOKS, st.integers(0, 1), st.integers(0
     order=st.builds(Order, st.sampled_from(sorted(ORDERS | WHOLE)), st.integers(6, 30), st.integers(2, 6)),
     worlds=st.lists(st.integers(1, 3), min_size=2, max_size=3),
     limits=st.tuples(st.none() | st.integers(1, 4), st.none() | st.integers(1, 4)),
-    place=PLACES,
+    place=SAVES | st.just(Act("save", "start")),
     whole=st.booleans(),
     options=st.fixed_dictionaries(
         {
@@ -84,8 +84,8 @@ READ_TOGETHER = ["shuffle", "generator", "lazy", "stream", "own stream", "unsize
 
 @settings(max_examples=25, phases=[Phase.generate])
 @given(
-    read=st.lists(
-        st.builds(Order, st.sampled_from(READ_TOGETHER), st.sampled_from(range(4, 25, 4))), min_size=2, max_size=2
+    read=st.tuples(
+        *[st.builds(Order, st.sampled_from(READ_TOGETHER), st.sampled_from(range(4, 25, 4)), st.just(4))] * 2
     ),
     mode=st.sampled_from(["max_size_cycle", "max_size", "min_size"]),
     worlds=st.tuples(st.integers(1, 3), st.integers(1, 3)),

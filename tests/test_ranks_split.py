@@ -31,21 +31,22 @@ def test_gradient_of_a_global_batch(world, world_size, sizes, limit, reduction):
         w -= 0.001 * expected
 
 
-SHUFFLED, RELOADED = [Order("shuffle")], {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}
+SHUFFLED = [Order("shuffle")]
 SCHEDULE = [GradientAccumulationScheduler({0: 1, 1: 2})]
 TWO = [Order("list", 16), Order("list", 80)]
 OPTIONS: dict[str, tuple[list[Order], dict[str, Any], int]] = {
     # What is read, in batches of 4; options of the Trainer; and the number of steps.
-    "limit": (SHUFFLED, {"limit_train_batches": 3, "max_epochs": 1}, 3),
     "fraction": (SHUFFLED, {"limit_train_batches": 0.7, "max_epochs": 1}, 3),
     "overfit": ([Order("sequential")], {"overfit_batches": 2, "max_epochs": 2}, 4),
-    "validation every 2 batches": (SHUFFLED, {"val_check_interval": 2, "max_epochs": 1}, 5),
     "validation in mid-epoch": (SHUFFLED, {"val_check_interval": 0.5, "max_epochs": 1}, 5),
     "window of 2": (SHUFFLED, {"accumulate_grad_batches": 2, "max_epochs": 1}, 3),
     "scheduled window": (SHUFFLED, {"max_epochs": 2, "callbacks": SCHEDULE}, 8),
     "steps": (SHUFFLED, {"max_epochs": 5, "max_steps": 7}, 7),
-    "reloaded": (SHUFFLED, RELOADED, 10),
-    "reloaded, validation in mid-epoch": (SHUFFLED, {**RELOADED, "val_check_interval": 0.5}, 10),
+    "reloaded": (
+        SHUFFLED,
+        {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2, "val_check_interval": 0.5},
+        10,
+    ),
     "epochs of a sampler": ([Order("epochs")], {"max_epochs": 2}, 10),
     "workers": ([Order("own generator: False, persistent: True")], {"max_epochs": 2}, 10),
     "two loaders": ([Order("shuffle"), Order("generator")], {"max_epochs": 1}, 5),

@@ -29,7 +29,8 @@ class Logging(Toy):
         self.steps: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        chunk = self.trainer.strategy._batches.chunk
+        strategy: Any = self.trainer.strategy
+        chunk = strategy._batches.chunk
         spoilt = self.nan and chunk is not None and chunk.stand_in
         batch = batch * float("nan") if spoilt else batch
         self.sums += batch.sum()

@@ -57,16 +57,6 @@ class Progress:
             loader.start, loader.now = None, now
             loader.window = now if begins else loader.window
 
-    @property
-    def stepped(self) -> bool:
-        """Whether the last batch that arrived in training ended its window, and was stepped on."""
-        return bool(self.loop.ready == self.loop.processed and self.loop.processed % self.loop.accumulation == 0)
-
-    @property
-    def ended(self) -> bool:
-        """Whether all batches of the epoch were stepped on."""
-        return bool(self.loop.ready == self.loop.processed and self.loop.epoch_ended)
-
     def go_on(self, random: RandomState) -> None:
         """Go on with the random state of a checkpoint. Until a resumed run is set up, only what it reads may draw."""
         self._random = random
@@ -117,11 +107,12 @@ class NumberedLoader(SplitLoader):
         state = LoaderState(snapshots={}, samplers=sources.samplers(), now=sources.snapshot(), batches=0, digest="")
         order = next((each.begun.order for each in loop.iterators if each.loader is self and each.begun), None)
         now, window = (each if each is not None and each.order is order else None for each in (self.now, self.window))
+        trained = loop.ready == loop.processed  # on the last batch that arrived
         # The iterators of an epoch that is over are there until the next one's are made.
-        over = progress.ended or (loop.ready == 0 and now is not None)
+        over = (trained and loop.epoch_ended) or (loop.ready == 0 and now is not None)
         if order is None or over:
             return state
-        if now is not None and progress.stepped:
+        if now is not None and trained and loop.processed % loop.accumulation == 0:
             place = now.after
         elif window is not None:
             place, state["now"]["random"] = window.before, progress.before_window
