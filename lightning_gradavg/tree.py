@@ -28,13 +28,6 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "dtype") and hasattr(value, "shape")
 
 
-def _text(value: Any) -> str:
-    """Return an array's type and shape, a plain value as text, and of all else the type: its text may be an address."""
-    if isinstance(value, _PLAIN):  # NumPy's float64 is one
-        return repr(value)
-    return f"{value.dtype}{tuple(value.shape)}" if _is_array(value) else type(value).__qualname__
-
-
 class _Opened(NamedTuple):
     """A structure's items with their places, and what makes the same structure of others."""
 
@@ -167,17 +160,22 @@ def _ends(array: Any) -> bytes:
     if isinstance(array, Tensor) and array.device.type != "cpu":
         return b""
     rows = array.reshape(array.shape or (1,))
-    return b";".join(repr(row.reshape(-1)[:_HASHED_ELEMENTS].tolist()).encode() for row in (rows[:1], rows[-1:]))
+    return b"".join(repr(row.reshape(-1)[:_HASHED_ELEMENTS].tolist()).encode() for row in (rows[:1], rows[-1:]))
 
 
 def _described(value: Any, of_array: Callable[[Any], bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    opened = _opened(value)
-    items = [] if opened is None else [item for _, item in opened.items]
-    yield f"{_text(value)}:{len(items)};".encode()
+    # Checkpoints hold digests of it.
     if _is_array(value):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
         yield of_array(value)
-    try:
-        yield array("q", items).tobytes()  # indices, the common case, at the speed of C
-    except (TypeError, OverflowError, RuntimeError, ValueError):
-        for item in items:
-            yield from _described(item, of_array)
+    elif isinstance(value, _PLAIN):
+        yield f"{value!r};".encode()
+    else:
+        opened = _opened(value)
+        items = [] if opened is None else [item for _, item in opened.items]
+        yield f"{type(value).__qualname__}{len(items)}:".encode()
+        try:
+            yield array("q", items).tobytes()  # indices, the common case, at the speed of C
+        except (TypeError, OverflowError, RuntimeError, ValueError):
+            for item in items:
+                yield from _described(item, of_array)

@@ -44,7 +44,7 @@ HOOKS = st.sampled_from([*["batch"] * 3, "validation", "end"])
 SAVES = st.builds(lambda *place: Act("save", *place), HOOKS, st.integers(0, 1), st.integers(0, 15))
 
 
-@settings(max_examples=60, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
 @given(
     order=st.builds(Order, st.sampled_from(sorted(ORDERS | WHOLE)), st.integers(6, 30), st.integers(2, 6)),
     worlds=st.lists(st.integers(1, 3), min_size=2, max_size=3),
