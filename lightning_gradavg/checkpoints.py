@@ -47,17 +47,14 @@ class WholeCheckpoints(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         place = Path(path)
         if _is_local(path) and (damage := _damage(place)):
-            others = sorted(filter(Path.is_file, place.parent.glob("*.ckpt")), key=_changed, reverse=True)
-            whole = next((other for other in others if not _damage(other)), "none")
+            others = filter(Path.is_file, place.parent.glob("*.ckpt"))
+            newest = sorted(others, key=lambda other: other.stat().st_mtime_ns, reverse=True)
+            whole = next((other for other in newest if not _damage(other)), "none")
             raise ValueError(
                 f"the checkpoint {place} is damaged: {damage}. Train from the start, or pass another one as ckpt_path."
                 f" The newest intact one in its folder is {whole}"
             )
         return super().load_checkpoint(path, *args, **kwargs)
-
-
-def _changed(place: Path) -> int:
-    return place.stat().st_mtime_ns
 
 
 def _damage(place: Path) -> str | None:

@@ -115,6 +115,11 @@ class TrainingLoop:
         """Those of the loaders in this epoch, in order. The shorter of two loaders gets several in turn."""
         return getattr(self.epoch, "iterators", [])
 
+    def epoch_of(self, iterator: Any) -> Any:
+        """Return the epoch in progress if it reads this iterator; None of one by which a user looks at the data."""
+        epoch = self.epoch
+        return epoch if iterator in getattr(epoch, "iterators", ()) else None
+
     @property
     def structure(self) -> Any:
         """The structure of the loaders and their batches: a `TreeSpec` of `torch.utils._pytree`."""
@@ -131,10 +136,10 @@ class TrainingLoop:
         return bool(self.ready == self.completed)
 
     @property
-    def arriving(self) -> int | None:
-        """The number in the epoch of the batch that is about to be trained on; None while one is."""
-        current = self._loop.epoch_loop.batch_progress.current
-        return None if current.ready > current.completed else int(current.ready)
+    def arriving(self) -> tuple[Any, int] | None:
+        """The epoch, and the number in it, of the batch that is about to be trained on; None while one is."""
+        epoch, current = self.epoch, self._loop.epoch_loop.batch_progress.current
+        return None if epoch is None or current.ready > current.completed else (epoch, int(current.ready))
 
     # Batches of the epoch: those that reached training, were trained on, and had their hooks called.
     ready, processed, completed = map(_of_epoch, ("ready", "processed", "completed"))

@@ -63,11 +63,14 @@ class RandomStream:
     """A stream of random numbers beside the process's own, from which everything draws within `drawing`.
 
     A process whose own state equals that of the stream moves on with it. Any other gets its own back.
+
+    Attributes:
+        moved: The states before and after what was drawn last.
     """
 
     def __init__(self) -> None:
         self._state = self._own = random_state()
-        self.drawing_now = False
+        self.moved, self.drawing_now = (self._state, self._state), False
 
     @property
     def state(self) -> RandomState:
@@ -83,16 +86,18 @@ class RandomStream:
     @contextmanager
     def drawing(self, *, apart: bool = False) -> Iterator[None]:
         """Draw from the stream inside; `apart` from the process, even if its own state is equal."""
-        if self.drawing_now:
-            yield
-            return
-        self._own, self.drawing_now = random_state(), True
-        moves = not apart and same_random_state(self._own, self._state)
-        restore_random_state(self._state)
+        nested, self.drawing_now, now = self.drawing_now, True, random_state()
+        if nested:
+            self._state = now
+        else:
+            self._own = now
+        before, moves = self._state, nested or (not apart and same_random_state(now, self._state))
+        restore_random_state(before)
         try:
             yield
         finally:
-            self._state, self.drawing_now = random_state(), False
+            self._state, self.drawing_now = random_state(), nested
+            self.moved = before, self._state
             if not moves:
                 restore_random_state(self._own)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["batch_samples", "bits", "data_digest", "described", "leaves", "mapped", "slice_batch"]
+__all__ = ["batch_samples", "bits", "data_digest", "digest", "leaves", "mapped", "slice_batch"]
 
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _HASHED_ELEMENTS = 64
@@ -26,13 +26,6 @@ _HASHED_ELEMENTS = 64
 def _is_array(value: Any) -> bool:
     """Return whether a value is a tensor or an array, without importing NumPy."""
     return hasattr(value, "dtype") and hasattr(value, "shape")
-
-
-def described(leaf: Any) -> str:
-    """Return an array's type and shape, a plain value as text, and of all else the type: its text may be an address."""
-    if isinstance(leaf, _PLAIN):  # NumPy's float64 is one
-        return repr(leaf)
-    return f"{leaf.dtype}{tuple(leaf.shape)}" if _is_array(leaf) else type(leaf).__qualname__
 
 
 class _Opened(NamedTuple):
@@ -47,9 +40,7 @@ def _opened(value: Any) -> _Opened | None:
     if isinstance(value, MutableMapping):
         items = [(f"[{key!r}]", item) for key, item in value.items()]
         return _Opened(items, partial(_copied, value, [*value], type(value).__setitem__))
-    if isinstance(value, PackedSequence):
-        return None
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence):
         return _Opened([(f"[{n}]", item) for n, item in enumerate(value)], getattr(value, "_make", type(value)))
     if dataclasses.is_dataclass(type(value)):
         names = [field.name for field in dataclasses.fields(value)]
@@ -142,9 +133,9 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     return mapped(batch, lambda leaf: leaf[start:stop] if _rows(leaf) == size else leaf, is_leaf=_is_column)
 
 
-def bits(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor's elements, of any type, layout and device."""
-    flat = tensor.detach().to_dense().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+def bits(array: Any) -> memoryview:
+    """Return the bytes of the elements of a tensor, of any type, layout and device, or of an array."""
+    flat = torch.as_tensor(array).detach().to_dense().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
     return flat.view(torch.uint8).numpy().data  # as bytes, because NumPy has no bfloat16
 
 
@@ -154,19 +145,29 @@ def data_digest(value: Any) -> bytes:
     They read the type and shape of an array and the begin of its first and last row; on an accelerator no row, so that
     nobody waits; of an unknown object the type.
     """
-    digest = blake2b(digest_size=16)
-    for part in _described(value):
-        digest.update(part)
-    return digest.digest()
+    return digest(value, _ends, size=16)
 
 
-def _described(value: Any) -> Iterator[bytes]:
+def digest(value: Any, of_array: Callable[[Any], bytes | memoryview], *, size: int) -> bytes:
+    """Return so many bytes that are equal for equal nested values, of whose arrays `of_array` returns what counts."""
+    found = blake2b(digest_size=size)
+    for part in _described(value, of_array):
+        found.update(part)
+    return found.digest()
+
+
+def _ends(array: Any) -> bytes:
+    if isinstance(array, Tensor) and array.device.type != "cpu":
+        return b""
+    rows = array.reshape(array.shape or (1,))
+    return b"".join(repr(row.reshape(-1)[:_HASHED_ELEMENTS].tolist()).encode() for row in (rows[:1], rows[-1:]))
+
+
+def _described(value: Any, of_array: Callable[[Any], bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    # Checkpoints hold digests of it.
     if _is_array(value):
-        yield described(value).encode()
-        if not isinstance(value, Tensor) or value.device.type == "cpu":
-            rows = value.reshape(value.shape or (1,))
-            for row in (rows[:1], rows[-1:]):
-                yield repr(row.reshape(-1)[:_HASHED_ELEMENTS].tolist()).encode()
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        yield of_array(value)
     elif isinstance(value, _PLAIN):
         yield f"{value!r};".encode()
     else:
@@ -177,4 +178,4 @@ def _described(value: Any) -> Iterator[bytes]:
             yield array("q", items).tobytes()  # indices, the common case, at the speed of C
         except (TypeError, OverflowError, RuntimeError, ValueError):
             for item in items:
-                yield from _described(item)
+                yield from _described(item, of_array)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import orders
@@ -24,8 +26,9 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
 from lightning_gradavg import GradAvgStrategy
+from lightning_gradavg.fingerprint import state_digests
 
-__all__ = ["Act", "Noted", "Order", "done", "draws", "fit", "together"]
+__all__ = ["KINDS", "Act", "Noted", "Order", "done", "draws", "fit", "journal", "together"]
 
 KINDS = orders.ORDERS | orders.WHOLE | orders.WORKERS | orders.ODD
 
@@ -39,12 +42,13 @@ class Order(NamedTuple):
 
 
 class Act(NamedTuple):
-    """What happens once, in a hook, of an epoch if one is named, in this batch of it or in a later one."""
+    """What happens once, on one rank or all, in a hook, in this batch of an epoch or a later one, or of any epoch."""
 
     how: str
     hook: str
     epoch: int | None = None
     batch: int = 0
+    rank: int | None = None
 
 
 class Step(NamedTuple):
@@ -56,10 +60,11 @@ class Step(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """What a rank noted: steps, the last weight, the steps before each validation, and how often data were set up."""
+    """What a rank noted: steps, the weight and state at the end, validations, and how often data were set up."""
 
     steps: list[Step]
     weight: float
+    state: dict[str, str]
     validated: list[int]
     set_up: int
     batches: int
@@ -92,24 +97,47 @@ def killing(name: str) -> Callable[..., None]:
     return lambda *_: os.kill(os.getpid(), getattr(signal, name))
 
 
-ACTS: dict[str, Callable[[Trainer, str], None]] = {
+class Killed:
+    """Kills the process that pickles it, when a part of a checkpoint is written."""
+
+    def __reduce__(self) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+def kill_in_saving(trainer: Trainer, checkpoint: Any) -> None:
+    checkpoint["~killed"] = Killed()
+
+
+ACTS: dict[str, Callable[[Trainer, Any], None]] = {
     "save": save,
     "look": look,
     "error": raising(EndError),
     "interrupt": raising(KeyboardInterrupt),
+    "SIGKILL in saving": kill_in_saving,
     **{name: killing(name) for name in ("SIGTERM", "SIGKILL")},
 }
 
 
 class Acting(Callback):
-    def __init__(self, acts: Sequence[Act], folder: str) -> None:
-        self.acts, self.folder = [*acts], folder
+    """Acts, and writes down at once what is trained on, so that a run that is killed tells, too."""
 
-    def reach(self, trainer: Trainer, hook: str, batch: float = math.inf) -> None:
+    def __init__(self, acts: Sequence[Act], folder: str) -> None:
+        rank = dist.get_rank()
+        self.acts, self.folder = [act for act in acts if act.rank in (None, rank)], folder
+        self.journal = Path(folder, f"rank {rank}.journal") if folder else None
+        Path(folder).mkdir(parents=True, exist_ok=True)
+
+    def reach(self, trainer: Trainer, hook: str, batch: float = math.inf, given: Any = None) -> None:
         for act in [*self.acts]:
             if act.hook == hook and act.epoch in (None, trainer.current_epoch) and act.batch <= batch:
                 self.acts.remove(act)
-                ACTS[act.how](trainer, self.folder)
+                ACTS[act.how](trainer, self.folder if given is None else given)
+
+    def note(self, what: Any) -> None:
+        if self.journal is not None:
+            with self.journal.open("a") as file:
+                file.write(f"{json.dumps(what)}\n")
 
     def on_train_start(self, trainer: Trainer, *args: Any) -> None:
         self.reach(trainer, "start")
@@ -117,8 +145,16 @@ class Acting(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         self.reach(trainer, "batch start", batch_idx)
 
-    def on_before_backward(self, trainer: Trainer, *args: Any) -> None:
+    def on_before_backward(self, trainer: Trainer, module: Any, loss: Any) -> None:
+        self.note(module.window[-1][0])
         self.reach(trainer, "backward", trainer.fit_loop.epoch_loop.batch_idx)
+
+    def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
+        self.reach(trainer, "step", trainer.fit_loop.epoch_loop.batch_idx)
+        self.note("step")
+
+    def on_save_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.reach(trainer, "saving", trainer.fit_loop.epoch_loop.batch_idx, checkpoint)
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
@@ -235,7 +271,8 @@ def fit(
     callbacks[0].reach(trainer, "after")  # type: ignore[attr-defined]  # the first is Acting
     loaded = [getattr(getattr(each, "dataset", None), "loaded", None) for each in module.made]
     batches = trainer.fit_loop.epoch_loop.batch_progress.total.completed
-    return Noted(module.steps, module.net.weight.item(), module.validated, module.set_up, batches, loaded)
+    state = state_digests(module, trainer.optimizers)
+    return Noted(module.steps, module.net.weight.item(), state, module.validated, module.set_up, batches, loaded)
 
 
 def together(ranks: Sequence[Noted]) -> list[Any]:
@@ -247,6 +284,15 @@ def together(ranks: Sequence[Noted]) -> list[Any]:
         joined = [[list(chain(*parts)) for parts in zip(*of_batch, strict=True)] for of_batch in of_batches]
         steps.append((step[0].epoch, pytest.approx(step[0].rate, rel=1e-12), joined))
     return steps
+
+
+def journal(folder: Path) -> list[Any]:
+    """Return the samples of each batch that all ranks trained on, and "step" where they stepped, also if killed."""
+    of_ranks = [map(json.loads, path.read_text().splitlines()) for path in sorted(folder.glob("*.journal"))]
+    events = zip(*of_ranks, strict=False)  # if killed, a rank has gone farther than another
+    return [
+        "step" if "step" in event else [list(chain(*parts)) for parts in zip(*event, strict=True)] for event in events
+    ]
 
 
 def draws(noted: Noted) -> list[float]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -45,22 +45,15 @@ class Sized(Unsized):
         return self.length
 
 
-class InMemory(list[Any]):
-    """Batches in memory: of several loaders `CombinedLoader` takes a plain list for a structure."""
+class Changing(DataLoader[Any]):
+    """Has constructor arguments and an iterator of its own: it yields what is made of its batches."""
 
-    def __init__(self, size: int, batch_size: int) -> None:
-        super().__init__(torch.arange(size).split(batch_size))
-        self.batch_size = batch_size
-
-
-class Doubling(DataLoader[Any]):
-    """Has constructor arguments and an iterator of its own."""
-
-    def __init__(self, size: int, batch: int) -> None:
+    def __init__(self, size: int, batch: int, change: Callable[[list[Any]], Iterable[Any]] = list) -> None:
         super().__init__(range(size), batch, shuffle=True)
+        self.change = change
 
     def __iter__(self) -> Any:
-        return (batch * 2 for batch in super().__iter__())
+        return iter(self.change(list(super().__iter__())))
 
 
 class Memory:
@@ -196,8 +189,11 @@ def permuted(size: int, batch: int) -> list[list[int]]:
     return [part.tolist() for part in torch.randperm(size).split(batch)]
 
 
-def drawn(size: int, batch: int, draw: Callable[[int, int], list[int]]) -> Iterator[list[int]]:
-    return (draw(size, min(batch, size - start)) for start in range(0, size, batch))
+def drawn(size: int, batch: int) -> Iterator[list[int]]:
+    """Draw from every global generator anew for every batch."""
+    for start in range(0, size, batch):
+        own = int(torch.randint(size, ())) + random.randrange(size) + int(np.random.rand() * size)  # noqa: NPY002  # as above
+        yield [(own + index) % size for index in range(min(batch, size - start))]
 
 
 ORDERS: dict[str, Order] = {
@@ -208,25 +204,18 @@ ORDERS: dict[str, Order] = {
     "replacement": lambda size, batch: loader(
         size, batch, sampler=RandomSampler(range(size), replacement=True, num_samples=40, generator=torch.Generator())
     ),
-    "weighted": lambda size, batch: loader(
-        size, batch, sampler=WeightedRandomSampler([1.0 + item for item in range(size)], size)
-    ),
-    "batches": lambda size, batch: loader(
-        size, batch_sampler=BatchSampler(RandomSampler(range(size)), batch, drop_last=False)
-    ),
+    "weighted": lambda size, batch: loader(size, batch, sampler=WeightedRandomSampler(range(1, 1 + size), size)),
     "epochs": lambda size, batch: loader(size, batch, sampler=DistributedSampler(range(size), 1, 0, shuffle=True)),
     # Batch samplers that draw anew for every batch, or when their iterator is made.
-    "lazy": of_indices(partial(drawn, draw=lambda size, n: torch.randint(size, (n,)).tolist())),
-    "lazy random": of_indices(partial(drawn, draw=lambda size, n: random.choices(range(size), k=n))),
-    "lazy numpy": of_indices(partial(drawn, draw=lambda size, n: np.random.permutation(size)[:n].tolist())),  # noqa: NPY002  # global on purpose
+    "lazy": of_indices(drawn),
     "eager": of_indices(permuted),
     "a sampler with a state": lambda size, batch: loader(size, batch, sampler=Remembering(size)),
     "stream": lambda size, batch: loader(Stream(size), batch),
     "own stream": lambda size, batch: loader(Stream(size, torch.Generator()), batch),
-    "list": InMemory,
+    "list": lambda size, batch: Sized(lambda: torch.arange(size).split(batch), -(-size // batch)),
     "unsized": lambda size, batch: Unsized(lambda: torch.randperm(size).split(batch)),
     "logged": lambda size, batch: loader(Logged(size), batch),
-    "subclass": Doubling,
+    "subclass": lambda size, batch: Changing(size, batch, lambda batches: [2 * each for each in batches]),
 }
 """Loaders whose order is that of one process, also in a resumed run."""
 
@@ -241,17 +230,15 @@ WHOLE: dict[str, Callable[..., Any]] = {
 """Loaders whose samples are those of one process where batches are read whole."""
 
 
-def with_workers(size: int, batch: int, *, own: bool, persistent: bool) -> Any:
-    sampler = RandomSampler(range(size), generator=torch.Generator() if own else None)
-    options: Any = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": persistent}
-    return loader(size, batch_sampler=BatchSampler(sampler, batch, drop_last=False), **options)
+def with_workers(size: int, batch: int, own: bool, persistent: bool) -> Any:
+    generator, options = torch.Generator() if own else None, {"num_workers": 1, "persistent_workers": persistent}
+    return loader(size, batch, shuffle=True, generator=generator, multiprocessing_context="fork", **options)
 
 
 WORKERS: dict[str, Order] = {
     **{
         f"own generator: {own}, persistent: {persistent}": partial(with_workers, own=own, persistent=persistent)
-        for own in (False, True)
-        for persistent in (False, True)
+        for own, persistent in product((False, True), repeat=2)
     },
     **{
         f"{name}, workers": partial(make, num_workers=2, multiprocessing_context="fork") for name, make in WHOLE.items()

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from grids import grid
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lockstep import Rank, Taken, in_one_world, on_ranks, take_all
-from orders import ODD, ORDERS, WHOLE, WORKERS, Augmented, Counting, Graphs, Logged, Sized, Stream, listed, seed
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from noted import KINDS, Order
+from orders import (
+    ODD,
+    ORDERS,
+    WHOLE,
+    WORKERS,
+    Augmented,
+    Changing,
+    Counting,
+    Graphs,
+    Logged,
+    Sized,
+    Stream,
+    listed,
+    seed,
+)
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_gradavg.batches.chunks import Collated, Split, chunk_bounds, cut_pieces
+from lightning_gradavg.batches.chunks import Chunk, Collated, Split, chunk_bounds, cut_pieces
+from lightning_gradavg.batches.loader import SplitLoader
+from lightning_gradavg.ranks import World
 
 # Python 3.12 and later, of the workers that are forked from a process with threads.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -46,68 +61,72 @@ def test_chunks_are_those_of_torch(size: int, parts: int) -> None:
 def test_pieces_cover_the_batch_once(size: int, world_size: int, replicas: int | None, limit: int | None) -> None:
     """The ranks' pieces hold every sample once, in order, and never too many."""
     limit = limit if replicas is None else None
-    splits = [Split(rank, world_size, replicas, limit) for rank in range(world_size)]
+    chunks = [Split(rank, world_size, replicas, limit).cut(size) for rank in range(world_size)]
 
-    chunks = [split.cut(size) for split in splits]
-
-    pieces = [piece for chunk in chunks for piece in chunk.pieces if piece.samples]
+    counted = [[piece for piece in chunk.pieces if piece.samples] for chunk in chunks]
+    pieces = [piece for own in counted for piece in own]
     assert list(range(size)) == [sample for _, start, stop in pieces for sample in range(start, stop)]
     assert len(pieces) == len({piece.replica for piece in pieces})
     bounds = chunk_bounds(size, replicas or world_size)
-    for rank, chunk in enumerate(chunks):
+    for rank, (chunk, own) in enumerate(zip(chunks, counted, strict=True)):
+        assert (chunk.start, chunk.stop) == (chunk.pieces[0].start, chunk.pieces[-1].stop)
         assert 0 <= chunk.start < chunk.stop <= size
-        parts = [piece.samples for piece in chunk.pieces if piece.samples]
+        parts = [piece.samples for piece in own]
         assert limit is None or not parts or (max(parts) <= limit and max(parts) - min(parts) <= 1)
-        assert chunk.samples == sum(parts)
-        if parts:
-            assert (chunk.start, chunk.stop) == (chunk.pieces[0].start, chunk.pieces[-1].stop)
-        for piece in chunk.pieces[: len(parts)]:
-            replica = piece.replica if replicas is not None and piece.replica is not None else rank
-            assert bounds[replica][0] <= piece.start < piece.stop <= bounds[replica][1]
-        if chunk.stand_in and min(size, limit or size) > 1:
-            assert chunk.stop - chunk.start >= 2, "batch norm needs two"
-    layout = tuple(len(chunk.pieces) * (not chunk.stand_in) for chunk in chunks)
-    assert {(size, layout)} == {(one.batch_samples, one.layout) for one in chunks}
-    assert not chunks[0].stand_in
+        assert (sum(parts), not parts) == (chunk.samples, chunk.stand_in)
+        for piece in own:
+            first, last = bounds[rank if replicas is None else piece.replica or 0]
+            assert first <= piece.start < piece.stop <= last
+        assert parts or chunk.stop - chunk.start >= min(2, size, limit or size), "batch norm needs two"
+    layout = tuple(map(len, counted))
+    assert {(size, layout)} == {(chunk.batch_samples, chunk.layout) for chunk in chunks}
+    assert counted[0]
 
 
-def samples_of(taken: Taken) -> list[Any]:
+def split(loader: Any, world: World | None = None, **cut: Any) -> SplitLoader:
+    """Return a loader split for the ranks of a test, or for one that nobody compares with others."""
+    world = world or World()
+    return SplitLoader(loader, Split(**{"rank": world.rank, "world_size": world.size, **cut}), world)
+
+
+def samples_of(batch: Any, chunk: Chunk) -> list[Any]:
     """Return the samples of a rank's pieces that count."""
-    pieces = taken.chunk.pieces
-    parts = cut_pieces(taken.batch, taken.chunk) if len(pieces) > 1 else [taken.batch]
-    rows = list(zip(pieces, map(listed, parts), strict=True))
+    parts = cut_pieces(batch, chunk) if len(chunk.pieces) > 1 else [batch]
+    rows = list(zip(chunk.pieces, map(listed, parts), strict=True))
     assert all(len(of_piece) == piece.stop - piece.start for piece, of_piece in rows)
     return [row for piece, of_piece in rows if piece.samples for row in of_piece]
 
 
-def assert_as_one_process(make: Callable[[], Any], seeds: list[int], draws: list[int], **cut: Any) -> None:
+def read(order: Order, seeds: list[int], draws: list[int], **cut: Any) -> Any:
+    """Body: return the rank's samples of each batch of two epochs, and its random state."""
+    world, epochs = World.of(None), []
+    seed(seeds[world.rank])
+    loader = split(KINDS[order.kind](order.size, order.batch), world, **cut)
+    for _ in range(2):
+        items = loader.begin().items
+        torch.rand(draws[world.rank])
+        epochs.append([samples_of(batch, behind.chunk) for batch, behind in items])
+    return epochs, torch.get_rng_state()
+
+
+def assert_as_one_process(ranks: Any, order: Order, seeds: list[int], draws: list[int], **cut: Any) -> None:
     """In two epochs the ranks' parts are what one process reads with rank 0's seed, and its random state is rank 0's.
 
     Hooks of a rank may draw between the begin of an epoch and its first batch.
     """
-
-    def body(rank: Rank) -> Any:
-        loader, taken = rank.load(make()), []
-        for _ in range(2):
-            items = loader.begin().items
-            torch.rand(draws[rank.split.rank])
-            taken.append([Taken(batch, behind.chunk) for batch, behind in items])
-        return taken, torch.get_rng_state()
-
     seed(seeds[0])
-    loader, expected = make(), []
+    loader, expected = KINDS[order.kind](order.size, order.batch), []
     for _ in range(2):
         batches = iter(loader)
         torch.rand(draws[0])
         expected.append([listed(batch) for batch in batches])
     state = torch.get_rng_state()
 
-    ranks = on_ranks(len(seeds), body, seeds, **cut)
+    found = ranks.run(read, order, seeds, draws, **cut)
 
-    for epoch in range(2):
-        steps = zip(*(taken[epoch] for taken, _ in ranks), strict=True)
-        assert expected[epoch] == [[row for part in step for row in samples_of(part)] for step in steps]
-    for own, drawn, (_, after) in zip(seeds, draws, ranks, strict=True):
+    for epoch, *of_ranks in zip(expected, *(epochs for epochs, _ in found), strict=True):
+        assert epoch == [list(chain(*step)) for step in zip(*of_ranks, strict=True)]
+    for own, drawn, (_, after) in zip(seeds, draws, found, strict=False):
         if own != seeds[0]:  # it keeps its own, undisturbed
             torch.manual_seed(own)
             torch.rand(2 * drawn)
@@ -116,39 +135,31 @@ def assert_as_one_process(make: Callable[[], Any], seeds: list[int], draws: list
             assert torch.equal(state, after)
 
 
-RANKS = st.lists(st.tuples(st.sampled_from([7, 8]), st.integers(0, 2)), min_size=1, max_size=6)
+PER_RANK = st.tuples(*[st.sampled_from([7, 8])] * 4), st.tuples(*[st.integers(0, 2)] * 4)
 """The seed of each rank, and how many numbers it draws before its first batch."""
-KINDS = ORDERS | ODD | WHOLE
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@settings(max_examples=150)
 @given(
-    order=st.sampled_from(sorted(KINDS)),
-    size=st.integers(1, 40),
-    batch=st.integers(1, 12),
-    ranks=RANKS,
+    world_size=st.integers(1, 4),
+    whole=st.booleans(),
+    order=st.builds(Order, st.sampled_from(sorted(ORDERS | ODD | WHOLE)), st.integers(1, 40), st.integers(1, 12)),
+    per_rank=st.tuples(*PER_RANK),
     limit=LIMITS,
     replicas=st.none() | st.integers(1, 8),
 )
-def test_ranks_read_the_batches_of_one_process(
-    whole: bool, order: str, size: int, batch: int, ranks: Any, limit: int | None, replicas: int | None
-) -> None:
+def test_ranks_read_the_batches_of_one_process(world, world_size, whole, order, per_rank, limit, replicas) -> None:
     """Whatever the loader is, nothing is lost or repeated, and the order is that of one process, bit for bit."""
-    whole |= order in WHOLE
-    cut = (
-        {"replicas": replicas, "whole": True}
-        if whole
-        else {"replicas": replicas, "max_samples": None if replicas else limit}
-    )
-    assert_as_one_process(partial(KINDS[order], size, batch), *map(list, zip(*ranks, strict=True)), **cut)
+    whole |= order.kind in WHOLE
+    cut = {"replicas": replicas, "whole": whole, "max_samples": None if whole or replicas else limit}
+    assert_as_one_process(world(world_size), order, *map(list, per_rank), **cut)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", WORKERS)
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_worker_processes_change_nothing(kind: str, world_size: int) -> None:
+@pytest.mark.parametrize(("kind", "world_size"), grid([*WORKERS], [3, 1], strength=1))
+def test_worker_processes_change_nothing(world, kind, world_size) -> None:
     cut = {"replicas": 4, "whole": True} if "augmented" in kind else {}
-    assert_as_one_process(partial(WORKERS[kind], 22, 8), [7, 8, 7][:world_size], [0] * world_size, **cut)
+    assert_as_one_process(world(world_size), Order(kind, 22, 8), [7, 8, 7], [0] * 3, **cut)
 
 
 class Noise(Augmented):
@@ -156,39 +167,36 @@ class Noise(Augmented):
         return torch.rand(())
 
 
+def noise(workers: int, generator: int | None) -> list[float]:
+    """Body: return what the rank's samples of a batch drew."""
+    seed(7)
+    own = None if generator is None else torch.Generator().manual_seed(generator)
+    loader = split(DataLoader(Noise(8), 8, num_workers=workers, generator=own), World.of(None))
+    return [number for batch in loader for number in batch.tolist()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("generator", [None, 5])
-def test_no_two_ranks_augment_alike(generator: int | None) -> None:
+def test_no_two_ranks_augment_alike(world, generator) -> None:
     """Sample k of every chunk draws numbers of its own, in this process and in workers, whatever the seeds."""
-
-    def body(rank: Rank, workers: int) -> list[float]:
-        own = None if generator is None else torch.Generator().manual_seed(generator)
-        (taken,) = take_all(rank.load(DataLoader(Noise(8), batch_size=8, num_workers=workers, generator=own)))
-        return taken.batch.tolist()
-
     for workers in (0, 1):
-        ranks = on_ranks(4, partial(body, workers=workers), seeds=[7, 7, 7, 7])
+        ranks = world(4).run(noise, workers, generator)
         assert 8 == len({number for rank in ranks for number in rank})
 
 
-def test_only_the_own_samples_are_loaded_and_collated() -> None:
+def loaded() -> Any:
+    """Body: return which samples of a dataset the rank loads, and how many of a stream it collates."""
+    dataset, collated, world = Logged(13), list[int](), World.of(None)
+    list(split(DataLoader(dataset, 8), world))
+    list(split(DataLoader(Stream(13), 8, collate_fn=lambda samples: collated.append(len(samples))), world))
+    return dataset.loaded, collated
+
+
+def test_only_the_own_samples_are_loaded_and_collated(world) -> None:
     """A rank loads its own chunk, and for a missing one the two samples of its stand-in; a stream it reads whole."""
-    datasets, collated = list[Logged](), list[int]()
-
-    def collate(samples: list[int]) -> Tensor:
-        collated.append(len(samples))
-        return torch.tensor(samples)
-
-    def body(rank: Rank) -> None:
-        datasets.append(Logged(13))
-        take_all(rank.load(DataLoader(datasets[-1], batch_size=8)))
-        take_all(rank.load(DataLoader(Stream(13), batch_size=8, collate_fn=collate)))
-
-    on_ranks(4, body)
-
-    loaded = [dataset.loaded for dataset in datasets]
-    assert [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12], [6, 7, 8, 9]] == loaded
-    assert [2, 2, 2, 2, 2, 1, 2, 2] == collated
+    indices, collated = zip(*world(4).run(loaded), strict=True)
+    assert ([0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12], [6, 7, 8, 9]) == indices
+    assert ([2, 2], [2, 2], [2, 1], [2, 2]) == collated
 
 
 def test_all_arguments_of_the_loader_are_kept() -> None:
@@ -198,19 +206,19 @@ def test_all_arguments_of_the_loader_are_kept() -> None:
     vars(loader)["_iterator"] = object()  # persistent workers that have already been used
     before = dict(vars(loader))
 
-    split = in_one_world(loader)
+    copy = split(loader)
 
-    read = vars(split._read)
+    read = vars(copy._read)
     assert before == vars(loader)
     assert {"batch_sampler", "_iterator"} == {name for name in read if read[name] is not before[name]}
     assert read["_iterator"] is None, "its workers are its own"
-    assert split.batch_sampler is loader.batch_sampler
-    again = in_one_world(split)
+    assert copy.batch_sampler is loader.batch_sampler
+    again = split(copy)
     assert again.loader is loader, "a CombinedLoader of a user, split in an earlier run, is split anew"
 
 
 def test_an_iterable_without_length_has_none_and_may_never_end() -> None:
-    loader = in_one_world(repeat(torch.arange(4)), rank=1, world_size=2)
+    loader = split(repeat(torch.arange(4)), rank=1, world_size=2)
     assert [2, 3] == next(iter(loader)).tolist()
     with pytest.raises(TypeError):
         len(loader)
@@ -230,11 +238,6 @@ def test_what_workers_send_can_be_pinned() -> None:
     assert (3, b"digest", True) == (sent.rows, sent.key, sent.part.pinned)
 
 
-class Mixing(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        return (batch.flip(0) for batch in super().__iter__())
-
-
 def flagged(value: Any) -> Any:
     return with_attribute(value, "draws_no_random_numbers", True)
 
@@ -247,29 +250,24 @@ def with_attribute(owner: Any, name: str, value: Any) -> Any:
 OWN, BATCHES = "each rank loads its own samples only", "every rank reads whole batches"
 SAMPLES: Any = torch.arange(4)
 
-READ: dict[str, tuple[Any, bool, str]] = {
+READ: list[tuple[Any, bool, str]] = [
     # A loader, whether its batches are those of one process in all that is drawn, and what the log says.
-    "samplers": (
-        DataLoader(SAMPLES, shuffle=True),
-        False,
-        f"its BatchSampler and RandomSampler: used as it is.*; {OWN}",
-    ),
-    "flagged dataset": (DataLoader(flagged(Augmented(4))), True, OWN),
-    "flagged loader": (flagged(DataLoader(Augmented(4))), True, OWN),
-    "tensors": (DataLoader(TensorDataset(SAMPLES)), True, BATCHES),
-    "flagged, with collation": (DataLoader(flagged(Augmented(4)), collate_fn=list), True, BATCHES),
-    "flagged, of a subclass": (flagged(Mixing(SAMPLES)), True, BATCHES),
-    "stream": (DataLoader(Stream(4)), True, BATCHES),
-    "without batching": (DataLoader(SAMPLES, batch_size=None), True, BATCHES),
-    "batches": ([SAMPLES], True, BATCHES),
-}
+    (DataLoader(SAMPLES, shuffle=True), False, f"with its BatchSampler and RandomSampler: used as it is.*; {OWN}"),
+    (DataLoader(flagged(Augmented(4))), True, OWN),
+    (flagged(DataLoader(Augmented(4))), True, OWN),
+    (DataLoader(TensorDataset(SAMPLES)), True, BATCHES),
+    (DataLoader(flagged(Augmented(4)), collate_fn=list), True, BATCHES),
+    (flagged(Changing(4, 1)), True, BATCHES),
+    (DataLoader(Stream(4)), True, BATCHES),
+    (DataLoader(SAMPLES, batch_size=None), True, BATCHES),
+    ([SAMPLES], True, BATCHES),
+]
 
 
-@pytest.mark.parametrize("name", READ)
-def test_the_log_says_how_a_loader_is_read(name: str) -> None:
+@pytest.mark.parametrize(("loader", "whole", "told"), READ)
+def test_the_log_says_how_a_loader_is_read(loader: Any, whole: bool, told: str) -> None:
     """All is read whole that must be so, unless the user says that it draws nothing."""
-    loader, whole, told = READ[name]
-    assert re.search(f"{told}$", in_one_world(loader, whole=whole).describe())
+    assert re.search(f"{told}$", split(loader, whole=whole).describe())
 
 
 @pytest.mark.parametrize("data", [Augmented(4), Stream(4)])
@@ -277,45 +275,21 @@ def test_workers_are_seeded_alike(monkeypatch: pytest.MonkeyPatch, data: Any) ->
     """Seeds of workers do not depend on the rank, whether Lightning or the user has them seeded, in the copy alone."""
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
     plain: DataLoader[Any] = DataLoader(data)
-    split = in_one_world(plain, whole=True)
-    _auto_add_worker_init_fn(split, rank=3)
-    assert (None, {"rank": 0}) == (plain.worker_init_fn, split.worker_init_fn.keywords)
+    copy = split(plain, whole=True)
+    _auto_add_worker_init_fn(copy, rank=3)
+    assert (None, {"rank": 0}) == (plain.worker_init_fn, copy.worker_init_fn.keywords)
     for function in (pl_worker_init_function, partial(pl_worker_init_function, rank=3)):
         given: DataLoader[Any] = DataLoader(data, worker_init_fn=function)
-        split = in_one_world(given, whole=True)
-        assert (function, {"rank": 0}) == (given.worker_init_fn, split.worker_init_fn.keywords)
+        copy = split(given, whole=True)
+        assert (function, {"rank": 0}) == (given.worker_init_fn, copy.worker_init_fn.keywords)
     others: list[Any] = [print, dict]  # without a rank, and without a signature
     for other in others:
-        assert in_one_world(DataLoader(data, worker_init_fn=other), whole=True).worker_init_fn is other
+        assert split(DataLoader(data, worker_init_fn=other), whole=True).worker_init_fn is other
 
 
 def failing() -> Iterator[list[int]]:
     yield from ([0, 1], [2])
     raise KeyError("out of batches")
-
-
-class Merging(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        return iter([torch.cat(list(super().__iter__()))])
-
-
-class Repeating(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        batches = list(super().__iter__())
-        return iter([*batches, batches[0]])
-
-
-class Drawing(Dataset[float]):
-    """Draws from a generator of its own."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = random.Random(seed)
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> float:
-        return self.generator.random()
 
 
 def drawing(samples: list[Any]) -> Graphs:
@@ -326,7 +300,7 @@ def drawing(samples: list[Any]) -> Graphs:
 DEALT: Any = DistributedSampler(EIGHT, num_replicas=2, rank=0)
 TWO_WORKERS: list[dict[str, Any]] = [{"num_workers": 1}, {}]
 RAGGED = [[torch.zeros(size) for size in (1, 2, 3, 4)]]
-DIFFER, ALONE = "the ranks' train loaders differ", "leave split_batches, equivalent_to and num_replicas out"
+DIFFER, ALONE = " on rank 0; batch size ", "leave split_batches, equivalent_to and num_replicas out"
 
 REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
     # What returns the loader of a rank, how it is split, and what the errors of ranks 0 and 1 say, or that of all.
@@ -353,26 +327,34 @@ REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
         {},
         ["DistributedSampler for 2 replicas, but with split_batches=True"],
     ),
-    "dealt on one rank": (lambda rank: DataLoader(EIGHT, sampler=DEALT if rank else None), {}, [DIFFER, ALONE]),
+    "dealt on one rank": (
+        lambda rank: DataLoader(EIGHT, sampler=DEALT if rank else None),
+        {},
+        ["split, on rank 1: the train loader has a DistributedSampler for 2 replicas"],
+    ),
     "out of order": (
         lambda rank: with_attribute(DataLoader(EIGHT, num_workers=1), "in_order", False),  # an argument since torch 2.6
         {},
         ["Use in_order=True"],
     ),
-    "more batches": (lambda rank: Repeating(EIGHT, 2), {}, ["Repeating yielded more batches"]),
-    "fewer batches": (lambda rank: Merging(EIGHT, 2), {}, ["Merging yielded fewer batches"]),
+    "more batches": (
+        lambda rank: Changing(8, 2, lambda batches: [*batches, batches[0]]),
+        {},
+        ["Changing yielded more batches"],
+    ),
+    "fewer batches": (lambda rank: Changing(8, 2, lambda batches: batches[1:]), {}, ["Changing yielded fewer batches"]),
     "other samples": (
-        lambda rank: DataLoader(Drawing(rank), 4),
+        lambda rank: DataLoader([rank] * 8, 4),
         {"whole": True, "replicas": 2},
         ["does not yield the same batches on all ranks: found at batch 1 of this epoch"],
     ),
     "sharded on one rank": (
-        lambda rank: DataLoader(with_attribute(Drawing(0), "sharded_by_rank", rank == 1), 4),
+        lambda rank: DataLoader(with_attribute(Augmented(8), "sharded_by_rank", rank == 1), 4),
         {"replicas": 4},
-        ["", "DataLoader or its dataset Drawing has sharded_by_rank = True"],
+        ["split, on rank 1: DataLoader or its dataset Augmented has sharded_by_rank = True"],
     ),
     "sharded": (
-        lambda rank: DataLoader(with_attribute(Drawing(0), "sharded_by_rank", True), 4),
+        lambda rank: DataLoader(with_attribute(Augmented(8), "sharded_by_rank", True), 4),
         {},
         [f"{ALONE}, and every rank trains on its own batches"],
     ),
@@ -384,10 +366,16 @@ REFUSED: dict[str, tuple[Callable[[int], Any], dict[str, Any], list[str]]] = {
 }
 
 
+def read_refused(name: str) -> None:
+    """Body: read a loader that cannot be split."""
+    world, (make, options, _) = World.of(None), REFUSED[name]
+    list(split(make(world.rank), world, **options))
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_split_is_an_error_on_all_ranks(name: str) -> None:
-    make, options, messages = REFUSED[name]
-    errors = on_ranks(2, lambda rank: take_all(rank.load(make(rank.split.rank))), fails=True, **options)
+def test_what_cannot_be_split_is_an_error_on_all_ranks(world, name) -> None:
+    messages = REFUSED[name][2]
+    errors = world(2).run_expecting_errors(read_refused, name)
     for error, message in zip(errors, messages if len(messages) == 2 else messages * 2, strict=True):
-        assert isinstance(error, (ValueError, RuntimeError, KeyError))
-        assert message in str(error)
+        assert error.type_name in ("ValueError", "RuntimeError", "KeyError")
+        assert message in error.message

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_gradavg.random_state import random_state, restore_random_state
 from lightning_gradavg.replicas.part import replica_stream
 
 CPU = torch.device("cpu")
@@ -45,11 +46,9 @@ def test_draws_differ_between_replicas_and_steps_and_repeat():
 @pytest.mark.parametrize("fails", [False, True])
 def test_all_generators_are_put_back(fails):
     draws()  # an odd number of draws from NumPy's normal distribution leaves one for the next
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002  # the global generator
+    state = random_state()
     expected = draws()
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])  # noqa: NPY002  # the global generator
+    restore_random_state(state)
 
     with pytest.raises(ZeroDivisionError) if fails else nullcontext(), replica_stream(3, 1, 2, CPU):
         draws()
@@ -88,7 +87,6 @@ def test_the_device_draws_from_the_stream_without_a_wait() -> None:
                 seen[step, replica].append(torch.rand(8, device=device))
     finally:
         torch.cuda.set_sync_debug_mode(mode)
-
     assert torch.equal(before, torch.cuda.get_rng_state(device))
     assert all(torch.equal(first, again) for first, again in seen.values())
     assert 3 == len({tuple(first.tolist()) for first, _ in seen.values()})

@@ -11,8 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from faults import fail, interrupt, run_ranks, terminate, train
+from faults import fail, interrupt, run_ranks, train
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_gradavg.checkpoints import WholeCheckpoints
@@ -48,9 +47,8 @@ def test_a_torn_one_is_refused(tmp_path, tear):
     first, second, third = (saved(tmp_path, step) for step in (1, 2, 3))
     assert torch.equal(CONTENT, WholeCheckpoints().load_checkpoint(third, weights_only=True)["weight"])
     for torn, whole in ((third, second), (second, first), (first, "none")):
-        times = torn.stat().st_atime_ns, torn.stat().st_mtime_ns
         torn.write_bytes(tear(torn.read_bytes()))
-        os.utime(torn, ns=times)
+        os.utime(torn, (step := int(torn.stem[-1]), step))
         with pytest.raises(ValueError, match=f"step=3.ckpt is damaged: .+ The newest intact .* is {whole}$"):
             WholeCheckpoints().load_checkpoint(third)
 
@@ -77,30 +75,18 @@ def test_other_file_systems_are_left_to_lightning():
     assert 3 == WholeCheckpoints().load_checkpoint("memory://folder/last.ckpt", weights_only=True)["global_step"]
 
 
-def end_in_step_2(act: Any, ranks: list[int], folder: str) -> None:
-    """Body: train, and have some ranks end in their third step."""
-    rank = dist.get_rank() if dist.get_rank() in ranks else -1
+def end_in_step_2(act: Any, rank: int, folder: str) -> None:
+    """Body: train, and have a rank end in its third step."""
     keep = {"filename": "{step}", "save_on_exception": True}
     with mock.patch("lightning_gradavg.faults.last_words._PATIENCE_SECONDS", 1.0):
         train(act=act, rank=rank, keep=keep, folder=folder)
 
 
 @pytest.mark.skipif("save_on_exception" not in signature(ModelCheckpoint).parameters, reason="Lightning 2.6 brought it")
-@pytest.mark.parametrize(
-    ("act", "ranks", "kept", "named"),
-    [
-        (fail, [0, 1], ["step=2.ckpt"], None),
-        (interrupt, [0, 1], ["step=2.ckpt"], None),
-        (terminate, [1], ["step=4.ckpt"], None),  # of which all ranks have heard
-        (fail, [0], [], "rank 0 ended with ValueError"),
-        (interrupt, [1], [], "rank 1 ended with KeyboardInterrupt"),
-    ],
-)
-def test_an_exception_saves_if_all_ranks_end_by_it(tmp_path, act, ranks, kept, named):
-    """A rank that ends alone saves nothing, which it would wait for until the timeout; the other names it."""
-    ended = run_ranks(end_in_step_2, timeout=300, act=act, ranks=ranks, folder=str(tmp_path))
-    assert [1, 1] == [one.exit_code for one in ended]
-    assert kept == [path.name for path in tmp_path.iterdir()]
-    assert [rank not in ranks and named is not None for rank in range(2)] == [
-        "ended with" in one.said and str(named) in one.said for one in ended
-    ]
+@pytest.mark.parametrize(("act", "rank", "named"), [(fail, 0, "ValueError"), (interrupt, 1, "KeyboardInterrupt")])
+def test_a_rank_that_ends_alone_saves_nothing(tmp_path, act, rank, named):
+    """It would wait for the others until the timeout, which name it. `test_ranks_resume.py` has all ranks end."""
+    ended = run_ranks(end_in_step_2, timeout=300, act=act, rank=rank, folder=str(tmp_path))
+    assert ([1, 1], []) == ([one.exit_code for one in ended], [*tmp_path.iterdir()])
+    assert f"rank {rank} ended with {named}" in ended[1 - rank].said
+    assert "ended with" not in ended[rank].said

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+from functools import cache
 from typing import Any
 
 import pytest
 from grids import grid
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
-from noted import Act, Order, done, draws, fit, together
+from noted import Act, Order, done, draws, fit, journal, together
 from orders import ORDERS, WHOLE, WORKERS
 from ranks import RankError
 
@@ -27,12 +28,11 @@ def goes_on(
     """Save in the first pool; resume in the second, which saves again at once, and from there in the others."""
     # From the last batch of an epoch Lightning goes on without its validation, and without what that draws.
     options["limit_val_batches"] = 0 if place.hook == "batch" else 1
-    (folder / "0").mkdir()
     acts = [Act("save", "start"), *options.pop("looks", [])]
     first = pools[0].run(fit, read, strategies[0], [place], f"{folder}/0", **options)
     expected = together(first)
     for number, pool in enumerate(pools[1:], start=1):
-        (resume,) = folder.glob(f"{number - 1}/*")
+        (resume,) = folder.glob(f"{number - 1}/*.ckpt")
         ranks = pool.run(fit, read, strategies[number], acts, f"{folder}/{number}", str(resume), **options)
         assert expected[done(resume) :] == together(ranks)
         assert first[0].weight == pytest.approx(ranks[0].weight, rel=1e-12)
@@ -41,15 +41,15 @@ def goes_on(
 
 
 HOOKS = st.sampled_from([*["batch"] * 3, "validation", "end"])
-PLACES = st.builds(Act, st.just("save"), HOOKS, st.integers(0, 1), st.integers(0, 15)) | st.just(Act("save", "start"))
+SAVES = st.builds(lambda *place: Act("save", *place), HOOKS, st.integers(0, 1), st.integers(0, 15))
 
 
-@settings(max_examples=60, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
 @given(
     order=st.builds(Order, st.sampled_from(sorted(ORDERS | WHOLE)), st.integers(6, 30), st.integers(2, 6)),
     worlds=st.lists(st.integers(1, 3), min_size=2, max_size=3),
     limits=st.tuples(st.none() | st.integers(1, 4), st.none() | st.integers(1, 4)),
-    place=PLACES,
+    place=SAVES | st.just(Act("save", "start")),
     whole=st.booleans(),
     options=st.fixed_dictionaries(
         {
@@ -94,27 +94,36 @@ READ_TOGETHER = ["shuffle", "generator", "lazy", "stream", "own stream", "unsize
 )
 def test_several_loaders_go_on_from_the_end_of_an_epoch(world, tmp_path_factory, read, mode, worlds, epoch, window):
     """Of two loaders, cycled, exhausted or cut off, each has the samples that the uninterrupted run goes on with."""
-    pools, folder = [world(size) for size in worlds], tmp_path_factory.mktemp("run")
-    place = Act("save", "end", epoch)
-    goes_on(pools, folder, place, [*read], [{}, {}], mode=mode, accumulate_grad_batches=window)
+    pools, options = [world(size) for size in worlds], {"mode": mode, "accumulate_grad_batches": window}
+    goes_on(pools, tmp_path_factory.mktemp("run"), Act("save", "end", epoch), read, [{}, {}], **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", WORKERS)
-@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize(("kind", "epoch"), grid([*WORKERS], [0, 1], strength=1))
 def test_workers_that_fetch_ahead_change_nothing(world, tmp_path, kind, epoch):
     """With worker processes, kept between epochs or not, the rest and the next epochs are those of the first run."""
     strategies = [{"num_replicas": 3} if "augmented" in kind else {}] * 2
     goes_on([world(2), world(1)], tmp_path, Act("save", "batch", epoch, 2), [Order(kind, 24)], strategies)
 
 
-# How the run ends, in which batch of two epochs of 5, on how many ranks before and after, and in pieces of how many.
-HOWS = ["error", "interrupt", "SIGTERM", "SIGKILL"]
+REPRODUCIBLE = {"num_replicas": 4, "reproducible": True}
+COMPUTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # Options of the runs that end, and of the last one.
+    "at once": ({}, {}),
+    "in pieces": ({}, {"max_device_batch_size": 1}),
+    "reproducibly": (REPRODUCIBLE, REPRODUCIBLE),
+}
+HOWS = [("error",), ("interrupt",), ("SIGTERM",), ("SIGKILL",)]
+KILLED = {0: "backward", 1: "step", 2: "batch start", 3: "saving"}
+"""In which hook a rank is killed, by the batch; in that of saving, a part of the checkpoint is written."""
+WORLDS = [(2, 1), (1, 2), (4, 2), (2, 4), (1, 4), (4, 1)]
+FULL = pytest.mark.full
 RESUMES = [
-    *grid(HOWS, [0, 1, 2, 3], [(2, 1), (1, 2), (4, 2), (2, 4), (1, 4), (4, 1)], [None, 1]),
-    ("error", 4, (2, 3), None),
-    ("interrupt", 7, (3, 1), 1),
-    *(pytest.param(how, batch, (4, 1), None, marks=pytest.mark.full) for how in HOWS for batch in range(4, 10)),
+    # How runs end, in which batch of two epochs of 5, the ranks of each and of the last one, and how these compute.
+    *grid(HOWS, [(0,), (1,), (2,), (3,)], WORLDS, [*COMPUTED]),
+    *(pytest.param(how, (batch,), (4, 1), "at once", marks=FULL) for how in HOWS for batch in range(4, 10)),
+    (("SIGKILL", "interrupt", "SIGKILL"), (1, 4, 7), (4, 1, 2, 4), "reproducibly"),
+    pytest.param(("error", "SIGKILL", "SIGTERM"), (2, 3, 6), (1, 4, 2, 3), "in pieces", marks=FULL),
 ]
 SCALED = {"lr_scaling": "linear", "base_batch_size": 2, "lr_warmup_steps": 4}
 # Killed after an epoch, a run goes on from its last batch, and Lightning without its validation and what that draws.
@@ -126,34 +135,58 @@ SHUFFLED = [Order("shuffle")]
 
 @pytest.fixture(scope="module")
 def undisturbed(world, tmp_path_factory):
-    """Return the steps, and the last weight, of a run on one process that nobody ends."""
-    (ended,) = world(1).run(fit, SHUFFLED, SCALED, (), str(tmp_path_factory.mktemp("undisturbed")), **WINDOWS)
-    return together([ended]), ended.weight
+    """Return what gives the journal of a run on one process that nobody ends, and what it noted."""
+
+    @cache
+    def run(computed: str) -> Any:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        return *world(1).run(fit, SHUFFLED, SCALED | COMPUTED[computed][0], (), str(folder), **WINDOWS), journal(folder)
+
+    return run
 
 
-@pytest.mark.parametrize(("how", "batch", "ranks", "limit"), RESUMES)
-def test_a_resumed_run_goes_on_after_the_last_whole_window(world, tmp_path, undisturbed, how, batch, ranks, limit):
-    """Wherever and however a run ends, resumed on another number of ranks it trains on what it has not stepped on.
+def newest(folder: Any) -> tuple[str | None, int]:
+    """Return the newest checkpoint, and its step: before the first step Lightning saves none."""
+    kept = max(folder.glob("*.ckpt"), key=done, default=None)
+    return (None, 0) if kept is None else (str(kept), done(kept))
 
-    Samples, effective rates and weights are those of the undisturbed run, also in pieces of one sample.
+
+@pytest.mark.parametrize(("hows", "batches", "worlds", "computed"), RESUMES, ids=str)
+def test_a_resumed_run_goes_on_after_the_last_whole_window(
+    world, tmp_path, undisturbed, hows, batches, worlds, computed
+):
+    """However and wherever a run ends, resumed on another number of ranks it trains on what it has not stepped on.
+
+    Samples that are trained and stepped on, effective rates and weights are those of the undisturbed run, also in
+    pieces of one sample; where runs are reproducible, all bits are.
     """
-    expected, weight = undisturbed
-    before, after = ranks
-    options = {**WINDOWS, "keep": {"every_n_train_steps": 1} if how == "SIGKILL" else {}}
-    act, folder, first = Act(how, "backward", *divmod(batch, BATCHES)), tmp_path / "ended", None
-    with pytest.raises(RankError, match="exit code -9") if how == "SIGKILL" else contextlib.nullcontext():
-        first = world(before).run(fit, SHUFFLED, SCALED, [act], str(folder), **options)
-    # Lightning saves no checkpoint before the first step.
-    kept = max(folder.glob("*"), key=done, default=None)
-    resume, at = kept and str(kept), 0 if kept is None else done(kept)
-    limited = {**SCALED, "max_device_batch_size": limit}
-    rest = world(after).run(fit, SHUFFLED, limited, (), str(tmp_path / "rest"), resume, **options)
+    expected, events = undisturbed(computed)
+    # What is trained on after so many steps.
+    after = [0, *(number for number, event in enumerate(events, start=1) if event == "step")]
+    resume, at = None, 0
+    options = {**WINDOWS, "keep": {"every_n_train_steps": 1} if "SIGKILL" in hows else {}}
+    for number, (how, batch) in enumerate(zip(hows, batches, strict=True)):
+        kills, folder = how == "SIGKILL", tmp_path / str(number)
+        hook = KILLED[batch % 4] if kills else "backward"
+        # A signal reaches one rank, and rank 0 writes the checkpoint.
+        rank = (hook != "saving") * batch % worlds[number] if how.startswith("SIG") else None
+        act = Act("SIGKILL in saving" if hook == "saving" else how, hook, *divmod(batch, BATCHES), rank)
+        with pytest.raises(RankError, match="exit code -9") if kills else contextlib.nullcontext():
+            strategy = SCALED | COMPUTED[computed][0]
+            world(worlds[number]).run(fit, SHUFFLED, strategy, [act], str(folder), resume, **options)
+        trained, first = journal(folder), after[at]
+        resume, at = newest(folder) if [*folder.glob("*.ckpt")] else (resume, at)
+        stepped = batch // BATCHES * STEPS + batch % BATCHES // 2
+        assert stepped <= at if how == "SIGTERM" else stepped == at  # which has the batches at hand trained on
+        assert events[first : first + len(trained)] == trained
+        assert after[at] - first <= len(trained)
+    last = tmp_path / "last"
+    rest = world(worlds[-1]).run(fit, SHUFFLED, SCALED | COMPUTED[computed][1], (), str(last), resume, **options)
 
-    stepped = batch // BATCHES * STEPS + batch % BATCHES // 2
-    assert stepped <= at if how == "SIGTERM" else stepped == at  # which has the batches at hand trained on
-    assert first is None or expected[:at] == together(first)
-    assert expected[at:] == together(rest)
-    assert weight == pytest.approx(rest[0].weight, rel=1e-12)
+    assert together([expected])[at:] == together(rest)
+    assert events[after[at] :] == journal(last)
+    assert expected.weight == pytest.approx(rest[0].weight, rel=1e-12)
+    assert computed != "reproducibly" or all(expected.state == noted.state for noted in rest)
 
 
 def test_another_recipe_is_refused_unless_it_is_meant(world, tmp_path):
@@ -203,7 +236,7 @@ def test_what_cannot_go_on_is_an_error_on_all_ranks(world, tmp_path, name):
     """It is found out before a batch is trained on, with advice; what ends too early is no finished epoch."""
     before, after, message = OTHERS[name]
     world(2).run(fit, before, {}, [Act("save", "batch", 1, 2)], str(tmp_path))
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.ckpt")
     for raised in world(2).run_expecting_errors(fit, after, {}, (), "", str(path), limit_train_batches=6):
         assert raised.type_name in ("RuntimeError", "ValueError")
         assert re.search(message, raised.message)

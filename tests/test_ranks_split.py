@@ -31,21 +31,22 @@ def test_gradient_of_a_global_batch(world, world_size, sizes, limit, reduction):
         w -= 0.001 * expected
 
 
-SHUFFLED, RELOADED = [Order("shuffle")], {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}
+SHUFFLED = [Order("shuffle")]
 SCHEDULE = [GradientAccumulationScheduler({0: 1, 1: 2})]
 TWO = [Order("list", 16), Order("list", 80)]
 OPTIONS: dict[str, tuple[list[Order], dict[str, Any], int]] = {
     # What is read, in batches of 4; options of the Trainer; and the number of steps.
-    "limit": (SHUFFLED, {"limit_train_batches": 3, "max_epochs": 1}, 3),
     "fraction": (SHUFFLED, {"limit_train_batches": 0.7, "max_epochs": 1}, 3),
     "overfit": ([Order("sequential")], {"overfit_batches": 2, "max_epochs": 2}, 4),
-    "validation every 2 batches": (SHUFFLED, {"val_check_interval": 2, "max_epochs": 1}, 5),
     "validation in mid-epoch": (SHUFFLED, {"val_check_interval": 0.5, "max_epochs": 1}, 5),
     "window of 2": (SHUFFLED, {"accumulate_grad_batches": 2, "max_epochs": 1}, 3),
     "scheduled window": (SHUFFLED, {"max_epochs": 2, "callbacks": SCHEDULE}, 8),
     "steps": (SHUFFLED, {"max_epochs": 5, "max_steps": 7}, 7),
-    "reloaded": (SHUFFLED, RELOADED, 10),
-    "reloaded, validation in mid-epoch": (SHUFFLED, {**RELOADED, "val_check_interval": 0.5}, 10),
+    "reloaded": (
+        SHUFFLED,
+        {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2, "val_check_interval": 0.5},
+        10,
+    ),
     "epochs of a sampler": ([Order("epochs")], {"max_epochs": 2}, 10),
     "workers": ([Order("own generator: False, persistent: True")], {"max_epochs": 2}, 10),
     "two loaders": ([Order("shuffle"), Order("generator")], {"max_epochs": 1}, 5),
@@ -69,9 +70,10 @@ def test_trainer_options_count_loader_batches(world, name, limit):
         assert (stock.validated, stock.set_up) == (noted.validated, noted.set_up)
 
 
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-@pytest.mark.parametrize("kind", ["list", "unsized"])
-@pytest.mark.parametrize("sizes", [(7, 22), (22, 7), (9, 9), (13,)])
+@pytest.mark.parametrize(
+    ("mode", "kind", "sizes"),
+    grid(["min_size", "max_size", "max_size_cycle"], ["list", "unsized"], [(7, 22), (22, 7), (9, 9), (13,)]),
+)
 def test_several_loaders_are_read_as_in_stock_lightning(world, mode, kind, sizes):
     """Fetched ahead or not, cycled, exhausted, left early, looked at between: every batch meets its own samples."""
     read, looks = [Order(kind, size) for size in sizes], [Act("look", "batch start", 0, 1)]
@@ -100,36 +102,21 @@ def lengthened(batch: Any, device: Any, index: int) -> Any:
     return [*batch, 0]
 
 
-REPLICAS = {"num_replicas": 4}
-REFUSED: dict[str, tuple[list[Order], dict[str, Any], dict[str, Any], str]] = {
+REPLICAS, UNEQUAL = {"num_replicas": 4}, [Order("list", 8, 8), Order("list", 5, 5)]
+UNWEIGHED = "the number of samples cannot be read from a batch of type list"
+REFUSED: list[tuple[list[Order], dict[str, Any], dict[str, Any], str]] = [
     # What is read, options of the strategy, of the run, and what the errors of all 3 ranks say; one has no samples.
-    "several": (
-        [Order("list", 8, 8), Order("list", 5, 5)],
-        REPLICAS,
-        {},
-        "now 8 samples in 2 + 2 + 0 pieces and 5 samples in 2 + 1 + 0 pieces on the ranks",
-    ),
-    "samples": ([Order("list", 8, 8)], REPLICAS, {"hook": changed}, "samples where the train loader yielded"),
-    "structure": (TWO, REPLICAS, {"hook": lengthened}, "is not as the train loader yielded it"),
+    (UNEQUAL, REPLICAS, {}, "now 8 samples in 2 + 2 + 0 pieces and 5 samples in 2 + 1 + 0 pieces on the ranks"),
+    ([Order("list", 8, 8)], REPLICAS, {"hook": changed}, "samples where the train loader yielded"),
+    (TWO, REPLICAS, {"hook": lengthened}, "is not as the train loader yielded it"),
     # 3, 3 and 2 samples of one beside 2, 2 and 1 of the other: no loader's samples weigh a loss over both.
-    "other proportions": (
-        [Order("list", 8, 8), Order("list", 5, 5)],
-        {},
-        {"weighs": False},
-        "the number of samples cannot be read from a batch of type list",
-    ),
-    "other proportions in pieces": (
-        [Order("list", 8, 8), Order("list", 5, 5)],
-        {"max_device_batch_size": 4},
-        {"weighs": False},
-        "the number of samples cannot be read from a batch of type list",
-    ),
-}
+    (UNEQUAL, {}, {"weighs": False}, UNWEIGHED),
+    (UNEQUAL, {"max_device_batch_size": 4}, {"weighs": False}, UNWEIGHED),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_cut_is_an_error_on_all_ranks(world, name):
-    read, strategy, options, message = REFUSED[name]
+@pytest.mark.parametrize(("read", "strategy", "options", "message"), REFUSED)
+def test_what_cannot_be_cut_is_an_error_on_all_ranks(world, read, strategy, options, message):
     raised = world(3).run_expecting_errors(fit, read, strategy, **options)
     assert {"ValueError", "RuntimeError"} >= {one.type_name for one in raised}
     assert all(message in one.message for one in raised)

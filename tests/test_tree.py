@@ -10,8 +10,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.parallel import scatter
 from torch.nn.parallel._functions import Scatter
@@ -34,16 +32,34 @@ class Record:
     made: int = field(default=0, init=False)
 
 
+def plain(batch: Any) -> Any:
+    """Return a batch's structure, and what it holds."""
+    leaves, structure = tree_flatten(batch)
+    return structure, [(leaf.dtype, leaf.tolist()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+@pytest.mark.parametrize("parts", range(1, 7))
+def test_slices_are_what_scatter_makes(parts: int) -> None:
+    """Cut at `chunk_bounds`, nested batches give the chunks of `torch.nn.parallel.scatter`, in the same types."""
+    x, y = torch.arange(12), torch.arange(24.0).view(12, 2)
+    batch = {"x": x, "nested": [y, (x, {"y": y, "text": "a"})], "pair": Pair(Pair(x, 5), [y, y, None]), "empty": ()}
+    slices = [slice_batch(batch, start, stop) for start, stop in chunk_bounds(12, parts) if stop > start]
+
+    with mock.patch.object(Scatter, "apply", lambda targets, _, dim, tensor: tensor.chunk(len(targets), dim)):
+        expected = scatter(batch, list(range(parts)))
+
+    assert list(map(plain, expected)) == list(map(plain, slices))
+
+
 def test_every_structure_is_kept() -> None:
     """What scatter does not cut, arrays, columns and records, is sliced, too; everything else is shared."""
-    shared = object()
     batch = {
         "array": np.arange(4),
         "record": Record(torch.arange(4)),
         "ordered": OrderedDict(x=torch.arange(4)),
         "user": UserDict(x=torch.arange(4)),
         "names": ["a", "b", "c", "d"],
-        "others": (torch.tensor(5), "abcd", 4, ["a"], shared),
+        "others": (torch.tensor(5), "abcd", 4, ["a"], object()),
         "set": {torch.arange(4), "a"},
     }
 
@@ -77,39 +93,6 @@ PACKED = [pack_sequence([torch.ones(length) for length in lengths]) for lengths 
 def test_unclear_batches_are_not_cut_at_a_guess(batch: Any, found: str) -> None:
     with pytest.raises(ValueError, match=found):
         slice_batch(batch, 0, 1)
-
-
-def batches_of(size: int) -> st.SearchStrategy[Any]:
-    """Return nested batches of tensors that have `size` samples, and of objects that are no samples."""
-    leaves = st.sampled_from([torch.arange(size), torch.arange(2.0 * size).view(size, 2)]) | st.sampled_from([5, "a"])
-    nested = st.recursive(
-        leaves,
-        lambda inner: (
-            st.tuples(inner, st.just(torch.arange(size)))
-            | st.dictionaries(st.sampled_from("xyz"), inner, min_size=1)
-            | st.lists(inner, min_size=1, max_size=2).map(lambda items: [torch.zeros(size), *items])
-            | st.builds(Pair, inner, inner)
-        ),
-        max_leaves=5,
-    )
-    return nested.map(lambda batch: {"always": torch.arange(size), "batch": batch})
-
-
-def plain(batch: Any) -> Any:
-    """Return a batch's structure, and what it holds."""
-    leaves, structure = tree_flatten(batch)
-    return structure, [(leaf.dtype, leaf.tolist()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
-@given(batch=batches_of(12), parts=st.integers(1, 6))
-def test_slices_are_what_scatter_makes(batch: Any, parts: int) -> None:
-    """Cut at `chunk_bounds`, nested batches give the chunks of `torch.nn.parallel.scatter`, in the same types."""
-    slices = [slice_batch(batch, start, stop) for start, stop in chunk_bounds(12, parts) if stop > start]
-
-    with mock.patch.object(Scatter, "apply", lambda targets, _, dim, tensor: tensor.chunk(len(targets), dim)):
-        expected = scatter(batch, list(range(parts)))
-
-    assert list(map(plain, expected)) == list(map(plain, slices))
 
 
 def test_digests_tell_data_apart() -> None:

@@ -163,29 +163,22 @@ class PartCollator:
 
     def __call__(self, samples: list[Any]) -> Collated:
         """Return this rank's part of the batch of these samples."""
-        chunk = self.split.cut(len(samples))
-        if self.split.whole:
-            before = random_state()
-            batch = self.collate(samples)
-            if (rows := _rows(batch, samples)) is not None:
-                return cut_out(batch, rows, self.split)
-            if not same_random_state(before, random_state()):
-                raise ValueError(
-                    f"a batch of type {type(batch).__name__} cannot be cut into replicas, and collate_fn draws random"
-                    " numbers, which would differ from those of the whole batch if it collated each replica separately."
-                    " Draw them in the dataset or in training_step."
-                )
-            part = self._apart(samples, chunk)
-        else:
-            own = samples[chunk.start : chunk.stop]
-            part = self.collate(own)
-            if len(chunk.pieces) > 1 and _rows(part, own) is None:
-                part = self._apart(samples, chunk)
+        split, chunk, before = self.split, self.split.cut(len(samples)), random_state()
+        own = samples if split.whole else samples[chunk.start : chunk.stop]
+        part = self.collate(own)
+        rows = _rows(part, own)
+        if split.whole and rows is not None:
+            return cut_out(part, rows, split)
+        if split.whole and not same_random_state(before, random_state()):
+            raise ValueError(
+                f"a batch of type {type(part).__name__} cannot be cut into replicas, and collate_fn draws random"
+                " numbers, which would differ from those of the whole batch if it collated each replica separately."
+                " Draw them in the dataset or in training_step."
+            )
+        if split.whole or (rows is None and len(chunk.pieces) > 1):
+            parts = Apart(self.collate(samples[start:stop]) for _, start, stop in chunk.pieces)
+            part = parts if len(parts) > 1 else parts[0]
         return Collated(len(samples), data_digest((len(samples), samples[0], samples[-1])), part)
-
-    def _apart(self, samples: list[Any], chunk: Chunk) -> Any:
-        parts = Apart(self.collate(samples[start:stop]) for _, start, stop in chunk.pieces)
-        return parts if len(parts) > 1 else parts[0]
 
 
 def _rows(batch: Any, samples: list[Any]) -> int | None:

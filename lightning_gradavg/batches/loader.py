@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_gradavg.batches.chunks import Collated, PartCollator, Split, cut_out
-from lightning_gradavg.batches.order import Behind, LoaderState, Order, SharedIndices, require_equal
+from lightning_gradavg.batches.order import Behind, LoaderState, Order, SharedIndices
 from lightning_gradavg.lightning_internals import cloned
 from lightning_gradavg.loaders import (
     LoaderWrapper,
@@ -28,9 +28,10 @@ from lightning_gradavg.loaders import (
     is_sharded,
     length_of,
     loader_batch_size,
+    loader_samplers,
     user_loader,
 )
-from lightning_gradavg.ranks import World
+from lightning_gradavg.ranks import Contribution, World
 from lightning_gradavg.tree import batch_samples
 
 __all__ = ["Pass", "SplitLoader", "split_batches"]
@@ -140,8 +141,7 @@ class SplitLoader(LoaderWrapper):
 
     def describe(self) -> str:
         """Return one line that says what is done with the loader."""
-        parts = (getattr(self.loader, name, None) for name in ("batch_sampler", "sampler"))
-        samplers = " and ".join(type(part).__name__ for part in parts if part is not None)
+        samplers = " and ".join(type(each).__name__ for each in loader_samplers(self.loader))
         return (
             f"{type(self.loader).__name__}{f' with its {samplers}' if samplers else ''}: used as it is, its batches are"
             f" the global batches, in {self.split.chunks} chunks on {self.split.world_size} ranks;"
@@ -156,31 +156,34 @@ _ALONE = (
 
 
 def _require_splittable(loader: Any, world: World, *, shared: bool) -> None:
-    """Raise on all ranks if the loader cannot be split on some, or they differ: nobody waits for one that gave up."""
+    """Raise on all ranks if the loader cannot be split on some, or they differ."""
     dealing = getattr(distributed_sampler(loader), "num_replicas", 0)
-    workers, ahead = (getattr(loader, name, None) for name in ("num_workers", "prefetch_factor"))
-    name, size, length = type(loader).__name__, loader_batch_size(loader), length_of(loader)
-    problems = {
-        f"{name} or its dataset {type(getattr(loader, 'dataset', None)).__name__} has sharded_by_rank = True: the"
-        " ranks' batches are not one batch, which can be shared out. Remove the attribute and have every rank read the"
-        f" same data; or {_ALONE}": is_sharded(loader),
-        f"the train loader has a DistributedSampler for {dealing} replicas, but with split_batches=True the loader's"
-        " batches are the global batches, which the strategy splits. Give the loader the sampler of a run on one"
-        f" device. Where a library adds this sampler automatically for every DDPStrategy, {_ALONE}": dealing > 0,
-        "in_order=False lets the workers hand over batches in an order of their own, so the ranks' chunks would not"
-        " make up one batch. Use in_order=True with split_batches=True.": (
-            bool(workers) and not getattr(loader, "in_order", True)
-        ),
-    }
-    found = [problem for problem, applies in problems.items() if applies]
-    differs = (
-        f"the ranks' train loaders differ: on this rank it is a {name} of batch size {size} and length {length},"
-        f" num_workers={workers}, prefetch_factor={ahead}."
-    )
-    # Ranks that prefetch differently would ask for their indices at different times.
-    require_equal(world, (not found, shared, size, length, workers, ahead), [*found, differs][0])
-    if found:
-        raise ValueError(found[0])
+    name, workers = type(loader).__name__, getattr(loader, "num_workers", None)
+
+    def contribute() -> Contribution:
+        problems = {
+            f"{name} or its dataset {type(getattr(loader, 'dataset', None)).__name__} has sharded_by_rank = True: the"
+            " ranks' batches are not one batch, which can be shared out. Remove the attribute and have every rank read"
+            f" the same data; or {_ALONE}": is_sharded(loader),
+            f"the train loader has a DistributedSampler for {dealing} replicas, but with split_batches=True the"
+            " loader's batches are the global batches, which the strategy splits. Give the loader the sampler of a run"
+            " on one device. Where a library adds this sampler automatically for every DDPStrategy,"
+            f" {_ALONE}": dealing > 0,
+            "in_order=False lets the workers hand over batches in an order of their own, so the ranks' chunks would not"
+            " make up one batch. Use in_order=True with split_batches=True.": (
+                bool(workers) and not getattr(loader, "in_order", True)
+            ),
+        }
+        if found := [problem for problem, applies in problems.items() if applies]:
+            raise ValueError(found[0])
+        read = (
+            f"batch size {loader_batch_size(loader)}, length {length_of(loader)}, {'whole' if shared else 'in parts'}"
+        )
+        # Ranks that prefetch differently would ask for their indices at different times.
+        ahead = f"num_workers={workers}, prefetch_factor={getattr(loader, 'prefetch_factor', None)}"
+        return Contribution([f"{read}, {ahead}"])
+
+    world.agree("the ranks' train loaders cannot be split", contribute)
 
 
 def _may_be_read_in_parts(loader: DataLoader[Any]) -> bool:

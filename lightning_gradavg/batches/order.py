@@ -29,7 +29,7 @@ from lightning_gradavg.random_state import RandomState, RandomStream, forked, ra
 from lightning_gradavg.ranks import World
 from lightning_gradavg.tree import data_digest
 
-__all__ = ["Behind", "LoaderState", "Order", "Place", "SharedIndices", "Sources", "loader_state", "require_equal"]
+__all__ = ["Behind", "LoaderState", "Order", "Place", "SharedIndices", "Sources", "loader_state"]
 
 _BLOCK = 256
 """Batches of indices that are sent at once, where the sampler draws no random numbers and sees nothing of training."""
@@ -237,8 +237,8 @@ class SharedIndices:
             order.draw_on("first")
         while True:
             own = self._next_block(batches, size, order) if first else None
-            block, error, before, after = order.world.from_first(own)
-            order.follow(before, after)
+            block, error, moved = order.world.from_first(own)
+            order.follow(*moved)
             yield from block
             if error:
                 told = f"the batch sampler of rank 0, whose order counts, raised {error}"
@@ -249,15 +249,15 @@ class SharedIndices:
             # Not past the last batch: samplers draw from their generator again if they are asked for one more.
             size = max(1, min(2 * size, _BLOCK, len(self) - read)) if self._draws_once else 1
 
-    def _next_block(self, batches: Iterator[Any], size: int, order: Order) -> tuple[list[Any], str, Any, Any]:
+    def _next_block(self, batches: Iterator[Any], size: int, order: Order) -> tuple[list[Any], str, Any]:
         """Return the next indices, what was raised after them, and the random states before and after."""
+        block, error = list[Any](), ""
         with order.drawing():
-            block, error, before = list[Any](), "", order.stream.state
             try:
                 block.extend(_listed(indices) for indices in islice(batches, size))
             except Exception as raised:  # noqa: BLE001  # the other ranks would wait for it
                 self._raised, error = raised, repr(raised)
-            return block, error, before, order.stream.state
+        return block, error, order.stream.moved
 
     def _own(self, batches: Iterator[Any], order: Order) -> Iterator[Any]:
         """Yield the indices that this rank loads, and pass over batches that were trained on."""
@@ -272,12 +272,6 @@ class SharedIndices:
 def _listed(indices: Any) -> list[Any]:
     listed: list[Any] = indices.tolist() if isinstance(indices, Tensor) else list(indices)
     return listed
-
-
-def require_equal(world: World, value: Any, message: str) -> None:
-    """Raise `message` on all ranks unless `value` is the same on all of them. A collective operation."""
-    if not _equal(world, data_digest(value)):
-        raise ValueError(f"{message} With split_batches=True it must be the same on all ranks.")
 
 
 def _equal(world: World, digest: bytes) -> bool:

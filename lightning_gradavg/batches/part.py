@@ -83,13 +83,16 @@ class Batches(Part):
 
     def on_train_batch_start(self) -> None:
         """Note that a batch is about to be trained on, unless a user moves another one to the device."""
-        number = self.run.loop.arriving
-        if number is not None:
-            self._arrive(number)
+        if (arriving := self.run.loop.arriving) is not None:
+            self._arrive(*arriving)
 
-    def _arrive(self, number: int) -> None:
-        """Find what stands behind a batch of this epoch."""
-        fetched = [each.behind.get(number) for each in self._loaders]
+    def _behind(self, epoch: Any, number: int) -> list[Any]:
+        """Return what stands behind a batch, of each loader, None where it has none."""
+        return [each.behind.get(epoch, {}).get(number) for each in self._loaders]
+
+    def _arrive(self, epoch: Any, number: int) -> None:
+        """Find what stands behind a batch."""
+        fetched = self._behind(epoch, number)
         world_size, loaders = self.run.world.size, len(self.run.loop.iterators)
         self._ranks = min((each.tally.read()[0] for each in fetched if each is not None), default=world_size)
         self.missing = world_size - self._ranks
@@ -112,7 +115,7 @@ class Batches(Part):
         """Learn what stands behind the batch of a step that fetches it."""
         with nullcontext() if self._counts else stand_in(self.run.module):
             yield
-        self._arrive(self.run.loop.ready - 1)
+        self._arrive(self.run.loop.epoch, self.run.loop.ready - 1)
         if self.missing > 0:
             raise RuntimeError(
                 f"{self.missing} of {self.run.world.size} ranks have no more batches, which a"
@@ -184,20 +187,18 @@ class SplitBatches(Batches):
         self.run.loop.leave_ended_epoch()
         self.run.loop.restart_at(next(iter(within), self.run.loop.processed))
 
-    def _arrive(self, number: int) -> None:
-        behind = [loader.behind.get(number) for loader in self._loaders]
+    def _arrive(self, epoch: Any, number: int) -> None:
+        behind = self._behind(epoch, number)
         chunks = [each.chunk for each in behind if each is not None]
         if not chunks:  # a user moves another batch to the device
             return
         _require_same_reach(chunks)
         self.chunk, self._ranks = chunks[0], chunks[0].ranks
-        uneven = any(each.batch_samples % self._split.chunks for each in chunks)
-        if uneven and len({each.batch_samples for each in chunks}) > 1 and not self.chunk.stand_in:
+        differ = len({chunk.batch_samples for chunk in chunks}) > 1
+        if differ and not self.chunk.stand_in and any(chunk.batch_samples % self._split.chunks for chunk in chunks):
             # The ranks' parts of the batches differ in proportion, so no loader's samples weigh a loss over several.
             self.chunk = self.chunk._replace(samples=None)
-        begins = self._progress.arrive(number)
-        for loader, now in zip(self._loaders, behind, strict=True):
-            loader.arrive(now, begins=begins)
+        self._progress.arrive(number, self._loaders, behind)
 
     def slices(self, batch: Any) -> list[ReplicaSlice]:
         """Cut the rank's batch in training, of each of several loaders, into its pieces, in order."""

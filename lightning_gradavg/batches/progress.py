@@ -8,8 +8,8 @@ what was fetched ahead or failed is not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,26 +30,16 @@ __all__ = ["JoinedLoader", "NumberedLoader", "Progress", "join"]
 _END = object()
 
 
-class Numbers:
-    """What stands behind the batches of a loader, by the number that Lightning gives them in an epoch."""
+Numbers: TypeAlias = WeakKeyDictionary[Any, dict[int, Any]]
+"""What stands behind the batches of a loader, by epoch and number; weak, so that workers of an epoch left can end."""
 
-    def __init__(self, loop: TrainingLoop) -> None:
-        self._loop = loop
-        # Weak: the workers of an epoch that is left must be able to end.
-        self._of_epochs: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
 
-    def note(self, iterator: Any, behind: Any, *, first: int = 0) -> None:
-        """Note what stands behind an iterator's next batch, unless it is one by which a user looks at the data."""
-        if iterator in self._loop.iterators:
-            numbers = self._of_epochs.setdefault(self._loop.epoch, {})
-            number = max(numbers, default=first - 1) + 1
-            numbers[number] = behind
-            numbers.pop(number - 2, None)  # one batch is fetched ahead where the length is unknown
-
-    def get(self, number: int) -> Any:
-        """Return what stands behind a batch of this epoch, if it was noted."""
-        epoch = self._loop.epoch
-        return None if epoch is None else self._of_epochs.get(epoch, {}).get(number)
+def _note(numbers: Numbers, epoch: Any, behind: Any, *, first: int = 0) -> None:
+    """Note what stands behind the next batch of an epoch."""
+    of_epoch = numbers.setdefault(epoch, {})
+    number = max(of_epoch, default=first - 1) + 1
+    of_epoch[number] = behind
+    of_epoch.pop(number - 2, None)  # one batch is fetched ahead where the length is unknown
 
 
 class Progress:
@@ -59,21 +49,13 @@ class Progress:
         self.loop, self.before_window = loop, random_state()
         self._random: RandomState | None = None  # of a resumed run that is being set up
 
-    def arrive(self, number: int) -> bool:
-        """Note that a batch is about to be trained on; return whether it begins a window."""
+    def arrive(self, number: int, loaders: Sequence[NumberedLoader], behind: Sequence[Behind | None]) -> None:
+        """Note what stands behind a batch that is about to be trained on, perhaps the first of a window."""
         begins = number % self.loop.accumulation == 0
         self.before_window = random_state() if begins else self.before_window
-        return begins
-
-    @property
-    def stepped(self) -> bool:
-        """Whether the last batch that arrived in training ended its window, and was stepped on."""
-        return bool(self.loop.ready == self.loop.processed and self.loop.processed % self.loop.accumulation == 0)
-
-    @property
-    def ended(self) -> bool:
-        """Whether all batches of the epoch were stepped on."""
-        return bool(self.loop.ready == self.loop.processed and self.loop.epoch_ended)
+        for loader, now in zip(loaders, behind, strict=True):
+            loader.start, loader.now = None, now
+            loader.window = now if begins else loader.window
 
     def go_on(self, random: RandomState) -> None:
         """Go on with the random state of a checkpoint. Until a resumed run is set up, only what it reads may draw."""
@@ -100,23 +82,19 @@ class NumberedLoader(SplitLoader):
     Attributes:
         behind: What stands behind the batches that were fetched.
         now: What stands behind the batch in training; None where the loader has no more, or before the first.
+        window: What stands behind the first batch of its window.
         start: Where the next passes begin, until something is trained on.
     """
 
     def __init__(self, loader: Any, split: Split, world: World, progress: Progress) -> None:
         super().__init__(loader, split, world)
-        self.progress, self.behind = progress, Numbers(progress.loop)
+        self.progress, self.behind = progress, Numbers()
         self.now: Behind | None = None
+        self.window: Behind | None = None
         self.start: LoaderState | None = None
-        self._window: Behind | None = None  # behind its first batch
 
     def __iter__(self) -> NumberedIterator:
         return NumberedIterator(self)
-
-    def arrive(self, now: Behind | None, *, begins: bool) -> None:
-        """Note what is about to be trained on, perhaps the first batch of a window."""
-        self.start, self.now = None, now
-        self._window = now if begins else self._window
 
     def state_dict(self) -> LoaderState:
         """Return where training stands: after the last batch that an optimizer stepped on.
@@ -128,12 +106,13 @@ class NumberedLoader(SplitLoader):
         progress, loop, sources = self.progress, self.progress.loop, Sources(self.loader)
         state = LoaderState(snapshots={}, samplers=sources.samplers(), now=sources.snapshot(), batches=0, digest="")
         order = next((each.begun.order for each in loop.iterators if each.loader is self and each.begun), None)
-        now, window = (each if each is not None and each.order is order else None for each in (self.now, self._window))
+        now, window = (each if each is not None and each.order is order else None for each in (self.now, self.window))
+        trained = loop.ready == loop.processed  # on the last batch that arrived
         # The iterators of an epoch that is over are there until the next one's are made.
-        over = progress.ended or (loop.ready == 0 and now is not None)
+        over = (trained and loop.epoch_ended) or (loop.ready == 0 and now is not None)
         if order is None or over:
             return state
-        if now is not None and progress.stepped:
+        if now is not None and trained and loop.processed % loop.accumulation == 0:
             place = now.after
         elif window is not None:
             place, state["now"]["random"] = window.before, progress.before_window
@@ -169,20 +148,20 @@ class NumberedIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         loader, progress = self.loader, self.loader.progress
-        together = progress.loop.iterators
-        reads = self in together  # rather than a user, who looks at the data
-        # In the order in which they were made: they may draw from one random state.
-        for each in together if reads else [self]:
-            each.begin()
-        item = next(self.begin().items, None)
-        if reads:
+        epoch = progress.loop.epoch_of(self)  # None of a user, who looks at the data
+        if self.begun is None:
+            # In the order in which they were made: they may draw from one random state.
+            for each in [self] if epoch is None else progress.loop.iterators:
+                each.begin()
+        batch, behind = next(self.begin().items, (_END, None))
+        if epoch is not None:
             progress.note_draws()
-        if item is None:
-            # The next pass, perhaps of the same epoch, is a new one.
-            loader.start = None if reads else loader.start
+            if batch is _END:
+                loader.start = None  # The next pass, perhaps of the same epoch, is a new one.
+            else:
+                _note(loader.behind, epoch, behind, first=0 if loader.start is None else loader.start["batches"])
+        if batch is _END:
             raise StopIteration
-        batch, behind = item
-        loader.behind.note(self, behind, first=0 if loader.start is None else loader.start["batches"])
         return batch
 
 
@@ -203,8 +182,8 @@ class JoinedLoader(LoaderWrapper):
 
     def __init__(self, loader: Any, world: World, device: torch.device, loop: TrainingLoop, length: float) -> None:
         super().__init__(loader, read=loader, shown=loader, shared=False)
-        self.world, self._device, self._length = world, device, length
-        self.behind = Numbers(loop)
+        self.world, self.loop, self.behind = world, loop, Numbers()
+        self._device, self._length = device, length
         self._last: Any = _END
         dataset = getattr(loader, "dataset", None)
         of = "" if dataset is None else f" over {type(dataset).__name__}"
@@ -251,7 +230,8 @@ class JoinedIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         batch, fetched = next(self._items)
-        self.loader.behind.note(self, fetched)
+        if (epoch := self.loader.loop.epoch_of(self)) is not None:
+            _note(self.loader.behind, epoch, fetched)
         return batch
 
 
